@@ -371,8 +371,9 @@ def test_activation_checkpointing_of_fsdp_is_gradient_checkpointing(load: Load) 
         + "gradient_checkpointing: false\nfsdp: full_shard\nfsdp_config: {activation_checkpointing:"
         " true}"
     )
-    assert load(text).config.train_args.gradient_checkpointing
-    assert not load(text, ["gradient_checkpointing=false"]).config.train_args.gradient_checkpointing
+    assert load(text).config.train_args.gradient_checkpointing == "full"
+    overridden = load(text, ["gradient_checkpointing=false"]).config.train_args
+    assert overridden.gradient_checkpointing == "none"
 
 
 # -- whole files

@@ -14,13 +14,13 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.outline import outline
+from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 from paceline.parallel.cost import Workload
 from paceline.parallel.ddp.strategy import SingleDeviceStrategy
 from paceline.parallel.hybrid.strategy import HybridStrategy
 from paceline.parallel.protocols import replica_of, reports_loss
 from paceline.parallel.registry import check_strategy, estimate_cost
 from paceline.parallel.save_load import load_state, memory_bytes, state_shards
-from paceline.train.precision import checkpoint_activations
 
 TOKENS, STEPS, MICRO_BATCHES = 14, 20, 2
 
@@ -47,8 +47,7 @@ def make_model(lora=False, **train_args):
             model,
             LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM"),
         )
-    if train_args.get("gradient_checkpointing"):
-        checkpoint_activations(model)
+    checkpoint_activations(model, train_args.get("gradient_checkpointing", "none"))
     return model
 
 
@@ -110,12 +109,19 @@ LAYOUTS = [
     pytest.param(
         ParallelDims(tensor=2),
         {"sequence_parallel": True},
-        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": "full"},
         False,
         marks=pytest.mark.soak,
     ),
     pytest.param(
-        ParallelDims(tensor=2), {}, {"gradient_checkpointing": True}, True, marks=pytest.mark.soak
+        ParallelDims(tensor=2), {}, {"gradient_checkpointing": "full"}, True, marks=pytest.mark.soak
+    ),
+    pytest.param(
+        ParallelDims(tensor=2),
+        {},
+        {"gradient_checkpointing": "selective"},
+        False,
+        marks=pytest.mark.soak,
     ),
     pytest.param(ParallelDims(shard=2, tensor=2), {}, {}, False, marks=pytest.mark.soak),
     (ParallelDims(data=2, tensor=2), {"sequence_parallel": True}, {}, True),

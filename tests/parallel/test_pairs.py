@@ -33,11 +33,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "LoRA": {"lora": {"enable": True, "rank": 4}},
     "bf16": {"train_args": {"precision": "bf16-mixed"}},
     "fp16": {"train_args": {"precision": "fp16-mixed"}},
-    "recompute": {"train_args": {"gradient_checkpointing": True}},
+    "recompute": {"train_args": {"gradient_checkpointing": "full"}},
     "padded": {"train_args": {"packing": False}},
     "LoRA, bf16, recompute": {
         "lora": {"enable": True},
-        "train_args": {"precision": "bf16-mixed", "gradient_checkpointing": True},
+        "train_args": {"precision": "bf16-mixed", "gradient_checkpointing": "full"},
     },
     "`adafactor`": {"train_args": {"optim": "adafactor"}},
     "`classify`": {

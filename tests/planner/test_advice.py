@@ -63,7 +63,7 @@ def test_finds_the_smallest_change_that_fits() -> None:
 
 @pytest.mark.soak
 def test_lower_precision_shrinks_the_frozen_weights() -> None:
-    keys = {"train_args.precision": "32", "train_args.gradient_checkpointing": True}
+    keys = {"train_args.precision": "32", "train_args.gradient_checkpointing": "full"}
     result = plan(device="RTX-5090", **{**keys, "train_args.per_device_train_batch_size": 1})
     assert by_mode(result, "ddp")["fits"] is False
     assert list(result["smallest_change"]["settings"]) in (

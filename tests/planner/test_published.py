@@ -109,7 +109,7 @@ def test_plans_llama_2_70b_without_weights_or_data(tmp_path: Path) -> None:
         dataset="none.jsonl",
         train_args={
             "precision": "bf16-mixed",
-            "gradient_checkpointing": True,
+            "gradient_checkpointing": "full",
             "per_device_train_batch_size": 1,
         },
     )

@@ -58,19 +58,11 @@ def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
     from paceline.models.language import language_model_on_meta
     from paceline.models.lora import adapter_notices
     from paceline.models.positions import check_length
-    from paceline.train.precision import checkpoint_activations
+    from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 
     model: Any = language_model_on_meta(config)
     check_length(config, model.config.to_dict())
-    if config.train_args.gradient_checkpointing:
-        try:
-            checkpoint_activations(model)
-        except ValueError as error:
-            raise ConfigError(
-                "`train_args.gradient_checkpointing: true` is not supported with `model:"
-                f" {config.model}`: {error}",
-                fix="set `train_args.gradient_checkpointing: false`",
-            ) from error
+    checkpoint_activations(model, config.train_args.gradient_checkpointing)
     if layout.axes.tensor > 1:
         from paceline.models.tensor_plan.plan import find_tensor_plan
         from paceline.parallel.tensor.shard import check_plan_sizes

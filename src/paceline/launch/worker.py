@@ -186,7 +186,7 @@ def describe(error: BaseException, spec: Any = None) -> str:
             f"Out of memory: {first} To fix: lower `per_device_train_batch_size` (now"
             f" {args.per_device_train_batch_size}) and raise `gradient_accumulation_steps` by the"
             f" same factor (the result stays the same), lower `max_length` (now {args.max_length}),"
-            " or set `gradient_checkpointing: true`, `precision: bf16-mixed` or `lora.enable:"
+            " or set `gradient_checkpointing: full`, `precision: bf16-mixed` or `lora.enable:"
             " true`."
         )
     frames = traceback.extract_tb(error.__traceback__)

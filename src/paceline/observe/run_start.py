@@ -188,7 +188,7 @@ def _predicted(info: RunInfo, step: int) -> Prediction:
     of bytes that a rank sends in a step."""
     work, activations = info.workload(step), _activations(info)
     if activations is not None:
-        blocks = activations.blocks if len(info.shape.blocks) == activations.layers else ()
+        blocks = activations.blocks if len(info.shape.blocks) == len(activations.blocks) else ()
         work = replace(work, activation_bytes=activations.total, block_activation_bytes=blocks)
     cost = estimate_cost(info.layout.strategy, info.shape, info.layout.axes, work, info.config)
     activation_bytes = None if activations is None else cost.activations

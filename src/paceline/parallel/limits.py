@@ -228,7 +228,7 @@ PARAMETER_SERVER = (
         "train_args.gradient_checkpointing",
         "rows would be pulled twice",
         "leave `train_args.gradient_checkpointing` out",
-        unsupported=(True,),
+        supported=("none",),
     ),
     Limit(
         "train_args.precision",

@@ -18,7 +18,7 @@ Settings = dict[str, dict[str, str | bool]]
 #: Column → the settings that are checked.
 COLUMNS: dict[str, Settings] = {
     "`fp16-mixed`": {"train_args": {"precision": "fp16-mixed"}},
-    "recompute": {"train_args": {"gradient_checkpointing": True}},
+    "recompute": {"train_args": {"gradient_checkpointing": "full"}},
     "`adagrad`": {"train_args": {"optim": "adagrad"}},
     "`adafactor`": {"train_args": {"optim": "adafactor"}},
     "`cpu_offload: optimizer`": {"parallel": {"cpu_offload": "optimizer"}},

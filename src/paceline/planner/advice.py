@@ -140,10 +140,14 @@ def _steps(config: Config, machine: Machine, mode: ModeEstimate) -> Iterator[_St
             "train_args.gradient_accumulation_steps": count,
         }
         yield _Step(settings, f"{count} micro-batches per step; the same global batch and loss")
-    if not args.gradient_checkpointing and (config.task in ("sft", "pretrain")):
+    if args.gradient_checkpointing == "none" and (config.task in ("sft", "pretrain")):
         yield _Step(
-            {"train_args.gradient_checkpointing": True},
-            "activations are recomputed in backward; the same loss",
+            {"train_args.gradient_checkpointing": "selective"},
+            "activations except matrix products are recomputed in backward; the same loss",
+        )
+        yield _Step(
+            {"train_args.gradient_checkpointing": "full"},
+            "each block runs its forward again in backward; the same loss",
         )
     if machine.count > 1 and mode.layout.strategy in _REPLICATED:
         yield _Step(

@@ -112,7 +112,7 @@ def workload(
         longest=min(batch.fullest, config.train_args.max_length),
         joined=joins_samples(config, "cpu" if is_cpu else "cuda"),
     )
-    blocks = activations.blocks if len(profile.shape.blocks) == activations.layers else ()
+    blocks = activations.blocks if len(profile.shape.blocks) == len(activations.blocks) else ()
     return replace(work, activation_bytes=activations.total, block_activation_bytes=blocks)
 
 

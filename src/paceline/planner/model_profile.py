@@ -159,10 +159,9 @@ def _trial(task: Task, model: nn.Module, config: Config, dataset: Any) -> tuple[
     from torch.utils.flop_counter import FlopCounterMode
 
     from paceline.distributed import torch_compat
-    from paceline.train.precision import checkpoint_activations
+    from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 
-    if config.train_args.gradient_checkpointing:
-        checkpoint_activations(model)
+    checkpoint_activations(model, config.train_args.gradient_checkpointing)
     size = config.train_args.per_device_train_batch_size
     batch = _to_meta(task.collate([dataset[index % len(dataset)] for index in range(size)]))
     weights = {

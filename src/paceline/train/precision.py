@@ -1,19 +1,15 @@
-"""Mixed precision and activation checkpointing."""
+"""Mixed precision."""
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import rank_names
 from paceline.distributed.communicator import Communicator
 from paceline.health.anomalies import UpdateDecision
-from paceline.models.blocks import wrap_forward
 from paceline.parallel.loss_scale import LossScaler
 
 
@@ -85,35 +81,3 @@ def check_same_precision(world: Communicator, args: TrainArgs) -> None:
             f"`precision: auto` is not the same on all ranks: {by_precision}",
             fix="set `train_args.precision`: `fp16-mixed` and `32` are supported on all of them",
         )
-
-
-def checkpoint_activations(model: nn.Module) -> None:
-    """Enable activation checkpointing, block by block: with the model's own method if it has one,
-    else for each child of every ModuleList and Sequential.
-
-    Raises:
-        ConfigError: if the model has no such blocks.
-    """
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if callable(enable):
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return
-    blocks = [
-        child
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential)
-        for child in module
-        if not isinstance(child, nn.ModuleList | nn.Sequential)
-        and any(True for _ in child.parameters())
-    ]
-    if not blocks:
-        raise ConfigError(
-            f"`gradient_checkpointing: true` is not supported with {type(model).__name__}: it has"
-            " no ModuleList or Sequential to recompute",
-            fix=(
-                "turn it off, or give the model a method"
-                " gradient_checkpointing_enable(gradient_checkpointing_kwargs)"
-            ),
-        )
-    for block in blocks:
-        wrap_forward(block, partial(checkpoint, use_reentrant=False))

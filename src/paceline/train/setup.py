@@ -45,6 +45,7 @@ from paceline.health.anomalies import AnomalyDetector
 from paceline.health.loss_spikes import LossSpikeDetector
 from paceline.health.watchdog import Watchdog
 from paceline.models.shape.outline import Probe, outline
+from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 from paceline.models.weights import converted_weights, move_model
 from paceline.observe.comm_advisor import CommAdvisor, make_advisor
 from paceline.observe.device_stats import DeviceMonitor
@@ -76,7 +77,7 @@ from paceline.train.callbacks import (
 from paceline.train.final_model import save_model_folder
 from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
 from paceline.train.optimizer import Schedule, build_optimizer, matrices_of
-from paceline.train.precision import Precision, check_same_precision, checkpoint_activations
+from paceline.train.precision import Precision, check_same_precision
 from paceline.train.profiler import StepProfiler
 from paceline.train.rank_loss import event_listeners
 from paceline.train.run_spec import RunSpec
@@ -375,8 +376,7 @@ def _build_model(task: Task, config: Config) -> nn.Module:
     seed_everything(config.train_args.seed, "init")
     model = task.build_model()
     guard_model(model)
-    if config.train_args.gradient_checkpointing:
-        checkpoint_activations(model)
+    checkpoint_activations(model, config.train_args.gradient_checkpointing)
     return model
 
 

@@ -1,5 +1,6 @@
 """The sections ``train_args`` and ``evaluation``."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -103,8 +104,15 @@ class TrainArgs(Section):
             " others (V100, T4), `32` on CPU."
         ),
     )
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations during backward instead of storing them."
+    gradient_checkpointing: (
+        Literal["none", "selective", "full"] | bool | Annotated[int, Field(ge=2)]
+    ) = Field(
+        "none",
+        description=(
+            "Recompute activations in backward instead of storing them, in each block. `full`:"
+            " all. `selective`: all but the results of large matrix products and of attention."
+            " N: all, in every N-th block. `true` and `false` mean `full` and `none`."
+        ),
     )
     max_length: int = Field(1024, ge=8, description="Maximum sample length in tokens.")
     truncation_strategy: Literal["truncate", "drop"] = Field(
@@ -228,6 +236,13 @@ class TrainArgs(Section):
     def _zero_keeps_all(cls, value: object) -> object:
         return None if value in (0, -1) and not isinstance(value, bool) else value
 
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _true_is_full(cls, value: object) -> object:
+        if isinstance(value, bool):
+            return "full" if value else "none"
+        return {"true": "full", "false": "none", "1": "full", "0": "none"}.get(str(value), value)
+
     @field_validator("precision", mode="before")
     @classmethod
     def _number_is_text(cls, value: object) -> object:
@@ -242,6 +257,14 @@ class TrainArgs(Section):
         if self.loss_chunk_size != "auto":
             return self.loss_chunk_size or None
         return max(64, _CHUNK_BYTES // (4 * max(vocabulary, 1)) // 64 * 64)
+
+    def recomputed_share(self, num_blocks: int) -> float:
+        """Return the share of the blocks whose forward runs again in backward, where `selective`
+        counts as all: it leaves out operations, not blocks."""
+        setting = self.gradient_checkpointing
+        if isinstance(setting, int):
+            return math.ceil(num_blocks / setting) / max(1, num_blocks)
+        return float(setting != "none")
 
     @property
     def mixed_dtype(self) -> Literal["bfloat16", "float16"] | None:

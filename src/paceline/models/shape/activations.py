@@ -122,7 +122,7 @@ class Activations:
     """Activation memory in bytes for one micro-batch, on a rank that holds the full model.
 
     Args:
-        block: saved by each block from its forward pass to its backward pass.
+        blocks: saved by each block from its forward pass to its backward pass.
         recomputed: needed to recompute one block; 0 without activation checkpointing.
         ends: saved by the layers outside the blocks: the last norm and the head.
         logits: needed for the loss, when all other activations exist: the head's output and two
@@ -131,27 +131,22 @@ class Activations:
         logits_saved: the part of ``logits`` that is kept until backward.
     """
 
-    block: float
+    blocks: tuple[int, ...]
     recomputed: float
     ends: float
     logits: float
     logits_saved: float
-    layers: int
 
     @property
     def total(self) -> int:
         """Peak memory: at the start of backward, or during the recomputation of the last block,
         when the logits have been freed."""
-        return round(self.layers * self.block + self.ends + max(self.logits, self.recomputed))
+        return round(sum(self.blocks) + self.ends + max(self.logits, self.recomputed))
 
     @property
     def saved(self) -> int:
         """Memory that is kept from forward to backward."""
-        return round(self.layers * self.block + self.ends + self.logits_saved)
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        return (round(self.block),) * self.layers
+        return round(sum(self.blocks) + self.ends + self.logits_saved)
 
 
 def language_activations(
@@ -205,9 +200,8 @@ def language_activations(
     layer: float = 2 * norm + inputs + attention + low * inner * wide
     if frozen:
         layer += _adapters(dims, config, low, mask_bytes)
-    block, recomputed = (
-        (stream * dims.hidden, layer) if args.gradient_checkpointing else (layer, 0.0)
-    )
+    sizes = _block_sizes(dims, config, layer, stream * dims.hidden, low)
+    recomputed = 0.0 if args.gradient_checkpointing == "none" else layer
     head_input = 0 if frozen else low * dims.hidden * labels
     ends = norm * tokens + head_input
     chunk = args.loss_chunk_tokens(dims.vocabulary)
@@ -220,7 +214,8 @@ def language_activations(
         # A chunk in float32 and, for matrix products, in the dtype of the inputs.
         per_logit = _FLOAT32 + (low if low != _FLOAT32 else 0)
         logits = logits_saved + per_logit * dims.vocabulary * chunk
-    return Activations(block * tokens, recomputed * tokens, ends, logits, logits_saved, dims.layers)
+    blocks = tuple(round(size * tokens) for size in sizes)
+    return Activations(blocks, recomputed * tokens, ends, logits, logits_saved)
 
 
 def language_flops(
@@ -248,11 +243,41 @@ def language_flops(
         with_recomputation: whether to count the forward pass that activation checkpointing repeats.
     """
     weights = dims.attention_weights + dims.experts_per_token * dims.expert_weights
-    again = 1 if config.train_args.gradient_checkpointing and with_recomputation else 0
+    args = config.train_args
+    again = 0.0  # selective checkpointing repeats no large matrix product
+    if with_recomputation and args.gradient_checkpointing != "selective":
+        again = args.recomputed_share(dims.layers)
     passes = (2 if config.lora.enable else 3) + again
     attention = 4 * dims.queries * sample_tokens / 2 * (3 + again)
     head = 2 * dims.hidden * dims.vocabulary * (2 if config.lora.enable else 3)
     return dims.layers * tokens * (2 * weights * passes + attention) + labels * head
+
+
+def _block_sizes(
+    dims: LanguageDims, config: Config, layer: float, inputs: float, low: int
+) -> list[float]:
+    """Return the bytes per token that each block saves for backward.
+
+    Args:
+        layer: bytes that a block saves without activation checkpointing.
+        inputs: bytes of the input of a block, which every checkpointed block saves.
+    """
+    setting = config.train_args.gradient_checkpointing
+    if setting == "none":
+        return [layer] * dims.layers
+    if setting == "selective":
+        return [inputs + _products(dims, config, low)] * dims.layers
+    every = setting if isinstance(setting, int) else 1
+    return [layer if number % every else inputs for number in range(dims.layers)]
+
+
+def _products(dims: LanguageDims, config: Config, low: int) -> float:
+    """Return the bytes per token of the results of matrix products and attention of a layer. Of
+    an adapter, the first product is stored; the second is cheap."""
+    wide = dims.feed_forward * dims.experts_per_token * (2 if dims.gated else 1)
+    outputs = 2 * dims.queries + 2 * dims.keys + wide + 2 * dims.hidden
+    adapters = config.lora.rank * len(_adapted(dims, config)) if config.lora.enable else 0
+    return low * (outputs + adapters) + _FLOAT32 * dims.heads
 
 
 def _norm(width: int, frozen: bool) -> int:
@@ -261,16 +286,14 @@ def _norm(width: int, frozen: bool) -> int:
     return _FLOAT32 * width * (1 if frozen else 2)
 
 
-def _adapters(dims: LanguageDims, config: Config, low: int, mask_bytes: int) -> float:
-    """Return the bytes per token that the adapters of one layer save: each saves its input (with
-    dropout, a separate copy and a mask) and ``lora.rank`` numbers."""
-    lora = config.lora
+def _adapted(dims: LanguageDims, config: Config) -> dict[str, int]:
+    """Return the input width of each linear layer of a block that has an adapter."""
     layers = {
         "q_proj": dims.hidden, "k_proj": dims.hidden, "v_proj": dims.hidden, "o_proj": dims.queries,
         "up_proj": dims.hidden, "gate_proj": dims.hidden,
         "down_proj": dims.feed_forward * dims.experts_per_token,
     }  # fmt: skip
-    named = lora.target_modules
+    named = config.lora.target_modules
     if isinstance(named, str) and named != "all-linear":
         places = [
             f"model.layers.{index}.{part}."
@@ -284,6 +307,13 @@ def _adapters(dims: LanguageDims, config: Config, low: int, mask_bytes: int) -> 
         targets = {target.rpartition(".")[2] for target in named}
         selected = {name: width for name, width in layers.items() if name in targets}
         layers = selected or layers
+    return layers
+
+
+def _adapters(dims: LanguageDims, config: Config, low: int, mask_bytes: int) -> float:
+    """Return the bytes per token that the adapters of one layer save: each saves its input (with
+    dropout, a separate copy and a mask) and ``lora.rank`` numbers."""
+    lora, layers = config.lora, _adapted(dims, config)
     if lora.dropout > 0:
         inputs = sum((low + mask_bytes) * width for width in layers.values())
     else:  # q, k and v share one input, and so do gate and up

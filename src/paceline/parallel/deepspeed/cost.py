@@ -99,7 +99,8 @@ def _touched(bounds: Sequence[int], size: int, rank: int) -> int:
 def _stage_3(
     shape: ModelShape, ranks: int, work: Workload, section: dict[str, int], config: Config
 ) -> Cost:
-    offload, recomputed = config.parallel.cpu_offload, config.train_args.gradient_checkpointing
+    offload = config.parallel.cpu_offload
+    recomputed = config.train_args.recomputed_share(len(shape.blocks))
     threshold = int(section["stage3_param_persistence_threshold"])
     # Weights that are used again within this number of elements stay gathered: in a smaller model,
     # from forward to backward.
@@ -122,13 +123,12 @@ def _stage_3(
         elif stays_gathered:
             gathered += work.micro_batches * part * ranks * width
         else:
-            # Backward does not reach a module before the first trained weight, unless activations
-            # are recomputed: the blocks' inputs then need gradients, and each block runs its
-            # forward once more.
-            reached = uses - (number < first_trained and not recomputed)
+            # Backward does not reach a module before the first trained weight. A block whose
+            # activations are recomputed runs its forward once more.
+            reached = uses - (number < first_trained)
             in_block = tensor.name.startswith(tuple(f"{block}." for block in shape.blocks))
-            passes = uses + reached + (recomputed and in_block)
-            gathered += passes * work.micro_batches * part * ranks * width
+            passes = uses + reached + recomputed * in_block
+            gathered += round(passes * work.micro_batches * part * ranks * width)
     width = shape.low_bytes or 4
     partition = sum(_round_up(tensor.numel, ranks) // ranks for tensor in shape.trained)
     bucket = int(section["reduce_bucket_size"]) * width

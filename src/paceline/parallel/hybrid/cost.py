@@ -182,13 +182,8 @@ def _tensor_traffic(
     4.2.2): as many bytes, and additionally the first block's input and the last one's output.
     Recomputation repeats the collectives of the forward, except at the end of a block.
     """
-    # transformers makes the embeddings' output require a gradient if adapters are combined with
-    # activation checkpointing.
-    recomputed = config.train_args.gradient_checkpointing
-    inputs_trained = recomputed and any(".lora_A." in tensor.name for tensor in model.parameters)
-    layers = stage.memoize(
-        ("layers", inputs_trained), lambda: _layers(stage, model, inputs_trained)
-    )
+    recomputed = config.train_args.recomputed_share(len(model.blocks))
+    layers = stage.memoize(("layers",), lambda: _layers(stage, model))
     size = axes.tensor
     sequence = config.parallel.sequence_parallel
     outer_bytes = stage.parameters[0].element_bytes if stage.parameters else 4
@@ -207,7 +202,7 @@ def _tensor_traffic(
         traffic[collective] += sent_bytes(count * element_bytes, size)
 
     for layer in layers:
-        forwards = 1 + (recomputed and not layer.ends_block)
+        forwards = 1 + recomputed * (not layer.ends_block)
         if sequence:
             if layer.kind == COLUMN:
                 add("all_gather", padded * layer.width * forwards)
@@ -237,7 +232,7 @@ def _tensor_traffic(
         hidden = model.block_output_elements[0] if model.block_output_elements else 0.0
         if axes.shard > 1 and stage.low_bytes:
             outer_bytes = min(outer_bytes, stage.low_bytes)
-        gathers = 1 + (inputs_trained or (bool(stage.parameters) and stage.parameters[0].trainable))
+        gathers = 1 + (bool(stage.parameters) and stage.parameters[0].trainable)
         traffic["all_gather"] += gathers * scatter_bytes(padded * hidden * outer_bytes, size)
     return {collective: size_bytes for collective, size_bytes in traffic.items() if size_bytes}
 
@@ -265,7 +260,7 @@ class _Layer:
     gathered: int = 0
 
 
-def _layers(stage: ModelShape, model: ModelShape, inputs_trained: bool) -> list[_Layer]:
+def _layers(stage: ModelShape, model: ModelShape) -> list[_Layer]:
     """Return the collectives of one forward and backward, in order.
 
     Successive column layers with the same parent and input width share a collective, and each
@@ -274,8 +269,6 @@ def _layers(stage: ModelShape, model: ModelShape, inputs_trained: bool) -> list[
     shapes = {tensor.name: tensor for tensor in stage.parameters}
     order = {tensor.name: number for number, tensor in enumerate(model.parameters)}
     first_trained = min((order[tensor.name] for tensor in model.trained), default=len(order))
-    if inputs_trained:
-        first_trained = -1
     last_rows = _last_rows(stage)
     adapters_of = _adapters(stage)
     layers: list[_Layer] = []

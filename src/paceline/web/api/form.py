@@ -105,7 +105,7 @@ train_args:
   per_device_train_batch_size: 2
   gradient_accumulation_steps: 8
   warmup_ratio: 0.05
-  gradient_checkpointing: true
+  gradient_checkpointing: full
 """
         ),
     },

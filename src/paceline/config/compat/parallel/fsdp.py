@@ -207,8 +207,8 @@ def use_fsdp(keys: StrategyKeys, names: list[str]) -> None:
             is_same_layer = assigned.entry.layer == by.layer
             if assigned.target == "train_args.gradient_checkpointing" and is_same_layer:
                 # With FSDP, activation_checkpointing takes the place of gradient_checkpointing.
-                assigned.weak |= assigned.value is False
-        keys.assign(by, "train_args.gradient_checkpointing", True)
+                assigned.weak |= assigned.value in (False, "none")
+        keys.assign(by, "train_args.gradient_checkpointing", "full")
     if plan.precision is not None:
         entry = nested_entry(by, "mixed_precision", plan.precision, by.key)
         target = BF16 if plan.precision == "bf16" else FP16

@@ -1,0 +1,1 @@
+"""Changes to how a model's blocks run: activation checkpointing and compilation."""

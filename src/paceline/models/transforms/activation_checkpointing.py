@@ -1,0 +1,112 @@
+"""Activation checkpointing: backward recomputes the activations of blocks instead of storing
+them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from paceline.core.errors import ConfigError
+from paceline.distributed.torch_compat import FUSED_ATTENTION
+from paceline.models.blocks import base_model, wrap_forward
+
+#: Matrix products → the position of the right matrix among their arguments.
+_MATRIX_PRODUCTS = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
+#: A product is recomputed if its inner dimension is smaller than its output width by this factor,
+#: as that of a low-rank adapter is: it takes few operations for each number that it would store.
+_CHEAP_RATIO = 8
+
+
+def checkpoint_activations(model: nn.Module, setting: str | int) -> None:
+    """Recompute the activations of blocks in backward. Losses and gradients do not change.
+
+    Blocks are the ``GradientCheckpointingLayer`` modules of a transformers model, else the children
+    of every ModuleList and Sequential. A model of another kind may define
+    ``gradient_checkpointing_enable(gradient_checkpointing_kwargs)``.
+
+    Args:
+        setting: value of ``train_args.gradient_checkpointing``: ``none``; ``full``; ``selective``,
+            which stores the results of large matrix products and of attention and recomputes the
+            rest; or a number N, which recomputes every N-th block.
+
+    Raises:
+        ConfigError: if the model has no blocks, or does not support the setting.
+    """
+    if setting == "none":
+        return
+    keywords: dict[str, Any] = {"use_reentrant": False}
+    if setting == "selective":
+        keywords["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    every = setting if isinstance(setting, int) else 1
+    blocks = _blocks(model)
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if not blocks and callable(enable) and every == 1:
+        _enable(enable, keywords, model, setting)
+        return
+    if not blocks:
+        raise ConfigError(
+            f"`gradient_checkpointing: {setting}` is not supported with {type(model).__name__}: it"
+            " has no ModuleList or Sequential to recompute",
+            fix=(
+                "set `train_args.gradient_checkpointing: none`, or give the model a method"
+                " gradient_checkpointing_enable(gradient_checkpointing_kwargs)"
+            ),
+        )
+    for block in blocks[::every]:
+        wrap_forward(block, partial(_run, keywords))
+
+
+def _run(keywords: dict[str, Any], forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+    return checkpoint(forward, *args, **keywords, **inputs)
+
+
+def _policy(
+    context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    """Store the results of attention and of matrix products, unless the product is cheap."""
+    right = _MATRIX_PRODUCTS.get(operation)
+    is_stored = operation in FUSED_ATTENTION
+    if right is not None:
+        inner, width = args[right].shape
+        is_stored = inner * _CHEAP_RATIO >= width
+    return CheckpointPolicy.MUST_SAVE if is_stored else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks to recompute, in the model's order."""
+    base = base_model(model)
+    if hasattr(base, "supports_gradient_checkpointing"):  # a transformers model
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        return [each for each in base.modules() if isinstance(each, GradientCheckpointingLayer)]
+    if callable(getattr(model, "gradient_checkpointing_enable", None)):
+        return []
+    return [
+        child
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        for child in module
+        if not isinstance(child, nn.ModuleList | nn.Sequential)
+        and any(True for _ in child.parameters())
+    ]
+
+
+def _enable(
+    enable: Callable[..., object], keywords: dict[str, Any], model: nn.Module, setting: str | int
+) -> None:
+    try:
+        enable(gradient_checkpointing_kwargs=keywords)
+    except ValueError as error:  # raised by transformers
+        raise ConfigError(
+            f"`gradient_checkpointing: {setting}` is not supported with {type(model).__name__}:"
+            f" {error}",
+            fix="set `train_args.gradient_checkpointing: none`",
+        ) from error
