@@ -186,19 +186,6 @@ def is_item_op(op: Any) -> bool:
     return op is _find(torch.ops.aten, "_local_scalar_dense.default")
 
 
-#: The operations behind scaled_dot_product_attention that store no attention scores.
-FUSED_ATTENTION = frozenset(
-    _find(torch.ops.aten, f"_scaled_dot_product_{name}.default")
-    for name in (
-        "flash_attention_for_cpu",
-        "flash_attention",
-        "efficient_attention",
-        "cudnn_attention",
-        "fused_attention_overrideable",
-    )
-)
-
-
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer skips its step if the attribute ``found_inf`` is set, as torch's
     fused optimizers do for GradScaler."""

@@ -2,7 +2,7 @@
 them."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.utils.checkpoint import (
 )
 
 from paceline.core.errors import ConfigError
-from paceline.distributed.torch_compat import FUSED_ATTENTION
 from paceline.models.blocks import base_model, wrap_forward
 
 #: Matrix products → the position of the right matrix among their arguments.
@@ -73,11 +72,17 @@ def _policy(
 ) -> CheckpointPolicy:
     """Store the results of attention and of matrix products, unless the product is cheap."""
     right = _MATRIX_PRODUCTS.get(operation)
-    is_stored = operation in FUSED_ATTENTION
+    is_stored = _is_attention(operation)
     if right is not None:
         inner, width = args[right].shape
         is_stored = inner * _CHEAP_RATIO >= width
     return CheckpointPolicy.MUST_SAVE if is_stored else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@cache
+def _is_attention(operation: Any) -> bool:
+    """Return whether this is a fused attention, of torch or of the flash-attn package."""
+    return any(part in str(operation) for part in ("attention", "attn"))
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
