@@ -22,6 +22,7 @@ from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.health.anomalies import AnomalyDetector, UpdateDecision
 from paceline.models.language import language_model_on_meta
+from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 from paceline.parallel.base import make_strategy, optimizer_tensors
 from paceline.parallel.local_sgd.strategy import LocalSGDBase
 from paceline.parallel.protocols import traffic_period, unscale_grads
@@ -37,7 +38,6 @@ from paceline.simulation.records import (
     RankReport,
 )
 from paceline.tasks.language import LanguageTask
-from paceline.train.precision import checkpoint_activations
 from paceline.train.setup import distribute, quiet_libraries
 from paceline.train.state import TrainComponents
 
@@ -113,8 +113,7 @@ def _build(job: RankJob, config: Config, world: Communicator) -> tuple[TrainComp
     task.device_type = world.device.type
     model: Any = language_model_on_meta(config, world.device)
     model.config.use_cache = False
-    if config.train_args.gradient_checkpointing:
-        checkpoint_activations(model)
+    checkpoint_activations(model, config.train_args.gradient_checkpointing)
     strategy = make_strategy(job.strategy, config, world)
     task.setup(model)
     axes = world.axes

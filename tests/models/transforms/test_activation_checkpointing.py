@@ -143,7 +143,6 @@ def test_true_and_false_are_full_and_none() -> None:
         True: "full",
         False: "none",
         "true": "full",
-        1: "full",
         3: 3,
         "selective": "selective",
     }
