@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from paceline.distributed.devices import expands_segments
+
 _PROGRAM = """
 import gc, resource, sys
 from paceline.distributed.communicator import tune_allocator
@@ -57,3 +59,14 @@ def test_user_settings_take_precedence() -> None:
     faults, frozen = count_faults_and_frozen("tuned", MALLOC_TRIM_THRESHOLD_="65536")
     assert faults > 10_000
     assert frozen > 1_000
+
+
+def test_segments_expand_on_cuda_unless_the_environment_has_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert expands_segments("cuda")
+    assert not expands_segments("cpu")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert not expands_segments("cuda")

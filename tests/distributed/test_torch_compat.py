@@ -151,6 +151,12 @@ def test_fused_optimizers_take_found_inf():
     assert not torch_compat.takes_found_inf(torch.optim.AdamW([parameter], foreach=False))
 
 
+def test_allocator_settings_are_parsed():
+    torch_compat.set_allocator_settings("expandable_segments:True")
+    with pytest.raises(RuntimeError):
+        torch_compat.set_allocator_settings("no such setting")
+
+
 def test_flight_recorder():
     assert torch_compat.flight_recorder_variable().endswith("BUFFER_SIZE")
     assert isinstance(torch_compat.dump_flight_recorder(), bytes)

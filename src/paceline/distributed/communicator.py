@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from paceline.core.errors import RunError
 from paceline.distributed import torch_compat
-from paceline.distributed.devices import cpu_cores
+from paceline.distributed.devices import cpu_cores, expands_segments
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.progress import COLLECTIVE, PROGRESS
+from paceline.distributed.torch_compat import set_allocator_settings
 from paceline.distributed.traffic import Traffic, count_collectives
 
 T = TypeVar("T")
@@ -393,8 +394,13 @@ def tune_allocator(device_type: str) -> None:
     When training on a CPU, the process keeps up to 1 GiB of memory that a step frees. By default
     glibc's malloc returns it to the system, which then clears every page that is allocated again.
     Settings in the environment and other allocators are respected.
+
+    On CUDA, segments of the caching allocator grow instead of being joined by new ones, so that
+    rows of changing length do not fragment the memory (:func:`expands_segments`).
     """
     gc.freeze()
+    if expands_segments(device_type):
+        set_allocator_settings("expandable_segments:True")
     if device_type == "cpu" and not any(
         name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ
     ):

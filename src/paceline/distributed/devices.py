@@ -35,6 +35,13 @@ def without_idle_offload(
     return parallel.model_copy(update={"cpu_offload": "none"}), [("info", text)]
 
 
+def expands_segments(device_type: str) -> bool:
+    """Return whether ranks enable expandable segments in torch's caching allocator: on CUDA, unless
+    the environment has settings for the allocator."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    return device_type == "cuda" and not any(name in os.environ for name in names)
+
+
 def cpu_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

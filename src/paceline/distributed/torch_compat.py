@@ -148,6 +148,11 @@ def foreach_norm(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[to
 
 
 # -- memory
+def set_allocator_settings(settings: str) -> None:
+    """Change settings of the accelerator's caching allocator, in the form of PYTORCH_ALLOC_CONF."""
+    _find(torch, "_C._accelerator_setAllocatorSettings")(settings)
+
+
 def record_memory_history() -> None:
     """Record the allocations of CUDA devices from now on, with stack traces."""
     _find(torch, "cuda.memory._record_memory_history")(max_entries=100_000)

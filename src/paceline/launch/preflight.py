@@ -34,6 +34,7 @@ from paceline.core.log import CONSOLE_ONLY, log_notices
 from paceline.core.run_dir import RunDir
 from paceline.distributed.devices import (
     choose_devices,
+    expands_segments,
     cpu_cores,
     gpu_capability,
     with_precision,
@@ -330,6 +331,11 @@ def prepare_host(loaded: Loaded, outer: RankEnv | None) -> PreparedHost:
                 f"this host cannot run the config: {check.name}: {check.value}", fix=check.advice
             )
         logger.warning("%s: %s; %s", check.name, check.value, check.advice)
+    if expands_segments(devices.type):
+        logger.info(
+            "memory: torch's allocator uses expandable segments, which fragment less; another"
+            " setting in PYTORCH_ALLOC_CONF takes precedence"
+        )
     config, precision = with_precision(config, devices.type, devices.names[: devices.count])
     logger.info(precision)
     check_liger(config, devices.type)
