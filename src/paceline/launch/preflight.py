@@ -34,8 +34,8 @@ from paceline.core.log import CONSOLE_ONLY, log_notices
 from paceline.core.run_dir import RunDir
 from paceline.distributed.devices import (
     choose_devices,
-    expands_segments,
     cpu_cores,
+    expands_segments,
     gpu_capability,
     with_precision,
     without_idle_offload,
