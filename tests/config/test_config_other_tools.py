@@ -102,7 +102,7 @@ def test_reads_or_reports_each_key_of_other_tools(path: Path) -> None:
         ("neftune_noise_alpha: 5", "warning", "has no effect"),
         ("group_by_length: true", "warning", "has no effect"),
         ("use_dora: true", "warning", "plain LoRA"),
-        ("optimizer: adamw_8bit", "warning", "float32"),
+        ("optimizer: lion_8bit", "warning", "float32"),
         ("flash_attention: true", "info", "if device and precision allow it"),
         ("xformers_attention: true", "warning", "speed and memory differ"),
         ("template: qwen", "info", "chat_template: qwen"),

@@ -40,6 +40,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "train_args": {"precision": "bf16-mixed", "gradient_checkpointing": "full"},
     },
     "`adafactor`": {"train_args": {"optim": "adafactor"}},
+    "`muon`": {"train_args": {"optim": "muon"}},
+    "`lion`": {"train_args": {"optim": "lion"}},
+    "8-bit": {"train_args": {"optim": "adamw_8bit"}},
+    "8-bit, torchao": {"train_args": {"optim": "adamw_torchao_8bit"}},
+    "`schedule_free_adamw`": {"train_args": {"optim": "schedule_free_adamw"}},
     "`classify`": {
         "model": "builtin:mlp",
         "task": "classify",

@@ -39,7 +39,7 @@ def estimate_zero_cost(mode: str, ranks: int, **parallel: object) -> Cost:
     blocks = tuple(
         TensorShape(f"blocks.{number}.weight", (7500 * 1000, 100), 4, True) for number in range(10)
     )
-    shape = ModelShape(blocks, optimizer_bytes_per_element=8, low_bytes=2)
+    shape = ModelShape(blocks, low_bytes=2)
     config = Config(
         model="m",
         dataset="d",

@@ -10,11 +10,17 @@ from paceline.core.formatting import shares_text
 
 
 def optimizer_bytes_per_element(args: TrainArgs) -> int:
-    """Return the bytes of float32 optimizer state per trained element (0 for Adafactor, whose
-    factored state is small)."""
+    """Return the bytes of optimizer state per trained element, in float32 as in a checkpoint (0 for
+    Adafactor, whose factored state is small)."""
     return {
         "adamw": 8,
         "adam": 8,
+        "adamw_8bit": 8,
+        "paged_adamw_8bit": 8,
+        "adamw_torchao_8bit": 8,
+        "muon": 8,
+        "schedule_free_adamw": 8,
+        "lion": 4,
         "sgd": 4 if args.momentum else 0,
         "rmsprop": 8 if args.momentum else 4,
         "adagrad": 4,

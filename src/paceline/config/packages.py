@@ -1,6 +1,9 @@
 """Optional packages that a config needs. Imports no torch."""
 
+from importlib.util import find_spec
+
 from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
 
 #: `train_args.optim` → the package (also the name of the extra) that implements it.
 OPTIMIZER_PACKAGES = {
@@ -9,6 +12,16 @@ OPTIMIZER_PACKAGES = {
     "adamw_torchao_8bit": "torchao",
     "schedule_free_adamw": "schedulefree",
 }
+
+
+def check_optimizer_package(optim: str) -> None:
+    """Raise ConfigError if the package that implements the optimizer is not installed."""
+    package = OPTIMIZER_PACKAGES.get(optim)
+    if package is not None and find_spec(package) is None:
+        raise ConfigError(
+            f"`train_args.optim: {optim}` needs {package}, which is not installed",
+            fix=f"run `pip install 'paceline[{package}]'`, or set `train_args.optim: adamw`",
+        )
 
 
 def unused_packages(config: Config) -> list[str]:

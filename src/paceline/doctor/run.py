@@ -272,7 +272,7 @@ def _sizes(config: Config) -> tuple[int, int, int] | None:
         logger.info("the size of the model is not known: %s", error.paragraph())
         return None
     trained = sum(tensor.size_bytes for tensor in shape.trained)
-    state = round(sum(tensor.numel for tensor in shape.trained) * shape.optimizer_bytes_per_element)
+    state = shape.optimizer.element_bytes * shape.trained_elements
     model = trained if config.lora.enable else sum(tensor.size_bytes for tensor in shape.parameters)
     return trained + state, model, trained
 

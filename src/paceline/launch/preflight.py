@@ -18,6 +18,7 @@ from paceline.checkpoint.reader import read_meta
 from paceline.checkpoint.remote import check_url, is_url
 from paceline.config.derive import ResolvedValues, derive
 from paceline.config.load import Loaded
+from paceline.config.packages import check_optimizer_package
 from paceline.config.schema import Config
 from paceline.core.errors import (
     EXIT_DONE,
@@ -124,6 +125,7 @@ def check_early(config: Config) -> None:
         from paceline.observe.tensorboard import check_tensorboard
 
         check_tensorboard()
+    check_optimizer_package(config.train_args.optim)
 
 
 def prepare_run(

@@ -49,6 +49,29 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     }
 
 
+def hidden_matrices(model: nn.Module) -> frozenset[str]:
+    """Return the names of the matrices between the embeddings and the output layer, which Muon
+    updates.
+
+    The output layer is the model's output embedding or, in a model that names none, the module of
+    the last matrix.
+    """
+    get_output = getattr(base_model(model), "get_output_embeddings", None)
+    output = get_output() if callable(get_output) else None
+    excluded = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) or module is output
+        for parameter in module.parameters(recurse=False)
+    }
+    matrices = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 2 and id(parameter) not in excluded
+    ]
+    return frozenset(matrices if output is not None else matrices[:-1])
+
+
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> Callable[[], None]:
     """Replace ``module.forward`` by ``wrapper(original, …)``, where ``original`` is the replaced
     method.

@@ -13,7 +13,13 @@ from paceline.distributed.communicator import Communicator
 from paceline.parallel.capabilities import Capabilities
 from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.registry import get_spec, load_object
-from paceline.parallel.state import StateReader, TensorShard, local_tensor, read_part
+from paceline.parallel.state import (
+    StateReader,
+    TensorShard,
+    local_tensor,
+    plain_tensors,
+    read_part,
+)
 
 #: Runs the forward pass of micro-batch number i through a module. Returns its loss divided by the
 #: global count, ready for backward.
@@ -138,10 +144,11 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return all tensors of an optimizer's state."""
     return [
-        local_tensor(value)
+        local_tensor(tensor)
         for entries in optimizer.state.values()
-        for value in entries.values()
-        if isinstance(value, torch.Tensor)
+        for name, value in entries.items()
+        for _, tensor in plain_tensors(name, value)
+        if isinstance(tensor, torch.Tensor)
     ]
 
 

@@ -1,5 +1,7 @@
 """Declare the settings that each strategy does not support. Imports no torch."""
 
+from dataclasses import replace
+
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import LocalSgd
 from paceline.distributed.mesh import ParallelDims
@@ -58,6 +60,21 @@ _SHARDED_MATRICES = Limit(
     unsupported=("adafactor",),
     allowed="adamw, adam, sgd, rmsprop, adagrad",
 )
+_SPLIT_MATRICES = Limit(
+    "train_args.optim",
+    "it computes the update of a matrix from the whole matrix, which is divided over the ranks",
+    "set `parallel.mode: ddp`, or `train_args.optim: adamw`",
+    unsupported=("muon",),
+    allowed="`muon` with `single`, `dp`, `ddp`, `local_sgd`, `diloco`, and `pipeline`",
+)
+_QUANTIZED = ("adamw_8bit", "paged_adamw_8bit", "adamw_torchao_8bit")
+_NO_SCHEDULE_FREE = Limit(
+    "train_args.optim",
+    "it trains with weights between an average and the last iterate, and averaging the workers'"
+    " weights would leave out both of these",
+    "set `train_args.optim: adamw`, or `parallel.mode: ddp`",
+    unsupported=("schedule_free_adamw",),
+)
 _STATE_ON_DEVICE = Limit(
     "parallel.cpu_offload",
     "its state stays on the device",
@@ -80,9 +97,10 @@ def _no_rollback(subject: Subject | None = None) -> Limit:
     )
 
 
-ZERO1 = (_SHARDED_MATRICES, _STATE_ON_DEVICE)
+ZERO1 = (_SHARDED_MATRICES, _SPLIT_MATRICES, _STATE_ON_DEVICE)
 FSDP = (
     _SHARDED_MATRICES,
+    _SPLIT_MATRICES,
     Limit(
         "evaluation.mode",
         "rank 0 has only its shard of the model",
@@ -105,7 +123,14 @@ DEEPSPEED = (
         "DeepSpeed passes flat parts of several parameters to the optimizer, and with these it"
         " computes different updates",
         "set `train_args.optim: adamw`, or `parallel.mode: ddp`",
-        unsupported=("adagrad", "adafactor"),
+        unsupported=("adagrad", "adafactor", "muon"),
+        allowed="adamw, adam, sgd, rmsprop",
+    ),
+    Limit(
+        "train_args.optim",
+        "DeepSpeed's partitions have no form of its state that a checkpoint can contain",
+        "set `train_args.optim: adamw`, or `parallel.mode: zero2`, which shards the same",
+        unsupported=(*_QUANTIZED, "lion", "schedule_free_adamw"),
         allowed="adamw, adam, sgd, rmsprop",
     ),
     Limit(
@@ -156,6 +181,7 @@ HYBRID = (
         allowed="adamw, adam, sgd, rmsprop, adagrad",
         subject=with_dims("shard", "tensor"),
     ),
+    replace(_SPLIT_MATRICES, subject=with_dims("shard", "tensor")),
     Limit(
         "parallel.pipeline_schedule",
         "its split backward does not run FSDP's hooks",
@@ -215,9 +241,28 @@ LOCAL_SGD = (
         unsupported=(True,),
         subject=_with_setting("train_args.optim", "adafactor"),
     ),
+    Limit(
+        "local_sgd.average_optimizer_state",
+        "its moments are quantized, or not the same for all parameters",
+        "leave `local_sgd.average_optimizer_state` out, or set `train_args.optim: adamw`",
+        unsupported=(True,),
+        subject=_with_setting("train_args.optim", *_QUANTIZED, "muon"),
+    ),
+    _NO_SCHEDULE_FREE,
 )
-DILOCO = (*_WORKERS, *_local_only("diloco", "average_optimizer_state"))
+DILOCO = (
+    *_WORKERS,
+    _NO_SCHEDULE_FREE,
+    *_local_only("diloco", "average_optimizer_state"),
+)
 PARAMETER_SERVER = (
+    Limit(
+        "train_args.optim",
+        "the servers do not support its state",
+        "set `train_args.optim: adamw`",
+        unsupported=(*_QUANTIZED, "lion", "muon", "schedule_free_adamw"),
+        allowed="adamw, adam, sgd, rmsprop, adagrad, adafactor",
+    ),
     Limit(
         "train_args.weight_decay",
         "only the rows of a batch are updated",

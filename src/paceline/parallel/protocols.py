@@ -1,8 +1,8 @@
 """Optional protocols that some strategies implement in addition to
 :class:`~paceline.parallel.base.Strategy`, and functions that use them with any strategy."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -254,12 +254,16 @@ class SupportsConsolidation(Protocol):
         model. A collective."""
 
 
-def consolidated(strategy: Strategy) -> AbstractContextManager[None]:
+@contextmanager
+def consolidated(strategy: Strategy) -> Iterator[None]:
     """Return a context in which the model has the weights that a checkpoint stores. A
     collective."""
-    if isinstance(strategy, SupportsConsolidation):
-        return strategy.consolidated()
-    return nullcontext()
+    with averaged_weights(strategy):
+        if isinstance(strategy, SupportsConsolidation):
+            with strategy.consolidated():
+                yield
+        else:
+            yield
 
 
 @runtime_checkable
@@ -310,6 +314,58 @@ class SupportsOptimizerStateMapping(Protocol):
         self, source: StateReader, name: str, shape: tuple[int, ...], shard: TensorShard
     ) -> torch.Tensor:
         """Read the tensor ``name`` of ``shape`` for a shard."""
+
+
+@runtime_checkable
+class ConvertsStoredState(Protocol):
+    """An optimizer whose state has another form in memory than in a checkpoint."""
+
+    def stored_state(
+        self, key: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the state of a parameter in the form of a checkpoint, and values by entry that
+        belong to this rank's part only, such as the scales of its quantized blocks."""
+
+    def load_stored(self, key: torch.Tensor, scales: dict[str, torch.Tensor]) -> None:
+        """Convert the state of a parameter, which was loaded in the form of a checkpoint.
+
+        Args:
+            scales: the values of this rank's part by entry; empty if the checkpoint was written
+                with other parts.
+        """
+
+
+@runtime_checkable
+class AveragesWeights(Protocol):
+    """An optimizer that trains with other weights than those of the trained model."""
+
+    def eval(self) -> None:
+        """Replace the weights by those of the trained model."""
+
+    def train(self) -> None:
+        """Restore the weights of training."""
+
+
+@contextmanager
+def averaged_weights(strategy: Strategy) -> Iterator[None]:
+    """Return a context in which the weights are those of the trained model, if the optimizer
+    averages them. A collective for some strategies."""
+    optimizer = strategy.optimizer
+    if not isinstance(optimizer, AveragesWeights):
+        yield
+        return
+    optimizer.eval()
+    refresh_weights(strategy)
+    yield
+    optimizer.train()
+    refresh_weights(strategy)
+
+
+def refresh_weights(strategy: Strategy) -> None:
+    """Update the weights that the forward pass reads after those of ``tensor_shards`` have
+    changed."""
+    if isinstance(strategy, RefreshesWeights):
+        strategy.after_load()
 
 
 @runtime_checkable

@@ -9,15 +9,27 @@ import torch
 from paceline.parallel.base import Strategy
 from paceline.parallel.compression.base import dropped_state_notices
 from paceline.parallel.protocols import (
-    RefreshesWeights,
+    AveragesWeights,
+    ConvertsStoredState,
     SavesOwnShards,
     SupportsExtraState,
     SupportsOptimizerStateMapping,
     SupportsStateCheck,
     SupportsTransientMemory,
     parts_of,
+    refresh_weights,
 )
-from paceline.parallel.state import StateReader, TensorShard, local_tensor, read_part, storage_bytes
+from paceline.parallel.state import (
+    StateReader,
+    TensorShard,
+    local_tensor,
+    plain_tensors,
+    read_part,
+    storage_bytes,
+)
+
+#: Between an entry of the optimizer's state and the rank's part that it belongs to.
+_OF_PART = "@"
 
 
 def memory_bytes(strategy: Strategy) -> int:
@@ -45,12 +57,12 @@ def collect_shards(strategy: Strategy) -> list[TensorShard]:
         if not shard.owned:
             continue
         shards.append(replace(shard, name=shard.state_name, tensor=shard.tensor.detach()))
-        for entry, value in optimizer_entries(strategy, shard).items():
+        for entry, value in stored_entries(strategy, shard).items():
             name = f"optimizer/{shard.name}/{entry}"
             if value.shape == shard.tensor.shape and value.dim() > 0:
                 shards.append(replace(shard, name=name, tensor=value))
-            # A scalar, or (factored moments) a tensor of another shape.
-            elif shard.is_start if value.dim() == 0 else shard.is_full:
+            # A scalar, values of a part, or (factored moments) a tensor of another shape.
+            elif _OF_PART in entry or (shard.is_start if value.dim() == 0 else shard.is_full):
                 shards.append(TensorShard.full(name, value))
     for part in parts_of(strategy):
         if isinstance(part, SupportsExtraState):
@@ -65,13 +77,49 @@ def optimizer_entries(strategy: Strategy, shard: TensorShard) -> dict[str, torch
     return entries_of(strategy.optimizer, shard)
 
 
+def stored_entries(strategy: Strategy, shard: TensorShard) -> dict[str, torch.Tensor]:
+    """Return the optimizer state of a shard by key, as a checkpoint contains it."""
+    if isinstance(strategy, SupportsOptimizerStateMapping):
+        return strategy.optimizer_entries(shard)
+    return stored_entries_of(strategy.optimizer, shard)
+
+
+def stored_entries_of(
+    optimizer: torch.optim.Optimizer, shard: TensorShard
+) -> dict[str, torch.Tensor]:
+    """Return the state of ``optimizer`` for a shard by key, as a checkpoint contains it."""
+    if not isinstance(optimizer, ConvertsStoredState) or shard.key is None:
+        return entries_of(optimizer, shard)
+    entries, scales = optimizer.stored_state(shard.key)
+    result = {entry: shard.of_key(value) for entry, value in entries.items()}
+    if _is_last_of_key(shard):
+        part = _part_of(shard)
+        result |= {f"{entry}{_OF_PART}{part}": value for entry, value in scales.items()}
+    return result
+
+
+def _is_last_of_key(shard: TensorShard) -> bool:
+    """Return whether the shard is the last one of those in a rank's tensor of its parameter."""
+    if shard.region is None or shard.key is None:
+        return True
+    ends = zip(shard.region, shard.key.shape, strict=True)
+    return all(each.stop in (None, size) for each, size in ends)
+
+
+def _part_of(shard: TensorShard) -> str:
+    """Return the name of this rank's part of a parameter: where it begins, and its elements."""
+    assert shard.key is not None
+    return f"{'-'.join(map(str, shard.offset))}+{shard.key.numel()}"
+
+
 def entries_of(optimizer: torch.optim.Optimizer, shard: TensorShard) -> dict[str, torch.Tensor]:
     """Return the state of ``optimizer`` for a shard by key, such as ``exp_avg``."""
     if shard.key is None:
         return {}
     return {
         str(key): shard.of_key(torch.as_tensor(local_tensor(value)).detach())
-        for key, value in optimizer.state.get(shard.key, {}).items()
+        for name, entry in optimizer.state.get(shard.key, {}).items()
+        for key, value in plain_tensors(name, entry)
         if value is not None
     }
 
@@ -97,13 +145,14 @@ def load_state(strategy: Strategy, source: StateReader) -> None:
             shard.tensor.copy_(read_part(source, shard.state_name, shard))
             if shard.key is not None:
                 load_entries(strategy, source, "optimizer/", entries.get(shard.name, {}), shard)
+        if isinstance(strategy.optimizer, AveragesWeights):
+            strategy.optimizer.train()
         extra = [part for part in parts_of(strategy) if isinstance(part, SupportsExtraState)]
         for part in extra:
             strategy.notices += part.load_extra_state(source)
         if not extra:
             strategy.notices += dropped_state_notices(source)
-    if isinstance(strategy, RefreshesWeights):
-        strategy.after_load()
+    refresh_weights(strategy)
 
 
 def entry_shapes(source: StateReader, prefix: str) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -125,13 +174,22 @@ def load_entries(
     shard: TensorShard,
 ) -> None:
     """Load the stored entries of a shard, named ``PREFIX PARAMETER/ENTRY``, into the optimizer."""
+    scales = {}
     for entry, shape in shapes.items():
         name = f"{prefix}{shard.name}/{entry}"
+        moment, is_of_part, part = entry.partition(_OF_PART)
+        if is_of_part:
+            if part == _part_of(shard):
+                scales[moment] = source.read(name, (0,), shape).to(shard.tensor.device)
+            continue
         if isinstance(strategy, SupportsOptimizerStateMapping):
             value = strategy.load_optimizer_entry(source, name, shape, shard)
         else:
             value = read_entry(strategy.optimizer, source, name, shape, shard)
         _set_entry(strategy.optimizer, shard, entry, value)
+    if isinstance(strategy.optimizer, ConvertsStoredState) and _is_last_of_key(shard):
+        assert shard.key is not None
+        strategy.optimizer.load_stored(shard.key, scales)
 
 
 def read_entry(

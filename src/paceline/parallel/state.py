@@ -102,6 +102,17 @@ def local_tensor(value: Any) -> Any:
     return to_local() if callable(to_local) else value
 
 
+def plain_tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, tensor) of the tensors that a tensor subclass consists of, such as the codes and
+    scales of a quantized tensor; any other value is yielded unchanged."""
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is None or callable(getattr(value, "to_local", None)):
+        yield name, value
+        return
+    for attribute in flatten()[0]:
+        yield f"{name}.{attribute}", getattr(value, attribute)
+
+
 def frozen_parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, this rank's part) of the parameters that are not trained."""
     return (

@@ -1,4 +1,4 @@
-"""Build the optimizer (from torch) and the learning rate schedule (from transformers)."""
+"""Build the optimizer and the learning rate schedule (from transformers)."""
 
 import inspect
 from typing import Any
@@ -8,6 +8,8 @@ from torch import nn
 
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema.train_args import TrainArgs
+from paceline.core.formatting import counted
+from paceline.models.shape.record import QUANTIZED_BLOCK, QUANTIZED_MINIMUM, OptimizerMemory
 
 #: ``train_args.lr_scheduler_type`` → name of the function in transformers.
 _SCHEDULES = {
@@ -35,24 +37,30 @@ def build_optimizer(
     learning_rate: float,
     named: list[tuple[str, nn.Parameter]],
     matrices: frozenset[str],
+    hidden: frozenset[str] = frozenset(),
 ) -> torch.optim.Optimizer:
     """Return the optimizer for the (name, parameter) pairs ``named``. Weight decay applies to the
     names in ``matrices`` (from :func:`matrices_of`): the shape of a shard does not show whether
-    its parameter is a matrix."""
-    decayed = [param for name, param in named if name in matrices]
+    its parameter is a matrix. Muon updates the names in ``hidden``."""
+    updated_by_muon = [param for name, param in named if name in hidden]
+    decayed = [param for name, param in named if name in matrices - hidden]
     not_decayed = [param for name, param in named if name not in matrices]
     groups: list[dict[str, Any]] = [
-        {"params": params, "weight_decay": decay}
-        for params, decay in ((decayed, args.weight_decay), (not_decayed, 0.0))
+        {"params": params, "weight_decay": decay, "is_hidden": params is updated_by_muon}
+        for params, decay in (
+            (updated_by_muon, args.weight_decay),
+            (decayed, args.weight_decay),
+            (not_decayed, 0.0),
+        )
         if params
     ]
     betas = (args.adam_beta1, args.adam_beta2)
+    can_fuse = all(
+        param.device.type in ("cpu", "cuda", "xpu", "mps") and param.is_floating_point()
+        for _, param in named
+    )
     if args.optim in ("adamw", "adam"):
         optimizer_class = torch.optim.AdamW if args.optim == "adamw" else torch.optim.Adam
-        can_fuse = all(
-            param.device.type in ("cpu", "cuda", "xpu", "mps") and param.is_floating_point()
-            for _, param in named
-        )
         return optimizer_class(
             groups, lr=learning_rate, betas=betas, eps=args.adam_epsilon, fused=can_fuse
         )
@@ -62,6 +70,36 @@ def build_optimizer(
         return torch.optim.RMSprop(groups, lr=learning_rate, momentum=args.momentum)
     if args.optim == "adagrad":
         return torch.optim.Adagrad(groups, lr=learning_rate)
+    if args.optim == "muon":
+        from paceline.train.optimizers.muon import MuonWithAdamW
+
+        return MuonWithAdamW(
+            groups, learning_rate, betas, args.adam_epsilon, args.muon_momentum, can_fuse
+        )
+    if args.optim == "lion":
+        from paceline.train.optimizers.lion import Lion
+
+        return Lion(groups, learning_rate, betas)
+    if args.optim == "schedule_free_adamw":
+        from paceline.train.optimizers.schedule_free import ScheduleFreeAdamW
+
+        optimizer = ScheduleFreeAdamW(groups, learning_rate, betas, args.adam_epsilon)
+        optimizer.train()
+        return optimizer
+    if args.optim in ("adamw_8bit", "paged_adamw_8bit"):
+        from paceline.train.optimizers import bnb_adamw
+
+        return bnb_adamw.AdamW8bit(  # type: ignore[no-untyped-call]
+            groups,
+            learning_rate,
+            betas,
+            args.adam_epsilon,
+            is_paged=args.optim == "paged_adamw_8bit" and named[0][1].device.type != "cpu",
+        )
+    if args.optim == "adamw_torchao_8bit":
+        from paceline.train.optimizers import torchao_adamw
+
+        return torchao_adamw.AdamW8bit(groups, learning_rate, betas, args.adam_epsilon)
     from transformers.optimization import Adafactor
 
     return Adafactor(groups, lr=learning_rate, scale_parameter=False, relative_step=False)
@@ -80,14 +118,16 @@ class Schedule:
         from transformers.optimization import get_scheduler
 
         self.optimizer = optimizer
-        self.base_rates = [group["lr"] for group in optimizer.param_groups]
+        self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.inner = get_scheduler(
-            args.lr_scheduler_type,
+            "constant" if args.optim == "schedule_free_adamw" else args.lr_scheduler_type,
             optimizer,
             num_warmup_steps=derived.warmup_steps,
             num_training_steps=derived.steps,
             scheduler_specific_kwargs=_schedule_arguments(args, derived),
         )
+        #: Steps of the linear warm-up of schedule-free training, which begins above zero.
+        self.warmup_steps = derived.warmup_steps if args.optim == "schedule_free_adamw" else 0
 
     def set_step(self, step: int) -> float:
         """Set the learning rate for step ``step`` (from 0) and return it."""
@@ -95,12 +135,52 @@ class Schedule:
         for group, base, factor in zip(
             self.optimizer.param_groups, self.base_rates, self.inner.lr_lambdas, strict=True
         ):
-            rate = base * factor(step)
-            group["lr"] = rate
+            rate = base * factor(step) * min(1.0, (step + 1) / max(1, self.warmup_steps))
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
         return rate
 
 
+def optimizer_notices(
+    args: TrainArgs,
+    memory: OptimizerMemory,
+    optimizer: torch.optim.Optimizer,
+) -> list[tuple[str, str]]:
+    """Return notices (level, text) about what the optimizer does other than its name says.
+
+    Args:
+        memory: size of the optimizer's state.
+    """
+    notices = []
+    if args.optim == "schedule_free_adamw" and args.lr_scheduler_type != "constant":
+        text = (
+            "`optim: schedule_free_adamw` replaces the learning rate schedule: after the warm-up"
+            f" the rate is constant, and `lr_scheduler_type: {args.lr_scheduler_type}` is not used"
+        )
+        notices.append(("info", text))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if args.optim == "paged_adamw_8bit" and params[0].device.type == "cpu":
+        text = "`optim: paged_adamw_8bit`: there is no paging on a CPU, as with `adamw_8bit`"
+        notices.append(("info", text))
+    wide = [param.numel() for param in params if not memory.is_quantized(param.numel())]
+    if memory.quantizes and sum(wide):
+        total = sum(param.numel() for param in params)
+        reason = f"fewer than {QUANTIZED_MINIMUM:,} elements"
+        if memory.quantizes_whole_blocks:
+            reason += f", or not a multiple of {QUANTIZED_BLOCK}"
+        text = (
+            f"`optim: {args.optim}`: {sum(wide):,} of {total:,} elements on rank 0 have state in 32"
+            f" bit ({counted(len(wide), 'tensor')} with {reason})"
+        )
+        notices.append(("info", text))
+    return notices
+
+
 def _schedule_arguments(args: TrainArgs, derived: ResolvedValues) -> dict[str, float | int | str]:
+    if args.optim == "schedule_free_adamw":
+        return {}
     arguments = dict(args.lr_scheduler_kwargs)
     if args.lr_scheduler_type == "cosine_with_min_lr" and "min_lr" not in arguments:
         arguments.setdefault("min_lr_rate", 0.1)

@@ -76,7 +76,7 @@ from paceline.train.callbacks import (
 )
 from paceline.train.final_model import save_model_folder
 from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
-from paceline.train.optimizer import Schedule, build_optimizer, matrices_of
+from paceline.train.optimizer import Schedule, build_optimizer, matrices_of, optimizer_notices
 from paceline.train.precision import Precision, check_same_precision
 from paceline.train.profiler import StepProfiler
 from paceline.train.rank_loss import event_listeners
@@ -332,8 +332,11 @@ def distribute(
     placed = strategy.setup(model)
     args = config.train_args
     optimizer = strategy.setup_optimizer(
-        lambda named: build_optimizer(args, derived.learning_rate, named, decayed)
+        lambda named: build_optimizer(
+            args, derived.learning_rate, named, decayed, shape.optimizer.matrices
+        )
     )
+    strategy.notices += optimizer_notices(args, shape.optimizer, optimizer)
     precision = Precision(args, strategy.world)
     strategy.scaler = precision.scaler
     schedule = Schedule(optimizer, args, derived)
@@ -425,7 +428,7 @@ def build_trainer(
     data.seek(state.step)
     # These are about state that the checkpoint lacks or that this run does not use.
     resume_notices = strategy.notices[num_notices:]
-    resume_notices += transfer_notices(strategy, side, components.shape.optimizer_bytes_per_element)
+    resume_notices += transfer_notices(strategy, side, components.shape.optimizer.element_bytes)
     balancer = Balancer(spec.config, ctx, strategy, data, metrics, checkpoints)
     balancer.begin(state.step, meta.get("balance"))
     emit_run_start(

@@ -24,6 +24,7 @@ from paceline.health.loss_spikes import LossSpike, LossSpikeDetector
 from paceline.observe.metrics import StepMetrics
 from paceline.parallel.base import MicroStep
 from paceline.parallel.protocols import (
+    averaged_weights,
     consolidated,
     elastic_workers,
     replica_of,
@@ -303,4 +304,5 @@ class Trainer:
         step, scaler = self.state.step, self.components.precision.scaler
         collect = partial(collect_train_state, self.strategy, step, self.data.order, scaler)
         meta = checkpoint_meta(self.state, self.spec, self.components, self.balancer.record())
-        self.checkpoints.save(step, collect, meta, must_succeed=must_succeed)
+        with averaged_weights(self.strategy):
+            self.checkpoints.save(step, collect, meta, must_succeed=must_succeed)

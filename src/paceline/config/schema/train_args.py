@@ -76,22 +76,44 @@ class TrainArgs(Section):
         default_factory=dict,
         description="Additional arguments of the schedule, e.g. `{min_lr: 1e-6}`.",
     )
-    optim: Literal["adamw", "adam", "sgd", "rmsprop", "adagrad", "adafactor"] = Field(
+    optim: Literal[
         "adamw",
-        description="Optimizer: torch's (fused if available), or transformers' Adafactor.",
+        "adam",
+        "sgd",
+        "rmsprop",
+        "adagrad",
+        "adafactor",
+        "lion",
+        "adamw_8bit",
+        "paged_adamw_8bit",
+        "adamw_torchao_8bit",
+        "muon",
+        "schedule_free_adamw",
+    ] = Field(
+        "adamw",
+        description=(
+            "Optimizer: torch's (fused if available), transformers' Adafactor, `lion`, AdamW with"
+            " 8-bit state (`adamw_8bit` and `paged_adamw_8bit` from bitsandbytes,"
+            " `adamw_torchao_8bit` from torchao), `muon` for hidden matrices with AdamW for all"
+            " other parameters, or `schedule_free_adamw` from schedulefree."
+        ),
     )
     weight_decay: float = Field(
         0.0,
         ge=0,
         description=(
-            "Weight decay, never applied to biases and norms; decoupled with `adamw` and"
-            " `adafactor`, else added to the gradient as in torch."
+            "Weight decay, never applied to biases and norms; decoupled with `lion`,"
+            " `adafactor`, `muon` and all kinds of `adamw`, else added to the gradient as in"
+            " torch."
         ),
     )
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam's beta 1.")
-    adam_beta2: float = Field(0.999, ge=0, lt=1, description="Adam's beta 2.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Beta 1 of Adam and Lion.")
+    adam_beta2: float = Field(
+        0.999, ge=0, lt=1, description="Beta 2 of Adam and Lion; 0.99 is usual for Lion."
+    )
     adam_epsilon: float = Field(1e-8, gt=0, description="Adam's epsilon.")
     momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of `sgd` and `rmsprop`.")
+    muon_momentum: float = Field(0.95, ge=0, lt=1, description="Momentum of `muon`.")
     max_grad_norm: float = Field(
         1.0, ge=0, description="Maximum global gradient norm for clipping; 0 disables it."
     )

@@ -10,9 +10,16 @@ from torch import nn
 
 from paceline.config.derive import optimizer_bytes_per_element
 from paceline.config.schema import Config
+from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
-from paceline.models.blocks import base_model, evaluation_mode, find_blocks, tied_names
-from paceline.models.shape.record import ModelShape, TensorShape
+from paceline.models.blocks import (
+    base_model,
+    evaluation_mode,
+    find_blocks,
+    hidden_matrices,
+    tied_names,
+)
+from paceline.models.shape.record import ModelShape, OptimizerMemory, TensorShape
 from paceline.models.shape.trace import on_meta, trace_model
 from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.models.weights import final_dtype
@@ -44,13 +51,28 @@ def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> Mod
             TensorShape(name, tuple(buffer.shape), buffer.element_size())
             for name, buffer in model.named_buffers()
         ),
-        optimizer_bytes_per_element=optimizer_bytes_per_element(args),
+        optimizer=_optimizer_memory(model, args),
         low_bytes=2 if args.mixed_dtype else 0,
         blocks=tuple(name for name, _ in find_blocks(model)),
         tensor_plan=_tensor_plan(model, config),
         aliases=tied_names(model),
         block_output_elements=_block_outputs(model, probe),
         phases=_phases(model, probe),
+    )
+
+
+def _optimizer_memory(model: nn.Module, args: TrainArgs) -> OptimizerMemory:
+    """Return the size of the optimizer's state. bitsandbytes has the tables of its 8-bit values
+    once, torchao twice per tensor."""
+    has_step = args.optim in ("adamw", "adam", "rmsprop", "adagrad", "adamw_torchao_8bit", "muon")
+    is_torchao = args.optim == "adamw_torchao_8bit"
+    return OptimizerMemory(
+        element_bytes=optimizer_bytes_per_element(args),
+        scalar_bytes=4 if has_step else 0,
+        quantizes=args.optim in ("adamw_8bit", "paged_adamw_8bit", "adamw_torchao_8bit"),
+        quantizes_whole_blocks=is_torchao,
+        table_bytes=2 * 256 * 4 if is_torchao else 0,
+        matrices=hidden_matrices(model) if args.optim == "muon" else frozenset(),
     )
 
 

@@ -8,6 +8,10 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+#: Number of elements in a block of 8-bit optimizer state, and the smallest number that bitsandbytes
+#: and torchao quantize.
+QUANTIZED_BLOCK, QUANTIZED_MINIMUM = 256, 4096
+
 
 @dataclass(frozen=True)
 class TensorShape:
@@ -29,14 +33,55 @@ class TensorShape:
 
 
 @dataclass(frozen=True)
+class OptimizerMemory:
+    """The size of an optimizer's state.
+
+    Args:
+        element_bytes: bytes per trained element in 32 bit, e.g. 8 for the two float32 moments of
+            Adam.
+        scalar_bytes: bytes per tensor, such as those of Adam's step count.
+        quantizes: whether moments are 8-bit codes with a float32 scale per block of 256 elements.
+            Parts of a tensor with fewer than 4096 elements stay in 32 bit.
+        quantizes_whole_blocks: whether only multiples of 256 elements are quantized.
+        table_bytes: bytes per quantized tensor for its tables of the 8-bit values.
+        matrices: parameters that Muon updates, with one moment; the others have those of Adam.
+    """
+
+    element_bytes: int = 8
+    scalar_bytes: int = 0
+    quantizes: bool = False
+    quantizes_whole_blocks: bool = False
+    table_bytes: int = 0
+    matrices: frozenset[str] = frozenset()
+
+    def moment_bytes(self, name: str, numel: int) -> int:
+        """Return the bytes of the moments for a part of a parameter with ``numel`` elements."""
+        if name in self.matrices:
+            return 4 * numel
+        if not self.is_quantized(numel):
+            return self.element_bytes * numel
+        moments = self.element_bytes // 4
+        return moments * (numel + 4 * math.ceil(numel / QUANTIZED_BLOCK)) + self.table_bytes
+
+    def bytes_of(self, name: str, numel: int) -> int:
+        """Return :meth:`moment_bytes` and the bytes of scalars."""
+        return self.moment_bytes(name, numel) + (0 if name in self.matrices else self.scalar_bytes)
+
+    def is_quantized(self, numel: int) -> bool:
+        """Return whether the moments of a part with ``numel`` elements are 8-bit codes."""
+        if not self.quantizes or numel < QUANTIZED_MINIMUM:
+            return False
+        return not self.quantizes_whole_blocks or numel % QUANTIZED_BLOCK == 0
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The tensors of a model. A weight with several names is listed once, under the first.
 
     Args:
         parameters: the parameters, in the model's order.
         buffers: the buffers, persistent or not.
-        optimizer_bytes_per_element: bytes of optimizer state per trained element, e.g. 8 for the
-            two float32 moments of Adam.
+        optimizer: the size of the optimizer's state.
         low_bytes: bytes per element of the low-precision dtype (2), or 0 without mixed precision.
         blocks: dotted names of the repeated blocks in the order in which they run
             ("model.layers.0", …).
@@ -50,7 +95,7 @@ class ModelShape:
 
     parameters: tuple[TensorShape, ...]
     buffers: tuple[TensorShape, ...] = ()
-    optimizer_bytes_per_element: int = 8
+    optimizer: OptimizerMemory = OptimizerMemory()
     low_bytes: int = 0
     blocks: tuple[str, ...] = ()
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
@@ -80,6 +125,11 @@ class ModelShape:
     @property
     def trained_elements(self) -> int:
         return sum(tensor.numel for tensor in self.trained)
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the optimizer's moments for all trained parameters in full."""
+        return sum(self.optimizer.moment_bytes(each.name, each.numel) for each in self.trained)
 
     @property
     def parameter_bytes(self) -> int:

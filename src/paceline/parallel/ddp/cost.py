@@ -16,7 +16,7 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
     section 7.1: 2Ψ).
     """
     gradients = total_bytes(shape.trained)
-    optimizer = shape.trained_elements * shape.optimizer_bytes_per_element
+    optimizer = shape.moment_bytes
     traffic: Mapping[str, int] = {"all_reduce": all_reduce_bytes(gradients, axes.data)}
     reduction = communication_cost(shape.trained, config, axes.data)
     if reduction is not None:
@@ -46,7 +46,7 @@ def estimate_threaded(
         parameters=shape.parameter_bytes + shape.buffer_bytes,
         # each gradient starts at a multiple of 64 bytes in its bucket
         gradients=sum(-(-tensor.size_bytes // 64) * 64 for tensor in shape.trained),
-        optimizer=shape.trained_elements * shape.optimizer_bytes_per_element,
+        optimizer=shape.moment_bytes,
         activations=work.activation_bytes,
         traffic={"copy": (axes.data - 1) * (2 * gradients + shape.buffer_bytes)},
     )

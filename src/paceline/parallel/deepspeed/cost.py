@@ -70,7 +70,7 @@ def _stages_1_and_2(
         gradients = bucket + touched * width * (2 if work.micro_batches > 1 else 1)
     reductions = work.micro_batches if section["stage"] == 2 else 1
     reduced = shape.trained_elements * width * reductions
-    partition = sum(padded) // ranks * (4 + shape.optimizer_bytes_per_element)
+    partition = sum(padded) // ranks * (4 + shape.optimizer.element_bytes)
     return Cost(
         parameters=sum(padded) * width + frozen + shape.buffer_bytes,
         gradients=gradients,
@@ -135,7 +135,7 @@ def _stage_3(
     return Cost(
         parameters=(0 if offload == "all" else weights) + persistent + shape.buffer_bytes,
         gradients=partition * width + bucket,
-        optimizer=0 if offload != "none" else partition * (4 + shape.optimizer_bytes_per_element),
+        optimizer=0 if offload != "none" else partition * (4 + shape.optimizer.element_bytes),
         activations=work.activation_bytes,
         traffic={
             "reduce_scatter": scatter_bytes(partition * ranks * width * work.micro_batches, ranks),

@@ -13,7 +13,6 @@ from paceline.parallel.zero1.cost import (
     batch_norm_names,
     low_bytes_of,
     statistics_traffic,
-    step_count_bytes,
 )
 
 
@@ -139,7 +138,7 @@ def _estimate(
             gathers += work.micro_batches * passes * padded * low_bytes
         if tensor.trainable:
             gradients += size * tensor.element_bytes
-            state += size * shape.optimizer_bytes_per_element + step_count_bytes(config)
+            state += shape.optimizer.bytes_of(tensor.name, size)
             reduced_bytes = low_bytes if axes.data == 1 else tensor.element_bytes
             reduced += padded * reduced_bytes if tensor.shape else 0
     if reshard_after_forward:

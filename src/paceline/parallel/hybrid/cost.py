@@ -27,7 +27,7 @@ from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.ddp.layout import lay_out
 from paceline.parallel.fsdp.cost import estimate_zero3
 from paceline.parallel.pipeline.cost import PipelineCost, pipeline_cost
-from paceline.parallel.zero1.cost import statistics_traffic, step_count_bytes
+from paceline.parallel.zero1.cost import statistics_traffic
 
 
 def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
@@ -147,10 +147,7 @@ def _replicated(shape: ModelShape, axes: ParallelDims, config: Config) -> Cost:
         cap_bytes,
     )
     gradients = sum(layout.size * trained[layout.members[0]].element_bytes for layout in layouts)
-    optimizer = sum(
-        tensor.numel * shape.optimizer_bytes_per_element + step_count_bytes(config)
-        for tensor in trained
-    )
+    optimizer = sum(shape.optimizer.bytes_of(tensor.name, tensor.numel) for tensor in trained)
     traffic: Mapping[str, int] = {"all_reduce": all_reduce_bytes(gradients, axes.data)}
     reduction = communication_cost(trained, config, axes.data)
     if reduction is not None:

@@ -47,7 +47,7 @@ def estimate(
         start, stop = fragment_range(elements, schedule.fragments, number)
         shares.append(share(start, stop, ranks, 0)[1] - start)
     averages_optimizer = settings.average_optimizer_state
-    moments = shape.optimizer_bytes_per_element // 4 if averages_optimizer else 0
+    moments = shape.optimizer.element_bytes // 4 if averages_optimizer else 0
     traffic = Counter({"all_reduce": all_reduce_bytes(gradients, ranks) * schedule.period})
     for size in shares:
         for _ in range(1 + moments):
@@ -57,7 +57,7 @@ def estimate(
     return Cost(
         parameters=shape.parameter_bytes + shape.buffer_bytes,
         gradients=gradients,
-        optimizer=elements * shape.optimizer_bytes_per_element
+        optimizer=shape.moment_bytes
         + outer
         + _pending_bytes(name, schedule, shares, workers, dtype),
         activations=work.activation_bytes,

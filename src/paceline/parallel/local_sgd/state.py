@@ -22,7 +22,12 @@ from paceline.parallel.base import persistent_buffers
 from paceline.parallel.compression.base import dropped_state_notices
 from paceline.parallel.local_sgd.strategy import LocalSGDBase
 from paceline.parallel.local_sgd.sync import PendingSync
-from paceline.parallel.save_load import collect_shards, entries_of, entry_shapes, load_entries
+from paceline.parallel.save_load import (
+    collect_shards,
+    entry_shapes,
+    load_entries,
+    stored_entries_of,
+)
 from paceline.parallel.state import StateReader, TensorShard
 
 _PREFIX = "local/"
@@ -51,7 +56,7 @@ class ResumableLocalSGD(LocalSGDBase):
             tensors |= self._local_by_name()
         if self.intra_group.is_rank_zero and not is_first_worker:
             for shard in self.tensor_shards():
-                for entry, value in entries_of(self.optimizer, shard).items():
+                for entry, value in stored_entries_of(self.optimizer, shard).items():
                     tensors[f"optimizer/{shard.name}/{entry}"] = value
             if self.scaler is not None:
                 for name, value in self.scaler.state().items():

@@ -144,4 +144,4 @@ def _largest_share(dense: list[TensorShape], num_servers: int) -> list[TensorSha
 
 
 def _state_bytes(tensors: list[TensorShape], shape: ModelShape) -> int:
-    return sum(tensor.numel for tensor in tensors) * shape.optimizer_bytes_per_element
+    return sum(shape.optimizer.moment_bytes(tensor.name, tensor.numel) for tensor in tensors)

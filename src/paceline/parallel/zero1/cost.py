@@ -7,11 +7,6 @@ from paceline.parallel.cost import Cost, ModelShape, TensorShape, Workload, tota
 from paceline.parallel.ddp.layout import lay_out
 
 
-def step_count_bytes(config: Config) -> int:
-    """Return the bytes of the step count that the optimizer stores for each tensor."""
-    return 4 if config.train_args.optim in ("adamw", "adam", "rmsprop", "adagrad") else 0
-
-
 def batch_norm_names(shape: ModelShape) -> frozenset[str]:
     """Return the names of the parameters of modules with a running mean: batch and instance
     normalizations."""
@@ -55,7 +50,7 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
         element_bytes = low_bytes_of(tensor, low_bytes, normed)
         tensors.append((tensor.numel, element_bytes, element_bytes))
     weights = masters = traffic = 0
-    elements, tensors_per_rank = [0] * num_ranks, [0] * num_ranks
+    state = [0] * num_ranks
     for layout in lay_out(tensors, config.parallel.bucket_cap_mb * 2**20, num_ranks):
         element_bytes = tensors[layout.members[0]][1]
         shard_size = layout.size // num_ranks
@@ -66,17 +61,13 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
             end = begin + tensors[member][0]
             for rank in range(begin // shard_size, max(begin, end - 1) // shard_size + 1):
                 first, beyond = rank * shard_size, (rank + 1) * shard_size
-                elements[rank] += max(0, min(end, beyond) - max(begin, first))
-                tensors_per_rank[rank] += 1
-    state = max(
-        count * shape.optimizer_bytes_per_element + step_count_bytes(config) * num_tensors
-        for count, num_tensors in zip(elements, tensors_per_rank, strict=True)
-    )
+                elements = max(0, min(end, beyond) - max(begin, first))
+                state[rank] += shape.optimizer.bytes_of(shape.trained[member].name, elements)
     frozen = shape.parameter_bytes - total_bytes(shape.trained)
     return Cost(
         parameters=frozen + weights + masters + shape.buffer_bytes,
         gradients=weights,
-        optimizer=state,
+        optimizer=max(state),
         activations=work.activation_bytes,
         traffic={"reduce_scatter": traffic, "all_gather": traffic}
         | statistics_traffic(shape, num_ranks),
