@@ -270,6 +270,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+#: Families that cannot use packing, because samples in one row would affect each other: ALiBi,
+#: convolutions, state spaces, chunked attention, or masks that ignore position_ids.
+PADDED_FAMILIES = {
+    "bloom",
+    "falcon_7b",
+    "falcon_40b",
+    "falcon_rw",
+    "mpt",
+    "lfm2",
+    "xglm",
+    "openai-gpt",
+    "jamba",
+    "gpt_oss",
+    "mamba",
+    "mamba2",
+    "falcon_mamba",
+    "bamba",
+    "qwen3_next",
+    "recurrent_gemma",
+    "rwkv",
+    "llama4_text",
+}
+
 
 def make_model(name: str, folder: Path) -> Path:
     """Write a tiny model of the family with random weights and the built-in tokenizer; return its

@@ -36,7 +36,8 @@ _BEFORE = "_attention_before_packing"
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout")
 #: torch's fused kernel requires head sizes that are multiples of this number.
 _HEAD_MULTIPLE = 8
-_LOW = (torch.bfloat16, torch.float16)
+#: Where fused kernels run.
+_FUSED_DEVICE, _FUSED_DTYPES = "cuda", (torch.bfloat16, torch.float16)
 
 #: Queries, keys and values.
 _States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -81,7 +82,9 @@ def packed_attention(
             sinks); the caller then uses the model's own attention.
     """
     dtype = _compute_dtype(query)
-    fused = fused_kernel(kernel) if query.device.type == "cuda" and dtype in _LOW else None
+    fused = None
+    if query.device.type == _FUSED_DEVICE and dtype in _FUSED_DTYPES:
+        fused = fused_kernel(kernel)
     if fused is not None and dropout > 0 and not fused.has_dropout:
         fused = None
     features = {name: kwargs.get(name) for name in ("s_aux", "position_bias")}
@@ -289,6 +292,8 @@ def install(model: Any, kernel: str = SDPA) -> str | None:
         return None
     AttentionInterface.register(NAME, partial(packed_attention, kernel=kernel))
     model.set_attn_implementation(NAME)
+    if attention_of(model) != NAME:  # older code of a model, whose attention cannot be replaced
+        return None
     setattr(model, _BEFORE, before)
     return before
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES, PADDED_FAMILIES, TOKENS
 from ranks import run_ranks
 from torch.nn.attention import varlen
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.data.collate import segment_inputs
 from paceline.models import attention
@@ -123,6 +125,65 @@ def test_one_call_equals_a_call_per_sample(heads, key_heads, size, value_size, w
         results.append((result, *torch.autograd.grad(result, states, weights)))
     for one_call, per_sample in zip(*results, strict=True):
         torch.testing.assert_close(one_call, per_sample, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("reference_kernels")
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mistral",
+        "gemma3_text",
+        "deepseek_v3",
+        *(
+            pytest.param(family, marks=pytest.mark.soak)
+            for family in sorted(
+                FAMILIES.keys() - PADDED_FAMILIES - {"mistral", "gemma3_text", "deepseek_v3"}
+            )
+        ),
+    ],
+)
+def test_families_compute_the_same_with_one_call(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, numbers = FAMILIES[family]
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TOKENS, **numbers))
+    model.eval()
+    if attention.install(model, VARLEN) is None:
+        pytest.skip("the family does not use scaled_dot_product_attention")
+    lengths = (20, 3, 33, 20)  # longer and shorter than the windows of the families
+    row = {
+        "input_ids": torch.randint(3, 8192, (1, sum(lengths))),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
+        **segment_inputs(lengths),
+    }
+    calls = []
+    monkeypatch.setattr(attention, "_varlen", count_calls(attention._varlen, calls))
+    results = []
+    for device, dtypes in (("cuda", ()), ("cpu", (torch.float32,))):
+        monkeypatch.setattr(attention, "_FUSED_DEVICE", device)
+        monkeypatch.setattr(attention, "_FUSED_DTYPES", dtypes)
+        try:
+            logits = model(**row, use_cache=False).logits
+        except NotImplementedError:
+            pytest.skip("the family has soft-capped logits or sinks")
+        model.zero_grad()
+        logits.square().mean().backward()
+        gradients = [param.grad for param in model.parameters() if param.grad is not None]
+        results.append((logits.detach(), [gradient.clone() for gradient in gradients]))
+    assert calls
+    (expected, expected_gradients), (logits, gradients) = results
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    for gradient, other in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5)
+
+
+def count_calls(function, calls):
+    def counted(*args, **kwargs):
+        calls.append(kwargs)
+        return function(*args, **kwargs)
+
+    return counted
 
 
 def trace_calls(window: int | None) -> list[dict[str, Any]]:
