@@ -110,7 +110,7 @@ def test_liger_kernels_save_fewer_activations() -> None:
             ),
             tokens=1,
             labels=0,
-        ).block
+        ).blocks[0]
         for use_liger in (False, True)
     )
     # Two norms save one float32 copy less, and the MLP does not save the activation of its gate.
