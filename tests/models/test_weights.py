@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
+from paceline.models.converted import converted_copy
 from paceline.models.language import load_language_model
 from paceline.models.weights import (
     convert_weights,
@@ -129,6 +130,39 @@ def test_full_precision_files_are_mapped_and_never_written(tmp_path: Path) -> No
         for parameter in model.parameters():
             parameter.zero_()
     assert (folder / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "qwen3_next"])
+def test_converted_copy(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy in another dtype, with merged experts, is the model that transformers loads."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = str(make_model(name, tmp_path))
+    config = AutoConfig.from_pretrained(folder)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    copy = converted_copy(AutoModelForCausalLM, folder, torch.bfloat16, 0, config=config)
+    assert copy is not None
+    again = converted_copy(AutoModelForCausalLM, folder, torch.bfloat16, 0, config=config)
+    assert again == copy
+    assert converted_copy(AutoModelForCausalLM, folder, torch.bfloat16, config=config) is None
+    model = AutoModelForCausalLM.from_pretrained(copy, config=config, dtype=torch.bfloat16)
+    loaded = tensors_of(model)
+    assert loaded.keys() == tensors_of(expected).keys()
+    for key, tensor in tensors_of(expected).items():
+        assert loaded[key].dtype == tensor.dtype, key
+        assert torch.equal(loaded[key], tensor), key
+    mapped = (copy / "model.safetensors").stat().st_ino
+    for parameter in model.parameters():
+        assert inode_at(parameter.data_ptr()) == mapped
+
+
+def inode_at(address: int) -> int:
+    """Return the inode of the file that is mapped at an address of this process, or 0."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, _, _, _, inode, *_ = line.split()
+        first, last = (int(bound, 16) for bound in bounds.split("-"))
+        if first <= address < last:
+            return int(inode)
+    return 0
 
 
 # -- on several ranks

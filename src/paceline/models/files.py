@@ -17,6 +17,9 @@ _WEIGHTS = (
     "pytorch_model*.bin",
     "pytorch_model.bin.index.json",
 )
+#: From this size on, frozen weights that have to be converted are converted once per host; see
+#: :mod:`paceline.models.converted`.
+MIN_CONVERTED_BYTES = 1 << 30
 #: Names of dtypes in safetensors files.
 _STORED_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 #: Weights of a single expert.
@@ -191,13 +194,19 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
     return header, 8 + header_size
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model's folder."""
+    single = folder / "model.safetensors"
+    return [single] if single.exists() else sorted(folder.glob("model-*.safetensors"))
+
+
 def mapped_bytes(folder: Path, dtype: str) -> int:
-    """Return the size of the weights that the ranks of a host share, because the folder's files
-    store them as the model uses them: in ``dtype`` (such as ``bfloat16``), and not as one tensor
-    per expert, which transformers merges. 0 if a file cannot be read."""
+    """Return the size of the weights that a folder's files store as the model uses them: in
+    ``dtype`` (such as ``bfloat16``), and not as one tensor per expert, which transformers merges. 0
+    if a file cannot be read."""
     total = 0
     try:
-        for file in folder.glob("model*.safetensors"):
+        for file in weight_files(folder):
             total += sum(
                 entry["data_offsets"][1] - entry["data_offsets"][0]
                 for name, entry in read_header(file)[0].items()

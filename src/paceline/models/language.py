@@ -63,6 +63,7 @@ def load_language_model(config: Config) -> nn.Module:
             name,
             config=model_config,
             dtype=dtype,
+            shares=config.lora.enable,
             trust_remote_code=config.trust_remote_code,
             **attention.own_attention(config),
         )

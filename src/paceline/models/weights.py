@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from paceline.models.blocks import find_blocks
+from paceline.models.converted import converted_copy
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,15 +47,23 @@ def deferred_conversion() -> Iterator[None]:
         _defers.reset(token)
 
 
-def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
+def load_pretrained(auto_class: Any, name: str, *, shares: bool = False, **options: Any) -> Any:
     """Return ``auto_class.from_pretrained(name, **options)``, in which parameters are marked that
     were read from the model's files.
 
     In :func:`deferred_conversion`, they may have the dtype of their files.
+
+    Args:
+        shares: whether the ranks of a host share converted weights, because they are not trained.
     """
-    model = None
+    model = copy = None
     if _defers.get() and options.get("dtype") == torch.float32 and "config" in options:
         model, info = _load_unconverted(name, **options)
+    elif shares and dist.is_initialized() and dist.get_world_size() > 1:
+        copy = converted_copy(auto_class, name, **options)
+    if copy is not None:
+        model, info = auto_class.from_pretrained(copy, output_loading_info=True, **options)
+        _set_source(model, name, options.get("trust_remote_code", False))
     if model is None:
         model, info = auto_class.from_pretrained(name, output_loading_info=True, **options)
     absent = {*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])}
@@ -116,11 +126,7 @@ def _load_unconverted(name: str, config: PretrainedConfig, **options: Any) -> tu
     dtype = options["dtype"]
     if requested - {dtype}:
         return None, None  # some weights keep another dtype
-    model.config.name_or_path = model.name_or_path = name
-    if model.can_generate():  # skipped by transformers if it is given weights instead of a name
-        model.adjust_generation_fn(
-            None, True, None, name, None, False, None, False, None, "main", "", trust_remote_code
-        )
+    _set_source(model, name, trust_remote_code)
     absent = {*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])}
     for key, parameter in model.named_parameters():
         if key not in absent and parameter.dtype in _LOW_DTYPES:
@@ -130,6 +136,15 @@ def _load_unconverted(name: str, config: PretrainedConfig, **options: Any) -> tu
         if key in stored and buffer.dtype in _LOW_DTYPES:
             buffer.data = buffer.data.to(dtype)
     return model, info
+
+
+def _set_source(model: Any, name: str, trust_remote_code: bool) -> None:
+    """Set what transformers takes from a model's folder besides its config and its weights."""
+    model.config.name_or_path = model.name_or_path = name
+    if model.can_generate():
+        model.adjust_generation_fn(
+            None, True, None, name, None, False, None, False, None, "main", "", trust_remote_code
+        )
 
 
 def safetensors_files(name: str) -> list[Path]:

@@ -81,13 +81,15 @@ def _language(config: Config) -> ModelProfile:
 
 
 def _mapped_bytes(shape: ModelShape, config: Config) -> int:
-    from paceline.models.files import mapped_bytes
+    from paceline.models.files import MIN_CONVERTED_BYTES, mapped_bytes, weight_files
 
     folder = config_folder(resolve_model(config.model))
     if folder is None or not config.lora.enable:
         return 0
     frozen = shape.parameter_bytes - total_bytes(shape.trained)
-    return min(mapped_bytes(folder, config.train_args.mixed_dtype or "float32"), frozen)
+    mapped = mapped_bytes(folder, config.train_args.mixed_dtype or "float32")
+    stored = sum(file.stat().st_size for file in weight_files(folder))
+    return frozen if stored - mapped >= MIN_CONVERTED_BYTES else min(mapped, frozen)
 
 
 def _check_folder(config: Config) -> None:
