@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from paceline.distributed.environment import from_environment
 from paceline.models.blocks import find_blocks
 from paceline.models.converted import converted_copy
 
@@ -59,7 +59,7 @@ def load_pretrained(auto_class: Any, name: str, *, shares: bool = False, **optio
     model = copy = None
     if _defers.get() and options.get("dtype") == torch.float32 and "config" in options:
         model, info = _load_unconverted(name, **options)
-    elif shares and dist.is_initialized() and dist.get_world_size() > 1:
+    elif shares and from_environment().local_world_size > 1:
         copy = converted_copy(auto_class, name, **options)
     if copy is not None:
         model, info = auto_class.from_pretrained(copy, output_loading_info=True, **options)
