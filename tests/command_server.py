@@ -118,9 +118,13 @@ class Command:
 
 
 class CommandServer:
-    """Client of the server. Each process that runs tests starts one server when it needs it."""
+    """Client of the server. Each process that runs tests starts one server when it needs it.
 
-    def __init__(self) -> None:
+    ``variables`` are environment variables of the server, in addition to those of this process.
+    """
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        self._variables = dict(variables or {})
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._environment: dict[str, str] = {}
@@ -130,12 +134,11 @@ class CommandServer:
         """Return whether the command may run in the server: not if a variable differs that
         libraries may read at import."""
         with self._lock:
-            self._ensure_running()
-        names = self._environment.keys() | environment.keys()
+            server = self._environment if self._is_running() else os.environ | self._variables
         return all(
             name.startswith(("PACELINE_", "PYTEST_", "NO_COLOR", "COLUMNS", "OMP_NUM_THREADS"))
-            or self._environment.get(name) == environment.get(name)
-            for name in names
+            or server.get(name) == environment.get(name)
+            for name in server.keys() | environment.keys()
         )
 
     def start(
@@ -153,6 +156,7 @@ class CommandServer:
             for _, write_end in pipes:
                 stack.callback(os.close, write_end)
             with self._lock:
+                self._ensure_running()
                 assert self._socket is not None
                 message = json.dumps(request).encode()
                 socket.send_fds(self._socket, [message], [pipe[1] for pipe in pipes])
@@ -160,23 +164,28 @@ class CommandServer:
         pid = int(status.readline())
         return Command([sys.executable, "-m", "paceline", *args], stdout, stderr, status, pid)
 
+    def _is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def _ensure_running(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self._is_running():
             return
         client, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (client, server):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_REQUEST_BYTES)
-        self._environment = dict(os.environ)
+        self._environment = os.environ | self._variables
         with server:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(server.fileno())],
                 pass_fds=[server.fileno()],
                 stdin=subprocess.DEVNULL,
+                env=self._environment,
             )
         self._socket = client
 
 
-SERVER = CommandServer()
+#: The servers of this process. Tests that need another environment add one.
+SERVERS = [CommandServer()]
 
 
 def serve(control: socket.socket) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from paceline.data.collate import collate_packed, collate_padded
+from paceline.data.collate import collate_packed, collate_padded, map_tensors
 
 
 def sample(length, answer_start, first_token=1):
@@ -52,3 +52,14 @@ def test_batch_without_labels_has_no_targets():
     batch = collate_packed([sample(4, 9)])
     assert batch["num_labels"] == 0
     assert batch["keep"].numel() == batch["targets"].numel() == 0
+
+
+def test_tensors_in_an_output_of_transformers_are_replaced():
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    output = CausalLMOutputWithPast(logits=torch.ones(2), hidden_states=(torch.ones(1),))
+    doubled = map_tensors(output, lambda tensor: tensor * 2)
+    assert isinstance(doubled, CausalLMOutputWithPast)
+    assert doubled.logits.tolist() == doubled["logits"].tolist() == [2.0, 2.0]
+    assert doubled.hidden_states[0].tolist() == [2.0]
+    assert output.logits.tolist() == [1.0, 1.0]

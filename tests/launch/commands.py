@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from command_server import SERVER, Command
+from command_server import SERVERS, Command
 
 from paceline.cli import build_parser
 
@@ -37,13 +37,15 @@ def start(*args: str, verb: str = "sft", **settings: Any) -> subprocess.Popen[st
     """Start `paceline VERB ARGS`, through :mod:`command_server` if possible. ``settings`` are
     arguments of :class:`subprocess.Popen`."""
     environment = settings.get("env") or os.environ
-    if settings.keys() <= {"env", "cwd", "start_new_session"} and SERVER.can_run(environment):
-        return SERVER.start(
-            [verb, *args],
-            environment,
-            Path(settings.get("cwd") or Path.cwd()),
-            settings.get("start_new_session", False),
-        )
+    if settings.keys() <= {"env", "cwd", "start_new_session"}:
+        for server in SERVERS:
+            if server.can_run(environment):
+                return server.start(
+                    [verb, *args],
+                    environment,
+                    Path(settings.get("cwd") or Path.cwd()),
+                    settings.get("start_new_session", False),
+                )
     command = [sys.executable, "-m", "paceline", verb, *args]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings

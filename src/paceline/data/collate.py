@@ -119,7 +119,8 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         return change(value)
     if isinstance(value, dict):
         changed = copy.copy(value)  # of the same class, such as an output of transformers
-        changed.update({key: map_tensors(item, change) for key, item in value.items()})
+        for key, item in value.items():  # outputs of transformers have no `update`
+            changed[key] = map_tensors(item, change)
         return changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, change) for item in value))

@@ -1,0 +1,24 @@
+"""Simulated CUDA devices for the tests of this folder."""
+
+import pytest
+from command_server import SERVERS, CommandServer
+from cpu_reference import Reference, make_reference
+from device_runs import VARIABLES
+from simulated import VALUES
+from simulation_cache import compile_shared
+
+
+@pytest.fixture(scope="session", autouse=True)
+def simulated_cuda(pytestconfig: pytest.Config) -> None:
+    """Compile the simulation, unless an earlier session has compiled it."""
+    from paceline.simulation.cuda import SHIM
+    from paceline.simulation.native import build_library
+
+    compile_shared(pytestconfig, lambda: (build_library(SHIM), build_library(VALUES)))
+    SERVERS.append(CommandServer(VARIABLES))
+
+
+@pytest.fixture(scope="session")
+def cpu_losses(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Return a function that returns the losses of a strategy on the CPU device."""
+    return make_reference(lambda: tmp_path_factory.mktemp("cpu") / "run")

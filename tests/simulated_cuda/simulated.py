@@ -1,0 +1,51 @@
+"""Simulated CUDA devices with values: CUDA tensors in the memory of the host, computed by the
+kernels of the CPU, and collectives over Gloo.
+
+In a process that tests start with :data:`VARIABLES`, ``preload/sitecustomize.py`` simulates the
+devices before anything else is imported, so commands, ranks and data workers have them. Functions
+for :func:`ranks.run_ranks` call :func:`simulate_values` first.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from paceline.planner.devices import find_device
+from paceline.simulation.cuda import load_library, simulate_cuda, use_math_attention
+
+DEVICE = "H100-SXM"
+NUM_DEVICES = 4
+VALUES = Path(__file__).with_name("values.cpp")
+_resize, _clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
+
+
+def simulate_values(device: str = DEVICE, count: int = NUM_DEVICES) -> None:
+    """Simulate devices with values in this process, until it ends.
+
+    The CPU build cannot create, copy or resize a storage of CUDA memory, so these functions of
+    storages are replaced.
+    """
+    simulate_cuda(find_device(device)[0], count)
+    load_library(VALUES)
+    use_math_attention()
+    dist.Backend.default_device_backend_map["cuda"] = "gloo"
+    torch.UntypedStorage.resize_ = _resize_storage
+    torch.UntypedStorage.clone = _clone_storage
+
+
+def _as_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _clone_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    if storage.device.type != "cuda":
+        return _clone(storage)
+    return _as_tensor(storage).clone().untyped_storage()
+
+
+def _resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    if storage.device.type != "cuda":
+        return _resize(storage, size)
+    torch.ops.simulated_cuda.resize_storage(_as_tensor(storage), size)
+    return storage

@@ -1,0 +1,121 @@
+"""Test features of runs on simulated CUDA devices: checkpoints, offloading, evaluation, generation,
+parameter servers, the watchdog, `paceline doctor`, and the error for a tensor on a wrong device."""
+
+import json
+from pathlib import Path
+
+import device_task
+import pytest
+from commands import digest, events, losses, report
+from cpu_reference import Reference
+from device_runs import run_on, train_on
+from switches import LAYOUTS, TOLERANCES, Layout, Switches
+
+pytestmark = pytest.mark.slow
+
+FULL = Switches(is_lora=False, precision="32", recomputes=False, packs=False)
+FULL_FP16 = Switches(is_lora=False, precision="fp16-mixed", recomputes=False, packs=True)
+CONSTANT = "lr_scheduler_type=constant"  # other schedules depend on `max_steps`
+
+
+def layout_of(name: str) -> Layout:
+    return next(layout for layout in LAYOUTS if layout.name == name)
+
+
+def soaked_except(*quick: str) -> list[object]:
+    """Return all layouts as parameters; those not named are in the soak set."""
+    return [
+        pytest.param(layout, id=layout.name, marks=[] if layout.name in quick else pytest.mark.soak)
+        for layout in LAYOUTS
+    ]
+
+
+@pytest.mark.parametrize("layout", soaked_except("zero1"))
+def test_resumed_run_has_the_digest_of_an_uninterrupted_run(layout: Layout, tmp_path: Path) -> None:
+    switches = FULL_FP16 if layout.supports(FULL_FP16) else FULL
+    args = (*layout.args, *switches.args, CONSTANT)
+    train_on("cuda", tmp_path / "whole", *args, "max_steps=4")
+    for step in (2, 4):
+        train_on("cuda", tmp_path / "resumed", *args, f"max_steps={step}", "--allow-config-change")
+    assert report(tmp_path / "resumed")["resumed_from_step"] == 2
+    assert digest(tmp_path / "resumed") == digest(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [
+        pytest.param("zero3", "all"),
+        pytest.param("zero2", "all", marks=pytest.mark.soak),
+        pytest.param("deepspeed-3", "all", marks=pytest.mark.soak),
+        pytest.param("deepspeed-2", "optimizer", marks=pytest.mark.soak),
+    ],
+)
+def test_offloading_does_not_change_the_losses(
+    name: str, offload: str, cpu_losses: Reference, tmp_path: Path
+) -> None:
+    layout = layout_of(name)
+    args = (*layout.args, *FULL.args, f"parallel.cpu_offload={offload}")
+    stderr = train_on("cuda", tmp_path / "run", *args)
+    assert "has no effect" not in stderr
+    assert losses(tmp_path / "run") == pytest.approx(cpu_losses(layout, FULL), rel=TOLERANCES["32"])
+
+
+@pytest.mark.parametrize("mode", ["distributed", pytest.param("rank0", marks=pytest.mark.soak)])
+def test_evaluation_and_generation(mode: str, tmp_path: Path) -> None:
+    """`paceline generate` has no option for the device and uses the accelerator."""
+    args = (*layout_of("ddp").args, *FULL.args, "split_dataset_ratio=0.1", "eval_steps=2")
+    for device in ("cuda", "cpu"):
+        train_on(device, tmp_path / device, *args, f"evaluation.mode={mode}")
+    on_cuda, on_cpu = (report(tmp_path / device) for device in ("cuda", "cpu"))
+    assert on_cuda["final_eval_loss"] == pytest.approx(on_cpu["final_eval_loss"], rel=1e-5)
+    samples = [
+        [event["samples"] for event in events(tmp_path / device, "sample")]
+        for device in ("cuda", "cpu")
+    ]
+    assert samples[0]
+    assert samples[0] == samples[1]
+
+
+def test_parameter_server_with_workers_on_devices(tmp_path: Path) -> None:
+    args = (
+        "model=builtin:dlrm", "task=recommend", "dataset=builtin:clicks#2000", "max_steps=3",
+        "parallel.mode=parameter_server", "parallel.num_gpus=2", "parameter_server.num_servers=1",
+        "per_device_train_batch_size=16", "precision=32",
+    )  # fmt: skip
+    for device in ("cuda", "cpu"):
+        run_on(device, *args, f"output_dir={tmp_path / device}")
+    assert report(tmp_path / "cuda")["device"] == "cuda"
+    assert losses(tmp_path / "cuda") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
+
+
+def train_device_task(folder: Path, task_args: dict[str, object], *args: str, expect: int) -> str:
+    return run_on(
+        "cuda", f"task={device_task.__file__}:DeviceTask", "model=small", "dataset=none",
+        f"task_args={json.dumps(task_args)}", "parallel.mode=ddp", "parallel.num_gpus=2",
+        "per_device_train_batch_size=8", "precision=32", f"output_dir={folder}", *args,
+        expect=expect,
+    ).stderr  # fmt: skip
+
+
+def test_tensor_on_a_wrong_device_fails_the_run(tmp_path: Path) -> None:
+    stderr = train_device_task(tmp_path / "run", {"cpu_targets": True}, "max_steps=2", expect=1)
+    assert "Expected all tensors to be on the same device" in stderr
+    assert report(tmp_path / "run")["restarts"] == 0
+
+
+def test_watchdog_reports_a_rank_that_hangs(tmp_path: Path) -> None:
+    args = ("max_steps=4", "recovery.hang_warning_s=2")
+    train_device_task(tmp_path / "run", {"sleep_s": 8}, *args, expect=0)
+    (hang,) = events(tmp_path / "run", "hang")
+    assert (hang["rank"], hang["phase"]) == (1, "forward")
+
+
+def test_doctor_on_devices(tmp_path: Path) -> None:
+    done = run_on(
+        "cuda", "model=builtin:qwen2-micro", "dataset=builtin:python-docs#50", "--ranks=2",
+        "--json", f"output_dir={tmp_path / 'run'}", verb="doctor",
+    )  # fmt: skip
+    result = json.loads(done.stdout)
+    assert result["ok"]
+    assert {check["name"] for check in result["checks"]} > {"packages", "memory"}
+    assert [(link["from"], link["to"], link["intact"]) for link in result["links"]]
