@@ -1,4 +1,4 @@
-"""A task with a fault that only runs on devices show.
+"""A task with faults of which some occur only on devices.
 
 ``task_args``:
 
@@ -9,13 +9,25 @@
 import os
 import time
 
-from faulty_task import Faulty
+import torch
 from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
 
 
-class DeviceTask(Faulty):
+class DeviceTask(paceline.Task):
+    calls = 0
+
+    def build_datasets(self):
+        x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+        return TensorDataset(x, x.sum(1, keepdim=True).tanh()), None
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+
     def loss(self, model, batch):
-        _, x, y = batch
+        x, y = batch
         args = self.config.task_args
         self.calls += 1
         if args.get("sleep_s") and self.calls == 3 and int(os.environ.get("RANK", 0)) == 1:

@@ -3,6 +3,8 @@
 import itertools
 from dataclasses import dataclass
 
+import pytest
+
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.registry import OTHER_TRAINING
 from paceline.parallel.support_table import reason_against, rows
@@ -50,10 +52,9 @@ ALL_SWITCHES = [
 ]
 #: Each value of each switch. Few combinations, because each has a reference.
 QUICK_SWITCHES = [
-    Switches(False, "32", True, True),
-    Switches(True, "bf16-mixed", True, False),
-    Switches(False, "fp16-mixed", False, True),
-    Switches(True, "32", False, False),
+    Switches(is_lora=False, precision="32", recomputes=True, packs=True),
+    Switches(is_lora=True, precision="bf16-mixed", recomputes=False, packs=False),
+    Switches(is_lora=False, precision="fp16-mixed", recomputes=True, packs=False),
 ]
 
 
@@ -107,3 +108,11 @@ LAYOUTS = [
     _hybrid(shard=2, tensor=2),
     _hybrid(tensor=2, pipeline=2),
 ]  # fmt: skip
+
+
+def soaked_except(*quick: str) -> list[object]:
+    """Return all layouts as parameters of a test; those not named are in the soak set."""
+    return [
+        pytest.param(layout, id=layout.name, marks=[] if layout.name in quick else pytest.mark.soak)
+        for layout in LAYOUTS
+    ]
