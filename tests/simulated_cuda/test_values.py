@@ -1,8 +1,13 @@
 """Test that simulated CUDA tensors behave as those of a GPU do: their values, and errors for
 tensors on a wrong device."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+from device_runs import VARIABLES
 from ranks import run_ranks
 from simulated import simulate_values
 from torch import nn
@@ -98,3 +103,12 @@ def test_operation_on_tensors_of_two_devices_is_an_error():
         ("cross_entropy", True),
         ("in-place", True),
     ]
+
+
+def test_a_new_process_has_the_devices():
+    """A process that is not forked, as the ranks of another launcher are."""
+    code = "import torch; print(torch.ones(2, device='cuda:3').sum().item())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | VARIABLES, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("2.0\n", "")

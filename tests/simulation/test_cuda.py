@@ -119,7 +119,11 @@ def test_devices_without_compute_capability_are_those_of_amd():
 @pytest.mark.parametrize(
     ("version", "cuda_version", "message"),
     [
-        ("2.13.0+cu130", "13.0", "torch 2.13.0.cu130 is a GPU build.*To fix: use an environment"),
+        (
+            "2.13.0+cu130",
+            "13.0",
+            "torch 2.13.0.cu130 is a GPU build.*To fix: install Paceline in another env",
+        ),
         ("2.14.0+cpu", None, "cannot be simulated with torch 2.14.0.cpu. Allowed: torch>=2.13"),
     ],
 )
