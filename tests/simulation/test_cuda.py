@@ -122,7 +122,7 @@ def test_devices_without_compute_capability_are_those_of_amd():
         (
             "2.13.0+cu130",
             "13.0",
-            "torch 2.13.0.cu130 is a GPU build.*To fix: install Paceline in another env",
+            "torch 2.13.0.cu130 is a GPU build.*To fix: install",
         ),
         ("2.14.0+cpu", None, "cannot be simulated with torch 2.14.0.cpu. Allowed: torch>=2.13"),
     ],
