@@ -42,6 +42,7 @@ from paceline.distributed.devices import (
     without_idle_offload,
 )
 from paceline.distributed.environment import outer_launcher
+from paceline.launch.batch_size import largest_that_fits
 from paceline.launch.host_checks import quick_checks
 from paceline.launch.layout import check_sizes, sharing_text
 from paceline.launch.model_check import check_model, checking_in_background
@@ -61,7 +62,7 @@ from paceline.observe.console import derived_lines
 from paceline.parallel.balance import equal_notice
 from paceline.parallel.compression.cost import compression_notice
 from paceline.parallel.registry import ParallelLayout, check_steps, get_spec, mode_of
-from paceline.planner.choose import device_memory
+from paceline.planner.choose import device_memory, local_machine
 from paceline.planner.devices import peak_rate
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared, Task
@@ -162,6 +163,10 @@ def prepare_run(
         check_run_folder(loaded, run_dir, is_first_attempt)
     task = load_task(config)
     data = _prepare_data(task, config, layout, dry_run)
+    if config.train_args.auto_find_batch_size:
+        dtype = config.train_args.mixed_dtype
+        machine = local_machine(layout.num_processes, device_type == "cpu", dtype)
+        config = largest_that_fits(config, layout, machine)
     _warn_about_idle_settings(config, layout, devices)
     path: Path | None = None
     if leader is None:

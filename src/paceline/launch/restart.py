@@ -16,6 +16,7 @@ from paceline.core.events import Fault
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, recorded_notices
 from paceline.core.run_dir import RunDir
+from paceline.launch.batch_size import smaller_batch
 from paceline.train.run_spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,11 @@ class RestartPolicy:
 
     def follow(self, spec: RunSpec, outcome: Outcome) -> tuple[RunSpec | None, Outcome]:
         """Return the spec of the next attempt, or None and the outcome to report."""
-        fault, outcome = self.evaluate(outcome)
+        smaller = smaller_batch(spec) if outcome.get("out_of_memory") else None
+        if smaller is None:
+            fault, outcome = self.evaluate(outcome)
+        else:
+            spec, fault = smaller, self._out_of_memory(smaller, outcome)
         if fault is None:
             return None, outcome
         with recorded_notices() as recorder:
@@ -84,6 +89,25 @@ class RestartPolicy:
         resume_from = self._resume_from if path is None else str(path)
         notices = list(recorder.notices)
         return replace(spec, resume_from=resume_from, failure=fault, notices=notices), outcome
+
+    def _out_of_memory(self, spec: RunSpec, outcome: Outcome) -> Fault:
+        """Return the fault after which the ranks are restarted with smaller micro-batches, which
+        does not count as a restart."""
+        args, last_step = spec.config.train_args, self._last_step()
+        text = (
+            f"{outcome['text']} auto_find_batch_size: restarting the ranks with micro-batches of"
+            f" {args.per_device_train_batch_size} × {args.gradient_accumulation_steps} accumulation"
+        )
+        logger.warning(text, extra=CONSOLE_ONLY)
+        self.begin_attempt()
+        return {
+            "ranks": outcome.get("ranks", []),
+            "hosts": outcome.get("hosts", []),
+            "reason": text,
+            "step": last_step,
+            "restart": self.state["restarts"],
+            "seen_at": time.time(),
+        }
 
     def evaluate(self, outcome: Outcome) -> tuple[Fault | None, Outcome]:
         """Return the fault after which the ranks are restarted, or None and the outcome to

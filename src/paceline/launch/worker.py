@@ -114,7 +114,8 @@ def run_guarded(spec: Any, env: RankEnv, stop: StopFlag, run: RunRank | None = N
     except PacelineError as error:
         failed = _failed(env, error.exit_code, error.paragraph(), isinstance(error, FaultError))
         if isinstance(error, OutOfMemory):
-            return _failed(env, error.exit_code, explain(error, spec), False)
+            failed = _failed(env, error.exit_code, explain(error, spec), False)
+            return {**failed, "out_of_memory": True}
         blamed = getattr(error, "ranks", None)
         return {
             **failed,

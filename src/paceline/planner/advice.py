@@ -212,13 +212,8 @@ class _Trial:
                 model = self.models[before.precision]
                 shape = replace(model.shape, low_bytes=2 if args.mixed_dtype else 0)
                 self.models[args.precision] = replace(model, shape=shape)
-        model = self.models[args.precision]
         share = args.per_device_train_batch_size / before.per_device_train_batch_size
-        return replace(
-            model,
-            activation_bytes=round(model.activation_bytes * share),
-            flops=model.flops * share,
-        )
+        return self.models[args.precision].scaled(share)
 
     def _batch(self, config: Config) -> MicroBatchProfile:
         size = config.train_args.per_device_train_batch_size

@@ -3,8 +3,8 @@ other than language models, also a trial on torch's meta device, which computes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, first_line
@@ -39,6 +39,11 @@ class ModelProfile:
     fused_attention: bool = True
     mapped_bytes: int = 0
     notes: tuple[str, ...] = ()
+
+    def scaled(self, share: float) -> Self:
+        """Return the profile for a micro-batch of ``share`` times the size."""
+        activation_bytes = round(self.activation_bytes * share)
+        return replace(self, activation_bytes=activation_bytes, flops=self.flops * share)
 
 
 def describe(config: Config) -> ModelProfile:

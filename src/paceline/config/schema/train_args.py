@@ -41,6 +41,15 @@ class TrainArgs(Section):
         ),
     )
     per_device_train_batch_size: int = Field(4, ge=1, description="Micro-batch size per rank.")
+    auto_find_batch_size: bool = Field(
+        False,
+        description=(
+            "Find the largest micro-batch that fits, with the global batch that"
+            " `per_device_train_batch_size` and `gradient_accumulation_steps` define: first by"
+            " prediction; if a rank runs out of memory, the ranks restart with a smaller one."
+            " `per_device_train_batch_size: auto` sets it too."
+        ),
+    )
     per_device_eval_batch_size: int | None = Field(
         None,
         ge=1,
