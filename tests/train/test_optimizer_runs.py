@@ -66,6 +66,8 @@ def test_state_resumes_with_another_strategy(optim: str, tmp_path: Path) -> None
             f"train_args.max_steps={steps}",
             "--allow-config-change",
         )
+    notices = [event["text"] for event in events(tmp_path / "parts", "notice")]
+    assert any("quantized again" in text for text in notices) == (optim == "adamw_8bit")
     losses = [
         [event["loss"] for event in events(tmp_path / name, "step")] for name in ("whole", "parts")
     ]

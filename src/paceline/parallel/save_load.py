@@ -139,12 +139,23 @@ def load_state(strategy: Strategy, source: StateReader) -> None:
     dropped with a notice."""
     if isinstance(strategy, SupportsStateCheck):
         strategy.check_state(source)
-    entries = entry_shapes(source, "optimizer/")
+    entries, requantized = entry_shapes(source, "optimizer/"), False
     with torch.no_grad():
         for shard in strategy.tensor_shards():
             shard.tensor.copy_(read_part(source, shard.state_name, shard))
             if shard.key is not None:
-                load_entries(strategy, source, "optimizer/", entries.get(shard.name, {}), shard)
+                shapes = entries.get(shard.name, {})
+                load_entries(strategy, source, "optimizer/", shapes, shard)
+                part = f"{_OF_PART}{_part_of(shard)}"
+                of_parts = [entry for entry in shapes if _OF_PART in entry]
+                others = all(not entry.endswith(part) for entry in of_parts)
+                requantized |= bool(of_parts) and others and _is_last_of_key(shard)
+        if requantized and isinstance(strategy.optimizer, ConvertsStoredState):
+            text = (
+                "the checkpoint was written with another division of the tensors: the optimizer's"
+                " 8-bit state is quantized again, so losses agree approximately"
+            )
+            strategy.notices.append(("info", text))
         if isinstance(strategy.optimizer, AveragesWeights):
             strategy.optimizer.train()
         extra = [part for part in parts_of(strategy) if isinstance(part, SupportsExtraState)]

@@ -1,6 +1,7 @@
 """Build the optimizer and the learning rate schedule (from transformers)."""
 
 import inspect
+import logging
 from typing import Any
 
 import torch
@@ -97,6 +98,8 @@ def build_optimizer(
             is_paged=args.optim == "paged_adamw_8bit" and named[0][1].device.type != "cpu",
         )
     if args.optim == "adamw_torchao_8bit":
+        # It warns about its extensions for other devices.
+        logging.getLogger("torchao").setLevel(logging.ERROR)
         from paceline.train.optimizers import torchao_adamw
 
         return torchao_adamw.AdamW8bit(groups, learning_rate, betas, args.adam_epsilon)
