@@ -146,10 +146,9 @@ def load_state(strategy: Strategy, source: StateReader) -> None:
             if shard.key is not None:
                 shapes = entries.get(shard.name, {})
                 load_entries(strategy, source, "optimizer/", shapes, shard)
-                part = f"{_OF_PART}{_part_of(shard)}"
-                of_parts = [entry for entry in shapes if _OF_PART in entry]
-                others = all(not entry.endswith(part) for entry in of_parts)
-                requantized |= bool(of_parts) and others and _is_last_of_key(shard)
+                parts = {entry.rpartition(_OF_PART)[2] for entry in shapes if _OF_PART in entry}
+                is_other = bool(parts) and _part_of(shard) not in parts
+                requantized |= is_other and _is_last_of_key(shard)
         if requantized and isinstance(strategy.optimizer, ConvertsStoredState):
             text = (
                 "the checkpoint was written with another division of the tensors: the optimizer's"
