@@ -141,6 +141,12 @@ def config_value(loaded: Loaded, key: str) -> Any:
         ("fp16: 'true'", "train_args.precision", "fp16-mixed"),
         ("gradient_checkpointing: unsloth", "train_args.gradient_checkpointing", "full"),
         ("activation_checkpointing: true", "train_args.gradient_checkpointing", "full"),
+        ("torch_compile: auto", "train_args.torch_compile", True),
+        (
+            "torch_compile_mode: max-autotune",
+            "train_args.torch_compile_mode",
+            "max-autotune-no-cudagraphs",
+        ),
         ("enable_liger_kernel: true", "train_args.use_liger_kernel", True),
         ("use_liger: 'true'", "train_args.use_liger_kernel", True),
         ("liger_rope: true\nliger_rms_norm: true", "train_args.use_liger_kernel", True),

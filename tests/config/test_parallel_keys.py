@@ -374,6 +374,8 @@ def test_activation_checkpointing_of_fsdp_is_gradient_checkpointing(load: Load) 
     assert load(text).config.train_args.gradient_checkpointing == "full"
     overridden = load(text, ["gradient_checkpointing=false"]).config.train_args
     assert overridden.gradient_checkpointing == "none"
+    every_second = load(text, ["gradient_checkpointing=2"]).config.train_args
+    assert every_second.gradient_checkpointing == 2
 
 
 # -- whole files

@@ -125,6 +125,7 @@ def strict_problems(data: dict[str, YamlValue], find: Find) -> list[Problem]:
             takes(info, bool)
             and not isinstance(value, bool | None)
             and not (isinstance(value, str) and value in literals(info))
+            and not (isinstance(value, int) and takes(info, int))
         ):
             out.append(reject(key, value, find(key), f"is {kind_of(value)}, not true or false"))
     return out

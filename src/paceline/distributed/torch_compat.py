@@ -164,6 +164,16 @@ def dump_memory_history(path: str) -> None:
     _find(torch, "cuda.memory._record_memory_history")(enabled=None)
 
 
+# -- compilation
+def on_compilations(start: Callable[[object], None], end: Callable[[object], None]) -> None:
+    """Call ``start`` before and ``end`` after torch.compile compiles a graph in this process."""
+    from importlib import import_module
+
+    handler = _find(import_module("torch._dynamo.callback"), "callback_handler")
+    handler.register_start_callback(start)
+    handler.register_end_callback(end)
+
+
 # -- tensors, operations, optimizers
 def tensor_version(tensor: torch.Tensor) -> int:
     """Return the version counter of a tensor, which increases with each in-place change."""

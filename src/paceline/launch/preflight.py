@@ -58,6 +58,7 @@ from paceline.launch.resume import (
 )
 from paceline.models.kernels.attention_choice import check_attention
 from paceline.models.kernels.liger import check_liger
+from paceline.models.transforms.compile_check import check_compile
 from paceline.observe.console import derived_lines
 from paceline.parallel.balance import equal_notice
 from paceline.parallel.compression.cost import compression_notice
@@ -346,6 +347,7 @@ def prepare_host(loaded: Loaded, outer: RankEnv | None) -> PreparedHost:
     config, precision = with_precision(config, devices.type, devices.names[: devices.count])
     logger.info(precision)
     check_liger(config, devices.type)
+    check_compile(config, devices.type)
     check_attention(config, devices.type, gpu_capability(devices.type, devices.count))
     return PreparedHost(replace(loaded, config=config), devices)
 

@@ -28,6 +28,7 @@ from paceline.models.kernels.attention_choice import (
     fused_kernel,
     installed_packages,
 )
+from paceline.models.transforms.compile import outside_graphs
 
 NAME = "paceline_packed"
 #: Attribute of a model with :func:`packed_attention`: the name of the attention it had before.
@@ -290,7 +291,8 @@ def install(model: Any, kernel: str = SDPA) -> str | None:
     own = (SDPA,) if kernel in (SDPA, VARLEN) else (SDPA, "eager")
     if before not in own or not hasattr(model, "set_attn_implementation"):
         return None
-    AttentionInterface.register(NAME, partial(packed_attention, kernel=kernel))
+    attention = outside_graphs(model, packed_attention)
+    AttentionInterface.register(NAME, partial(attention, kernel=kernel))
     model.set_attn_implementation(NAME)
     if attention_of(model) != NAME:  # older code of a model, whose attention cannot be replaced
         return None

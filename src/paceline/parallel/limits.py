@@ -97,6 +97,20 @@ def _no_rollback(subject: Subject | None = None) -> Limit:
     )
 
 
+
+
+def _no_compile(reason: str, subject: Subject | None = None) -> Limit:
+    return Limit(
+        "train_args.torch_compile",
+        reason,
+        "leave `train_args.torch_compile` out, or set `parallel.mode: ddp` or `zero3`",
+        unsupported=(True,),
+        allowed="`parallel.mode: single`, `ddp`, `zero1`, `zero2`, `zero3`",
+        subject=subject,
+    )
+
+
+THREADED_DP = (_no_compile("the copies of a model share its compiled blocks"),)
 ZERO1 = (_SHARDED_MATRICES, _SPLIT_MATRICES, _STATE_ON_DEVICE)
 FSDP = (
     _SHARDED_MATRICES,
@@ -118,6 +132,7 @@ FSDP = (
     ),
 )
 DEEPSPEED = (
+    _no_compile("compiled blocks are untested with DeepSpeed's hooks"),
     Limit(
         "train_args.optim",
         "DeepSpeed passes flat parts of several parameters to the optimizer, and with these it"
@@ -151,6 +166,10 @@ DEEPSPEED = (
     ),
 )
 HYBRID = (
+    _no_compile(
+        "collectives run inside the blocks, and graphs cannot contain them", with_dims("tensor")
+    ),
+    _no_compile("compiled blocks are untested in pipeline stages", with_dims("pipeline")),
     Limit(
         "parallel.sequence_parallel",
         "it shards activations between tensor-parallel layers, and there are none",
@@ -213,6 +232,7 @@ def _local_only(mode: str, *keys: str) -> tuple[Limit, ...]:
 
 
 _WORKERS = (
+    _no_compile("compiled blocks are untested with workers whose weights differ"),
     Limit(
         "parallel.cpu_offload",
         "its state stays on the device",
@@ -256,6 +276,7 @@ DILOCO = (
     *_local_only("diloco", "average_optimizer_state"),
 )
 PARAMETER_SERVER = (
+    _no_compile("compiled blocks are untested with tables on servers"),
     Limit(
         "train_args.optim",
         "the servers do not support its state",

@@ -99,6 +99,7 @@ _SPECS = (
         implementation="paceline.parallel.ddp.threads:ThreadedDPStrategy",
         cost_model="paceline.parallel.ddp.cost:estimate_threaded",
         capabilities=Capabilities(
+            limits.THREADED_DP,
             ignores_offload=True,
             equal_shares_reason="its devices run their micro-batches in lockstep",
             chosen_by_auto=False,

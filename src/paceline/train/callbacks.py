@@ -7,10 +7,12 @@ from functools import partial
 from torch import nn
 
 from paceline.core.event_log import EventLog
+from paceline.core.formatting import counted
 from paceline.core.log import log_notices
 from paceline.data.order import SampleOrder
 from paceline.health.anomalies import AnomalyDetector
 from paceline.health.replicas import check_replicas
+from paceline.models.transforms.compile import CompileTimes
 from paceline.observe.comm_advisor import CommAdvisor
 from paceline.observe.memory import STEPS_BEFORE, emit_memory
 from paceline.observe.metrics import StepMetrics, restart_peak
@@ -36,6 +38,28 @@ class Callback:
 
     def before_checkpoint(self, state: TrainState) -> None:
         pass
+
+
+class CompileReport(Callback):
+    """Logs how long torch.compile took, and warns about recompilations."""
+
+    def __init__(self, times: CompileTimes) -> None:
+        self.times = times
+        self._next_warning = 1
+
+    def on_step_end(self, result: StepResult, state: TrainState) -> None:
+        times, steps_done = self.times, state.step - state.first_step
+        if steps_done == 1:
+            logger.info(f"torch.compile: {times.count} graphs in {times.seconds:.0f} s")
+        if steps_done <= 2:
+            times.num_expected = times.count
+        elif times.recompilations >= self._next_warning:
+            self._next_warning = 2 * times.recompilations
+            logger.warning(
+                f"torch.compile compiled again after the first steps:"
+                f" {counted(times.recompilations, 'graph')} up to step {state.step},"
+                f" {times.seconds:.0f} s in all; the reasons are printed with TORCH_LOGS=recompiles"
+            )
 
 
 class StepLogger(Callback):

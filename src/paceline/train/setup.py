@@ -46,6 +46,7 @@ from paceline.health.loss_spikes import LossSpikeDetector
 from paceline.health.watchdog import Watchdog
 from paceline.models.shape.outline import Probe, outline
 from paceline.models.transforms.activation_checkpointing import checkpoint_activations
+from paceline.models.transforms.compile import compile_blocks, compile_times
 from paceline.models.weights import converted_weights, move_model
 from paceline.observe.comm_advisor import CommAdvisor, make_advisor
 from paceline.observe.device_stats import DeviceMonitor
@@ -70,6 +71,7 @@ from paceline.train.balance import Balancer
 from paceline.train.callbacks import (
     Callback,
     CommAdvice,
+    CompileReport,
     MemoryReport,
     ReplicaCheck,
     StepLogger,
@@ -224,6 +226,9 @@ def _monitoring(trainer: Trainer, advisor: CommAdvisor | None) -> list[Callback]
     profile = spec.config.train_args.profile
     if profile is not None:
         callbacks.append(StepProfiler(profile, trainer.ctx))
+    times = compile_times()
+    if times is not None:
+        callbacks.append(CompileReport(times))
     return callbacks if advisor is None else [*callbacks, CommAdvice(advisor)]
 
 
@@ -379,6 +384,7 @@ def _build_model(task: Task, config: Config) -> nn.Module:
     seed_everything(config.train_args.seed, "init")
     model = task.build_model()
     guard_model(model)
+    compile_blocks(model, config.train_args)
     checkpoint_activations(model, config.train_args.gradient_checkpointing)
     return model
 

@@ -145,6 +145,25 @@ class TrainArgs(Section):
             " N: all, in every N-th block. `true` and `false` mean `full` and `none`."
         ),
     )
+    torch_compile: bool = Field(
+        False,
+        description=(
+            "Compile each block with torch.compile: faster steps after a slower first step. Needs"
+            " a C++ compiler on CPUs and Triton on GPUs. Losses agree up to rounding, and dropout"
+            " masks differ."
+        ),
+    )
+    torch_compile_backend: Literal["inductor", "aot_eager", "eager"] = Field(
+        "inductor",
+        description="Backend of torch.compile; the others generate no code and serve diagnosis.",
+    )
+    torch_compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = Field(
+        "default",
+        description=(
+            "Mode of torch.compile: `max-autotune-no-cudagraphs` compiles longer to select faster"
+            " kernels."
+        ),
+    )
     max_length: int = Field(1024, ge=8, description="Maximum sample length in tokens.")
     truncation_strategy: Literal["truncate", "drop"] = Field(
         "truncate",

@@ -12,6 +12,7 @@ from paceline.core.event_log import effective_events, effective_steps, read_even
 from paceline.core.events import Event, WorkerLostEvent
 from paceline.data.order import SampleOrder
 from paceline.health.anomalies import skipped_steps
+from paceline.models.transforms.compile import compile_times
 from paceline.observe.comm_advisor import CommAdvisor
 from paceline.observe.metrics import StepMetrics, memory_peak
 from paceline.observe.report.record import DataReport, Report
@@ -111,6 +112,13 @@ def build_report(
         report["workers_lost"] = losses
     if shares is not None:
         report["balance"] = {"shares": list(shares)}
+    times = compile_times()
+    if times is not None:
+        report["compile"] = {
+            "graphs": times.count,
+            "seconds": times.seconds,
+            "recompilations": times.recompilations,
+        }
     if num_skipped_samples:
         steps_from_1 = sorted(step + 1 for step in skipped_batches)
         report["data"]["skipped_batches"] = {"steps": steps_from_1, "samples": num_skipped_samples}

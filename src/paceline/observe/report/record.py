@@ -74,6 +74,7 @@ class Report(_AlwaysReported, total=False):
     skipped_steps: int
     precision: str
     balance: dict[str, list[int]]
+    compile: dict[str, float]
 
 
 REPORT_KEYS = tuple(_AlwaysReported.__annotations__)

@@ -1,0 +1,54 @@
+"""Compiled blocks: the same names and losses, and no compilation for rows of other lengths."""
+
+import pytest
+from torch import nn
+
+from paceline.config.schema import Config
+from paceline.config.schema.train_args import TrainArgs
+from paceline.core.errors import ConfigError
+from paceline.distributed.mesh import ParallelDims
+from paceline.models.transforms.compile import compile_blocks
+from paceline.models.transforms.compile_check import check_compile
+from paceline.parallel.registry import check_strategy
+
+
+def make_config(mode: str = "ddp", **train_args: object) -> Config:
+    return Config(
+        model="m",
+        dataset="d",
+        parallel={"mode": mode},
+        train_args={"torch_compile": True, **train_args},
+    )
+
+
+def test_names_of_parameters_do_not_change() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    names = list(model.state_dict())
+    compile_blocks(model, TrainArgs(torch_compile=True))
+    assert list(model.state_dict()) == names
+
+
+def test_refused_with_selective_checkpointing_and_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match="gradient_checkpointing: selective"):
+        check_compile(make_config(gradient_checkpointing="selective"), "cpu")
+    check_compile(make_config(gradient_checkpointing="full"), "cpu")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigError, match="requires a C\\+\\+ compiler"):
+        check_compile(make_config(), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("mode", "dims"),
+    [
+        ("dp", ParallelDims(data=2)),
+        ("pipeline", ParallelDims(pipeline=2)),
+        ("tensor", ParallelDims(tensor=2)),
+        ("local_sgd", ParallelDims(data=2)),
+    ],
+)
+def test_modes_that_do_not_support_it(mode: str, dims: ParallelDims) -> None:
+    with pytest.raises(ConfigError, match=r"`train_args\.torch_compile: true` is not supported"):
+        check_strategy(mode, make_config(mode), dims)
