@@ -97,8 +97,6 @@ def _no_rollback(subject: Subject | None = None) -> Limit:
     )
 
 
-
-
 def _no_compile(reason: str, subject: Subject | None = None) -> Limit:
     return Limit(
         "train_args.torch_compile",
