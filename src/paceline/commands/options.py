@@ -414,10 +414,23 @@ def load_fitted_config(args: argparse.Namespace) -> Loaded:
     Raises:
         ConfigError: the config is invalid.
     """
-    from paceline.config.load import load_config
     from paceline.models.positions import fit_length
 
-    return fit_length(load_config(*config_and_overrides(args)))
+    return fit_length(load_job_config(args))
+
+
+def load_job_config(args: argparse.Namespace) -> Loaded:
+    """Load the config, and hide the packages that it does not use from this process.
+
+    Raises:
+        ConfigError: the config is invalid.
+    """
+    from paceline.config.load import load_config
+    from paceline.config.packages import hide_packages, unused_packages
+
+    loaded = load_config(*config_and_overrides(args))
+    hide_packages(unused_packages(loaded.config))
+    return loaded
 
 
 def check_required(args: argparse.Namespace, *names: str) -> None:

@@ -5,7 +5,7 @@ import os
 import time
 from argparse import Namespace
 
-from paceline.commands.options import OptionParser, add_config, config_and_overrides
+from paceline.commands.options import OptionParser, add_config, load_job_config
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -24,11 +24,11 @@ def add_arguments(parser: OptionParser) -> None:
 def run(args: Namespace) -> int:
     """Train; the report is printed with `--json`."""
     from paceline.api import run as train
-    from paceline.config.load import load_config, to_yaml
+    from paceline.config.load import to_yaml
     from paceline.launch.preflight import TrainOptions
 
     started_at = _process_start_time()
-    loaded = load_config(*config_and_overrides(args))
+    loaded = load_job_config(args)
     options = TrainOptions(args.dry_run, args.debug, args.allow_config_change)
     result = train(loaded, options, started_at)
     if options.dry_run:

@@ -1,5 +1,7 @@
 """Optional packages that a config needs. Imports no torch."""
 
+import sys
+from collections.abc import Iterable
 from importlib.util import find_spec
 
 from paceline.config.schema import Config
@@ -34,3 +36,11 @@ def unused_packages(config: Config) -> list[str]:
         return []
     needed = OPTIMIZER_PACKAGES.get(config.train_args.optim)
     return [name for name in ("bitsandbytes", "torchao") if name != needed]
+
+
+def hide_packages(names: Iterable[str]) -> None:
+    """Make packages appear as not installed in this process, unless they are already imported. Only
+    for processes that belong to Paceline."""
+    for name in names:
+        # Python's own way to make `import` and `find_spec` report that there is no such module.
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]

@@ -4,9 +4,7 @@ installed.
 """
 
 import os
-import sys
 
-for _name in os.environ.get("PACELINE_HIDDEN_PACKAGES", "").split():
-    if _name not in sys.modules:
-        # Python's own way to make `import` and `find_spec` report that there is no such module.
-        sys.modules[_name] = None  # type: ignore[assignment]
+from paceline.config.packages import hide_packages
+
+hide_packages(os.environ.get("PACELINE_HIDDEN_PACKAGES", "").split())

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.packages import unused_packages
+from paceline.config.packages import hide_packages, unused_packages
 from paceline.config.schema import Config
 from paceline.core.errors import PacelineError, first_line
 from paceline.planner.devices import find_device
@@ -40,9 +40,7 @@ def _result(fields: Mapping[str, Any]) -> "dict[str, RankReport] | dict[str, str
     from paceline.simulation.cuda import simulate_cuda
 
     job = RankJob(**fields)
-    for name in unused_packages(Config.model_validate(job.config)):
-        # so that `import` and `find_spec` report that there is no such module
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    hide_packages(unused_packages(Config.model_validate(job.config)))
     try:
         # Before any other module of torch asks for the accelerator.
         simulate_cuda(find_device(job.device)[0], DEVICES_PER_HOST)
