@@ -8,8 +8,9 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,11 +79,13 @@ def _not_installed(mode: str) -> ConfigError:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the log messages of DeepSpeed, and warnings about its calls of renamed functions."""
+    """Suppress the log messages of DeepSpeed, and warnings about its calls of renamed functions.
+    What it prints goes to standard error: with ``--json``, standard output has only the result."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
-        yield
+        with redirect_stdout(sys.stderr):  # which kernels it cannot compile, on accelerators
+            yield
     finally:
         logging.disable(before)
 
