@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from adapter_families import write_config
+from safetensors.numpy import save_file
 
 import paceline
 from paceline.cli import main
@@ -48,7 +49,7 @@ def test_dry_run_rejects_invalid_lora_targets(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = write_config(kind, tmp_path / "model")
-    (model / "model.safetensors").write_bytes(b"")  # the weights are never read
+    save_file({}, model / "model.safetensors")  # the weights are never read
     assert main([*make_args(model, tmp_path / "run", *extra_args), "--dry-run"]) == 2
     captured = capsys.readouterr()
     assert expected in captured.err
@@ -58,7 +59,7 @@ def test_dry_run_rejects_invalid_lora_targets(
 
 def test_dry_run_reports_peft_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_config("mixtral", tmp_path / "model")
-    (model / "model.safetensors").write_bytes(b"")
+    save_file({}, model / "model.safetensors")
     for _ in range(2):  # the second result comes from the cache
         assert main([*make_args(model, tmp_path / "run"), "--dry-run"]) == 0
         assert "peft cannot apply dropout to mlp.experts.down_proj" in capsys.readouterr().err
@@ -71,7 +72,7 @@ def test_rejected_model_interrupts_tokenization(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(model_check, "_START_AFTER_S", 0.0)
     model = write_config("mixtral", tmp_path / "model")
-    (model / "model.safetensors").write_bytes(b"")
+    save_file({}, model / "model.safetensors")
     data = tmp_path / "data.jsonl"
     row = {
         "messages": [
