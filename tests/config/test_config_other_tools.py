@@ -96,12 +96,12 @@ def test_reads_or_reports_each_key_of_other_tools(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "level", "expected"),
     [
-        ("load_in_4bit: true", "warning", "in full"),
+        ("load_in_4bit: true", "info", "nf4"),
         ("load_in_4bit: false", "info", "is ignored"),
-        ("adapter: qlora", "warning", "in full"),
+        ("adapter: qlora", "info", "lora.quantize: nf4"),
         ("neftune_noise_alpha: 5", "warning", "has no effect"),
         ("group_by_length: true", "warning", "has no effect"),
-        ("use_dora: true", "warning", "plain LoRA"),
+        ("use_dora: true", "info", "lora.use_dora"),
         ("optimizer: lion_8bit", "warning", "float32"),
         ("flash_attention: true", "info", "if device and precision allow it"),
         ("xformers_attention: true", "warning", "speed and memory differ"),
@@ -122,7 +122,7 @@ def test_reads_or_reports_each_key_of_other_tools(path: Path) -> None:
         ("batch_size: 8", "warning", "gradient_accumulation_steps"),
         ("device_map: auto", "info", "parallel.mode"),
         ("special_tokens: {pad_token: x}", "warning", "tokenizer"),
-        ("lora: {use_dora: true}", "warning", "plain LoRA"),
+        ("lora_bias: true", "warning", "plain LoRA"),
     ],
 )
 def test_reports_keys_without_effect(load: Load, text: str, level: str, expected: str) -> None:
@@ -166,8 +166,8 @@ WARNING_KEYS = """
 xformers_attention liger_kernel_config liger_cross_entropy cut_cross_entropy
 lora_mlp_kernel use_unsloth tf32 sample_packing packing neat_packing packing_strategy
 eval_packing early_stopping_patience early_stopping_steps load_best_model_at_end neftune_noise_alpha
-label_smoothing_factor interleave_probs mix_strategy dataset_weights load_in_4bit load_in_8bit
-bnb_4bit_quant_type quantization_method use_dora use_rslora lora_ga_batch_size adalora_init_r
+label_smoothing_factor interleave_probs mix_strategy dataset_weights
+quant_config target_parameters lora_ga_batch_size adalora_init_r
 use_galore galore_rank badam_mode optim_args embedding_lr unfrozen_parameters
 freeze_trainable_layers rope_scaling special_tokens eot_tokens tool_format enable_thinking
 chat_template_kwargs model_init_kwargs model_kwargs max_memory activation_offloading streaming

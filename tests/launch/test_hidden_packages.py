@@ -17,6 +17,8 @@ print([name for name in ("bitsandbytes", "torchao") if find_spec(name) is None])
 def test_only_the_package_of_the_optimizer_is_visible() -> None:
     config = Config.model_validate({"model": "m", "dataset": "d"})
     assert unused_packages(config) == ["bitsandbytes", "torchao"]
+    lora = config.lora.model_copy(update={"enable": True, "quantize": "nf4"})
+    assert unused_packages(config.model_copy(update={"lora": lora})) == ["torchao"]
     own_task = config.model_copy(update={"task": "./file.py:Task"})
     assert unused_packages(own_task) == []
 

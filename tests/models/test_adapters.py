@@ -11,13 +11,13 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.inference.export import export
 from paceline.inference.generate import load_model
-from paceline.models.language import language_model_on_meta
-from paceline.models.lora import (
+from paceline.models.adapters.lora import (
     adapter_layers,
     adapter_notices,
     bypassed_modules,
     ineffective_adapters,
 )
+from paceline.models.language import language_model_on_meta
 from paceline.tasks.language import LanguageTask
 
 #: Families that represent the others outside the soak tests: expert parameters, and a state-space

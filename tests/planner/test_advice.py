@@ -113,3 +113,20 @@ def test_output_lists_what_fits_and_its_cost(capsys: pytest.CaptureFixture[str])
     assert "the smallest change" not in output
     assert main([*args, "--device", "T4", "--world-size", "1"]) == 0
     assert "these changes together do not make it fit" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.soak
+def test_qlora_of_a_7b_model_fits_in_12_gb() -> None:
+    pytest.importorskip("bitsandbytes")
+    args = {
+        "train_args.per_device_train_batch_size": 1,
+        "train_args.gradient_checkpointing": True,
+        "train_args.max_length": 1024,
+    }
+    totals = {}
+    for quantize in ("none", "nf4"):
+        lora = {"enable": True, "rank": 64, "quantize": quantize}
+        result = paceline.plan({**QWEN, "lora": lora, **args}, world_size=4, device="A10")
+        totals[quantize] = by_mode(result, "ddp")["memory_bytes"]["total"]
+        assert result["parameters"] == pytest.approx(7.88e9, rel=1e-3)
+    assert totals["nf4"] < 12e9 < totals["none"]

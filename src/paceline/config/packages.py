@@ -34,8 +34,10 @@ def unused_packages(config: Config) -> list[str]:
     """
     if config.task not in ("sft", "pretrain", "classify", "recommend"):
         return []
-    needed = OPTIMIZER_PACKAGES.get(config.train_args.optim)
-    return [name for name in ("bitsandbytes", "torchao") if name != needed]
+    needed = {OPTIMIZER_PACKAGES.get(config.train_args.optim)}
+    if config.lora.quantize != "none":
+        needed.add("bitsandbytes")
+    return [name for name in ("bitsandbytes", "torchao") if name not in needed]
 
 
 def hide_packages(names: Iterable[str]) -> None:

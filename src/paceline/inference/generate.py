@@ -59,10 +59,25 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
             fix=f"check that {base} exists" if base != folder else None,
         ) from error
     if base != folder:
+        _round_base(model, folder)
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, str(folder))
     return model.eval(), tokenizer
+
+
+def _round_base(model: Any, folder: Path) -> None:
+    """Give the base model of an adapter in the folder of a run the weights that it was trained on:
+    quantized ones have other values than the files of the model."""
+    from paceline.config.load import load_config
+    from paceline.models.adapters.check import check_adapters
+    from paceline.models.adapters.quantize import round_weights
+
+    run_config = folder.parent / "config.yaml"
+    if folder.name == "model" and run_config.is_file():
+        config = load_config(run_config, {}).config
+        check_adapters(config)
+        round_weights(model, config)
 
 
 def check_trained_length(model: Any, num_tokens: int) -> None:

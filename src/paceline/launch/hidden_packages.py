@@ -3,8 +3,11 @@ imports it before transformers and peft, which import bitsandbytes and torchao i
 installed.
 """
 
+import logging
 import os
 
 from paceline.config.packages import hide_packages
 
+# It warns about optional kernels.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 hide_packages(os.environ.get("PACELINE_HIDDEN_PACKAGES", "").split())

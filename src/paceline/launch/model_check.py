@@ -55,8 +55,8 @@ def check_model(config: Config, layout: ParallelLayout) -> list[Notice]:
 
 
 def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
+    from paceline.models.adapters.lora import adapter_notices
     from paceline.models.language import language_model_on_meta
-    from paceline.models.lora import adapter_notices
     from paceline.models.positions import check_length
     from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 

@@ -86,8 +86,10 @@ def load_language_model(config: Config) -> nn.Module:
     if not config.lora.enable:
         return model  # type: ignore[no-any-return]
     check_finite(model, config)
-    from paceline.models.lora import add_adapters
+    from paceline.models.adapters.lora import add_adapters
+    from paceline.models.adapters.quantize import quantize_layers
 
+    quantize_layers(model, config)
     return add_adapters(model, config)
 
 
@@ -104,7 +106,8 @@ def language_model_on_meta(config: Config, device: str | torch.device = "meta") 
     from transformers import AutoModelForCausalLM
 
     from paceline.models import attention
-    from paceline.models.lora import add_adapters
+    from paceline.models.adapters.lora import add_adapters
+    from paceline.models.adapters.quantize import quantize_layers
 
     args = config.train_args
     name = str(Path(resolve_model(config.model)).expanduser())
@@ -123,6 +126,7 @@ def language_model_on_meta(config: Config, device: str | torch.device = "meta") 
                 if config.train_args.use_liger_kernel:
                     install_liger(model, config)
                 if config.lora.enable:
+                    quantize_layers(model, config)
                     model = add_adapters(model, config, read_weights=False)
         except ConfigError:
             raise
@@ -272,11 +276,16 @@ def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) ->
     ``peft``) loads."""
     use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = True
-    # "auto" would query the hub to find out whether the vocabulary of the base model has changed;
-    # here it never changes.
-    options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
     try:
-        model.save_pretrained(str(folder), **options)
+        if hasattr(model, "peft_config"):
+            from paceline.models.adapters.initialization import portable_state
+
+            with portable_state(model) as state:
+                # "auto" would query the hub to find out whether the vocabulary of the base model
+                # has changed; here it never changes.
+                model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
+        else:
+            model.save_pretrained(str(folder))
     finally:
         model.config.use_cache = use_cache
     if tokenizer_path is not None:

@@ -16,7 +16,7 @@ from paceline.core.event_log import EventLog
 from paceline.core.events import MemoryParts
 from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import peak_since
-from paceline.parallel.base import Strategy, optimizer_tensors
+from paceline.parallel.base import Strategy, all_buffers, optimizer_tensors
 from paceline.parallel.deepspeed.package import gradient_tensors
 from paceline.parallel.save_load import memory_bytes
 from paceline.parallel.state import local_tensor, storage_bytes
@@ -108,7 +108,7 @@ def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> d
 
 
 def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.buffers()
+    yield from all_buffers(model)
     for param in model.parameters():
         yield param.data
         # DeepSpeed's shard of a parameter that is gathered only while it is used

@@ -133,7 +133,7 @@ def emit_run_start(
             "strategy": info.strategy.name,
             "model": {
                 "name": config.model,
-                "parameters": sum(param.numel for param in info.shape.parameters),
+                "parameters": info.shape.num_parameters,
                 "trainable_parameters": sum(param.numel for param in info.shape.trained),
                 "attention": kernel_of(base_model(info.model)),
             },

@@ -10,6 +10,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
+from paceline.models.adapters.quantize import scale_tensors
 from paceline.parallel.capabilities import Capabilities
 from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.registry import get_spec, load_object
@@ -139,6 +140,11 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that are in the state dict, by name."""
     in_state = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in in_state}
+
+
+def all_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """Return the buffers of a model and the scales of its quantized weights."""
+    return [*model.buffers(), *(scales for _, scales in scale_tensors(model))]
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -97,6 +97,26 @@ def _no_rollback(subject: Subject | None = None) -> Limit:
     )
 
 
+NO_QUANTIZATION = Limit(
+    "lora.quantize",
+    "it splits, averages or copies weights as 16- or 32-bit numbers",
+    "set `parallel.mode: ddp`, or `zero3`, which shards 4-bit weights",
+    supported=("none",),
+    allowed="`parallel.mode: single`, `ddp`, `zero1`, `zero2` or `zero3`",
+)
+
+
+def _not_split(key: str, value: object, reason: str, *dims: str) -> Limit:
+    """Return the limit of a variant of LoRA whose layers cannot be divided."""
+    return Limit(
+        key,
+        reason,
+        "set `parallel.mode: zero3`, or use plain LoRA",
+        unsupported=(value,),
+        subject=with_dims(*dims),
+    )
+
+
 def _no_compile(reason: str, subject: Subject | None = None) -> Limit:
     return Limit(
         "train_args.torch_compile",
@@ -108,9 +128,26 @@ def _no_compile(reason: str, subject: Subject | None = None) -> Limit:
     )
 
 
-THREADED_DP = (_no_compile("the copies of a model share its compiled blocks"),)
+THREADED_DP = (
+    NO_QUANTIZATION,
+    _no_compile("the copies of a model share its compiled blocks"),
+)
 ZERO1 = (_SHARDED_MATRICES, _SPLIT_MATRICES, _STATE_ON_DEVICE)
 FSDP = (
+    Limit(
+        "lora.quantize",
+        "the scales of int8 weights are not sharded, and their layers do not gather them",
+        "set `lora.quantize: nf4`, or `parallel.mode: ddp`",
+        unsupported=("int8",),
+        allowed="none, nf4, fp4",
+    ),
+    Limit(
+        "lora.quantize",
+        "the scales would stay on the device while the weights are in host memory",
+        "set `parallel.cpu_offload: none`",
+        supported=("none",),
+        subject=_with_setting("parallel.cpu_offload", "all"),
+    ),
     _SHARDED_MATRICES,
     _SPLIT_MATRICES,
     Limit(
@@ -131,6 +168,7 @@ FSDP = (
 )
 DEEPSPEED = (
     _no_compile("compiled blocks are untested with DeepSpeed's hooks"),
+    NO_QUANTIZATION,
     Limit(
         "train_args.optim",
         "DeepSpeed passes flat parts of several parameters to the optimizer, and with these it"
@@ -168,6 +206,11 @@ HYBRID = (
         "collectives run inside the blocks, and graphs cannot contain them", with_dims("tensor")
     ),
     _no_compile("compiled blocks are untested in pipeline stages", with_dims("pipeline")),
+    NO_QUANTIZATION,
+    _not_split(
+        "lora.use_dora", True, "the parts of a layer need the norm of the whole matrix", "tensor"
+    ),
+    _not_split("lora.method", "vera", "all layers share its random matrices", "tensor", "pipeline"),
     Limit(
         "parallel.sequence_parallel",
         "it shards activations between tensor-parallel layers, and there are none",
@@ -231,6 +274,7 @@ def _local_only(mode: str, *keys: str) -> tuple[Limit, ...]:
 
 _WORKERS = (
     _no_compile("compiled blocks are untested with workers whose weights differ"),
+    NO_QUANTIZATION,
     Limit(
         "parallel.cpu_offload",
         "its state stays on the device",

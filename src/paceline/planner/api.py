@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        return sum(tensor.numel for tensor in self.profile.shape.parameters)
+        return self.profile.shape.num_parameters
 
     @property
     def trained(self) -> int:

@@ -129,7 +129,7 @@ def micro_batch_flops(config: Config, profile: ModelProfile, batch: MicroBatchPr
         )
     if profile.flops:
         return profile.flops
-    return 6.0 * batch.positions * sum(tensor.numel for tensor in profile.shape.parameters)
+    return 6.0 * batch.positions * profile.shape.num_parameters
 
 
 class MemoryReport(TypedDict):

@@ -47,7 +47,8 @@ def _state(config: Config, dims: LanguageDims, parameters: int) -> int:
     # inputs and outputs of the four attention projections
     widths = 4 * dims.hidden + 2 * dims.queries + 2 * dims.keys
     widths += 3 * (dims.hidden + dims.feed_forward) * dims.experts
-    adapters = lora.rank * widths * dims.layers
+    adapters = (lora.rank + lora.use_dora) * widths * dims.layers
+    each += 4 if lora.subtracts_adapter else 0  # the initial matrices
     saved = len(lora.modules_to_save) * dims.vocabulary * dims.hidden
     return parameters * (2 if args.mixed_dtype else 4) + (adapters + saved) * each
 

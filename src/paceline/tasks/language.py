@@ -16,12 +16,13 @@ from paceline.data.text.prepare import prepare_tokens
 from paceline.data.text.templates import save_template
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
 from paceline.models import attention, language
+from paceline.models.adapters.check import check_adapters
+from paceline.models.adapters.lora import adapter_notices
 from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.files import check_files, check_hub
 from paceline.models.head.chunked_loss import ChunkedLoss, LogitTransform, chunked_loss
 from paceline.models.head.transform import find_transform, output_head
-from paceline.models.lora import adapter_notices
 from paceline.models.packing import choose_packing
 from paceline.models.qwen import CONVERTED_KEY, module_notice
 from paceline.tasks.base import Notice, Prepared, Task
@@ -48,6 +49,7 @@ class LanguageTask(Task):
         self._chunk_tokens = 0
 
     def check(self) -> None:
+        check_adapters(self.config)
         check_files(self.config)
         language.check_first_generation_qwen(self.config)
         check_hub(self.config)

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,10 +40,12 @@ def build_optimizer(
     named: list[tuple[str, nn.Parameter]],
     matrices: frozenset[str],
     hidden: frozenset[str] = frozenset(),
+    rate_factors: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer for the (name, parameter) pairs ``named``. Weight decay applies to the
     names in ``matrices`` (from :func:`matrices_of`): the shape of a shard does not show whether
-    its parameter is a matrix. Muon updates the names in ``hidden``."""
+    its parameter is a matrix. Muon updates the names in ``hidden``. The learning rate of the
+    names in ``rate_factors`` is multiplied by a factor."""
     updated_by_muon = [param for name, param in named if name in hidden]
     decayed = [param for name, param in named if name in matrices - hidden]
     not_decayed = [param for name, param in named if name not in matrices]
@@ -55,6 +58,9 @@ def build_optimizer(
         )
         if params
     ]
+    if rate_factors:
+        factors = {param: rate_factors.get(name, 1.0) for name, param in named}
+        groups = list(_split_by_rate(groups, factors, learning_rate))
     betas = (args.adam_beta1, args.adam_beta2)
     can_fuse = all(
         param.device.type in ("cpu", "cuda", "xpu", "mps") and param.is_floating_point()
@@ -108,6 +114,16 @@ def build_optimizer(
     return Adafactor(groups, lr=learning_rate, scale_parameter=False, relative_step=False)
 
 
+def _split_by_rate(
+    groups: list[dict[str, Any]], factors: Mapping[nn.Parameter, float], learning_rate: float
+) -> Iterator[dict[str, Any]]:
+    """Yield the groups, divided so that the parameters of each have one learning rate."""
+    for group in groups:
+        for factor in sorted({factors[param] for param in group["params"]}):
+            params = [param for param in group["params"] if factors[param] == factor]
+            yield {**group, "params": params, "lr": learning_rate * factor}
+
+
 class Schedule:
     """The learning rate as a function of the step, so that a resumed run need not replay earlier
     steps.
@@ -121,6 +137,7 @@ class Schedule:
         from transformers.optimization import get_scheduler
 
         self.optimizer = optimizer
+        self.learning_rate = derived.learning_rate
         self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.inner = get_scheduler(
             "constant" if args.optim == "schedule_free_adamw" else args.lr_scheduler_type,
@@ -133,16 +150,18 @@ class Schedule:
         self.warmup_steps = derived.warmup_steps if args.optim == "schedule_free_adamw" else 0
 
     def set_step(self, step: int) -> float:
-        """Set the learning rate for step ``step`` (from 0) and return it."""
+        """Set the learning rates for step ``step`` (from 0) and return the one of the config; that
+        of a group may be a multiple."""
         rate = 0.0
         for group, base, factor in zip(
             self.optimizer.param_groups, self.base_rates, self.inner.lr_lambdas, strict=True
         ):
-            rate = base * factor(step) * min(1.0, (step + 1) / max(1, self.warmup_steps))
+            scale = factor(step) * min(1.0, (step + 1) / max(1, self.warmup_steps))
+            rate = self.learning_rate * scale
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
+                group["lr"].fill_(base * scale)
             else:
-                group["lr"] = rate
+                group["lr"] = base * scale
         return rate
 
 

@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -44,6 +43,8 @@ from paceline.distributed.side_group import SideGroup
 from paceline.health.anomalies import AnomalyDetector
 from paceline.health.loss_spikes import LossSpikeDetector
 from paceline.health.watchdog import Watchdog
+from paceline.models.adapters.lora import learning_rate_factors
+from paceline.models.adapters.quantize import move_scales
 from paceline.models.shape.outline import Probe, outline
 from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 from paceline.models.transforms.compile import compile_blocks, compile_times
@@ -84,7 +85,14 @@ from paceline.train.profiler import StepProfiler
 from paceline.train.rank_loss import event_listeners
 from paceline.train.run_spec import RunSpec
 from paceline.train.sampling import SampleGenerator
-from paceline.train.state import RankContext, TrainComponents, resume
+from paceline.train.state import (
+    RankContext,
+    TrainComponents,
+    claim_store,
+    initialize_adapters,
+    open_side_group,
+    resume,
+)
 from paceline.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -109,9 +117,9 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
     try:
         check_mixed_devices(comm, spec.config, spec.layout.strategy)
         check_same_precision(comm, spec.config.train_args)
-        side, spec = _open_side_group(spec, comm)
+        side, spec = open_side_group(spec, comm)
         # Built before anything is written, so that a failure to build the model leaves no files.
-        components, data, notices = build_components(spec, comm)
+        components, data, notices = build_components(spec, comm, side=side)
         comm = components.strategy.world  # the same ranks, perhaps in another process group
         if spec.resume_from is not None:
             with open_checkpoint(Path(spec.resume_from), side) as opened:
@@ -122,7 +130,7 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
                 _open_run(spec, run_dir, events, cleanup)
             watchdog.watch(components.strategy, events)
             ctx = RankContext(comm, run_dir, events, stop, cleanup)
-            store = _claim_store(spec, ctx)
+            store = claim_store(spec, ctx)
             trainer = build_trainer(spec, ctx, components, data, notices, side, store)
             return _run(trainer)
     except BaseException as caught:
@@ -232,30 +240,6 @@ def _monitoring(trainer: Trainer, advisor: CommAdvisor | None) -> list[Callback]
     return callbacks if advisor is None else [*callbacks, CommAdvice(advisor)]
 
 
-def _open_side_group(spec: RunSpec, world: Communicator) -> tuple[SideGroup | None, RunSpec]:
-    """Return the group that transfers checkpoints if some rank does not see the run's folder, and
-    the spec with the checkpoint that rank 0 resumes from."""
-    side = SideGroup.open(world, spec.sees_run_folder)
-    if side is not None:
-        spec = replace(spec, resume_from=world.broadcast_object(spec.resume_from))
-    return side, spec
-
-
-def _claim_store(spec: RunSpec, ctx: RankContext) -> CheckpointStore | None:
-    """Return the store at ``checkpoint_dir`` on rank 0, which uploads checkpoints; else None."""
-    if spec.config.checkpoint_dir is None or not ctx.comm.is_rank_zero:
-        return None
-    store = CheckpointStore(spec.config.checkpoint_dir)
-    before = store.claim(ctx.run_dir.root)
-    if before is not None:
-        logger.warning(
-            f"`checkpoint_dir: {store.url}` was last written by the run in {before.output_dir} on"
-            f" host {before.host}; this run takes it over, and the other one ends at its next"
-            " checkpoint if it is still running"
-        )
-    return store
-
-
 def _open_run(spec: RunSpec, run_dir: RunDir, events: EventLog, cleanup: ExitStack) -> None:
     """Lock the run's folder, so that no other run writes to it, and start its event log."""
     run_dir.root.mkdir(parents=True, exist_ok=True)
@@ -266,7 +250,10 @@ def _open_run(spec: RunSpec, run_dir: RunDir, events: EventLog, cleanup: ExitSta
 
 
 def build_components(
-    spec: RunSpec, comm: Communicator, adjust: Callable[[nn.Module], object] | None = None
+    spec: RunSpec,
+    comm: Communicator,
+    adjust: Callable[[nn.Module], object] | None = None,
+    side: SideGroup | None = None,
 ) -> tuple[TrainComponents, DataPipeline, list[tuple[str, str]]]:
     """Build the model and the data pipeline, seeded by ``train_args.seed``.
 
@@ -276,6 +263,7 @@ def build_components(
 
     Args:
         adjust: function that may change the model before the strategy sets it up.
+        side: the group through which checkpoints are read, if some rank does not see the folder.
 
     Returns:
         The components, the data pipeline, and notices as (level, text).
@@ -289,6 +277,7 @@ def build_components(
         model = _build_model(task, spec.config)
     if adjust is not None:
         adjust(model)
+    initialize_adapters(model, spec, comm, side)
     strategy.num_devices = spec.layout.axes.replicas if spec.layout.num_processes == 1 else 1
     if not any(param.requires_grad for param in model.parameters()):
         raise RunError(
@@ -298,6 +287,7 @@ def build_components(
     if strategy.rank0_has_full_model:
         # Otherwise it stays on the CPU until it is split: it may not fit on one device.
         move_model(model, comm.device)
+        move_scales(model, comm.device)
     with converted_weights(model):
         notices = task.setup(model)
     datasets = task.build_datasets()
@@ -334,11 +324,13 @@ def distribute(
     """
     with converted_weights(model):
         shape, decayed = outline(model, config, probe), matrices_of(model)
+    rate_factors = learning_rate_factors(model, config)
     placed = strategy.setup(model)
+    move_scales(model, strategy.world.device)
     args = config.train_args
     optimizer = strategy.setup_optimizer(
         lambda named: build_optimizer(
-            args, derived.learning_rate, named, decayed, shape.optimizer.matrices
+            args, derived.learning_rate, named, decayed, shape.optimizer.matrices, rate_factors
         )
     )
     strategy.notices += optimizer_notices(args, shape.optimizer, optimizer)

@@ -5,7 +5,7 @@ import math
 from collections import deque
 from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ from paceline.checkpoint import store
 from paceline.checkpoint.format import BalanceRecord, CheckpointMeta
 from paceline.checkpoint.integrity import verify
 from paceline.checkpoint.reader import read_meta
+from paceline.checkpoint.remote import CheckpointStore
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.checkpoint.train_state import load_train_state
 from paceline.checkpoint.transfer import open_checkpoint
@@ -25,7 +26,9 @@ from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS, ProgressTracker
+from paceline.distributed.side_group import SideGroup
 from paceline.health.loss_spikes import LossSpike
+from paceline.models.adapters.initialization import subtract_adapters
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.base import Strategy
 from paceline.tasks.base import Task
@@ -217,6 +220,49 @@ def checkpoint_meta(
 def recent_losses_from(meta: CheckpointMeta, settings: RecoveryConfig) -> deque[float]:
     """Return the recent losses that a checkpoint's ``meta.json`` contains."""
     return deque(meta.get("recent_losses", ()), maxlen=settings.loss_spike_window)
+
+
+def open_side_group(spec: RunSpec, world: Communicator) -> tuple[SideGroup | None, RunSpec]:
+    """Return the group that transfers checkpoints if some rank does not see the run's folder, and
+    the spec with the checkpoint that rank 0 resumes from."""
+    side = SideGroup.open(world, spec.sees_run_folder)
+    if side is not None:
+        spec = replace(spec, resume_from=world.broadcast_object(spec.resume_from))
+    return side, spec
+
+
+def claim_store(spec: RunSpec, ctx: RankContext) -> CheckpointStore | None:
+    """Return the store at ``checkpoint_dir`` on rank 0, which uploads checkpoints; else None."""
+    if spec.config.checkpoint_dir is None or not ctx.comm.is_rank_zero:
+        return None
+    store = CheckpointStore(spec.config.checkpoint_dir)
+    before = store.claim(ctx.run_dir.root)
+    if before is not None:
+        logger.warning(
+            f"`checkpoint_dir: {store.url}` was last written by the run in {before.output_dir} on"
+            f" host {before.host}; this run takes it over, and the other one ends at its next"
+            " checkpoint if it is still running"
+        )
+    return store
+
+
+def initialize_adapters(
+    model: nn.Module, spec: RunSpec, comm: Communicator, side: SideGroup | None
+) -> None:
+    """Subtract the initial adapters from the frozen weights, if they are initialized so: those of
+    the checkpoint, if the run resumes."""
+    if not (spec.config.lora.enable and spec.config.lora.subtracts_adapter):
+        return
+    if spec.resume_from is None:
+        subtract_adapters(model, spec.config, comm)
+        return
+    with open_checkpoint(Path(spec.resume_from), side) as opened:
+
+        def read(name: str) -> torch.Tensor:
+            _, shape = opened.tensors().get(f"buffer/{name}", (None, ()))
+            return opened.read(f"buffer/{name}", (0,) * len(shape), shape)
+
+        subtract_adapters(model, spec.config, comm, read)
 
 
 def resume(

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.models.lora import add_adapters
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -13,7 +14,6 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models import attention
 from paceline.models.blocks import base_model
-from paceline.models.lora import add_adapters
 from paceline.models.shape.activations import dims_of, language_activations
 from paceline.models.transforms import activation_checkpointing
 from paceline.models.transforms.activation_checkpointing import checkpoint_activations

@@ -1,12 +1,21 @@
 """The section ``lora`` of the schema."""
 
 import re
+from typing import Literal
 
 from pydantic import Field, field_validator
 
 from paceline.config.schema.base import Section, Text, split_names
 
 ALL_LINEAR = "all-linear"
+DEFAULT_INIT = "default"
+#: Initializations that take the adapter out of the frozen weights: weight = rest + update.
+_SUBTRACTED = re.compile(r"olora|pissa(_niter_[1-9]\d*)?")
+_INITS = (DEFAULT_INIT, "gaussian", "orthogonal", "pissa", "pissa_niter_16", "olora")
+#: Initializations of peft that need batches of the training data before the start.
+_DATA_INITS = ("eva", "corda", "lora_ga")
+#: Initializations of peft that choose the quantized weights themselves.
+_QUANTIZING_INITS = ("loftq",)
 
 
 def is_regex(text: str) -> bool:
@@ -15,14 +24,65 @@ def is_regex(text: str) -> bool:
 
 
 class Lora(Section):
-    """Low-rank adaptation (Hu et al., 2021), through peft."""
+    """Low-rank adaptation (Hu et al., 2021) and its variants, through peft."""
 
     enable: bool = Field(
         False, description="Train low-rank adapters and freeze the model's own weights."
     )
+    method: Literal["lora", "vera"] = Field(
+        "lora",
+        description=(
+            "`lora`, or `vera` (Kopiczko et al., 2023): random matrices that all layers share, and"
+            " two trained vectors per layer. VeRA needs a higher rank, e.g. 256, and learning rate."
+        ),
+    )
     rank: int = Field(8, ge=1, description="Rank r of the update.")
     alpha: float = Field(
-        32.0, gt=0, description="Scaling factor: the update is multiplied by alpha / rank."
+        32.0,
+        gt=0,
+        description="Scaling factor: the update is multiplied by alpha / rank. Not with VeRA.",
+    )
+    use_rslora: bool = Field(
+        False,
+        description=(
+            "Multiply the update by alpha / √rank (Kalajdzievski, 2023), so that a high rank learns"
+            " as fast as a low one."
+        ),
+    )
+    use_dora: bool = Field(
+        False,
+        description=(
+            "Train the magnitude of each output separately from its direction (Liu et al., 2024)."
+        ),
+    )
+    init_lora_weights: Text = Field(
+        DEFAULT_INIT,
+        description=(
+            "Initialization of the adapters, as in peft: `default`, `gaussian`, `orthogonal`,"
+            " `pissa` (Meng et al., 2024), `pissa_niter_16` (the same with an approximate, much"
+            " faster decomposition), or `olora` (Büyükakyüz, 2024). `pissa` and `olora` take the"
+            " adapter out of the frozen weights; the adapter is saved as the difference from the"
+            " original weights, with twice the rank."
+        ),
+    )
+    loraplus_lr_ratio: float | None = Field(
+        None,
+        gt=0,
+        description=(
+            "LoRA+ (Hayou et al., 2024): the learning rate of the matrices B is multiplied by this,"
+            " e.g. 16."
+        ),
+    )
+    quantize: Literal["none", "nf4", "fp4", "int8"] = Field(
+        "none",
+        description=(
+            "QLoRA (Dettmers et al., 2023): keep the frozen weights of linear layers in 4 or 8"
+            " bits, through bitsandbytes. Output head and embeddings stay in 16 bits. int8 only"
+            " with `single`, `ddp` and `zero1`."
+        ),
+    )
+    double_quant: bool = Field(
+        True, description="Quantize the scales of 4-bit weights too, to 8 bits."
     )
     dropout: float = Field(0.05, ge=0, lt=1, description="Dropout on the adapter's input.")
     target_modules: Text | list[Text] = Field(
@@ -39,6 +99,34 @@ class Lora(Section):
     adapter: Text | None = Field(
         None, description="Folder of an existing adapter to continue training."
     )
+
+    @field_validator("init_lora_weights", mode="before")
+    @classmethod
+    def _true_is_default(cls, value: object) -> object:
+        return DEFAULT_INIT if value is True or value == "true" else value
+
+    @field_validator("init_lora_weights", mode="after")
+    @classmethod
+    def _check_init(cls, value: str) -> str:
+        value = value.lower()
+        if value in _DATA_INITS:
+            raise ValueError(
+                f"{value} decomposes activations or gradients of the training data, which are not"
+                f" known when the model is built; use one of {', '.join(_INITS)}"
+            )
+        if value in _QUANTIZING_INITS:
+            raise ValueError(
+                f"{value} chooses the quantized weights together with the adapter, so the adapter"
+                f" fits no other copy of the model; use one of {', '.join(_INITS)}"
+            )
+        if value not in _INITS and _SUBTRACTED.fullmatch(value) is None:
+            raise ValueError(f"unknown initialization; use one of {', '.join(_INITS)}")
+        return value
+
+    @property
+    def subtracts_adapter(self) -> bool:
+        """Whether the initial adapter is subtracted from the frozen weights."""
+        return self.adapter is None and _SUBTRACTED.fullmatch(self.init_lora_weights) is not None
 
     @field_validator("target_modules", mode="after")
     @classmethod

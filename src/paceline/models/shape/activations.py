@@ -123,7 +123,8 @@ class Activations:
 
     Args:
         blocks: saved by each block from its forward pass to its backward pass.
-        recomputed: needed to recompute one block; 0 without activation checkpointing.
+        recomputed: needed to recompute one block, and to compute one layer with a quantized weight
+            or DoRA; 0 without any of these.
         ends: saved by the layers outside the blocks: the last norm and the head.
         logits: needed for the loss, when all other activations exist: the head's output and two
             gradients of it in float32. If the loss is computed in chunks: those of a chunk, and the
@@ -215,7 +216,21 @@ def language_activations(
         per_logit = _FLOAT32 + (low if low != _FLOAT32 else 0)
         logits = logits_saved + per_logit * dims.vocabulary * chunk
     blocks = tuple(round(size * tokens) for size in sizes)
-    return Activations(blocks, recomputed * tokens, ends, logits, logits_saved)
+    recomputed = recomputed * tokens + _matrices(dims, config, low)
+    return Activations(blocks, recomputed, ends, logits, logits_saved)
+
+
+def _matrices(dims: LanguageDims, config: Config, low: int) -> float:
+    """Return the bytes of the matrices of one layer that exist while it computes: its weight, if it
+    is quantized, and with DoRA the update as a matrix (from an identity matrix in float32), and its
+    sum with the weight."""
+    lora = config.lora
+    if not lora.enable:
+        return 0.0
+    size = dims.hidden * max(dims.feed_forward, dims.queries)
+    copies = (1 if lora.quantize != "none" else 0) + (3 if lora.use_dora else 0)
+    identity = _FLOAT32 * max(dims.feed_forward, dims.hidden) ** 2 if lora.use_dora else 0
+    return copies * low * size + identity
 
 
 def language_flops(
@@ -328,4 +343,11 @@ def _adapters(dims: LanguageDims, config: Config, low: int, mask_bytes: int) -> 
             for group in groups
             if group & layers.keys()
         )
-    return inputs + low * lora.rank * len(layers)
+    # DoRA scales the results of the layer and of the adapter; VeRA scales two results of its own.
+    outputs = {
+        "q_proj": dims.queries, "k_proj": dims.keys, "v_proj": dims.keys, "o_proj": dims.hidden,
+        "up_proj": dims.feed_forward, "gate_proj": dims.feed_forward, "down_proj": dims.hidden,
+    }  # fmt: skip
+    scaled = (2 if lora.use_dora else 0) + (1 if lora.method == "vera" else 0)
+    ranks = lora.rank * (2 if lora.method == "vera" else 1)
+    return inputs + low * ranks * len(layers) + low * scaled * sum(outputs[name] for name in layers)

@@ -12,6 +12,7 @@ from paceline.config.derive import optimizer_bytes_per_element
 from paceline.config.schema import Config
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
+from paceline.models.adapters.quantize import numbers_per_element, scale_tensors
 from paceline.models.blocks import (
     base_model,
     evaluation_mode,
@@ -44,12 +45,13 @@ def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> Mod
                 tuple(parameter.shape),
                 final_dtype(parameter).itemsize,
                 parameter.requires_grad,
+                numbers_per_element(parameter),
             )
             for name, parameter in model.named_parameters()
         ),
         buffers=tuple(
             TensorShape(name, tuple(buffer.shape), buffer.element_size())
-            for name, buffer in model.named_buffers()
+            for name, buffer in (*model.named_buffers(), *scale_tensors(model))
         ),
         optimizer=_optimizer_memory(model, args),
         low_bytes=2 if args.mixed_dtype else 0,

@@ -16,12 +16,13 @@ QUANTIZED_BLOCK, QUANTIZED_MINIMUM = 256, 4096
 @dataclass(frozen=True)
 class TensorShape:
     """A parameter or buffer of the model that the task built: its name, its shape, its bytes per
-    element, and whether it is trained."""
+    element, and whether it is trained. Of a 4-bit weight, one element packs several numbers."""
 
     name: str
     shape: tuple[int, ...]
     element_bytes: int
     trainable: bool = False
+    packed: int = 1
 
     @cached_property
     def numel(self) -> int:
@@ -121,6 +122,11 @@ class ModelShape:
     @property
     def trained(self) -> list[TensorShape]:
         return [tensor for tensor in self.parameters if tensor.trainable]
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, also of those that are packed."""
+        return sum(tensor.numel * tensor.packed for tensor in self.parameters)
 
     @property
     def trained_elements(self) -> int:

@@ -12,6 +12,7 @@ from paceline.parallel.base import (
     OptimizerFactory,
     OptimizerStep,
     Strategy,
+    all_buffers,
     full_shards,
     optimizer_tensors,
     trained_parameters,
@@ -81,7 +82,7 @@ class DDPStrategy(Strategy):
     def memory_tensors(self) -> list[torch.Tensor]:
         residuals = [] if self.reducer is None else self.reducer.memory_tensors()
         state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *residuals]
-        return [*self.model.parameters(), *self.model.buffers(), *state]
+        return [*self.model.parameters(), *all_buffers(self.model), *state]
 
     @property
     def comm_profile(self) -> CommProfile | None:

@@ -23,7 +23,7 @@ from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 from paceline.models.blocks import BATCH_NORMS, find_blocks
 from paceline.models.weights import convert_weights, final_dtype
-from paceline.parallel.base import persistent_buffers, trained_parameters
+from paceline.parallel.base import all_buffers, persistent_buffers, trained_parameters
 from paceline.parallel.ddp.buckets import squared_norm_of
 from paceline.parallel.fsdp.cost import shard_dim
 from paceline.parallel.gradients import batch_norm_parameters, changing_buffers
@@ -319,7 +319,7 @@ class FSDPSharding:
         """Return all shards, including frozen ones, buffers and gradients, but no gathered
         weights."""
         gradients = [piece.values.grad for piece in self.pieces if piece.values.grad is not None]
-        return [*self._managed, *self._unmanaged, *self.model.buffers(), *gradients]
+        return [*self._managed, *self._unmanaged, *all_buffers(self.model), *gradients]
 
 
 def _gradient(piece: ShardedParam) -> torch.Tensor:

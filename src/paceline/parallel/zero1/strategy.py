@@ -13,6 +13,7 @@ from paceline.parallel.base import (
     OptimizerFactory,
     OptimizerStep,
     Strategy,
+    all_buffers,
     optimizer_tensors,
     persistent_buffers,
     trained_parameters,
@@ -98,7 +99,7 @@ class Zero1Strategy(Strategy):
     def memory_tensors(self) -> list[torch.Tensor]:
         return [
             *self.model.parameters(),
-            *self.model.buffers(),
+            *all_buffers(self.model),
             *self.buckets.weights,
             *self.buckets.flats,
             *optimizer_tensors(self.optimizer),

@@ -1,0 +1,1 @@
+"""LoRA and its variants, and quantization of the frozen weights."""

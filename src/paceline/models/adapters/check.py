@@ -1,0 +1,89 @@
+"""Check the section `lora` of a config before the model is built. Imports no torch."""
+
+from importlib.util import find_spec
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+
+
+def check_adapters(config: Config) -> None:
+    """Check that the settings of ``lora`` can be combined, and that the package which
+    ``lora.quantize`` requires is installed.
+
+    Raises:
+        ConfigError: they cannot, or it is not.
+    """
+    lora = config.lora
+    if not lora.enable:
+        if lora.quantize != "none":
+            raise ConfigError(
+                f"`lora.quantize: {lora.quantize}` requires `lora.enable: true`: quantized weights"
+                " cannot be trained, only adapters on them",
+                fix="set `lora.enable: true`, or leave `lora.quantize` out",
+            )
+        return
+    for setting, reason, fix in _conflicts(config):
+        raise ConfigError(f"{setting} is not supported: {reason}", fix=fix)
+    if lora.quantize != "none" and find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"`lora.quantize: {lora.quantize}` requires the package bitsandbytes, which is not"
+            " installed",
+            fix='run `pip install "paceline[bitsandbytes]"`',
+        )
+
+
+def _conflicts(config: Config) -> list[tuple[str, str, str]]:
+    """Return the settings that exclude each other: (what, reason, fix)."""
+    lora = config.lora
+    init = f"`lora.init_lora_weights: {lora.init_lora_weights}`"
+    quantize = f"`lora.quantize: {lora.quantize}`"
+    found: list[tuple[bool, str, str, str]] = [
+        *(
+            (
+                lora.method == "vera" and is_set,
+                f"{setting} with `lora.method: vera`",
+                "it concerns the matrices A and B of LoRA, which VeRA does not train",
+                f"leave {setting.split(':')[0].strip('`')} out, or set `lora.method: lora`",
+            )
+            for is_set, setting in (
+                (lora.use_dora, "`lora.use_dora: true`"),
+                (lora.use_rslora, "`lora.use_rslora: true`"),
+                (
+                    lora.loraplus_lr_ratio is not None,
+                    f"`lora.loraplus_lr_ratio: {lora.loraplus_lr_ratio}`",
+                ),
+                (lora.init_lora_weights != "default", init),
+            )
+        ),
+        (
+            lora.subtracts_adapter and lora.quantize != "none",
+            f"{init} with {quantize}",
+            "the adapter would only fit a quantized difference that no file contains",
+            "leave one of the two out",
+        ),
+        (
+            config.train_args.torch_compile and lora.quantize != "none",
+            f"`train_args.torch_compile: true` with {quantize}",
+            "compiled blocks are untested with quantized weights",
+            "leave one of the two out",
+        ),
+        (
+            lora.subtracts_adapter and lora.use_dora,
+            f"{init} with `lora.use_dora: true`",
+            "a trained magnitude cannot be saved as a difference from the original weights",
+            "leave one of the two out",
+        ),
+        (
+            lora.init_lora_weights == "orthogonal" and lora.rank % 2 == 1,
+            f"{init} with `lora.rank: {lora.rank}`",
+            "it needs an even rank",
+            f"set `lora.rank: {lora.rank + 1}`",
+        ),
+        (
+            lora.use_dora and lora.quantize == "int8",
+            f"`lora.use_dora: true` with {quantize}",
+            "peft cannot take the norm of a weight that LLM.int8 stores",
+            "set `lora.quantize: nf4`",
+        ),
+    ]
+    return [(what, reason, fix) for applies, what, reason, fix in found if applies]

@@ -1,0 +1,268 @@
+"""Add LoRA adapters to a language model, through peft."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError, first_line
+from paceline.models import qwen
+from paceline.models.adapters.initialization import add_initial_buffers
+from paceline.models.adapters.quantize import expert_weights
+from paceline.models.adapters.targets import (
+    WHY_BYPASSED,
+    adapter_layers,
+    bypassed_modules,
+    check_names,
+    ineffective_adapters,
+    linear_modules,
+    pattern_of,
+    selects_all_linear,
+    short_names,
+    target_names,
+)
+
+Notice = tuple[str, str]
+
+_ADAPTER = "default"
+
+#: Initializations of peft that do not depend on the weights of the model.
+_BLIND_INITS = ("gaussian", "orthogonal")
+
+#: Layers of peft that do not support dropout.
+_WITHOUT_DROPOUT = ("ParamWrapper", "MultiheadAttention")
+
+
+def add_adapters(model: Any, config: Config, read_weights: bool = True) -> nn.Module:
+    """Add the adapters that the config describes to ``model``, on its device. Trained parameters
+    are float32.
+
+    Args:
+        read_weights: whether to read the weights of ``lora.adapter``, not only its configuration.
+
+    Raises:
+        ConfigError: the adapters do not fit the model. The message lists the names of its modules.
+    """
+    import torch
+
+    if getattr(getattr(model, "config", None), qwen.CONVERTED_KEY, None):
+        config = qwen.with_qwen2_modules(config)
+    adapted = (
+        _create_adapters(model, config)
+        if config.lora.adapter is None
+        else _load_adapters(model, config, read_weights)
+    )
+    for parameter in adapted.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()
+    return adapted  # type: ignore[no-any-return]
+
+
+def _load_adapters(model: Any, config: Config, read_weights: bool) -> Any:
+    from peft import PeftConfig, PeftModel, get_peft_model
+
+    lora = config.lora
+    folder = str(Path(str(lora.adapter)).expanduser())
+    try:
+        if read_weights:
+            adapted = PeftModel.from_pretrained(model, folder, is_trainable=True)
+        else:
+            settings = PeftConfig.from_pretrained(folder)
+            settings.inference_mode = False
+            adapted = get_peft_model(model, settings)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"`lora.adapter: {lora.adapter}` cannot be loaded: {first_line(error)}"
+        ) from error
+    if any(not _supports_dropout(layer) for _, layer in adapter_layers(adapted)):
+        # Such an adapter is saved without its dropout, because peft would not load it otherwise.
+        set_dropout(adapted, lora.dropout)
+    return adapted
+
+
+def _create_adapters(model: Any, config: Config) -> Any:
+    from peft import get_peft_model
+
+    targets = config.lora.target_modules
+    # peft replaces modules, so after an error the names would be those of its wrappers.
+    allowed = "all-linear, or some of: " + ", ".join(target_names(model))
+    check_names(model, config)
+    selects_all = selects_all_linear(config)
+    settings = _peft_config(model, config)
+    try:
+        with warnings.catch_warnings():
+            # peft warns about its automatic choices: transposed weights (GPT-2), ranks of fused
+            # experts.
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+            warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+            adapted = get_peft_model(model, settings)
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        NotImplementedError,
+        RuntimeError,
+    ) as error:
+        raise ConfigError(
+            f"`lora.target_modules: {targets}` does not fit this model: {first_line(error)}",
+            allowed=allowed,
+            fix=(
+                "leave `lora.use_dora` out, or list modules of `lora.target_modules` that are not"
+                " experts"
+                if "use_dora" in str(error)
+                else None
+                if selects_all
+                else "set `lora.target_modules: all-linear`, which selects the modules that fit"
+            ),
+        ) from error
+    set_dropout(adapted, config.lora.dropout)
+    if config.lora.subtracts_adapter:
+        add_initial_buffers(adapted, config)
+    return adapted
+
+
+def _peft_config(model: Any, config: Config) -> Any:
+    """Return peft's configuration of new adapters, without dropout, which is applied afterwards to
+    the layers that support it."""
+    from peft import LoraConfig, VeraConfig
+
+    lora = config.lora
+    targets, init = lora.target_modules, lora.init_lora_weights
+    bypassed = bypassed_modules(model) if selects_all_linear(config) else []
+    shared: dict[str, Any] = {
+        "r": lora.rank,
+        "modules_to_save": list(lora.modules_to_save) or None,
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    if lora.method == "vera":
+        if bypassed:  # VeraConfig cannot exclude modules
+            targets = pattern_of(name for name in linear_modules(model) if name not in bypassed)
+        # The random matrices are the same for the same key, so checkpoints need not contain them.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Specified to not save vera_A")
+            return VeraConfig(
+                target_modules=targets if isinstance(targets, str) else list(targets),
+                save_projection=False,
+                **shared,
+            )
+    return LoraConfig(
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=pattern_of(bypassed) if bypassed else None,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        # The others read the weights, which a model on the meta device does not have.
+        **shared | {"init_lora_weights": init if init in _BLIND_INITS else True},
+    )
+
+
+def set_dropout(adapted: Any, dropout: float) -> None:
+    """Apply ``dropout`` to the input of every adapter that supports it.
+
+    peft does not support dropout for an adapter on a parameter (the experts of a mixture), and does
+    not load an adapter of such parameters whose configuration has a dropout.
+    """
+    if dropout <= 0:
+        return
+    layers = [layer for _, layer in adapter_layers(adapted)]
+    accepting = [layer for layer in layers if _supports_dropout(layer)]
+    for layer in accepting:
+        _dropouts(layer)[_ADAPTER] = nn.Dropout(dropout).train(layer.training)
+    if len(accepting) == len(layers):
+        settings = adapted.peft_config[_ADAPTER]
+        setattr(settings, "vera_dropout" if is_vera(adapted) else "lora_dropout", dropout)
+
+
+def _dropouts(layer: Any) -> nn.ModuleDict:
+    """Return the dropout of an adapter layer, by adapter."""
+    dropouts: nn.ModuleDict = (
+        layer.lora_dropout if hasattr(layer, "lora_dropout") else layer.vera_dropout
+    )
+    return dropouts
+
+
+def is_vera(adapted: Any) -> bool:
+    """Return whether the adapters of a model are those of VeRA."""
+    return str(adapted.peft_config[_ADAPTER].peft_type.value) == "VERA"
+
+
+def learning_rate_factors(model: nn.Module, config: Config) -> dict[str, float]:
+    """Return the names of the parameters whose learning rate is a multiple of that of the others,
+    with the factor: with LoRA+ (Hayou et al., "LoRA+: Efficient Low Rank Adaptation of Large
+    Models", 2024), the matrices B."""
+    ratio = config.lora.loraplus_lr_ratio if config.lora.enable else None
+    if ratio is None:
+        return {}
+    return {name: ratio for name, _ in model.named_parameters() if ".lora_B." in name}
+
+
+def _supports_dropout(layer: Any) -> bool:
+    return type(layer).__name__ not in _WITHOUT_DROPOUT
+
+
+# -- notices
+# ------------------------------------------------------------------------------------------------
+def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
+    """Return notices about dropout that cannot be applied and modules without an adapter."""
+    lora = config.lora
+    notices: list[Notice] = []
+    layers = dict(adapter_layers(adapted))
+    without = [
+        f"{name}.{getattr(layer, 'parameter_name', '')}".rstrip(".")
+        for name, layer in layers.items()
+        if not _supports_dropout(layer)
+    ]
+    if without and lora.dropout > 0:
+        level = "warning" if "dropout" in lora.model_fields_set else "info"
+        applies_to = "the other adapters only" if len(without) < len(layers) else "no adapter"
+        text = (
+            f"lora.dropout: {lora.dropout:g} applies to {applies_to}; peft cannot apply dropout to"
+            f" {short_names(without)}"
+        )
+        notices.append((level, text))
+    if lora.quantize != "none" and (kept := expert_weights(adapted)):
+        names = short_names(kept)
+        text = (
+            f"lora.quantize: {lora.quantize} does not apply to {names}, which are no linear layers"
+        )
+        notices.append(("info", text))
+    if selects_all_linear(config) and lora.adapter is None:
+        notices += _left_out(adapted.get_base_model(), lora.modules_to_save)
+    elif ineffective := ineffective_adapters(adapted):
+        names = short_names(ineffective)
+        notices.append(
+            ("warning", f"LoRA: the adapters on {names} may have no effect: {WHY_BYPASSED}")
+        )
+    return notices
+
+
+def _left_out(base: Any, saved: list[str]) -> list[Notice]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    notices: list[Notice] = []
+    bypassed = bypassed_modules(base)
+    if bypassed:
+        notices.append(("info", f"LoRA: no adapter on {short_names(bypassed)}: {WHY_BYPASSED}"))
+    inside = tuple(
+        f"{name}." for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)
+    )
+    linear = [
+        name
+        for name in linear_modules(base)
+        if name not in bypassed
+        and not name.startswith(inside)
+        and not any(part in saved for part in name.split("."))
+    ]
+    experts = expert_weights(base)
+    plain = [*linear, *(name for name in experts if not name.startswith(inside))]
+    if plain:
+        text = (
+            f"LoRA: no adapter on {short_names(plain)}: peft does not select these in this"
+            " architecture"
+        )
+        notices.append(("info", text))
+    return notices
