@@ -45,10 +45,13 @@ def bounds_for(config: Config, device_type: str) -> Bounds:
     AdamW amplify. Accelerators choose other kernels for other shapes (and TF32 if it is on). Under
     bfloat16 and float16 each result is rounded to 2^-9 or 2^-12, at different places in each
     strategy; small tensors are then compared relative to the size of the others, see
-    :func:`weight_difference`."""
+    :func:`weight_difference`. 8-bit optimizers quantize other blocks if a strategy divides tensors
+    in another way."""
     args = config.train_args
     if args.mixed_dtype:
         return Bounds(loss=2e-2, weights=5e-2, family=None, floor=1.0)
+    if "8bit" in args.optim:
+        return Bounds(loss=1e-3, weights=5e-2, family=None)
     if device_type == "cpu":
         return Bounds(loss=1e-5, weights=1e-3, family=1e-6)
     return Bounds(loss=1e-4, weights=1e-2, family=None)
