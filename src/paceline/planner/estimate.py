@@ -246,6 +246,9 @@ def estimate(
     except ConfigError as error:
         return ModeEstimate(name, layout, settings, False, error.what)
     copies = _weight_copies(profile.shape, layout, cost)
+    tied = _tied_gradients(profile.shape, layout)
+    if tied > cost.activations + copies:
+        cost = replace(cost, activations=tied - copies)
     replicas = layout.axes.replicas
     step_s = step_time(
         layout, config, work, cost, machine, micro_batch_flops(config, profile, batch)
@@ -323,6 +326,17 @@ def _weight_copies(shape: ModelShape, layout: ParallelLayout, cost: Cost) -> int
     )
     holds_float32 = cost.parameters >= 0.9 * 4 * matrices / parts
     return shape.low_bytes * matrices // parts if holds_float32 else 0
+
+
+def _tied_gradients(shape: ModelShape, layout: ParallelLayout) -> int:
+    """Return the bytes of the gradients of a tied embedding at the end of backward, when most
+    activations are freed: that of the head, that of the embedding, and their sum. Strategies that
+    shard or cast gradients count them in their cost."""
+    if layout.axes.shard > 1 or layout.strategy in ("zero1", "deepspeed"):
+        return 0
+    tied = set(shape.aliases.values())
+    sizes = [tensor.size_bytes for tensor in shape.trained if tensor.name in tied]
+    return 3 * max(sizes, default=0)
 
 
 def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfile) -> None:

@@ -76,20 +76,31 @@ def _reached_by_backward(shape: ModelShape, blocks: Mapping[str, str]) -> set[st
     return {name for name, block in blocks.items() if block in reached}
 
 
-def _largest_gathered(
+def _end_of_backward(
     shape: ModelShape, blocks: Mapping[str, str], num_shards: int, normed: frozenset[str]
 ) -> int:
-    """Return the peak bytes of gathered weights in stage 3: those of the root and of two blocks,
-    since the next block is prefetched, and one block's gradients before they are sharded."""
-    sizes: dict[str, int] = {}
+    """Return the bytes beside the shards when backward has computed most gradients: gathered
+    weights and gradients that are not sharded yet, of the root and of up to two blocks.
+
+    The root (embedding and head) is gathered until the end of backward. If it has a tied weight,
+    both of its gradients and their sum exist at the end.
+    """
+    gathered: dict[str, int] = {}
+    trained: dict[str, int] = {}
+    head = 0
     for tensor in shape.parameters:
-        if tensor.shape:
-            element_bytes = low_bytes_of(tensor, shape.low_bytes, normed)
-            size = _shard_sizes(tensor.shape, num_shards)[1] * element_bytes
-            sizes[blocks[tensor.name]] = sizes.get(blocks[tensor.name], 0) + size
-    root = sizes.pop("", 0)
-    largest = sorted(sizes.values())[-2:]
-    return root + sum(largest) + max([root, *largest])
+        if not tensor.shape:
+            continue
+        element_bytes = low_bytes_of(tensor, shape.low_bytes, normed)
+        size, block = _shard_sizes(tensor.shape, num_shards)[1] * element_bytes, blocks[tensor.name]
+        gathered[block] = gathered.get(block, 0) + size
+        if tensor.trainable:
+            trained[block] = trained.get(block, 0) + size
+            head = max(head, size) if not block else head
+    is_tied = any(not blocks[name] for name in shape.aliases.values())
+    root, root_trained = gathered.pop("", 0), trained.pop("", 0)
+    block = 2 * max(gathered.values(), default=0) + 2 * max(trained.values(), default=0)
+    return root + max(head + block, (3 if is_tied else 1) * root_trained)
 
 
 def estimate_zero2(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
@@ -117,11 +128,16 @@ def _estimate(
     or 4 (section 5.2; the paper's 2 + 14/N has gradients in the low precision, FSDP2 keeps
     float32). Every rank holds a frozen parameter in full in stage 2; in stage 3 it is sharded.
 
+    The peak is at the start of backward, when all activations exist but, in the first micro-batch,
+    no gradients yet; or at its end, when all gradients exist but few activations. What the larger
+    of them needs beyond the training state counts as activations.
+
     Each micro-batch reduce-scatters the gradients, Ψ(N-1)/N. Stage 2 gathers trained weights once
     per step, stage 3 all weights in forward and backward of each micro-batch (section 7.2). With D
     replicas a shard's gradients are all-reduced once per step, both reductions in float32.
     """
     sharded_weights = full_weights = gathered = gradients = state = reduced = gathers = 0
+    root_gradients = 0
     normed = batch_norm_names(shape)
     blocks = shape.memoize("blocks by parameter", lambda: _blocks_by_parameter(shape))
     backward = _reached_by_backward(shape, blocks)
@@ -138,15 +154,19 @@ def _estimate(
             gathers += work.micro_batches * passes * padded * low_bytes
         if tensor.trainable:
             gradients += size * tensor.element_bytes
+            root_gradients += 0 if blocks[tensor.name] else size * tensor.element_bytes
             state += shape.optimizer.bytes_of(tensor.name, size)
             reduced_bytes = low_bytes if axes.data == 1 else tensor.element_bytes
             reduced += padded * reduced_bytes if tensor.shape else 0
-    if reshard_after_forward:
-        passing = _largest_gathered(shape, blocks, axes.shard, normed)
-    else:
-        passing = 0
+    on_host = config.parallel.cpu_offload == "all"
+    local_gradients = 0 if on_host else gradients
+    backward = _end_of_backward(shape, blocks, axes.shard, normed)
+    backward += 0 if on_host else gradients - root_gradients
+    if not reshard_after_forward:
         full_weights += gathered
         gathers = gathered
+        backward -= gathered  # the last backward frees them
+    forward = work.activation_bytes + (local_gradients if work.micro_batches > 1 else 0)
     scalars = sum(tensor.size_bytes for tensor in shape.trained if not tensor.shape)
     traffic = {
         "reduce_scatter": work.micro_batches * scatter_bytes(reduced, axes.shard),
@@ -157,11 +177,10 @@ def _estimate(
         ),
         **statistics_traffic(shape, axes.replicas),
     }
-    on_host = config.parallel.cpu_offload == "all"
     return Cost(
         parameters=(0 if on_host else sharded_weights) + full_weights + shape.buffer_bytes,
-        gradients=0 if on_host else gradients,
+        gradients=local_gradients,
         optimizer=0 if on_host else state,
-        activations=work.activation_bytes + passing,
+        activations=max(0, forward - local_gradients, backward - local_gradients),
         traffic=traffic,
     )

@@ -109,9 +109,10 @@ def _stage_cost(
         )
     if axes.shard > 1:
         sharded = ParallelDims(data=axes.data, shard=axes.shard)
-        base = estimate_zero3(part, sharded, work, config)
+        stage_work = replace(work, activation_bytes=stage.activations)
+        base = estimate_zero3(part, sharded, stage_work, config)
     else:
-        base = _replicated(part, axes, config)
+        base = replace(_replicated(part, axes, config), activations=stage.activations)
     added: dict[str, int] = {}
     if axes.tensor > 1:
         added = _tensor_traffic(stage.shape, model, part, axes, work, config)
@@ -120,8 +121,7 @@ def _stage_cost(
     for collective, size_bytes in added.items():
         if size_bytes:
             traffic[collective] = traffic.get(collective, 0) + size_bytes
-    passing = base.activations - (work.activation_bytes if axes.shard > 1 else 0)
-    return replace(base, activations=stage.activations + passing, traffic=traffic)
+    return replace(base, traffic=traffic)
 
 
 def _tensor_part(shape: ModelShape, size: int) -> ModelShape:

@@ -77,6 +77,9 @@ def pipeline_cost(
         rank = rank_of_stage(stage, num_ranks)
         micro_batches = _max_unfinished(schedule, rank, num_ranks, work.micro_batches)
         activations[rank] += micro_batches * sum(per_block[first:beyond])
+    # the head and its logits, of one micro-batch at a time
+    last_rank = rank_of_stage(num_stages - 1, num_ranks)
+    activations[last_rank] += max(0, work.activation_bytes - sum(per_block))
     return PipelineCost(parameters, buffers, tuple(send), tuple(activations))
 
 
