@@ -259,7 +259,9 @@ class Ledger(TorchDispatchMode):
         if not results:
             return
         count = flop_registry.get(func._overloadpacket)
-        flops = 0 if count is None else count(*args, **kwargs, out_val=out)
+        # The formulas do not take the dtype of the result, which some overloads have.
+        operands = [each for each in args if not isinstance(each, torch.dtype)]
+        flops = 0 if count is None else count(*operands, **kwargs, out_val=out)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         moved = sum(tensor.nbytes for tensor in (*inputs, *results))
         is_float32 = results[0].dtype == torch.float32

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from paceline.distributed import torch_compat
 from paceline.models.blocks import base_model, evaluation_mode, wrap_forward
 from paceline.models.head.chunked_loss import ChunkedLoss, LogitTransform, chunked_loss
 
@@ -53,6 +54,8 @@ def find_transform(model: Any, device: torch.device) -> LogitTransform | str:
         return f"it calls its head {len(seen)} times"
     if seen[0].shape[:-1] != ids.shape:
         return "the input of its head has another shape than the tokens"
+    if not torch_compat.has_values(results):
+        return _by_name(config.to_dict())
     count = torch.arange(results.numel(), device=device, dtype=torch.float32)
     grid = (count % (2 * _LARGEST + 1) - _LARGEST).view(results.shape)
     for transform in _candidates(config.to_dict()):
@@ -60,6 +63,16 @@ def find_transform(model: Any, device: torch.device) -> LogitTransform | str:
         if torch.allclose(results.float(), expected, rtol=1e-5, atol=1e-5):
             return _compare(model, head, transform, seen[0])
     return "it changes the output of its head in another way than by a factor or a soft cap"
+
+
+def _by_name(config: dict[str, Any]) -> LogitTransform:
+    """Return the function of a config.json by the names of transformers' families, for models
+    without values."""
+    divisor = config.get("logits_scaling") or 1.0
+    return LogitTransform(
+        scale=float(config.get("logit_scale") or 1.0 / divisor),
+        cap=config.get("final_logit_softcapping"),
+    )
 
 
 def _candidates(config: dict[str, Any]) -> Iterator[LogitTransform]:

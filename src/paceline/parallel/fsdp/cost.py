@@ -76,11 +76,14 @@ def _reached_by_backward(shape: ModelShape, blocks: Mapping[str, str]) -> set[st
     return {name for name, block in blocks.items() if block in reached}
 
 
-def _end_of_backward(
+def _unsharded(
     shape: ModelShape, blocks: Mapping[str, str], num_shards: int, normed: frozenset[str]
-) -> int:
-    """Return the bytes beside the shards when backward has computed most gradients: gathered
-    weights and gradients that are not sharded yet, of the root and of up to two blocks.
+) -> tuple[int, int, int]:
+    """Return the bytes of gathered weights, and of gradients that are not sharded yet: of the root
+    when backward starts, of the root and a block during backward, and of both at its end, when most
+    gradients exist.
+
+    When the root is gathered for backward, it exists twice: as message and as weights.
 
     The root (embedding and head) is gathered until the end of backward. If it has a tied weight,
     both of its gradients and their sum exist at the end.
@@ -99,8 +102,10 @@ def _end_of_backward(
             head = max(head, size) if not block else head
     is_tied = any(not blocks[name] for name in shape.aliases.values())
     root, root_trained = gathered.pop("", 0), trained.pop("", 0)
-    block = 2 * max(gathered.values(), default=0) + 2 * max(trained.values(), default=0)
-    return root + max(head + block, (3 if is_tied else 1) * root_trained)
+    block = 2 * max(gathered.values(), default=0)
+    gradients = 2 * max(trained.values(), default=0)
+    end = root + max(head + block + gradients, (3 if is_tied else 1) * root_trained)
+    return 2 * root, 2 * root + block, end
 
 
 def estimate_zero2(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
@@ -160,13 +165,16 @@ def _estimate(
             reduced += padded * reduced_bytes if tensor.shape else 0
     on_host = config.parallel.cpu_offload == "all"
     local_gradients = 0 if on_host else gradients
-    backward = _end_of_backward(shape, blocks, axes.shard, normed)
-    backward += 0 if on_host else gradients - root_gradients
+    root, first_block, end = _unsharded(shape, blocks, axes.shard, normed)
+    backward = end + (0 if on_host else gradients - root_gradients)
     if not reshard_after_forward:
         full_weights += gathered
         gathers = gathered
         backward -= gathered  # the last backward frees them
-    forward = work.activation_bytes + (local_gradients if work.micro_batches > 1 else 0)
+    forward = work.activation_bytes
+    if reshard_after_forward:
+        forward = max(forward, sum(work.block_activation_bytes) + root, first_block)
+    forward += local_gradients if work.micro_batches > 1 else 0
     scalars = sum(tensor.size_bytes for tensor in shape.trained if not tensor.shape)
     traffic = {
         "reduce_scatter": work.micro_batches * scatter_bytes(reduced, axes.shard),
