@@ -102,10 +102,10 @@ def _unsharded(
             head = max(head, size) if not block else head
     is_tied = any(not blocks[name] for name in shape.aliases.values())
     root, root_trained = gathered.pop("", 0), trained.pop("", 0)
-    block = 2 * max(gathered.values(), default=0)
+    two_blocks = 2 * max(gathered.values(), default=0)
     gradients = 2 * max(trained.values(), default=0)
-    end = root + max(head + block + gradients, (3 if is_tied else 1) * root_trained)
-    return 2 * root, 2 * root + block, end
+    end = root + max(head + two_blocks + gradients, (3 if is_tied else 1) * root_trained)
+    return 2 * root, 2 * root + two_blocks, end
 
 
 def estimate_zero2(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
@@ -166,11 +166,11 @@ def _estimate(
     on_host = config.parallel.cpu_offload == "all"
     local_gradients = 0 if on_host else gradients
     root, first_block, end = _unsharded(shape, blocks, axes.shard, normed)
-    backward = end + (0 if on_host else gradients - root_gradients)
+    end += 0 if on_host else gradients - root_gradients
     if not reshard_after_forward:
         full_weights += gathered
         gathers = gathered
-        backward -= gathered  # the last backward frees them
+        end -= gathered  # the last backward frees them
     forward = work.activation_bytes
     if reshard_after_forward:
         forward = max(forward, sum(work.block_activation_bytes) + root, first_block)
@@ -189,6 +189,6 @@ def _estimate(
         parameters=(0 if on_host else sharded_weights) + full_weights + shape.buffer_bytes,
         gradients=local_gradients,
         optimizer=0 if on_host else state,
-        activations=max(0, forward - local_gradients, backward - local_gradients),
+        activations=max(0, forward - local_gradients, end - local_gradients),
         traffic=traffic,
     )
