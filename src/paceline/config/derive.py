@@ -10,9 +10,9 @@ from paceline.core.formatting import shares_text
 
 
 def optimizer_bytes_per_element(args: TrainArgs) -> int:
-    """Return the bytes of optimizer state per trained element, in float32 as in a checkpoint (0 for
-    Adafactor, whose factored state is small)."""
-    return {
+    """Return the bytes of optimizer state per trained element, in float32 as in a checkpoint (in
+    bfloat16 with weights in bfloat16; 0 for Adafactor, whose factored state is small)."""
+    float32_bytes = {
         "adamw": 8,
         "adam": 8,
         "adamw_8bit": 8,
@@ -25,6 +25,7 @@ def optimizer_bytes_per_element(args: TrainArgs) -> int:
         "rmsprop": 8 if args.momentum else 4,
         "adagrad": 4,
     }.get(args.optim, 0)
+    return float32_bytes // 2 if args.weight_dtype == "bfloat16" else float32_bytes
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ def load_language_model(config: Config) -> nn.Module:
     """Load the model to train, on the CPU.
 
     Weights are float32, unless their conversion is deferred (see :mod:`paceline.models.weights`).
-    With LoRA and mixed precision, the frozen weights have the compute dtype, and the added adapters
-    are float32.
+    With ``precision: bf16-true``, weights are bfloat16. With LoRA and mixed precision, the frozen
+    weights have the compute dtype, and the added adapters are float32.
 
     Raises:
         ConfigError: the model cannot be loaded, or frozen weights are not finite in float16.
@@ -55,7 +55,8 @@ def load_language_model(config: Config) -> nn.Module:
         qwen.check_length(config, read_raw_config(str(original)))
         name = str(qwen.converted_folder(original))
     low = getattr(torch, config.train_args.mixed_dtype or "float32")
-    dtype = low if config.lora.enable else torch.float32
+    trained = getattr(torch, config.train_args.weight_dtype)
+    dtype = low if config.lora.enable else trained
     try:
         model_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
         model: Any = load_pretrained(
@@ -118,7 +119,7 @@ def language_model_on_meta(config: Config, device: str | torch.device = "meta") 
             with torch.device(device):
                 model: Any = AutoModelForCausalLM.from_config(
                     model_config,
-                    dtype=low if config.lora.enable else torch.float32,
+                    dtype=low if config.lora.enable else getattr(torch, args.weight_dtype),
                     trust_remote_code=config.trust_remote_code,
                     **attention.own_attention(config),
                 )

@@ -85,6 +85,68 @@ _STATE_ON_DEVICE = Limit(
 )
 
 
+def _several_ranks(config: Config, dims: ParallelDims) -> str | None:
+    ranks = dims.data * dims.shard * dims.tensor * dims.pipeline
+    return "several ranks" if ranks > 1 else None
+
+
+_PURE = _with_setting("train_args.precision", "bf16-true")
+#: For every strategy: what `precision: bf16-true` does not support.
+PURE_BFLOAT16 = (
+    Limit(
+        "lora.enable",
+        "the frozen weights are in bfloat16 with `bf16-mixed` too, and the few trained weights of"
+        " adapters need float32",
+        "set `train_args.precision: bf16-mixed`",
+        unsupported=(True,),
+        subject=_PURE,
+    ),
+    Limit(
+        "task",
+        "only language models are loaded in bfloat16",
+        "set `train_args.precision: bf16-mixed`",
+        supported=("sft", "pretrain"),
+        allowed="sft, pretrain",
+        subject=_PURE,
+    ),
+    Limit(
+        "train_args.optim",
+        "its update of an element depends on other elements, and stochastic rounding computes it in"
+        " pieces",
+        "set `train_args.optim: adamw`",
+        supported=("adamw", "adam", "sgd", "rmsprop", "adagrad"),
+        allowed="adamw, adam, sgd, rmsprop, adagrad",
+        subject=_PURE,
+    ),
+    Limit(
+        "compression.method",
+        "what compression leaves out is added to later gradients in float32",
+        "leave `compression` out, or set `train_args.precision: bf16-mixed`",
+        supported=("none",),
+        allowed="none",
+        subject=_PURE,
+    ),
+    Limit(
+        "train_args.precision",
+        "sums of gradients over ranks would be rounded to bfloat16",
+        "set `train_args.precision: bf16-mixed`, or `parallel.num_gpus: 1`",
+        unsupported=("bf16-true",),
+        allowed="auto, bf16-mixed, fp16-mixed, 32",
+        subject=_several_ranks,
+    ),
+)
+
+
+def _float32_weights(reason: str) -> Limit:
+    return Limit(
+        "train_args.precision",
+        reason,
+        "set `train_args.precision: bf16-mixed`",
+        unsupported=("bf16-true",),
+        allowed="auto, bf16-mixed, fp16-mixed, 32",
+    )
+
+
 def _no_rollback(subject: Subject | None = None) -> Limit:
     return Limit(
         "recovery.rollback_on_loss_spike",
@@ -169,6 +231,7 @@ FSDP = (
 DEEPSPEED = (
     _no_compile("compiled blocks are untested with DeepSpeed's hooks"),
     NO_QUANTIZATION,
+    _float32_weights("DeepSpeed itself converts the weights, without stochastic rounding"),
     Limit(
         "train_args.optim",
         "DeepSpeed passes flat parts of several parameters to the optimizer, and with these it"
@@ -275,6 +338,7 @@ def _local_only(mode: str, *keys: str) -> tuple[Limit, ...]:
 _WORKERS = (
     _no_compile("compiled blocks are untested with workers whose weights differ"),
     NO_QUANTIZATION,
+    _float32_weights("averages over the workers would be rounded to bfloat16"),
     Limit(
         "parallel.cpu_offload",
         "its state stays on the device",
@@ -319,6 +383,7 @@ DILOCO = (
 )
 PARAMETER_SERVER = (
     _no_compile("compiled blocks are untested with tables on servers"),
+    _float32_weights("its servers update single rows in float32"),
     Limit(
         "train_args.optim",
         "the servers do not support its state",

@@ -41,7 +41,8 @@ def _language(config: Config) -> int | None:
 
 def _state(config: Config, dims: LanguageDims, parameters: int) -> int:
     args, lora = config.train_args, config.lora
-    each = 4 + 4 + optimizer_bytes_per_element(args) + (2 if args.mixed_dtype else 0)
+    weight_bytes = 2 if args.weight_dtype == "bfloat16" else 4
+    each = 2 * weight_bytes + optimizer_bytes_per_element(args) + (2 if args.mixed_dtype else 0)
     if not lora.enable:
         return parameters * each
     # inputs and outputs of the four attention projections

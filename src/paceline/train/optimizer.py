@@ -12,6 +12,7 @@ from paceline.config.derive import ResolvedValues
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.formatting import counted
 from paceline.models.shape.record import QUANTIZED_BLOCK, QUANTIZED_MINIMUM, OptimizerMemory
+from paceline.train.optimizers.rounding import StochasticRounding
 
 #: ``train_args.lr_scheduler_type`` → name of the function in transformers.
 _SCHEDULES = {
@@ -162,6 +163,8 @@ class Schedule:
                 group["lr"].fill_(base * scale)
             else:
                 group["lr"] = base * scale
+        if isinstance(self.optimizer, StochasticRounding):
+            self.optimizer.rounding.step = step
         return rate
 
 

@@ -80,6 +80,7 @@ from paceline.train.callbacks import (
 from paceline.train.final_model import save_model_folder
 from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
 from paceline.train.optimizer import Schedule, build_optimizer, matrices_of, optimizer_notices
+from paceline.train.optimizers.rounding import add_rounding
 from paceline.train.precision import Precision, check_same_precision
 from paceline.train.profiler import StepProfiler
 from paceline.train.rank_loss import event_listeners
@@ -334,6 +335,8 @@ def distribute(
         )
     )
     strategy.notices += optimizer_notices(args, shape.optimizer, optimizer)
+    if args.weight_dtype == "bfloat16":
+        add_rounding(optimizer, args.seed, strategy.tensor_shards())
     precision = Precision(args, strategy.world)
     strategy.scaler = precision.scaler
     schedule = Schedule(optimizer, args, derived)

@@ -48,7 +48,7 @@ def bounds_for(config: Config, device_type: str) -> Bounds:
     :func:`weight_difference`. 8-bit optimizers quantize other blocks if a strategy divides tensors
     in another way."""
     args = config.train_args
-    if args.mixed_dtype:
+    if args.mixed_dtype or args.weight_dtype != "float32":
         return Bounds(loss=2e-2, weights=5e-2, family=None, floor=1.0)
     if "8bit" in args.optim:
         return Bounds(loss=1e-3, weights=5e-2, family=None)

@@ -46,10 +46,10 @@ def resolve_conflicts(merge: Merge) -> list[Notice]:
         for line in merge.lines:
             if notice and any(assigned is winner for assigned in line.assigned):
                 line.resolved.append(notice)
-    resolve_precision(merge)
     _exclusive(merge, notices)
     _warmup(merge, notices)
     _lora(merge, notices)
+    resolve_precision(merge)  # depends on whether LoRA is used
     return notices
 
 

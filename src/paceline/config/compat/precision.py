@@ -9,7 +9,8 @@ from paceline.config.entries import OVERRIDE, ConfigEntry
 TARGET = "train_args.precision"
 #: Pseudo-targets: keys that take part in the decision, each with its own precedence.
 BF16, FP16, DTYPE, MIXED = "_bf16", "_fp16", "_dtype", "_mixed_precision"
-TARGETS = (TARGET, MIXED, DTYPE, BF16, FP16)
+PURE = "_pure_bf16"
+TARGETS = (TARGET, MIXED, DTYPE, BF16, FP16, PURE)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ def resolve_precision(merge: Merge) -> None:
         for flag in (BF16, FP16)
         if flag in present and present[flag].value is False
     }
+    if PURE in present:
+        present.pop(BF16, None)  # set beside it in many configs, with the same meaning
+        lora = merge.winners.get("lora.enable")
+        if lora is not None and lora.value is True:
+            pure = present[PURE]
+            present[PURE] = Assignment(PURE, "bf16-mixed", pure.entry)
     claims = [claim for name, key in present.items() if (claim := _claim(name, key))]
     chosen = _choose(merge, [claim for claim in claims if not _is_turned_off(claim, off)])
     flag = _flag_of(chosen, off)
@@ -80,7 +87,7 @@ def _claim(name: str, by: Assignment) -> _Claim | None:
 def _flag_of(claim: _Claim | None, off: dict[str, Assignment]) -> Assignment | None:
     """Return ``bf16: false`` for a claim of bf16, or ``fp16: false`` for one of fp16, if set."""
     value = str(claim.value) if claim else ""
-    return off.get({"bf16-mixed": BF16, "fp16-mixed": FP16}.get(value, ""))
+    return off.get({"bf16-mixed": BF16, "bf16-true": BF16, "fp16-mixed": FP16}.get(value, ""))
 
 
 def _is_turned_off(claim: _Claim, off: dict[str, Assignment]) -> bool:

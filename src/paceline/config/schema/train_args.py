@@ -126,11 +126,13 @@ class TrainArgs(Section):
     max_grad_norm: float = Field(
         1.0, ge=0, description="Maximum global gradient norm for clipping; 0 disables it."
     )
-    precision: Literal["auto", "bf16-mixed", "fp16-mixed", "32"] = Field(
+    precision: Literal["auto", "bf16-mixed", "fp16-mixed", "bf16-true", "32"] = Field(
         "auto",
         description=(
             "`bf16-mixed`, `fp16-mixed`: autocast with float32 trained weights and frozen"
-            " weights in half precision; float16 uses dynamic loss scaling. `32`: float32."
+            " weights in half precision; float16 uses dynamic loss scaling. `bf16-true`: trained"
+            " weights, gradients and optimizer state in bfloat16, with stochastic rounding (full"
+            " fine-tuning of language models on one device). `32`: float32."
             " `auto`: `bf16-mixed` on accelerators that support bfloat16, `fp16-mixed` on"
             " others (V100, T4), `32` on CPU."
         ),
@@ -315,6 +317,11 @@ class TrainArgs(Section):
         if isinstance(setting, int):
             return math.ceil(num_blocks / setting) / max(1, num_blocks)
         return float(setting != "none")
+
+    @property
+    def weight_dtype(self) -> Literal["bfloat16", "float32"]:
+        """Return the data type of trained weights, their gradients and optimizer state."""
+        return "bfloat16" if self.precision == "bf16-true" else "float32"
 
     @property
     def mixed_dtype(self) -> Literal["bfloat16", "float16"] | None:

@@ -174,16 +174,18 @@ def language_activations(
             they are not computed in one call.
     """
     args = config.train_args
-    low = 2 if args.mixed_dtype else _FLOAT32
+    is_pure = args.weight_dtype == "bfloat16"
+    low = 2 if args.mixed_dtype or is_pure else _FLOAT32
     frozen = config.lora.enable
     # Autocast leaves the residual stream in float32; with frozen weights in low precision it is in
-    # low precision too.
-    stream = low if frozen else _FLOAT32
+    # low precision too, as with trained weights in low precision.
+    stream = low if frozen or is_pure else _FLOAT32
     # Liger's kernel saves the input of a norm as it is.
     liger = args.use_liger_kernel
     norm = stream * dims.hidden if liger else _norm(dims.hidden, frozen)
     # Inputs of the projections: in float32 one copy for all of them; autocast casts one for each.
-    inputs = 0 if frozen else low * dims.hidden * (2 if low == _FLOAT32 else 5 if dims.gated else 4)
+    copies = 2 if is_pure or low == _FLOAT32 else 5 if dims.gated else 4
+    inputs = 0 if frozen else low * dims.hidden * copies
     # queries, keys, values, result; row sums
     attention: float = low * (2 * dims.queries + 2 * dims.keys) + _FLOAT32 * dims.heads
     if joined and args.packing is not False:

@@ -1,0 +1,193 @@
+"""`precision: bf16-true`: stochastic rounding is unbiased, depends on positions only, and trains
+nearly as float32."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.distributed.mesh import ParallelDims
+from paceline.parallel.registry import check_strategy
+from paceline.parallel.state import TensorShard
+from paceline.train.optimizer import build_optimizer
+from paceline.train.optimizers import rounding
+from paceline.train.optimizers.rounding import add_rounding, round_stochastically
+
+
+def positions(count: int, start: int = 0) -> torch.Tensor:
+    return torch.arange(start, start + count, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("value", [1 + 2**-10, -3.1, 1e-30, 1e-3])
+def test_rounding_is_unbiased(value: float) -> None:
+    values = torch.full((200_000,), value)
+    results = round_stochastically(values, positions(len(values)), "weight 1")
+    assert torch.equal(results, results.bfloat16().float())
+    neighbors = results.unique()
+    assert len(neighbors) == 2
+    spacing = float(neighbors[1] - neighbors[0])
+    assert neighbors[0] < values[0] < neighbors[1]
+    # Five standard deviations of the mean of as many draws.
+    assert abs(float(results.double().mean()) - float(values[0])) < 5 * 0.5 * spacing / 200_000**0.5
+
+
+def test_bits_of_neighbors_steps_and_names_are_independent() -> None:
+    values = torch.full((100_000,), 1 + 2**-8)  # exactly between two numbers: up or down
+    index = positions(len(values))
+    ups = [
+        (round_stochastically(values, index, purpose) > 1.004).double() - 0.5
+        for purpose in ("42 0 a ", "42 1 a ", "42 0 b ", "43 0 a ", "42 0 a exp_avg")
+    ]
+    for number, first in enumerate(ups):
+        assert abs(float(first.mean())) < 0.01
+        for lag in (1, 2, 64, 256):
+            assert abs(float((first[lag:] * first[:-lag]).mean())) < 0.005
+        for second in ups[number + 1 :]:
+            assert abs(float((first * second).mean())) < 0.005
+
+
+def test_representable_and_non_finite_numbers_are_unchanged() -> None:
+    values = torch.tensor([0.0, -0.0, 1.0, -2.5, torch.inf, -torch.inf])
+    values = torch.cat([values, torch.randn(1000).bfloat16().float()])
+    assert torch.equal(round_stochastically(values, positions(len(values)), "x"), values)
+    assert round_stochastically(torch.tensor([torch.nan]), positions(1), "x").isnan().all()
+
+
+def make_optimizer(name: str, param: nn.Parameter, shards: list[TensorShard]) -> Any:
+    args = Config(
+        model="m", dataset="d", train_args={"optim": name, "weight_decay": 0.1}
+    ).train_args
+    optimizer = build_optimizer(args, 1e-3, [("w", param)], frozenset({"w"}))
+    add_rounding(optimizer, 42, shards)
+    return optimizer
+
+
+def train(optimizer: Any, param: nn.Parameter, gradients: list[torch.Tensor]) -> None:
+    for step, gradient in enumerate(gradients):
+        optimizer.rounding.step = step
+        param.grad = gradient.clone()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "rmsprop", "adagrad"])
+def test_shards_are_updated_as_the_full_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts that FSDP, ZeRO-1 and tensor parallelism keep, with pieces smaller than a part."""
+    generator = torch.Generator().manual_seed(0)
+    full = torch.randn(12, 10, generator=generator).bfloat16()
+    gradients = [torch.randn(12, 10, generator=generator).bfloat16() for _ in range(4)]
+
+    def updated(
+        cut: Any, make_shards: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.dtype]:
+        param = nn.Parameter(cut(full).clone())
+        optimizer = make_optimizer(name, param, make_shards(param))
+        train(optimizer, param, [cut(gradient) for gradient in gradients])
+        state = {k: v for k, v in optimizer.state[param].items() if v is not None}
+        return param.detach(), state, param.dtype
+
+    weight, state, dtype = updated(lambda x: x, lambda p: [TensorShard.full("w", p, p)])
+    assert dtype == torch.bfloat16
+    moments = {key: value for key, value in state.items() if key != "step"}
+    assert all(value.dtype == torch.bfloat16 for value in moments.values())
+    assert not torch.equal(weight, full)
+    monkeypatch.setattr(rounding, "_PIECE_ELEMENTS", 16)
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[2:4], x[8:11]])
+
+    cuts: dict[str, tuple[Any, Any]] = {
+        "pieces": (lambda x: x, lambda p: [TensorShard.full("w", p, p)]),
+        "columns": (
+            lambda x: x[:, 4:8].contiguous(),
+            lambda p: [TensorShard("w", p, (12, 10), (0, 4), key=p)],
+        ),
+        "flat": (
+            lambda x: x.flatten()[33:87],
+            lambda p: [TensorShard("w", p, (12, 10), (33,), key=p, flat=True)],
+        ),
+        "ranges": (
+            rows,
+            lambda p: [
+                TensorShard("w", p[:2], (12, 10), (2, 0), key=p, region=(slice(0, 2), slice(None))),
+                TensorShard("w", p[2:], (12, 10), (8, 0), key=p, region=(slice(2, 5), slice(None))),
+            ],
+        ),
+    }
+    for cut, make_shards in cuts.values():
+        part, part_state, _ = updated(cut, make_shards)
+        assert torch.equal(part, cut(weight))
+        for key, value in moments.items():
+            assert torch.equal(part_state[key], cut(value))
+        if "step" in state:
+            assert part_state["step"] == state["step"] == len(gradients)
+
+
+def memorize(dtype: torch.dtype, rounds: bool) -> tuple[float, float]:
+    """Train a small network on fixed data with a learning rate whose updates are below the
+    spacing of most weights in bfloat16. Return its first and last loss."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(256, 32, generator=generator)
+    targets = torch.randint(0, 16, (256,), generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 16)).to(dtype)
+    args = Config(model="m", dataset="d").train_args
+    named = list(model.named_parameters())
+    optimizer = build_optimizer(args, 2e-4, named, frozenset())
+    if rounds:
+        add_rounding(optimizer, 42, [TensorShard.full(name, p, p) for name, p in named])
+    losses = []
+    for step in range(300):
+        loss = functional.cross_entropy(model(inputs.to(dtype)).float(), targets)
+        losses.append(loss.item())
+        model.zero_grad()
+        loss.backward()
+        if rounds:
+            optimizer.rounding.step = step  # type: ignore[attr-defined]
+        optimizer.step()
+    return losses[0], losses[-1]
+
+
+def test_loss_falls_nearly_as_in_float32() -> None:
+    first, exact = memorize(torch.float32, rounds=False)
+    _, rounded = memorize(torch.bfloat16, rounds=True)
+    _, naive = memorize(torch.bfloat16, rounds=False)
+    fall = first - exact
+    assert fall > 0.5
+    assert abs(rounded - exact) < 0.05 * fall
+    assert naive - exact > 0.1 * fall
+    assert naive - exact > 3 * abs(rounded - exact)
+
+
+@pytest.mark.parametrize(
+    ("mode", "keys", "reason"),
+    [
+        (
+            "ddp",
+            {"lora": {"enable": True}},
+            "adapters need float32",
+        ),
+        ("ddp", {"task": "classify"}, "only language models"),
+        ("ddp", {"train_args": {"optim": "adafactor"}}, "depends on other elements"),
+        ("ddp", {"compression": {"method": "topk"}}, "compression"),
+        ("deepspeed", {}, "several ranks"),
+        ("local_sgd", {}, "several ranks"),
+        ("diloco", {}, "several ranks"),
+        ("parameter_server", {}, "several ranks"),
+    ],
+)
+def test_unsupported_settings_are_refused(mode: str, keys: dict[str, Any], reason: str) -> None:
+    args = {"precision": "bf16-true", **keys.pop("train_args", {})}
+    config = Config(model="m", dataset="d", parallel={"mode": mode}, train_args=args, **keys)
+    with pytest.raises(ConfigError, match=reason):
+        check_strategy(mode, config, ParallelDims(data=2), installed=False)
+
+
+def test_one_device_is_supported() -> None:
+    config = Config(model="m", dataset="d", train_args={"precision": "bf16-true"})
+    check_strategy("single", config, ParallelDims(), installed=False)
+    with pytest.raises(ConfigError, match="not supported with several ranks"):
+        check_strategy("ddp", config, ParallelDims(data=2), installed=False)
