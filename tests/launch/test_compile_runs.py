@@ -9,15 +9,15 @@ from paceline.checkpoint import store
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
-SETTINGS = ("max_steps=4", "learning_rate=1e-3", "parallel.num_gpus=2")
+SETTINGS = ("max_steps=4", "learning_rate=1e-3")
 
 
 @pytest.mark.parametrize(
     "args",
     [
         ("parallel.mode=single", "parallel.num_gpus=1"),
-        ("parallel.mode=ddp",),
-        ("parallel.mode=zero3", "gradient_checkpointing=full"),
+        ("parallel.mode=ddp", "parallel.num_gpus=2"),
+        ("parallel.mode=zero3", "parallel.num_gpus=2", "gradient_checkpointing=full"),
     ],
     ids=["single", "ddp", "zero3"],
 )
