@@ -13,7 +13,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.soak]
 ARGS = (
     "lora.enable=true",
     "lora.dropout=0",
-    "max_length=64",
     "train_args.learning_rate=1e-2",
     "train_args.lr_scheduler_type=constant",
 )
