@@ -23,6 +23,7 @@ EXCEPTIONS = {
     "parallel/pipeline/schedule.py",  # implements the stage of torch's pipeline schedules
     "parallel/deepspeed/package.py",
     "models/attention.py",
+    "simulation/torch_internals.py",  # fake tensors and dispatched operations
     "simulation/cuda.py",  # replaces functions of torch.cuda that the CPU build lacks
 }
 #: Documented names with a leading underscore.

@@ -75,9 +75,9 @@ def test_agrees_with_a_script_without_paceline(model: str, name: str) -> None:
     job = job_for(model, name)
     program = [PLAIN_WORKER, name]
     [plain] = run_jobs([job], program)
-    [own] = run_jobs([job])
-    print(f"\n{model}, {name}: its settings: {text(plain)}\n  Paceline's: {text(own)}")
+    [default] = run_jobs([job])
+    print(f"\n{model}, {name}: its settings: {text(plain)}\n  Paceline's: {text(default)}")
     peak, flops = EXPECTED[model][name]
     assert plain["peak_memory_bytes"] / GIB == pytest.approx(peak, rel=0.03)
     assert plain["flops"] / 1e12 == pytest.approx(flops, rel=0.03)
-    assert own["flops"] == pytest.approx(plain["flops"], rel=0.03)
+    assert default["flops"] == pytest.approx(plain["flops"], rel=0.03)

@@ -288,8 +288,8 @@ def install(model: Any, kernel: str = SDPA) -> str | None:
     from transformers import AttentionInterface
 
     before = attention_of(model)
-    own = (SDPA,) if kernel in (SDPA, VARLEN) else (SDPA, "eager")
-    if before not in own or not hasattr(model, "set_attn_implementation"):
+    replaceable = (SDPA,) if kernel in (SDPA, VARLEN) else (SDPA, "eager")
+    if before not in replaceable or not hasattr(model, "set_attn_implementation"):
         return None
     attention = outside_graphs(model, packed_attention)
     AttentionInterface.register(NAME, partial(attention, kernel=kernel))

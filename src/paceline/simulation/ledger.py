@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
+from paceline.distributed.torch_compat import TorchDispatchMode
 from paceline.planner.devices import BFLOAT16, Device
 from paceline.simulation.records import (
     ACTIVATIONS,
@@ -26,6 +22,17 @@ from paceline.simulation.records import (
     PARAMETERS,
     TEMPORARY,
     MemoryByKind,
+)
+from paceline.simulation.torch_internals import (
+    collective_size,
+    flop_formula,
+    is_collective,
+    is_traceable_wrapper_subclass,
+    is_wait,
+    operation_name,
+    sends_message,
+    tree_leaves,
+    wrap_shape_propagation,
 )
 
 #: CUDA's caching allocator rounds sizes up to a multiple of this.
@@ -133,11 +140,11 @@ class Ledger(TorchDispatchMode):
 
     def peak(self) -> MemoryByKind:
         """Return the bytes of each kind at the peak of the steps."""
-        now = most = at = 0
+        now = peak = at = 0
         for index, (change, _, phase) in enumerate(self._log, 1):
             now += change
-            if now > most and phase != BUILD:
-                most, at = now, index
+            if now > peak and phase != BUILD:
+                peak, at = now, index
         kinds: Counter[str] = Counter()
         for change, number, _ in self._log[:at]:
             kinds[self._kinds[number]] += change
@@ -180,7 +187,6 @@ class Ledger(TorchDispatchMode):
     # -- the mode
     def __enter__(self) -> Self:
         self._resize_storage = plain_resize = torch.UntypedStorage.resize_
-        self._propagate = plain = ShardingPropagator._propagate_tensor_meta_non_cached
 
         # FSDP frees and allocates its buffers by resizing them.
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -190,40 +196,42 @@ class Ledger(TorchDispatchMode):
             return result
 
         # DTensor computes shapes with fake tensors of the full size in the mode that is active.
-        def propagate(*args: Any, **kwargs: Any) -> Any:
-            self._computes_shapes += 1
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                self._computes_shapes -= 1
+        def counted(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def propagate(*args: Any, **kwargs: Any) -> Any:
+                self._computes_shapes += 1
+                try:
+                    return plain(*args, **kwargs)
+                finally:
+                    self._computes_shapes -= 1
+
+            return propagate
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
-        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
+        self._restore_propagation = wrap_shape_propagation(counted)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *args: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize_storage  # type: ignore[method-assign]
-        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate  # type: ignore[method-assign]
+        self._restore_propagation()
         super().__exit__(*args)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # called again with the local tensors
-        if func is torch.ops._c10d_functional.wait_tensor.default:
+        if is_wait(func):
             out = args[0]  # the kernel for fake tensors would make a copy
         else:
             out = func(*args, **kwargs)
         if self._computes_shapes:
             return out
-        is_collective = func in collective_ops
-        name = func._overloadpacket.__name__
-        kind = COMMUNICATION if is_collective else self._kind_now()
+        name = operation_name(func)
+        kind = COMMUNICATION if is_collective(func) else self._kind_now()
         for storage in self._storages(out):
             self._see(storage, kind)
-        if is_collective:
-            if func not in sync_ops:
+        if is_collective(func):
+            if sends_message(func):
                 self._count_message(func, args, out)
         elif name == "split_with_sizes_copy" and "out" in kwargs:  # FSDP's gathered weights
             self.name(COMMUNICATION, kwargs["out"])
@@ -237,7 +245,7 @@ class Ledger(TorchDispatchMode):
         return ACTIVATIONS if self.phase == FORWARD or is_recomputing else TEMPORARY
 
     def _count_message(self, func: Any, args: Any, out: Any) -> None:
-        name = _COLLECTIVES.get(func._overloadpacket.__name__, func._overloadpacket.__name__)
+        name = _COLLECTIVES.get(operation_name(func), operation_name(func))
         if name == "receive":
             return
         tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor)]
@@ -245,7 +253,7 @@ class Ledger(TorchDispatchMode):
         size = max((tensor.nbytes for tensor in buffers), default=0)
         if name in ("all_gather", "reduce_scatter"):
             self.name(COMMUNICATION, [max(buffers, key=lambda buffer: buffer.nbytes)])
-        ranks = CollectiveOp.get_process_group(func, args).size()
+        ranks = collective_size(func, args)
         sent = size if name == "send" else size * (ranks - 1) / ranks
         rounds = 2 if name == "all_reduce" else 1  # around the ring
         self._add(Work({name: (1, size)}, link_s=rounds * sent / self.link_bytes_s))
@@ -258,7 +266,7 @@ class Ledger(TorchDispatchMode):
         ]
         if not results:
             return
-        count = flop_registry.get(func._overloadpacket)
+        count = flop_formula(func)
         # The formulas do not take the dtype of the result, which some overloads have.
         operands = [each for each in args if not isinstance(each, torch.dtype)]
         flops = 0 if count is None else count(*operands, **kwargs, out_val=out)

@@ -8,9 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paceline.config.derive import derive
 from paceline.config.schema import Config
@@ -37,6 +35,7 @@ from paceline.simulation.records import (
     RankJob,
     RankReport,
 )
+from paceline.simulation.torch_internals import FakeStore, FakeTensorMode, unset_fake_temporarily
 from paceline.tasks.language import LanguageTask
 from paceline.train.setup import distribute, quiet_libraries
 from paceline.train.state import TrainComponents

@@ -58,7 +58,7 @@ def _result(fields: Mapping[str, Any]) -> "dict[str, RankReport] | dict[str, str
 
 
 def _errors_of_values() -> tuple[type[Exception], ...]:
-    from torch._subclasses.fake_tensor import (
+    from paceline.simulation.torch_internals import (
         DataDependentOutputException,
         DynamicOutputShapeException,
     )

@@ -123,8 +123,8 @@ def test_one_call_equals_a_call_per_sample(heads, key_heads, size, value_size, w
     ):
         result = call()
         results.append((result, *torch.autograd.grad(result, states, weights)))
-    for one_call, per_sample in zip(*results, strict=True):
-        torch.testing.assert_close(one_call, per_sample, rtol=1e-4, atol=1e-5)
+    for fused, per_sample in zip(*results, strict=True):
+        torch.testing.assert_close(fused, per_sample, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("reference_kernels")

@@ -37,7 +37,7 @@ def _conflicts(config: Config) -> list[tuple[str, str, str]]:
     lora = config.lora
     init = f"`lora.init_lora_weights: {lora.init_lora_weights}`"
     quantize = f"`lora.quantize: {lora.quantize}`"
-    found: list[tuple[bool, str, str, str]] = [
+    conflicts: list[tuple[bool, str, str, str]] = [
         *(
             (
                 lora.method == "vera" and is_set,
@@ -86,4 +86,4 @@ def _conflicts(config: Config) -> list[tuple[str, str, str]]:
             "set `lora.quantize: nf4`",
         ),
     ]
-    return [(what, reason, fix) for applies, what, reason, fix in found if applies]
+    return [(what, reason, fix) for applies, what, reason, fix in conflicts if applies]

@@ -1,0 +1,64 @@
+"""The private names of torch that the simulation of ranks uses: fake tensors, the fake process
+group, dispatched operations, and how DTensor computes shapes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException as DataDependentOutputException,
+)
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException as DynamicOutputShapeException,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+
+def is_wait(op: Any) -> bool:
+    """Return whether an operation waits for a functional collective."""
+    return op is torch.ops._c10d_functional.wait_tensor.default
+
+
+def is_collective(op: Any) -> bool:
+    return op in collective_ops
+
+
+def sends_message(op: Any) -> bool:
+    """Return whether a collective sends data, unlike a barrier or a wait."""
+    return op not in sync_ops
+
+
+def operation_name(op: Any) -> str:
+    """Return the name of an operation without its overload: ``mm`` for ``aten.mm.default``."""
+    return str(op._overloadpacket.__name__)
+
+
+def flop_formula(op: Any) -> Callable[..., int] | None:
+    """Return torch's formula for the FLOPs of an operation; None if there is none."""
+    return flop_registry.get(op._overloadpacket)
+
+
+def collective_size(op: Any, args: Any) -> int:
+    """Return the number of ranks of a collective."""
+    return int(CollectiveOp.get_process_group(op, args).size())
+
+
+def wrap_shape_propagation(wrap: Callable[[Any], Any]) -> Callable[[], None]:
+    """Replace the function with which DTensor computes the shapes of results by ``wrap`` of it.
+    Return a function that restores it."""
+    plain = ShardingPropagator._propagate_tensor_meta_non_cached
+    ShardingPropagator._propagate_tensor_meta_non_cached = wrap(plain)  # type: ignore[method-assign]
+
+    def restore() -> None:
+        ShardingPropagator._propagate_tensor_meta_non_cached = plain  # type: ignore[method-assign]
+
+    return restore
