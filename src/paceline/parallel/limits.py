@@ -85,11 +85,6 @@ _STATE_ON_DEVICE = Limit(
 )
 
 
-def _several_ranks(config: Config, dims: ParallelDims) -> str | None:
-    ranks = dims.data * dims.shard * dims.tensor * dims.pipeline
-    return "several ranks" if ranks > 1 else None
-
-
 _PURE = _with_setting("train_args.precision", "bf16-true")
 #: For every strategy: what `precision: bf16-true` does not support.
 PURE_BFLOAT16 = (
@@ -125,14 +120,6 @@ PURE_BFLOAT16 = (
         supported=("none",),
         allowed="none",
         subject=_PURE,
-    ),
-    Limit(
-        "train_args.precision",
-        "sums of gradients over ranks would be rounded to bfloat16",
-        "set `train_args.precision: bf16-mixed`, or `parallel.num_gpus: 1`",
-        unsupported=("bf16-true",),
-        allowed="auto, bf16-mixed, fp16-mixed, 32",
-        subject=_several_ranks,
     ),
 )
 

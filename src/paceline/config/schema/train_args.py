@@ -132,7 +132,7 @@ class TrainArgs(Section):
             "`bf16-mixed`, `fp16-mixed`: autocast with float32 trained weights and frozen"
             " weights in half precision; float16 uses dynamic loss scaling. `bf16-true`: trained"
             " weights, gradients and optimizer state in bfloat16, with stochastic rounding (full"
-            " fine-tuning of language models on one device). `32`: float32."
+            " fine-tuning of language models). `32`: float32."
             " `auto`: `bf16-mixed` on accelerators that support bfloat16, `fp16-mixed` on"
             " others (V100, T4), `32` on CPU."
         ),
