@@ -163,7 +163,7 @@ def test_notices_are_unique(load: Load) -> None:
 
 # Keys that change the result or the memory of training in other tools, and that Paceline ignores.
 WARNING_KEYS = """
-xformers_attention liger_kernel_config liger_cross_entropy cut_cross_entropy
+xformers_attention liger_kernel_config liger_cross_entropy
 lora_mlp_kernel use_unsloth tf32 sample_packing packing neat_packing packing_strategy
 eval_packing early_stopping_patience early_stopping_steps load_best_model_at_end neftune_noise_alpha
 label_smoothing_factor interleave_probs mix_strategy dataset_weights
