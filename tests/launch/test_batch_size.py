@@ -60,15 +60,16 @@ def test_auto_is_read_as_the_switch(tmp_path: Path) -> None:
 
 
 def test_largest_predicted_size_is_chosen() -> None:
+    # no other test tokenizes this dataset, so its lengths are unknown throughout
     sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 3}
     config = Config.model_validate(
-        {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs#64", "train_args": sizes}
+        {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs#61", "train_args": sizes}
     )
     single = layout(config.parallel, 1, "single")
-    trial = with_batch_size(config, 6, 4)
+    trial = with_batch_size(config, 12, 2)
     unlimited = cpu_machine(1, None, measure=False, memory_bytes=2**50)
-    of_six = estimate(single, trial, describe(trial), micro_batch(trial), unlimited).total
-    for memory_bytes, expected in ((2**50, 24), (of_six / USABLE + 2**20, 6), (2**20, 1)):
+    of_twelve = estimate(single, trial, describe(trial), micro_batch(trial), unlimited).total
+    for memory_bytes, expected in ((2**50, 24), (of_twelve / USABLE + 2**20, 12), (2**20, 1)):
         machine = replace(unlimited, memory_bytes=round(memory_bytes))
         args = largest_that_fits(config, single, machine).train_args
         assert args.per_device_train_batch_size == expected
