@@ -10,7 +10,7 @@ import pytest
 from commands import digest, events, losses, report
 from cpu_reference import Reference
 from device_runs import run_on, train_on
-from switches import LAYOUTS, QUICK_SWITCHES, TOLERANCES, Layout, soaked_except
+from switches import LAYOUTS, QUICK_SWITCHES, TOLERANCES, Layout
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,8 @@ def layout_of(name: str) -> Layout:
     return next(layout for layout in LAYOUTS if layout.name == name)
 
 
-@pytest.mark.parametrize("layout", soaked_except("zero1"))
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_resumed_run_has_the_digest_of_an_uninterrupted_run(layout: Layout, tmp_path: Path) -> None:
     switches = FULL_FP16 if layout.supports(FULL_FP16) else FULL
     args = (*layout.args, *switches.args, CONSTANT)
@@ -52,7 +53,8 @@ def test_offloading_does_not_change_the_losses(
     assert losses(tmp_path / "run") == pytest.approx(cpu_losses(layout, FULL), rel=TOLERANCES["32"])
 
 
-@pytest.mark.parametrize("mode", ["distributed", pytest.param("rank0", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["distributed", "rank0"])
 def test_evaluation_and_generation(mode: str, tmp_path: Path) -> None:
     """The samples are generated during training."""
     args = (*layout_of("ddp").args, *FULL.args, "split_dataset_ratio=0.1", "eval_steps=2")
@@ -91,6 +93,7 @@ def test_tensor_on_a_wrong_device_fails_the_run(tmp_path: Path) -> None:
     assert "Repeating the command would fail in the same way" in stderr
 
 
+@pytest.mark.soak
 def test_watchdog_reports_a_rank_that_hangs(tmp_path: Path) -> None:
     args = ("max_steps=4", "recovery.hang_warning_s=2")
     train_device_task(tmp_path / "run", {"sleep_s": 6}, *args, expect=0)

@@ -1,6 +1,6 @@
 """A worker that simulates training as common tools do it instead of with Paceline's settings: the
 logits of all tokens, gradients summed in float32 by FSDP, weights of tensor parallelism in bfloat16
-with gradients that are freed after each step. Started by test_published.py."""
+with gradients that are freed after each step. Started by test_simulated_ranks.py."""
 
 import sys
 from collections.abc import Iterable

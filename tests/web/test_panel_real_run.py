@@ -58,6 +58,8 @@ def test_shows_a_run_from_start_to_end(serve, tmp_path):
     assert series["series"]["loss"]["mean"][0] == pytest.approx(
         run["report"]["first_train_loss"], rel=1e-6
     )
+    # The peak rate of a CPU is unknown, so its share is too.
+    assert set(series["series"].pop("mfu")["mean"]) == {None}
     for name, curve in series["series"].items():
         assert None not in curve["mean"], name
     ranks = served.get(f"/api/runs/{id}/ranks")

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from paceline.models.lora import add_adapters
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -13,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models import attention
+from paceline.models.adapters.lora import add_adapters
 from paceline.models.blocks import base_model
 from paceline.models.shape.activations import dims_of, language_activations
 from paceline.models.transforms import activation_checkpointing
