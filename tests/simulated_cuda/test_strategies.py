@@ -78,11 +78,14 @@ def test_every_mode_of_verify(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("switches", ALL_SWITCHES, ids=str)
-@pytest.mark.parametrize("name", OTHER_TRAINING)
+@pytest.mark.parametrize(
+    "layout",
+    [layout for layout in LAYOUTS if layout.mode in OTHER_TRAINING],
+    ids=lambda layout: layout.name,
+)
 def test_modes_that_train_differently(
-    name: str, switches: Switches, cpu_losses: Reference, tmp_path: Path
+    layout: Layout, switches: Switches, cpu_losses: Reference, tmp_path: Path
 ) -> None:
-    layout = next(layout for layout in LAYOUTS if layout.name == name)
     compare_with_cpu(layout, switches, cpu_losses, tmp_path / "run")
 
 
