@@ -43,9 +43,10 @@ def test_finds_the_smallest_change_that_fits() -> None:
     assert smallest["fits"] is True
     assert smallest["memory_bytes"] <= 0.9 * 24e9
     assert smallest["memory_bytes_of_all_ranks"] == 4 * smallest["memory_bytes"]
-    assert not any(
-        change["fits"] for change in result["changes"]
-    )  # only several changes together fit
+    # One change suffices, so several together are not suggested.
+    assert smallest["settings"] in [
+        change["settings"] for change in result["changes"] if change["fits"]
+    ]
 
     # Each prediction equals that of the plan of the changed config.
     changed = plan(**smallest["settings"])
@@ -98,14 +99,8 @@ def test_output_lists_what_fits_and_its_cost(capsys: pytest.CaptureFixture[str])
     assert "as configured: ddp does not fit: " in output
     assert " GiB on 4 ranks; 20.1 GiB per rank can be used" in output
     assert "with parallel.mode=zero3: " in output
-    assert (
-        "the smallest change that fits: per_device_train_batch_size=1 gradient_accumulation_steps=4"
-        in output
-    )
-    assert (
-        "cost: 4 micro-batches per step; the same global batch and loss; activations are"
-        " recomputed" in output
-    )
+    assert "the smallest change that fits: gradient_checkpointing=full" in output
+    assert "cost: each block runs its forward again in backward; the same loss" in output
     assert "per step instead of" in output
     assert main([*args, "--device", "H200", "--world-size", "4"]) == 0
     output = " ".join(capsys.readouterr().out.split())
