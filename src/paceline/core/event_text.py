@@ -137,7 +137,8 @@ _DESCRIPTIONS: dict[str, _Describe] = {
     "profile": lambda event: (
         INFO,
         f"profile of steps {count(event.get('first_step'))} to {count(event.get('step'))}:"
-        f" {event['traces'][0]} and others in this folder; open them at https://ui.perfetto.dev",
+        f" {counted(len(event['traces']), 'trace')} in the folder `profile`, to open at"
+        " https://ui.perfetto.dev",
     ),
     "memory": lambda event: (INFO, f"memory measured on {ranks(len(event['ranks']))}"),
 }

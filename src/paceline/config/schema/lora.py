@@ -14,7 +14,7 @@ _SUBTRACTED = re.compile(r"olora|pissa(_niter_[1-9]\d*)?")
 _INITS = (DEFAULT_INIT, "gaussian", "orthogonal", "pissa", "pissa_niter_16", "olora")
 #: Initializations of peft that need batches of the training data before the start.
 _DATA_INITS = ("eva", "corda", "lora_ga")
-#: Initializations of peft that choose the quantized weights themselves.
+#: Initializations of peft that are fitted to the quantized weights.
 _QUANTIZING_INITS = ("loftq",)
 
 
@@ -116,8 +116,8 @@ class Lora(Section):
             )
         if value in _QUANTIZING_INITS:
             raise ValueError(
-                f"{value} chooses the quantized weights together with the adapter, so the adapter"
-                f" fits no other copy of the model; use one of {', '.join(_INITS)}"
+                f"{value} fits the adapter to the error of the quantized weights, which is not"
+                f" supported; use one of {', '.join(_INITS)}"
             )
         if value not in _INITS and _SUBTRACTED.fullmatch(value) is None:
             raise ValueError(f"unknown initialization; use one of {', '.join(_INITS)}")

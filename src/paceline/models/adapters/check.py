@@ -58,7 +58,7 @@ def _conflicts(config: Config) -> list[tuple[str, str, str]]:
         (
             lora.subtracts_adapter and lora.quantize != "none",
             f"{init} with {quantize}",
-            "the adapter would only fit a quantized difference that no file contains",
+            "the saved adapter is added to the original weights, not to the quantized rest",
             "leave one of the two out",
         ),
         (
