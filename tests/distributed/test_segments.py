@@ -51,7 +51,9 @@ def test_counts_retransmitted_segments_of_a_lossy_link(
         receiver.stdout.close()
     (sent, resent), after_close = json.loads(process.stdout)
     assert sent > 1300  # 2 MB in segments of at most 1,460 bytes
-    assert 0.01 * sent < resent < 0.2 * sent
+    # Every lost segment is sent again, and so are segments that wait behind a lost one when a
+    # retransmission timer expires: how many of those depends on where the losses fall.
+    assert 0.01 * sent < resent < 0.5 * sent
     assert after_close == [sent, resent]
 
 
