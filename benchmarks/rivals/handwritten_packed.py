@@ -36,13 +36,13 @@ def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(spec["seed"])
 
-    tokenizer = AutoTokenizer.from_pretrainable(spec["model"])
+    tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     chats = read_chats(spec["train_file"])
     size = spec["per_device_batch_size"]
     local_chats = [chats[index] for batch in spec["batches"] for index in batch[rank::world_size]]
     samples = encode(tokenizer, local_chats, spec["max_length"])
 
-    base = AutoModelForCausalLM.from_pretrainable(spec["model"], dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
     lora = LoraConfig(
         r=spec["lora_rank"],
         lora_alpha=spec["lora_alpha"],
