@@ -164,7 +164,7 @@ def test_notices_are_unique(load: Load) -> None:
 # Keys that change the result or the memory of training in other tools, and that Paceline ignores.
 WARNING_KEYS = """
 xformers_attention liger_kernel_config liger_cross_entropy
-lora_mlp_kernel use_unsloth tf32 sample_packing packing neat_packing packing_strategy
+lora_mlp_kernel use_unsloth sample_packing packing neat_packing packing_strategy
 eval_packing early_stopping_patience early_stopping_steps load_best_model_at_end neftune_noise_alpha
 label_smoothing_factor interleave_probs mix_strategy dataset_weights
 quant_config target_parameters lora_ga_batch_size adalora_init_r
@@ -194,13 +194,21 @@ def test_ignored_key_that_changes_training_is_a_warning(load: Load, key: str) ->
         "use_cache: false",
         "loss_type: nll",
         "flash_attention: false",
-        "tf32: false",
         "logging_first_step: true",
         "run_name: x",
     ],
 )
 def test_ignored_key_without_consequence_is_info(load: Load, text: str) -> None:
     assert {level for level, _ in load(BASE + text).notices} == {"info"}
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ("auto", None)])
+def test_tf32_is_read_as_in_transformers_and_axolotl(
+    load: Load, text: str, value: bool | None
+) -> None:
+    loaded = load(BASE + f"tf32: {text}\n")
+    assert loaded.config.train_args.tf32 is value
+    assert any("TensorFloat-32" in notice for _, notice in loaded.notices) == (text == "auto")
 
 
 def test_profiled_steps_of_axolotl_are_counted_from_1(load: Callable[[str], Loaded]) -> None:

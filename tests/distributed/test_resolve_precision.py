@@ -8,11 +8,11 @@ import torch
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.devices import with_precision
-from paceline.train.precision import check_same_precision
+from paceline.distributed.devices import check_tf32, with_precision
+from paceline.train.precision import check_same_precision, set_float32_precision
 
 
-def make_config(**train_args: str) -> Config:
+def make_config(**train_args: str | bool | None) -> Config:
     return Config.model_validate({"model": "m", "dataset": "d", "train_args": train_args})
 
 
@@ -90,3 +90,56 @@ def test_rejects_ranks_with_different_precisions() -> None:
         )
     assert "bf16-mixed on ranks 0, 2; fp16-mixed on rank 1" in error.value.what
     assert "train_args.precision" in str(error.value.fix)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "capability", "shown"),
+    [("cuda", (7, 5), "compute capability 7.5"), ("cuda", None, "`cuda`"), ("cpu", None, "`cpu`")],
+)
+def test_tf32_requires_devices_that_have_it(
+    device_type: str, capability: tuple[int, int] | None, shown: str
+) -> None:
+    check_tf32(make_config(tf32=True), "cuda", (8, 0))
+    for value in (False, None):
+        check_tf32(make_config(tf32=value), device_type, capability)
+    with pytest.raises(ConfigError, match="not supported on") as error:
+        check_tf32(make_config(tf32=True), device_type, capability)
+    assert shown in error.value.what
+
+
+def read_float32_precision() -> tuple[str, str, str]:
+    cudnn = torch.backends.cudnn
+    return (
+        torch.backends.cuda.matmul.fp32_precision,
+        cudnn.conv.fp32_precision,
+        cudnn.rnn.fp32_precision,
+    )
+
+
+def test_tf32_sets_products_and_convolutions() -> None:
+    default = read_float32_precision()
+    set_float32_precision(None)
+    assert read_float32_precision() == default
+    try:
+        for tf32, expected in ((True, "tf32"), (False, "ieee")):
+            set_float32_precision(tf32)
+            assert read_float32_precision() == (expected,) * 3
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = default[0]
+        torch.backends.cudnn.conv.fp32_precision = default[1]
+        torch.backends.cudnn.rnn.fp32_precision = default[2]
+
+
+def test_compute_format_of_each_precision() -> None:
+    formats = {
+        precision: make_config(precision=precision).train_args.compute_format
+        for precision in ("32", "bf16-mixed", "fp16-mixed", "bf16-true")
+    }
+    assert formats == {
+        "32": None,
+        "bf16-mixed": "bfloat16",
+        "fp16-mixed": "float16",
+        "bf16-true": "bfloat16",
+    }
+    assert make_config(precision="32", tf32=True).train_args.compute_format == "tf32"
+    assert make_config(precision="bf16-mixed", tf32=True).train_args.compute_format == "bfloat16"

@@ -162,3 +162,12 @@ def test_machine_has_the_rates_of_its_device() -> None:
     cpu = cpu_machine(4, None)
     assert 0 < cpu.memory_bytes <= available_memory() * 1.1 / 4
     assert cpu.flops_s > 0
+
+
+def test_tf32_is_used_where_the_device_has_it() -> None:
+    a100, t4 = find_device("A100-80GB")[0], find_device("T4")[0]
+    assert named_machine(a100, None, 1, "tf32").flops_s == pytest.approx(0.4 * 156e12)
+    assert named_machine(a100, None, 1, None).flops_s == pytest.approx(0.4 * 19.5e12)
+    without = named_machine(t4, None, 1, "tf32")
+    assert without.flops_s == named_machine(t4, None, 1, None).flops_s
+    assert any("T4 has no tf32 units" in note for note in without.notes)

@@ -70,6 +70,12 @@ def test_evaluation_and_generation(mode: str, tmp_path: Path) -> None:
     assert samples[0] == samples[1]
 
 
+@pytest.mark.soak
+def test_tf32_is_in_the_report(tmp_path: Path) -> None:
+    train_on("cuda", tmp_path / "run", *FULL.args, "parallel.mode=single", "tf32=true")
+    assert report(tmp_path / "run")["tf32"] is True
+
+
 def test_parameter_server_is_refused(tmp_path: Path) -> None:
     args = ("model=builtin:dlrm", "task=recommend", "dataset=builtin:clicks#200")
     folder = tmp_path / "run"

@@ -10,6 +10,9 @@ from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 
+#: Lowest compute capability of GPUs with TensorFloat-32.
+TF32_CAPABILITY = (8, 0)
+
 
 @dataclass(frozen=True)
 class Devices:
@@ -178,6 +181,24 @@ def with_precision(
     return (
         config.model_copy(update=update),
         f"precision: {precision}, chosen by `precision: auto`: {reason}",
+    )
+
+
+def check_tf32(config: Config, device_type: str, capability: tuple[int, int] | None) -> None:
+    """Raise ConfigError if `train_args.tf32` is true and these devices have no TensorFloat-32.
+
+    Args:
+        capability: see :func:`gpu_capability`.
+    """
+    if not config.train_args.tf32 or (capability is not None and capability >= TF32_CAPABILITY):
+        return
+    shown = f"`{device_type}`"
+    if capability is not None:
+        shown += " with compute capability {}.{}".format(*capability)
+    raise ConfigError(
+        f"`train_args.tf32: true` is not supported on {shown}: the devices have no TensorFloat-32",
+        allowed="NVIDIA GPUs of compute capability 8.0 and higher",
+        fix="leave `train_args.tf32` out",
     )
 
 

@@ -32,7 +32,7 @@ def _plan(error: OutOfMemory, spec: RunSpec) -> tuple[str, str]:
     config, layout = spec.config, spec.layout
     is_cpu = spec.device_type == "cpu"
     profile, batch = describe(config), micro_batch(config)
-    machine = local_machine(layout.num_processes, is_cpu, config.train_args.mixed_dtype)
+    machine = local_machine(layout.num_processes, is_cpu, config.train_args.compute_format)
     mode = estimate(layout, config, profile, batch, machine)
     if mode.cost is None or not mode.total:
         return "", ""

@@ -34,6 +34,7 @@ from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, log_notices
 from paceline.core.run_dir import RunDir
 from paceline.distributed.devices import (
+    check_tf32,
     choose_devices,
     cpu_cores,
     expands_segments,
@@ -165,7 +166,7 @@ def prepare_run(
     task = load_task(config)
     data = _prepare_data(task, config, layout, dry_run)
     if config.train_args.auto_find_batch_size:
-        dtype = config.train_args.mixed_dtype
+        dtype = config.train_args.compute_format
         machine = local_machine(layout.num_processes, device_type == "cpu", dtype)
         config = largest_that_fits(config, layout, machine)
     _warn_about_idle_settings(config, layout, devices)
@@ -184,7 +185,7 @@ def prepare_run(
     resume_from = leader.resume_from if leader is not None else None if path is None else str(path)
     peak = None
     if devices is not None and devices.type != "cpu":
-        peak = peak_rate(devices.names[0], device_memory(), config.train_args.mixed_dtype)
+        peak = peak_rate(devices.names[0], device_memory(), config.train_args.compute_format)
     spec = RunSpec(config, derived, data, layout, device_type, started_at, resume_from, peak)
     finished = None
     if path is not None and meta is not None:
@@ -346,9 +347,11 @@ def prepare_host(loaded: Loaded, outer: RankEnv | None) -> PreparedHost:
         )
     config, precision = with_precision(config, devices.type, devices.names[: devices.count])
     logger.info(precision)
+    capability = gpu_capability(devices.type, devices.count)
+    check_tf32(config, devices.type, capability)
     check_liger(config, devices.type)
     check_compile(config, devices.type)
-    check_attention(config, devices.type, gpu_capability(devices.type, devices.count))
+    check_attention(config, devices.type, capability)
     return PreparedHost(replace(loaded, config=config), devices)
 
 

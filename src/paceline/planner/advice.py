@@ -223,7 +223,8 @@ class _Trial:
 
     def _machine(self, config: Config) -> Machine:
         """Return the machine at its speed in the changed precision."""
-        before, after = self.config.train_args.mixed_dtype, config.train_args.mixed_dtype
+        before = self.config.train_args.compute_format
+        after = config.train_args.compute_format
         device = self.machine.device
         if device is None or before == after:
             return self.machine

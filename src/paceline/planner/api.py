@@ -221,7 +221,7 @@ def _precision_on(machine: Machine) -> tuple[str, str]:
 def _machine(
     config: Config, world_size: int | None, memory: int | None, device: str | None
 ) -> Machine:
-    dtype = config.train_args.mixed_dtype
+    dtype = config.train_args.compute_format
     num_gpus = config.parallel.num_gpus
     if device is not None or memory is not None:
         count = world_size or (num_gpus if num_gpus != "auto" else 1)

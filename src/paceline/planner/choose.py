@@ -235,7 +235,7 @@ def pick(
             raise
         return plain, f"{plain.strategy}: the model's memory is not known before it is built"
     batch = micro_batch(config)
-    machine = local_machine(num_devices, is_cpu, config.train_args.mixed_dtype, memory)
+    machine = local_machine(num_devices, is_cpu, config.train_args.compute_format, memory)
     choice = choose(config, profile, batch, machine)
     if choice.chosen is not None:
         return choice.chosen.layout, choice.why

@@ -22,7 +22,7 @@ _NEAREST = 6
 #: Makers and product lines, which do not identify the model.
 _MAKERS = ("nvidia", "amd", "tesla", "geforce", "instinct")
 
-BFLOAT16, FLOAT16 = "bfloat16", "float16"
+BFLOAT16, FLOAT16, TF32 = "bfloat16", "float16", "tf32"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Device:
         memory_bytes: as sold (80 GB = 80e9 bytes).
         bfloat16_flops_s, float16_flops_s, tf32_flops_s, float32_flops_s: operations per second of
             dense matrix products; None if the device has no units for the type. ``float32`` is
-            without TF32, which torch does not use by default.
+            without TF32, which `train_args.tf32` turns on.
         interconnect: as text, with the rate of both directions.
         link_bytes_s: to another device of the host, in one direction.
         network_bytes_s: to another host; an assumption.
@@ -63,9 +63,13 @@ class Device:
         return self.bfloat16_flops_s is not None
 
     def flops_s(self, dtype: str | None) -> float | None:
-        """Return the operations per second in ``dtype`` (``bfloat16``, ``float16``, None for
-        float32); None if the device has no units for it."""
-        rates = {BFLOAT16: self.bfloat16_flops_s, FLOAT16: self.float16_flops_s}
+        """Return the operations per second in ``dtype`` (``bfloat16``, ``float16``, ``tf32``, None
+        for float32); None if the device has no units for it."""
+        rates = {
+            BFLOAT16: self.bfloat16_flops_s,
+            FLOAT16: self.float16_flops_s,
+            TF32: self.tf32_flops_s,
+        }
         return self.float32_flops_s if dtype is None else rates[dtype]
 
 

@@ -7,7 +7,7 @@ from typing import Self
 
 from paceline.core.errors import ConfigError
 from paceline.core.processes import available_memory
-from paceline.planner.devices import BFLOAT16, Device, devices
+from paceline.planner.devices import BFLOAT16, FLOAT16, Device, devices
 
 _GB = 10**9
 _UNITS = {
@@ -96,7 +96,7 @@ def named_machine(
     with the closest memory size gives speed and links.
 
     Args:
-        dtype: of matrix products: ``bfloat16``, ``float16``, or None for float32.
+        dtype: of matrix products: ``bfloat16``, ``float16``, ``tf32``, or None for float32.
     """
     assert device is not None or memory_bytes is not None
     name_is_assumed = device is None
@@ -115,8 +115,7 @@ def named_machine(
     speed = device.flops_s(dtype)
     if speed is None:
         speed = device.float32_flops_s
-        units = "bfloat16" if dtype == BFLOAT16 else "float16"
-        notes = (*notes, f"{device.name} has no {units} units: times are those of float32")
+        notes = (*notes, f"{device.name} has no {dtype} units: times are those of float32")
     link, notes = _between_hosts(device.link_bytes_s, device.network_bytes_s, count, notes)
     return Machine(
         device.name,
@@ -177,7 +176,8 @@ def _measured_cpu(dtype: str | None) -> float:
     import torch
 
     size = 512
-    matrix = torch.ones(size, size, dtype=torch.float32 if dtype is None else torch.bfloat16)
+    is_low = dtype in (BFLOAT16, FLOAT16)
+    matrix = torch.ones(size, size, dtype=torch.bfloat16 if is_low else torch.float32)
     with torch.no_grad():
         matrix @ matrix
         best, started_at = float("inf"), time.perf_counter()

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from paceline.distributed.torch_compat import TorchDispatchMode
-from paceline.planner.devices import BFLOAT16, Device
+from paceline.planner.devices import BFLOAT16, TF32, Device
 from paceline.simulation.records import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -272,10 +272,17 @@ class Ledger(TorchDispatchMode):
         flops = 0 if count is None else count(*operands, **kwargs, out_val=out)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         moved = sum(tensor.nbytes for tensor in (*inputs, *results))
-        is_float32 = results[0].dtype == torch.float32
-        rate = self.device.flops_s(None if is_float32 else BFLOAT16) or self.device.float32_flops_s
+        rate = self.device.flops_s(_format_of(results[0])) or self.device.float32_flops_s
         seconds = max(flops / rate, moved / self.device.memory_bandwidth_bytes_s)
         self._add(Work(flops=flops, compute_s=seconds))
 
     def _add(self, work: Work) -> None:
         self.work[self.phase] = self.work[self.phase].plus(work)
+
+
+def _format_of(result: torch.Tensor) -> str | None:
+    """Return the number format in which a GPU computes a matrix product (see
+    :meth:`~paceline.planner.devices.Device.flops_s`)."""
+    if result.dtype != torch.float32:
+        return BFLOAT16
+    return TF32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else None

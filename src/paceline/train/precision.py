@@ -14,13 +14,15 @@ from paceline.parallel.loss_scale import LossScaler
 
 
 class Precision:
-    """Autocast for the forward pass and, for float16, dynamic loss scaling. Does nothing for
-    float32. The loss scale is part of the checkpoint."""
+    """Autocast for the forward pass and, for float16, dynamic loss scaling; neither for float32.
+    The loss scale is part of the checkpoint. For float32 products, `train_args.tf32` is set in this
+    process."""
 
     def __init__(self, args: TrainArgs, world: Communicator) -> None:
         assert args.precision != "auto" or world.device.type == "cpu", (
             "`precision: auto` is resolved before ranks start"
         )
+        set_float32_precision(args.tf32)
         self.device = world.device
         self.dtype = None if args.mixed_dtype is None else getattr(torch, args.mixed_dtype)
         self.scaler = LossScaler(world.device) if args.mixed_dtype == "float16" else None
@@ -66,6 +68,15 @@ class Precision:
         """Adapt the loss scale to the outcome of a step."""
         if self.scaler is not None:
             self.scaler.update(grad_is_finite)
+
+
+def set_float32_precision(tf32: bool | None) -> None:
+    """Set `train_args.tf32` for all matrix products, convolutions and recurrent layers of this
+    process. None leaves torch's defaults."""
+    if tf32 is not None:
+        cudnn: Any = torch.backends.cudnn
+        for operation in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
+            operation.fp32_precision = "tf32" if tf32 else "ieee"
 
 
 def check_same_precision(world: Communicator, args: TrainArgs) -> None:

@@ -137,6 +137,15 @@ class TrainArgs(Section):
             " others (V100, T4), `32` on CPU."
         ),
     )
+    tf32: bool | None = Field(
+        None,
+        description=(
+            "Compute matrix products and convolutions of float32 values in TensorFloat-32 (10 bits"
+            " of mantissa instead of 23), in training and evaluation: NVIDIA GPUs of compute"
+            " capability 8.0 and higher. null: torch's default, which uses it for convolutions"
+            " only."
+        ),
+    )
     gradient_checkpointing: (
         Literal["none", "selective", "full"] | bool | Annotated[int, Field(ge=2)]
     ) = Field(
@@ -335,6 +344,14 @@ class TrainArgs(Section):
             "fp16-mixed": "float16",
         }
         return names.get(self.precision)
+
+    @property
+    def compute_format(self) -> Literal["bfloat16", "float16", "tf32"] | None:
+        """Return the number format of most matrix products, on which their rate depends, or None
+        for float32. ``auto`` counts as float32."""
+        if self.weight_dtype == "bfloat16":
+            return "bfloat16"
+        return self.mixed_dtype or ("tf32" if self.tf32 else None)
 
 
 class Evaluation(Section):

@@ -73,6 +73,7 @@ def build_report(
         "world_size": info.derived.world_size,
         "device": comm.device.type,
         "precision": config.train_args.precision,
+        "tf32": config.train_args.tf32,
         "steps": step,
         "epochs": step / order.steps_per_epoch,
         "samples_seen": seen,

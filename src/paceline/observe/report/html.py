@@ -154,7 +154,7 @@ def _cards(report: Report, start: RunStartEvent) -> list[dict[str, str]]:
          f"of {fmt.short_count(get('train_tokens'))} tokens"),
         ("Strategy", _text(get("strategy")),
          f"{fmt.ranks(get('world_size'))} on {_text(get('device'))}"),
-        ("Precision", _text(get("precision")), ""),
+        ("Precision", _text(get("precision")), "with TF32" if get("tf32") else ""),
         ("Parameters", fmt.short_count(model.get("parameters")),
          f"{fmt.short_count(model.get('trainable_parameters'))} trained"),
         ("Resumed at", fmt.UNKNOWN if resumed is None else f"step {fmt.count(resumed)}",

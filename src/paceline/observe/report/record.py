@@ -73,6 +73,7 @@ class Report(_AlwaysReported, total=False):
     workers_lost: list[WorkerLostEvent]
     skipped_steps: int
     precision: str
+    tf32: bool | None
     balance: dict[str, list[int]]
     compile: dict[str, float]
 
