@@ -14,7 +14,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models.builtin import config_numbers, model_type, resolve_model
 from paceline.models.hub_configs import canonical_id, known_ids, read_config
-from paceline.models.shape.activations import dims_of
+from paceline.models.shape.dims import dims_of
 from paceline.planner.upper_bound import upper_bound
 
 TABLE: list[dict[str, Any]] = json.loads(

@@ -25,7 +25,9 @@ FAMILIES = {
     "llama": "meta-llama/Llama-3.2-1B",
     "mistral": "mistralai/Mistral-7B-v0.3",
     "qwen3": "Qwen/Qwen3-1.7B",
+    "gemma2": "google/gemma-2-2b",
     "gemma3": "google/gemma-3-1b-pt",
+    "phi": "microsoft/phi-2",
     "gpt_neox": "EleutherAI/pythia-1b",
 }
 MODES: dict[str, tuple[int, dict[str, Any]]] = {

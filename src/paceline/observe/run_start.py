@@ -22,7 +22,8 @@ from paceline.data.order import SampleOrder
 from paceline.models.attention import attention_of, kernel_of
 from paceline.models.blocks import base_model
 from paceline.models.kernels.attention_choice import SDPA
-from paceline.models.shape.activations import Activations, dims_of, language_activations
+from paceline.models.shape.activations import Activations, language_activations
+from paceline.models.shape.dims import dims_of
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.base import Strategy
 from paceline.parallel.cost import Workload
@@ -230,6 +231,7 @@ def _activations(info: RunInfo) -> Activations | None:
         fused_attention=attention_of(base) != "eager",
         longest=min(tokens, train_args.max_length),
         joined=kernel_of(base) == SDPA,
+        low_weights=info.layout.has_low_weights,
     )
 
 

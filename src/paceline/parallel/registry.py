@@ -55,6 +55,8 @@ class StrategySpec:
         capabilities: settings and features that the strategy supports.
         options: keyword arguments of the implementation.
         single_process: whether one process drives all devices.
+        has_low_weights: whether several ranks store or gather trained weights in the low precision
+            of the config; else autocast casts float32 weights in each forward pass.
         check_sizes: function of (config, dims) that raises ConfigError for sizes that do not fit,
             such as a number of layers that is not divisible by the number of stages.
         check_steps: function of (config, steps), called once the number of steps is known.
@@ -75,6 +77,7 @@ class StrategySpec:
     capabilities: Capabilities = field(default_factory=Capabilities)
     options: Mapping[str, bool | float | str] = field(default_factory=dict)
     single_process: bool = False
+    has_low_weights: bool = False
     check_sizes: str | None = None
     check_steps: str | None = None
     check_installation: str | None = None
@@ -117,6 +120,7 @@ _SPECS = (
         name="zero1",
         implementation="paceline.parallel.zero1.strategy:Zero1Strategy",
         cost_model="paceline.parallel.zero1.cost:estimate",
+        has_low_weights=True,
         capabilities=Capabilities(limits.ZERO1, unequal_shares=True),
     ),
     StrategySpec(
@@ -126,6 +130,7 @@ _SPECS = (
         cost_model="paceline.parallel.fsdp.cost:estimate_zero2",
         main_dim="shard",
         extra_dims=("data",),
+        has_low_weights=True,
         capabilities=Capabilities(
             limits.FSDP,
             equal_shares_reason=(
@@ -141,6 +146,7 @@ _SPECS = (
         cost_model="paceline.parallel.fsdp.cost:estimate_zero3",
         main_dim="shard",
         extra_dims=("data",),
+        has_low_weights=True,
         capabilities=Capabilities(
             limits.FSDP,
             equal_shares_reason=(
@@ -154,6 +160,7 @@ _SPECS = (
         name="deepspeed",
         implementation="paceline.parallel.deepspeed.strategy:DeepSpeedStrategy",
         cost_model="paceline.parallel.deepspeed.cost:estimate",
+        has_low_weights=True,
         capabilities=Capabilities(
             limits.DEEPSPEED,
             equal_shares_reason=(
@@ -254,6 +261,12 @@ class ParallelLayout:
     def world_size(self) -> int:
         """Number of devices."""
         return self.axes.size
+
+    @property
+    def has_low_weights(self) -> bool:
+        """Whether ranks store or gather trained weights in low precision."""
+        low = self.axes.size > 1 and get_spec(self.strategy).has_low_weights
+        return low or self.axes.shard > 1
 
     def text(self) -> str:
         """Return the layout as text, such as ``ddp (data 4)``."""

@@ -10,7 +10,12 @@ from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
 from paceline.models.builtin import resolve_model
 from paceline.models.kernels.attention_choice import joins_samples
-from paceline.models.shape.activations import language_activations, language_flops
+from paceline.models.shape.activations import (
+    TrainedMatrices,
+    language_activations,
+    language_flops,
+    trained_matrices,
+)
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.registry import ParallelLayout, check_strategy, estimate_cost
@@ -92,7 +97,11 @@ def micro_batch(config: Config) -> MicroBatchProfile:
 
 
 def workload(
-    config: Config, profile: ModelProfile, batch: MicroBatchProfile, is_cpu: bool
+    config: Config,
+    profile: ModelProfile,
+    batch: MicroBatchProfile,
+    layout: ParallelLayout,
+    is_cpu: bool,
 ) -> Workload:
     """Return what a strategy's cost depends on besides the model's shape."""
     work = Workload(
@@ -111,6 +120,8 @@ def workload(
         fused_attention=profile.fused_attention,
         longest=min(batch.fullest, config.train_args.max_length),
         joined=joins_samples(config, "cpu" if is_cpu else "cuda"),
+        low_weights=layout.has_low_weights,
+        matrices=_full_matrices(profile.shape, layout),
     )
     blocks = activations.blocks if len(profile.shape.blocks) == len(activations.blocks) else ()
     return replace(work, activation_bytes=activations.total, block_activation_bytes=blocks)
@@ -238,17 +249,18 @@ def estimate(
     name, settings = _names(layout, stage)
     update = dict.fromkeys(("data", "shard", "tensor", "pipeline")) | settings
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=update)})
-    work = workload(config, profile, batch, machine.is_cpu)
+    work = workload(config, profile, batch, layout, machine.is_cpu)
     try:
         check_strategy(layout.strategy, config, layout.axes, installed=False)
         _check_divisible(layout, config, profile)
         cost = estimate_cost(layout.strategy, profile.shape, layout.axes, work, config)
     except ConfigError as error:
         return ModeEstimate(name, layout, settings, False, error.what)
-    copies = _weight_copies(profile.shape, layout, cost)
-    tied = _tied_gradients(profile.shape, layout)
-    if tied > cost.activations + copies:
-        cost = replace(cost, activations=tied - copies)
+    copies = 0
+    if profile.dims is None or _is_split(layout):  # else these are part of the activations
+        copies = _weight_copies(profile.shape, layout)
+        tied = _tied_gradients(profile.shape, layout)
+        cost = replace(cost, activations=max(cost.activations, tied - copies))
     replicas = layout.axes.replicas
     step_s = step_time(
         layout, config, work, cost, machine, micro_batch_flops(config, profile, batch)
@@ -312,27 +324,37 @@ def _shared_bytes(layout: ParallelLayout, profile: ModelProfile, machine: Machin
     return profile.mapped_bytes - profile.mapped_bytes // machine.count
 
 
-def _weight_copies(shape: ModelShape, layout: ParallelLayout, cost: Cost) -> int:
-    """Return the bytes of the low-precision copies of float32 weights that autocast makes: backward
-    needs them, so all exist when it starts. Strategies that hold the weights in low precision, or
-    gather them block by block, have none."""
-    if not shape.low_bytes or layout.axes.shard > 1:
+def _full_matrices(shape: ModelShape, layout: ParallelLayout) -> TrainedMatrices | None:
+    """Return the trained matrices of a rank, unless it holds or gathers parts of the model."""
+    if _is_split(layout) or layout.axes.shard > 1:
+        return None
+    return shape.memoize("trained matrices", lambda: trained_matrices(shape))
+
+
+def _is_split(layout: ParallelLayout) -> bool:
+    """Return whether the ranks compute different parts of the model."""
+    return layout.axes.tensor > 1 or layout.axes.pipeline > 1
+
+
+def _weight_copies(shape: ModelShape, layout: ParallelLayout) -> int:
+    """Return the bytes of the low-precision copies of float32 weights that autocast makes:
+    backward needs them, so all exist when it starts."""
+    axes = layout.axes
+    if not shape.low_bytes or layout.has_low_weights:
         return 0
-    parts = layout.axes.tensor * layout.axes.pipeline
     matrices = sum(
         tensor.numel
         for tensor in shape.trained
         if len(tensor.shape) > 1 and tensor.element_bytes > shape.low_bytes
     )
-    holds_float32 = cost.parameters >= 0.9 * 4 * matrices / parts
-    return shape.low_bytes * matrices // parts if holds_float32 else 0
+    return shape.low_bytes * matrices // (axes.tensor * axes.pipeline)
 
 
 def _tied_gradients(shape: ModelShape, layout: ParallelLayout) -> int:
     """Return the bytes of the gradients of a tied embedding at the end of backward, when most
     activations are freed: that of the head, that of the embedding, and their sum. Strategies that
-    shard or cast gradients count them in their cost."""
-    if layout.axes.shard > 1 or layout.strategy in ("zero1", "deepspeed"):
+    shard gradients count them in their cost."""
+    if layout.axes.shard > 1:
         return 0
     tied = set(shape.aliases.values())
     sizes = [tensor.size_bytes for tensor in shape.trained if tensor.name in tied]

@@ -10,7 +10,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, first_line
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import config_folder
-from paceline.models.shape.activations import LanguageDims, dims_of
+from paceline.models.shape.dims import LanguageDims, dims_of
 from paceline.models.shape.record import ModelShape, total_bytes
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from paceline.config.schema import Config
 from paceline.models.builtin import resolve_model
 from paceline.models.files import read_header
 from paceline.models.hub_configs import config_folder, read_config
-from paceline.models.shape.activations import LanguageDims, dims_of, language_activations
+from paceline.models.shape.activations import language_activations
+from paceline.models.shape.dims import LanguageDims, dims_of
 
 
 def upper_bound(config: Config) -> int | None:

@@ -14,7 +14,8 @@ from paceline.core.errors import ConfigError
 from paceline.models import attention
 from paceline.models.adapters.lora import add_adapters
 from paceline.models.blocks import base_model
-from paceline.models.shape.activations import dims_of, language_activations
+from paceline.models.shape.activations import language_activations
+from paceline.models.shape.dims import dims_of
 from paceline.models.transforms import activation_checkpointing
 from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 

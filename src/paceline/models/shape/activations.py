@@ -9,112 +9,49 @@ attention stores no scores (their section 5; Dao et al., "FlashAttention", 2022,
 compute in float32, and a frozen weight saves no input (Hu et al., "LoRA", 2021).
 """
 
-import re
 from dataclasses import dataclass
-from functools import partial
+from typing import Self
 
 from paceline.config.schema import Config
-from paceline.models.json_config import JsonObject, first_number, language_fields
+from paceline.models.shape.adapter_memory import (
+    adapted_layers,
+    adapter_bytes,
+    layer_matrices,
+)
+from paceline.models.shape.dims import LanguageDims
+from paceline.models.shape.record import ModelShape, modules_around
 
-#: Model types whose MLP is two layers without a gate.
-_UNGATED = {
-    "gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "codegen", "phi",
-    "starcoder2", "gpt_bigcode", "xglm", "biogpt", "nemotron",
-}  # fmt: skip
-#: Model types that apply a norm to queries and keys.
-_NORMED_QUERIES = {"qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "smollm3"}
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
-class LanguageDims:
-    """Widths of a decoder-only language model.
+class TrainedMatrices:
+    """The trained matrices that a rank holds in full, as numbers of elements.
 
     Args:
-        queries, keys: output widths of the query projection and of the key (and value) projection:
-            number of heads × head size.
-        feed_forward: inner width of the MLP, or of one expert.
-        experts, experts_per_token: number of experts, and of those that process a token; 1 and 1 in
-            a dense model.
-        gated: whether the MLP has a gate in addition to its up projection.
-        tied: whether the output head shares its weight with the token embedding.
-        positions: number of learned position embeddings, or 0.
+        blocks, largest: of all blocks, and the largest matrix of them.
+        head: of the output head.
+        is_tied: whether the head shares its weight with the token embedding.
     """
 
-    hidden: int
-    layers: int
-    heads: int
-    key_heads: int
-    queries: int
-    keys: int
-    feed_forward: int
-    vocabulary: int
-    gated: bool = True
-    tied: bool = False
-    experts: int = 1
-    experts_per_token: int = 1
-    positions: int = 0
-    normed_queries: bool = False
-
-    @property
-    def attention_weights(self) -> int:
-        """Number of parameters of the attention projections of one layer, without biases."""
-        return 2 * self.hidden * (self.queries + self.keys)
-
-    @property
-    def expert_weights(self) -> int:
-        """Number of parameters of one MLP (or one expert), without biases."""
-        return (3 if self.gated else 2) * self.hidden * self.feed_forward
-
-    @property
-    def parameters_at_most(self) -> int:
-        """Upper bound on the number of parameters, including biases and norms."""
-        layer = self.attention_weights + self.experts * (self.expert_weights + self.hidden)
-        small = (
-            8 * self.hidden
-            + 4 * self.queries
-            + 4 * self.keys
-            + 2 * self.feed_forward * self.experts
-        )
-        tables = (1 if self.tied else 2) * self.vocabulary + self.positions + 2
-        return self.layers * (layer + small) + tables * self.hidden
+    blocks: int = 0
+    largest: int = 0
+    head: int = 0
+    is_tied: bool = False
 
 
-def dims_of(config: JsonObject) -> LanguageDims | None:
-    """Return the widths in a config.json, or None if it does not describe a supported decoder."""
-    config = language_fields(config)
-    number = partial(first_number, config)
-    hidden = number("hidden_size", "n_embd", "d_model")
-    layers = number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-    heads, vocabulary = number("num_attention_heads", "n_head", "n_heads"), number("vocab_size")
-    if hidden is None or layers is None or heads is None or vocabulary is None:
-        return None
-    kind = str(config.get("model_type", ""))
-    key_heads = number("num_key_value_heads") or heads
-    size = number("head_dim") or hidden // heads or 1
-    experts = number("num_local_experts", "num_experts", "n_routed_experts") or 1
-    inner = number("intermediate_size", "n_inner", "ffn_dim", "inner_dim") or 4 * hidden
-    tied = config.get("tie_word_embeddings")
-    return LanguageDims(
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        key_heads=key_heads,
-        queries=heads * size,
-        keys=key_heads * size,
-        feed_forward=(number("moe_intermediate_size") or inner) if experts > 1 else inner,
-        vocabulary=vocabulary,
-        gated=kind not in _UNGATED,
-        tied=bool(tied) if tied is not None else kind in ("gpt2", "gemma", "gemma2", "gemma3_text"),
-        experts=experts,
-        experts_per_token=number("num_experts_per_tok", "num_experts_per_token") or 1,
-        positions=(
-            (number("n_positions", "max_position_embeddings") or 0)
-            if kind in ("gpt2", "opt")
-            else 0
-        ),
-        normed_queries=kind in _NORMED_QUERIES,
-    )
+def trained_matrices(shape: ModelShape) -> TrainedMatrices:
+    """Return the trained matrices of a rank that holds the full model."""
+    blocks, tied, phases = set(shape.blocks), set(shape.aliases.values()), shape.phases or {}
+    inside, head, is_tied = [0], 0, False
+    for tensor in shape.trained:
+        if len(tensor.shape) < 2:
+            continue
+        if blocks.intersection(modules_around(tensor.name)):
+            inside.append(tensor.numel)
+        elif tensor.name in tied or "after" in phases.get(tensor.name, ()):
+            head, is_tied = max(head, tensor.numel), is_tied or tensor.name in tied
+    return TrainedMatrices(sum(inside), max(inside), head, is_tied)
 
 
 @dataclass(frozen=True)
@@ -130,6 +67,7 @@ class Activations:
             gradients of it in float32. If the loss is computed in chunks: those of a chunk, and the
             gradients of the head's weight and input.
         logits_saved: the part of ``logits`` that is kept until backward.
+        peaks: what exists at the moments at which memory may be at its maximum.
     """
 
     blocks: tuple[int, ...]
@@ -137,12 +75,12 @@ class Activations:
     ends: float
     logits: float
     logits_saved: float
+    peaks: tuple[float, ...]
 
     @property
     def total(self) -> int:
-        """Peak memory: at the start of backward, or during the recomputation of the last block,
-        when the logits have been freed."""
-        return round(sum(self.blocks) + self.ends + max(self.logits, self.recomputed))
+        """Peak memory of a step."""
+        return round(max(self.peaks))
 
     @property
     def saved(self) -> int:
@@ -160,6 +98,8 @@ def language_activations(
     fused_attention: bool = True,
     longest: float = 0.0,
     joined: bool = True,
+    low_weights: bool = False,
+    matrices: TrainedMatrices | None = None,
 ) -> Activations:
     """Estimate the activation memory of a micro-batch of ``tokens`` tokens, of which ``labels``
     have a loss.
@@ -172,67 +112,238 @@ def language_activations(
             scores.
         joined: whether the results of the samples of a packed row are joined by a copy, because
             they are not computed in one call.
+        low_weights: whether the strategy stores or gathers trained weights in the low precision of
+            the config, so that autocast makes no copies of them.
+        matrices: default: none, because the strategy's cost counts what they add.
     """
     args = config.train_args
     is_pure = args.weight_dtype == "bfloat16"
     low = 2 if args.mixed_dtype or is_pure else _FLOAT32
+    low_weights = is_pure or (low_weights and low != _FLOAT32)
     frozen = config.lora.enable
-    # Autocast leaves the residual stream in float32; with frozen weights in low precision it is in
-    # low precision too, as with trained weights in low precision.
-    stream = low if frozen or is_pure else _FLOAT32
-    # Liger's kernel saves the input of a norm as it is.
-    liger = args.use_liger_kernel
-    norm = stream * dims.hidden if liger else _norm(dims.hidden, frozen)
-    # Inputs of the projections: in float32 one copy for all of them; autocast casts one for each.
-    copies = 2 if is_pure or low == _FLOAT32 else 5 if dims.gated else 4
-    inputs = 0 if frozen else low * dims.hidden * copies
-    # queries, keys, values, result; row sums
-    attention: float = low * (2 * dims.queries + 2 * dims.keys) + _FLOAT32 * dims.heads
-    if joined and args.packing is not False:
-        attention += low * dims.queries  # the samples' results, joined
-    if dims.normed_queries:
-        width = dims.queries + dims.keys
-        attention += low * width if liger else _norm(width, frozen)
-    if not fused_attention:
-        # Scores after the softmax, and a copy of them in the dtype of the inputs.
-        attention += dims.heads * longest * 2 * low
-    wide = dims.feed_forward * dims.experts_per_token
-    inner = (3 if frozen else 4) if dims.gated else (1 if frozen else 2)
-    if dims.gated and liger:
-        inner -= 1  # the activation of the gate is computed again in backward
-    layer: float = 2 * norm + inputs + attention + low * inner * wide
+    block = _Block(
+        dims,
+        config,
+        low=low,
+        # Autocast leaves the residual stream in the dtype of the embedding.
+        stream=low if frozen or low_weights else _FLOAT32,
+        autocasts=args.mixed_dtype is not None and not is_pure,
+        mask_bytes=mask_bytes,
+    )
+    attention = block.attention(joined) if fused_attention else block.eager_attention(longest)
+    layer = block.norms() + block.inputs() + attention + block.mlp()
     if frozen:
-        layer += _adapters(dims, config, low, mask_bytes)
-    sizes = _block_sizes(dims, config, layer, stream * dims.hidden, low)
-    recomputed = 0.0 if args.gradient_checkpointing == "none" else layer
-    head_input = 0 if frozen else low * dims.hidden * labels
-    ends = norm * tokens + head_input
-    chunk = args.loss_chunk_tokens(dims.vocabulary)
-    if chunk is None or labels <= chunk:
-        logits_saved: float = _FLOAT32 * dims.vocabulary * labels  # log-probabilities
-        logits = 3 * logits_saved
-    else:
-        # The gradients that the loss has already computed.
-        logits_saved = _FLOAT32 * dims.hidden * (labels + (0 if frozen else dims.vocabulary))
-        # A chunk in float32 and, for matrix products, in the dtype of the inputs.
-        per_logit = _FLOAT32 + (low if low != _FLOAT32 else 0)
-        logits = logits_saved + per_logit * dims.vocabulary * chunk
+        layer += adapter_bytes(dims, config, low, mask_bytes)
+    sizes = _block_sizes(dims, config, layer, block.stream * dims.hidden, low)
     blocks = tuple(round(size * tokens) for size in sizes)
-    recomputed = recomputed * tokens + _matrices(dims, config, low)
-    return Activations(blocks, recomputed, ends, logits, logits_saved)
+    recomputed = 0.0 if args.gradient_checkpointing == "none" else layer
+    recomputed = recomputed * tokens + layer_matrices(dims, config, low)
+    head_input = 0 if frozen else low * dims.hidden * labels
+    ends = block.norm(dims.hidden, block.stream) * tokens + head_input
+    weights = _Weights.of(
+        matrices or TrainedMatrices(),
+        low,
+        is_low=low_weights,
+        recomputed_share=args.recomputed_share(dims.layers),
+    )
+    loss = _loss(dims, config, labels, low, low_weights)
+    saved = sum(blocks) + ends
+    peaks = (
+        saved + loss.forward + weights.block_copies + weights.head_copy,
+        saved + loss.backward + weights.retained + (0 if loss.in_chunks else weights.head_copy),
+        # The gradient of the head, and that of its input.
+        saved
+        + weights.retained
+        + weights.head_copy
+        + weights.gradient_bytes * weights.matrices.head
+        + _FLOAT32 * dims.hidden * labels,
+        # The first block that backward reaches.
+        sum(blocks) + recomputed + block.gradients() * tokens + weights.during_block(dims.layers),
+        weights.tied_gradients,
+    )
+    return Activations(blocks, recomputed, ends, loss.peak, loss.saved, peaks)
 
 
-def _matrices(dims: LanguageDims, config: Config, low: int) -> float:
-    """Return the bytes of the matrices of one layer that exist while it computes: its weight, if it
-    is quantized, and with DoRA the update as a matrix (from an identity matrix in float32), and its
-    sum with the weight."""
-    lora = config.lora
-    if not lora.enable:
-        return 0.0
-    size = dims.hidden * max(dims.feed_forward, dims.queries)
-    copies = (1 if lora.quantize != "none" else 0) + (3 if lora.use_dora else 0)
-    identity = _FLOAT32 * max(dims.feed_forward, dims.hidden) ** 2 if lora.use_dora else 0
-    return copies * low * size + identity
+@dataclass(frozen=True)
+class _Block:
+    """What a block saves for backward, in bytes per token.
+
+    Args:
+        low: bytes per element of the results of matrix products.
+        stream: bytes per element of the residual stream.
+        autocasts: whether autocast selects the precision of each operation.
+    """
+
+    dims: LanguageDims
+    config: Config
+    low: int
+    stream: int
+    autocasts: bool
+    mask_bytes: int
+
+    @property
+    def frozen(self) -> bool:
+        return self.config.lora.enable
+
+    @property
+    def liger(self) -> bool:
+        return self.config.train_args.use_liger_kernel
+
+    def norm(self, width: int, input_bytes: int) -> int:
+        """Return what a norm of ``width`` numbers saves.
+
+        Liger's kernels save the input as it is. torch's LayerNorm saves its input, which autocast
+        casts to float32. A root-mean-square norm (``LlamaRMSNorm``) saves its input in float32 and,
+        for the gradient of its weight, the result before scaling in the dtype of the input, or in
+        float32 (``GemmaRMSNorm``).
+        """
+        if self.liger:
+            return input_bytes * width
+        if self.dims.layer_norms:
+            return (_FLOAT32 if self.autocasts else input_bytes) * width
+        scaled = _FLOAT32 if self.dims.float32_norms else input_bytes
+        return (_FLOAT32 + (0 if self.frozen else scaled)) * width
+
+    def norms(self) -> int:
+        """Return what the norms of the hidden states save."""
+        return self.dims.norms * self.norm(self.dims.hidden, self.stream)
+
+    def inputs(self) -> int:
+        """Return the inputs of the projections. Those that have the dtype of matrix products exist
+        once per norm; of the others, autocast makes a copy for each projection."""
+        if self.frozen:
+            return 0
+        dims = self.dims
+        copies = 1 if dims.norms == 1 else 2
+        if self.autocasts and (self.stream != self.low or dims.layer_norms):
+            copies = 1 if dims.fused_qkv else 3
+            copies += 2 if dims.gated and not dims.fused_gate else 1
+        return self.low * dims.hidden * copies
+
+    def _query_norms(self) -> int:
+        width = self.dims.queries + self.dims.keys
+        return self.norm(width, self.low) if self.dims.normed_queries else 0
+
+    def attention(self, joined: bool) -> float:
+        """Return what a fused kernel saves: queries, keys, values, its result, and the sums of the
+        rows in float32; and the results of the samples, if they are ``joined``."""
+        dims = self.dims
+        size = self.low * (2 * dims.queries + 2 * dims.keys) + _FLOAT32 * dims.heads
+        if joined and self.config.train_args.packing is not False:
+            size += self.low * dims.queries
+        return size + self._query_norms()
+
+    def eager_attention(self, longest: float) -> float:
+        """Return what ``eager_attention_forward`` of transformers saves: queries, keys and values
+        repeated for all heads, its result if the output projection is trained, and of each score
+        the softmax in float32, its copy for the matrix product, and the ``tanh`` of a soft cap."""
+        dims = self.dims
+        score = _FLOAT32 + (self.low if self.low != _FLOAT32 else 0)
+        score += self.low if dims.softcaps_scores else 0
+        states = self.low * dims.queries * (3 if self.frozen else 4)
+        return states + dims.heads * longest * score + self._query_norms()
+
+    def mlp(self) -> int:
+        """Return what the MLP saves. With a gate: both projections, the activation of the gate, and
+        the product, if the down projection is trained. Liger's kernel computes the activation
+        again."""
+        dims = self.dims
+        wide = dims.feed_forward * dims.experts_per_token
+        product = 0 if self.frozen else self.low * wide
+        if dims.gated:
+            return self.low * wide * (2 if self.liger else 3) + product
+        if not dims.composed_activation:
+            return self.low * wide + product
+        # NewGELUActivation: a power, which autocast computes in float32, tanh, a sum, and the half.
+        chain = 3 * (_FLOAT32 if self.autocasts else self.low)
+        return (chain + self.low) * wide + product
+
+    def gradients(self) -> int:
+        """Return the gradients in flight in the backward pass of the MLP: that of the residual
+        stream and those of two inner results."""
+        wide = self.dims.feed_forward * self.dims.experts_per_token
+        return self.stream * self.dims.hidden + 2 * self.low * wide
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What trained matrices add to the activations, in bytes.
+
+    Autocast makes a low-precision copy of each float32 matrix. All copies exist at the end of the
+    forward pass; of a recomputed block, only autocast refers to them, which then releases them.
+
+    Args:
+        block_copies, head_copy: these copies.
+        retained: copies of the blocks that exist until their backward pass.
+        gradient_bytes: bytes per element of a gradient when it is computed: in the dtype of the
+            product, and cast to that of the weight.
+        tied_gradients: at the end of backward, those of the head and the embedding, and their sum.
+    """
+
+    matrices: TrainedMatrices
+    block_copies: int
+    head_copy: int
+    retained: float
+    gradient_bytes: int
+    tied_gradients: int
+    held_gradient: int
+
+    @classmethod
+    def of(
+        cls, matrices: TrainedMatrices, low: int, *, is_low: bool, recomputed_share: float
+    ) -> Self:
+        stored = low if is_low else _FLOAT32
+        copied = low if stored != low else 0
+        tied = stored * matrices.head if matrices.is_tied else 0
+        return cls(
+            matrices,
+            block_copies=copied * matrices.blocks,
+            head_copy=copied * matrices.head,
+            retained=copied * matrices.blocks * (1 - recomputed_share),
+            gradient_bytes=stored + copied,
+            tied_gradients=3 * tied,
+            held_gradient=tied,
+        )
+
+    def during_block(self, layers: int) -> float:
+        """Return what exists during the backward pass of the last block: copies, the gradient of
+        its largest matrix, and that of a tied head."""
+        copies = max(self.retained, self.block_copies / layers)
+        return copies + self.gradient_bytes * self.matrices.largest + self.held_gradient
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """Bytes that the loss needs at the end of forward and at the start of backward, and those that
+    are kept in between."""
+
+    forward: float
+    backward: float
+    saved: float
+    in_chunks: bool
+
+    @property
+    def peak(self) -> float:
+        return max(self.forward, self.backward)
+
+
+def _loss(dims: LanguageDims, config: Config, labels: float, low: int, low_weights: bool) -> _Loss:
+    """Return the memory of the loss and of the head's output."""
+    frozen, width = config.lora.enable, dims.vocabulary
+    output = low if low != _FLOAT32 else 0  # before it is cast to float32
+    chunk = config.train_args.loss_chunk_tokens(width)
+    if chunk is None or labels <= chunk:
+        capped = low * width * labels if dims.softcaps_logits else 0
+        saved = _FLOAT32 * width * labels  # log-probabilities
+        forward = 2 * saved + output * width * labels
+        return _Loss(forward + capped, 3 * saved + capped, saved + capped, in_chunks=False)
+    # Gradients in float32, which the loss has already computed.
+    saved = _FLOAT32 * dims.hidden * (labels + (0 if frozen else width))
+    # A soft cap computes the quotient and its tanh.
+    per_logit = _FLOAT32 * (3 if dims.softcaps_logits else 1) + output
+    # Backward casts gradients to the dtype of the weights.
+    cast = low * dims.hidden * width if low_weights and not frozen else 0
+    return _Loss(saved + per_logit * width * chunk, saved + cast, saved, in_chunks=True)
 
 
 def language_flops(
@@ -293,63 +404,5 @@ def _products(dims: LanguageDims, config: Config, low: int) -> float:
     an adapter, the first product is stored; the second is cheap."""
     wide = dims.feed_forward * dims.experts_per_token * (2 if dims.gated else 1)
     outputs = 2 * dims.queries + 2 * dims.keys + wide + 2 * dims.hidden
-    adapters = config.lora.rank * len(_adapted(dims, config)) if config.lora.enable else 0
+    adapters = config.lora.rank * len(adapted_layers(dims, config)) if config.lora.enable else 0
     return low * (outputs + adapters) + _FLOAT32 * dims.heads
-
-
-def _norm(width: int, frozen: bool) -> int:
-    """Return the bytes per token that a root-mean-square norm saves in float32: its input and its
-    result before scaling, or only its input if it is frozen."""
-    return _FLOAT32 * width * (1 if frozen else 2)
-
-
-def _adapted(dims: LanguageDims, config: Config) -> dict[str, int]:
-    """Return the input width of each linear layer of a block that has an adapter."""
-    layers = {
-        "q_proj": dims.hidden, "k_proj": dims.hidden, "v_proj": dims.hidden, "o_proj": dims.queries,
-        "up_proj": dims.hidden, "gate_proj": dims.hidden,
-        "down_proj": dims.feed_forward * dims.experts_per_token,
-    }  # fmt: skip
-    named = config.lora.target_modules
-    if isinstance(named, str) and named != "all-linear":
-        places = [
-            f"model.layers.{index}.{part}."
-            for index in range(dims.layers)
-            for part in ("self_attn", "mlp")
-        ]
-        named = [
-            name for name in layers if any(re.fullmatch(named, place + name) for place in places)
-        ]
-    if isinstance(named, list):
-        targets = {target.rpartition(".")[2] for target in named}
-        selected = {name: width for name, width in layers.items() if name in targets}
-        layers = selected or layers
-    return layers
-
-
-def _adapters(dims: LanguageDims, config: Config, low: int, mask_bytes: int) -> float:
-    """Return the bytes per token that the adapters of one layer save: each saves its input (with
-    dropout, a separate copy and a mask) and ``lora.rank`` numbers."""
-    lora, layers = config.lora, _adapted(dims, config)
-    if lora.dropout > 0:
-        inputs = sum((low + mask_bytes) * width for width in layers.values())
-    else:  # q, k and v share one input, and so do gate and up
-        groups = (
-            {"q_proj", "k_proj", "v_proj"},
-            {"up_proj", "gate_proj"},
-            {"o_proj"},
-            {"down_proj"},
-        )
-        inputs = sum(
-            low * max(layers[name] for name in group & layers.keys())
-            for group in groups
-            if group & layers.keys()
-        )
-    # DoRA scales the results of the layer and of the adapter; VeRA scales two results of its own.
-    outputs = {
-        "q_proj": dims.queries, "k_proj": dims.keys, "v_proj": dims.keys, "o_proj": dims.hidden,
-        "up_proj": dims.feed_forward, "gate_proj": dims.feed_forward, "down_proj": dims.hidden,
-    }  # fmt: skip
-    scaled = (2 if lora.use_dora else 0) + (1 if lora.method == "vera" else 0)
-    ranks = lora.rank * (2 if lora.method == "vera" else 1)
-    return inputs + low * ranks * len(layers) + low * scaled * sum(outputs[name] for name in layers)

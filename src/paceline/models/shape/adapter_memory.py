@@ -1,0 +1,67 @@
+"""Estimate the memory that the adapters of LoRA need during forward and backward. Imports no
+torch."""
+
+import re
+
+from paceline.config.schema import Config
+from paceline.models.shape.dims import LanguageDims
+
+_FLOAT32 = 4
+
+
+def adapted_layers(dims: LanguageDims, config: Config) -> dict[str, tuple[int, int]]:
+    """Return the widths of each linear layer of a block that has an adapter."""
+    layers = dict(dims.linears)
+    named = config.lora.target_modules
+    if isinstance(named, str) and named != "all-linear":
+        places = [
+            f"model.layers.{index}.{part}."
+            for index in range(dims.layers)
+            for part in ("self_attn", "mlp")
+        ]
+        named = [
+            name for name in layers if any(re.fullmatch(named, place + name) for place in places)
+        ]
+    if isinstance(named, list):
+        targets = {target.rpartition(".")[2] for target in named}
+        selected = {name: widths for name, widths in layers.items() if name in targets}
+        layers = selected or layers
+    return layers
+
+
+def adapter_bytes(dims: LanguageDims, config: Config, low: int, mask_bytes: int) -> float:
+    """Return the bytes per token that the adapters of one layer save: each saves its input (with
+    dropout, a separate copy and a mask) and ``lora.rank`` numbers.
+
+    Args:
+        low: bytes per element of the results of matrix products.
+        mask_bytes: bytes per element of a dropout mask.
+    """
+    lora, layers = config.lora, adapted_layers(dims, config)
+    if lora.dropout > 0:
+        inputs = sum((low + mask_bytes) * width for width, _ in layers.values())
+    else:  # q, k and v share one input, and so do gate and up
+        groups: dict[str, int] = {}
+        for name, (width, _) in layers.items():
+            is_shared = name not in ("o_proj", "down_proj")
+            mlp = name in ("up_proj", "gate_proj", "gate_up_proj")
+            groups[("mlp" if mlp else "attention") if is_shared else name] = low * width
+        inputs = sum(groups.values())
+    # DoRA scales the results of the layer and of the adapter; VeRA scales two results of its own.
+    scaled = (2 if lora.use_dora else 0) + (1 if lora.method == "vera" else 0)
+    ranks = lora.rank * (2 if lora.method == "vera" else 1)
+    outputs = sum(width for _, width in layers.values())
+    return inputs + low * ranks * len(layers) + low * scaled * outputs
+
+
+def layer_matrices(dims: LanguageDims, config: Config, low: int) -> float:
+    """Return the bytes of the matrices of one layer that exist while it computes: its weight, if it
+    is quantized, and with DoRA the update as a matrix (from an identity matrix in float32), and its
+    sum with the weight."""
+    lora = config.lora
+    if not lora.enable:
+        return 0.0
+    size = dims.hidden * max(dims.feed_forward, dims.queries)
+    copies = (1 if lora.quantize != "none" else 0) + (3 if lora.use_dora else 0)
+    identity = _FLOAT32 * max(dims.feed_forward, dims.hidden) ** 2 if lora.use_dora else 0
+    return copies * low * size + identity

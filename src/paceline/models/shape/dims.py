@@ -1,0 +1,167 @@
+"""Read the widths of a language model from its config.json. Imports no torch."""
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from paceline.models.json_config import JsonObject, first_number, language_fields
+
+#: Model types whose MLP is two layers without a gate.
+_UNGATED = {
+    "gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "codegen", "phi",
+    "starcoder2", "gpt_bigcode", "xglm", "biogpt", "nemotron",
+}  # fmt: skip
+#: Model types that apply a norm to queries and keys.
+_NORMED_QUERIES = {"qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "smollm3"}
+#: Model types with torch's LayerNorm; the others have root-mean-square norms.
+_LAYER_NORMS = _UNGATED - {"nemotron"} | {"stablelm"}
+#: Model types whose norms multiply by their weight in float32.
+_FLOAT32_NORMS = {"gemma", "gemma2", "gemma3_text"}
+#: Model type → number of norms of the hidden states in a block; 2 for the others.
+_NORMS = {"gemma2": 4, "gemma3_text": 4, "phi": 1, "gptj": 1, "codegen": 1, "cohere": 1}
+#: Model types with one linear layer for queries, keys and values.
+_FUSED_QKV = {
+    "gpt2", "gpt_neox", "bloom", "falcon", "mpt", "codegen", "gpt_bigcode", "phi3",
+}  # fmt: skip
+#: Model types with one linear layer for the gate and the up projection.
+_FUSED_GATE = {"phi3", "glm"}
+#: Activation functions that transformers computes in several operations.
+_COMPOSED = ("gelu_new", "gelu_fast", "gelu_accurate")
+
+
+@dataclass(frozen=True)
+class LanguageDims:
+    """Widths of a decoder-only language model.
+
+    Args:
+        queries, keys: output widths of the query projection and of the key (and value) projection:
+            number of heads × head size.
+        feed_forward: inner width of the MLP, or of one expert.
+        experts, experts_per_token: number of experts, and of those that process a token; 1 and 1 in
+            a dense model.
+        gated: whether the MLP has a gate in addition to its up projection.
+        tied: whether the output head shares its weight with the token embedding.
+        positions: number of learned position embeddings, or 0.
+        normed_queries: whether queries and keys are normed.
+        norms: number of norms of the hidden states in a block.
+        layer_norms: whether norms are torch's LayerNorm, instead of root-mean-square norms.
+        float32_norms: whether norms multiply by their weight in float32.
+        fused_qkv, fused_gate: whether queries, keys and values (gate and up projection) have one
+            linear layer.
+        composed_activation: whether the activation of the MLP is a chain of operations.
+        softcaps_scores, softcaps_logits: whether ``cap · tanh(x / cap)`` of attention scores (of
+            the head's output) is computed.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    feed_forward: int
+    vocabulary: int
+    gated: bool = True
+    tied: bool = False
+    experts: int = 1
+    experts_per_token: int = 1
+    positions: int = 0
+    normed_queries: bool = False
+    norms: int = 2
+    layer_norms: bool = False
+    float32_norms: bool = False
+    fused_qkv: bool = False
+    fused_gate: bool = False
+    composed_activation: bool = False
+    softcaps_scores: bool = False
+    softcaps_logits: bool = False
+
+    @property
+    def attention_weights(self) -> int:
+        """Number of parameters of the attention projections of one layer, without biases."""
+        return 2 * self.hidden * (self.queries + self.keys)
+
+    @property
+    def expert_weights(self) -> int:
+        """Number of parameters of one MLP (or one expert), without biases."""
+        return (3 if self.gated else 2) * self.hidden * self.feed_forward
+
+    @cached_property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Return the input and output width of each linear layer of a block."""
+        wide = self.feed_forward
+        into: dict[str, tuple[int, int]] = {}
+        if self.fused_qkv:
+            into["qkv_proj"] = self.hidden, self.queries + 2 * self.keys
+        else:
+            into["q_proj"] = self.hidden, self.queries
+            into["k_proj"] = into["v_proj"] = self.hidden, self.keys
+        if self.gated and self.fused_gate:
+            into["gate_up_proj"] = self.hidden, 2 * wide
+        else:
+            into["up_proj"] = self.hidden, wide
+            if self.gated:
+                into["gate_proj"] = self.hidden, wide
+        return into | {
+            "o_proj": (self.queries, self.hidden),
+            "down_proj": (wide * self.experts_per_token, self.hidden),
+        }
+
+    @property
+    def parameters_at_most(self) -> int:
+        """Upper bound on the number of parameters, including biases and norms."""
+        layer = self.attention_weights + self.experts * (self.expert_weights + self.hidden)
+        small = (
+            8 * self.hidden
+            + 4 * self.queries
+            + 4 * self.keys
+            + 2 * self.feed_forward * self.experts
+        )
+        tables = (1 if self.tied else 2) * self.vocabulary + self.positions + 2
+        return self.layers * (layer + small) + tables * self.hidden
+
+
+def dims_of(config: JsonObject) -> LanguageDims | None:
+    """Return the widths in a config.json, or None if it does not describe a supported decoder."""
+    config = language_fields(config)
+    number = partial(first_number, config)
+    hidden = number("hidden_size", "n_embd", "d_model")
+    layers = number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    heads, vocabulary = number("num_attention_heads", "n_head", "n_heads"), number("vocab_size")
+    if hidden is None or layers is None or heads is None or vocabulary is None:
+        return None
+    kind = str(config.get("model_type", ""))
+    key_heads = number("num_key_value_heads") or heads
+    size = number("head_dim") or hidden // heads or 1
+    experts = number("num_local_experts", "num_experts", "n_routed_experts") or 1
+    inner = number("intermediate_size", "n_inner", "ffn_dim", "inner_dim") or 4 * hidden
+    tied = config.get("tie_word_embeddings")
+    return LanguageDims(
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        key_heads=key_heads,
+        queries=heads * size,
+        keys=key_heads * size,
+        feed_forward=(number("moe_intermediate_size") or inner) if experts > 1 else inner,
+        vocabulary=vocabulary,
+        gated=kind not in _UNGATED,
+        tied=bool(tied) if tied is not None else kind in ("gpt2", "gemma", "gemma2", "gemma3_text"),
+        experts=experts,
+        experts_per_token=number("num_experts_per_tok", "num_experts_per_token") or 1,
+        positions=(
+            (number("n_positions", "max_position_embeddings") or 0)
+            if kind in ("gpt2", "opt")
+            else 0
+        ),
+        normed_queries=kind in _NORMED_QUERIES,
+        norms=_NORMS.get(kind, 2),
+        layer_norms=kind in _LAYER_NORMS,
+        float32_norms=kind in _FLOAT32_NORMS,
+        fused_qkv=kind in _FUSED_QKV,
+        fused_gate=kind in _FUSED_GATE,
+        composed_activation=any(
+            config.get(name) in _COMPOSED for name in ("hidden_act", "activation_function")
+        ),
+        softcaps_scores=bool(config.get("attn_logit_softcapping")),
+        softcaps_logits=bool(config.get("final_logit_softcapping")),
+    )
