@@ -27,7 +27,7 @@ EXCEPTIONS = {
     "simulation/cuda.py",  # replaces functions of torch.cuda that the CPU build lacks
 }
 #: Documented names with a leading underscore.
-DOCUMENTED = {"_exit", "_current_frames", "_fields", "_asdict", "_replace"}
+DOCUMENTED = {"_exit", "_current_frames", "_fields", "_asdict", "_replace", "_temp_dir"}
 
 
 def is_private(name):
@@ -41,6 +41,8 @@ def parse_modules():
 
 def find_defined_names(tree):
     for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            yield node.arg
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -61,6 +63,9 @@ def find_private_uses(tree, defined):
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             if node.attr not in defined:
                 yield node.lineno, node.attr
+        elif isinstance(node, ast.keyword) and node.arg is not None and is_private(node.arg):
+            if node.arg not in defined:
+                yield node.value.lineno, node.arg
         elif (
             isinstance(node, ast.Call)
             and getattr(node.func, "id", "") in ("getattr", "setattr", "hasattr", "delattr")
@@ -88,6 +93,8 @@ def test_missing_name_error_has_the_supported_range():
         torch_compat._find(torch, "_missing.name")
     assert torch_compat.SUPPORTED in str(caught.value)
     assert torch_compat._find(torch, "_missing.name", None) is None
+    with pytest.raises(ConfigError, match=r"torch\._missing\.module"):
+        torch_compat._import("torch._missing.module")
 
 
 def test_supported_range_matches_pyproject():
@@ -129,6 +136,14 @@ def test_tensor_version_and_storage_id():
     on_meta = torch.zeros(4, device="meta")
     assert torch_compat.storage_id(on_meta) == torch_compat.storage_id(on_meta[1:])
     assert torch_compat.storage_id(on_meta) != torch_compat.storage_id(torch.zeros(4))
+
+
+def test_meta_and_fake_tensors_have_no_values():
+    fake_tensor = torch_compat._import("torch._subclasses.fake_tensor")
+    with fake_tensor.FakeTensorMode():
+        assert not torch_compat.has_values(torch.zeros(1))
+    assert not torch_compat.has_values(torch.zeros(1, device="meta"))
+    assert torch_compat.has_values(torch.zeros(1))
 
 
 def test_classification_of_dispatched_operations():

@@ -8,13 +8,12 @@ functions that compute the same numbers.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from paceline.core.errors import ConfigError
 
@@ -33,12 +32,33 @@ def _find(owner: Any, path: str, default: Any = _MISSING) -> Any:
     except AttributeError as error:
         if default is not _MISSING:
             return default
-        raise ConfigError(
-            f"torch {torch.__version__} has no `{getattr(owner, '__name__', owner)}.{path}`, which"
-            " Paceline requires",
-            allowed=SUPPORTED,
-            fix=f"run `pip install '{SUPPORTED}'`",
-        ) from error
+        raise _missing_name(f"{getattr(owner, '__name__', owner)}.{path}") from error
+
+
+def _import(name: str) -> Any:
+    """Return a module of torch.
+
+    Raises:
+        ConfigError: if this torch lacks it.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise _missing_name(name) from error
+
+
+def _missing_name(name: str) -> ConfigError:
+    return ConfigError(
+        f"torch {torch.__version__} has no `{name}`, which Paceline requires",
+        allowed=SUPPORTED,
+        fix=f"run `pip install '{SUPPORTED}'`",
+    )
+
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+    TorchDispatchMode = _find(_import("torch.utils._python_dispatch"), "TorchDispatchMode")
 
 
 # -- hooks around communication
@@ -98,6 +118,21 @@ def dump_flight_recorder() -> bytes:
     """Return the contents of torch's flight recorder as JSON, or b"" if this torch has none."""
     dump = _find_flight_recorder()[1]
     return b"" if dump is None else dump()
+
+
+def tcp_rpc_options(num_threads: int, timeout_s: float) -> Any:
+    """Return options with which ``torch.distributed.rpc`` sends over TCP only."""
+    from torch.distributed import rpc
+
+    try:
+        return rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=num_threads,
+            rpc_timeout=timeout_s,
+            _transports=["uv"],
+            _channels=["basic"],
+        )
+    except TypeError as error:
+        raise _missing_name("TensorPipeRpcBackendOptions(_transports, _channels)") from error
 
 
 # -- one kernel for many tensors
@@ -167,9 +202,7 @@ def dump_memory_history(path: str) -> None:
 # -- compilation
 def on_compilations(start: Callable[[object], None], end: Callable[[object], None]) -> None:
     """Call ``start`` before and ``end`` after torch.compile compiles a graph in this process."""
-    from importlib import import_module
-
-    handler = _find(import_module("torch._dynamo.callback"), "callback_handler")
+    handler = _find(_import("torch._dynamo.callback"), "callback_handler")
     handler.register_start_callback(start)
     handler.register_end_callback(end)
 
@@ -188,7 +221,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has values: not if it is on the meta device or a fake tensor."""
-    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+    fake = _find(_import("torch._subclasses.fake_tensor"), "FakeTensor")
+    return not tensor.is_meta and not isinstance(tensor, fake)
 
 
 def is_mutable_op(op: Any) -> bool:

@@ -1,5 +1,5 @@
-"""Read the config.json of a model without network access: from a folder, the hub's cache, or a
-table of well-known models. Imports no torch."""
+"""Find the files of a model in a folder, in the hub's cache or on the hub, and read its config.json
+without network access, also from a table of well-known models. Imports no torch."""
 
 import contextlib
 import json
@@ -68,6 +68,29 @@ def cached_file(name: str, file_name: str) -> Path | None:
     except ValueError:  # not the name of a repository
         return None
     return Path(cached) if isinstance(cached, str) else None
+
+
+def find_file(name: str, file_name: str) -> Path | None:
+    """Return a file of a model's folder or hub ID, which is downloaded if necessary; None if the
+    model has no such file, or if it cannot be downloaded because the hub is offline.
+
+    Raises:
+        OSError: the hub refuses access to the model and the file is not cached.
+    """
+    folder = Path(name).expanduser()
+    if folder.exists():
+        return folder / file_name if (folder / file_name).is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    try:
+        return Path(hf_hub_download(canonical_id(name), file_name))
+    except EntryNotFoundError:
+        return None
+    except HfHubHTTPError:
+        if (cached := cached_file(name, file_name)) is None:
+            raise
+        return cached
 
 
 def download_config(name: str) -> None:

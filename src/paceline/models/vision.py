@@ -15,6 +15,7 @@ from paceline.core.errors import ConfigError, first_line, unknown_name
 from paceline.core.files import write_json_atomic
 from paceline.core.hub import go_offline_if_unreachable
 from paceline.data.images import ImageForm
+from paceline.models.hub_configs import find_file
 from paceline.models.json_config import read_object
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def _hub_config(config: Config) -> Any:
 
 
 def _normalization(name: str) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-    file = _preprocessor_file(name)
+    file = find_file(name, _PREPROCESSOR)
     content = {} if file is None else json.loads(file.read_text())
     mean, std = content.get("image_mean"), content.get("image_std")
     if (
@@ -188,18 +189,6 @@ def _normalization(name: str) -> tuple[tuple[float, ...] | None, tuple[float, ..
     ):
         return tuple(mean), tuple(std)
     return None, None
-
-
-def _preprocessor_file(name: str) -> Path | None:
-    local = Path(name).expanduser() / _PREPROCESSOR
-    if local.is_file():
-        return local
-    if Path(name).expanduser().exists():
-        return None
-    from transformers.utils.hub import cached_file
-
-    file = cached_file(name, _PREPROCESSOR, _raise_exceptions_for_missing_entries=False)
-    return None if file is None else Path(file)
 
 
 # -- on every rank
@@ -286,7 +275,7 @@ def save_image_model(
     saved = _saved_model(config.model)
     if not is_builtin(config.model) and saved is None:
         model.save_pretrained(str(folder))
-        preprocessor = _preprocessor_file(config.model)
+        preprocessor = find_file(config.model, _PREPROCESSOR)
         if preprocessor is not None:
             shutil.copyfile(preprocessor, folder / _PREPROCESSOR)
         return

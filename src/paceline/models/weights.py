@@ -23,6 +23,8 @@ from torch import nn
 from paceline.distributed.environment import from_environment
 from paceline.models.blocks import find_blocks
 from paceline.models.converted import converted_copy
+from paceline.models.hub_configs import find_file
+from paceline.models.transformers_compat import load_generation_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -142,23 +144,21 @@ def _set_source(model: Any, name: str, trust_remote_code: bool) -> None:
     """Set what transformers takes from a model's folder besides its config and its weights."""
     model.config.name_or_path = model.name_or_path = name
     if model.can_generate():
-        model.adjust_generation_fn(
-            None, True, None, name, None, False, None, False, None, "main", "", trust_remote_code
-        )
+        load_generation_config(model, name, trust_remote_code)
 
 
 def safetensors_files(name: str) -> list[Path]:
     """Return the safetensors files of a model's folder or hub ID, which are downloaded if
     necessary. The list is empty if it has none."""
-    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+    single = find_file(name, "model.safetensors")
+    if single is not None:
+        return [single]
+    index = find_file(name, "model.safetensors.index.json")
+    if index is None:
+        return []
+    from transformers.utils.hub import get_checkpoint_shard_files
 
-    for file_name in ("model.safetensors", "model.safetensors.index.json"):
-        path = cached_file(name, file_name, _raise_exceptions_for_missing_entries=False)
-        if path is not None:
-            if file_name.endswith(".safetensors"):
-                return [Path(path)]
-            return [Path(file) for file in get_checkpoint_shard_files(name, path)[0]]
-    return []
+    return [Path(file) for file in get_checkpoint_shard_files(name, str(index))[0]]
 
 
 # -- convert

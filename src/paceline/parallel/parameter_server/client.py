@@ -9,6 +9,7 @@ import torch
 from torch.distributed import rpc
 
 from paceline.distributed.communicator import Communicator
+from paceline.distributed.torch_compat import tcp_rpc_options
 from paceline.distributed.traffic import TRAFFIC, uncounted
 from paceline.parallel.parameter_server.server import Rows, pull
 
@@ -18,9 +19,7 @@ _THREADS = 4
 def connect(world: Communicator, timeout_s: float) -> None:
     """Open ``torch.distributed.rpc`` among all ranks. A collective."""
     # Plain TCP works everywhere; the other transports need shared memory or InfiniBand.
-    options = rpc.TensorPipeRpcBackendOptions(
-        num_worker_threads=_THREADS, rpc_timeout=timeout_s, _transports=["uv"], _channels=["basic"]
-    )
+    options = tcp_rpc_options(_THREADS, timeout_s)
     with uncounted(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using a Backend")
         rpc.init_rpc(

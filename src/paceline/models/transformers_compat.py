@@ -1,0 +1,59 @@
+"""Wrappers for functions of transformers that it does not document.
+
+If the installed transformers lacks one of them, or its arguments have changed, the wrapper raises a
+ConfigError with the supported range.
+"""
+
+import inspect
+from collections.abc import Callable, Set
+from typing import Any
+
+import transformers
+
+from paceline.core.errors import ConfigError
+
+SUPPORTED = "transformers>=5.17,<6"
+
+
+def load_generation_config(model: Any, name: str, trust_remote_code: bool) -> None:
+    """Set the model's generation config, and its custom ``generate`` if it is trusted, to those of
+    a folder or hub ID, as ``from_pretrained(name)`` does.
+
+    Raises:
+        ConfigError: this transformers has no such function, or it has other arguments.
+    """
+    arguments: dict[str, Any] = {
+        "generation_config": None,
+        "from_auto_class": True,
+        "from_pipeline": None,
+        "pretrained_model_name_or_path": name,
+        "cache_dir": None,
+        "force_download": False,
+        "proxies": None,
+        "local_files_only": False,
+        "token": None,
+        "revision": "main",
+        "subfolder": "",
+        "trust_remote_code": trust_remote_code,
+    }
+    load = getattr(model, "adjust_generation_fn", None)
+    if load is None or not _accepts(load, arguments.keys()):
+        raise ConfigError(
+            f"transformers {transformers.__version__} has no `adjust_generation_fn` with the"
+            " arguments that Paceline passes",
+            allowed=SUPPORTED,
+            fix=f"run `pip install '{SUPPORTED}'`",
+        )
+    load(**arguments)
+
+
+def _accepts(function: Callable[..., Any], names: Set[str]) -> bool:
+    """Return whether a function has arguments of all these names, and requires no others."""
+    parameters = inspect.signature(function).parameters
+    required = {
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+    return required <= names <= parameters.keys()
