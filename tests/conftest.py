@@ -19,13 +19,20 @@ from not_run import NOT_RUN, record_not_run
 from simulation_cache import compile_shared
 from slurm_cluster import missing_requirement
 
-# Set before any import of a library that reads these variables. All tests share the cache, so that
-# the built-in model, its tokenizer and its data are built once. Hugging Face's caches are below
-# XDG_CACHE_HOME.
-_CACHE = tempfile.mkdtemp(prefix="paceline-tests-")
+# Set before any import of a library that reads these variables. All tests share the cache, also
+# those of other workers of pytest-xdist, so that the built-in model, its tokenizer and its data are
+# built once. Hugging Face's caches are below XDG_CACHE_HOME.
+_IS_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if _IS_XDIST_WORKER:
+    _CACHE = os.environ["XDG_CACHE_HOME"]
+else:
+    _CACHE = tempfile.mkdtemp(prefix="paceline-tests-")
 _TOKEN = uuid.uuid4().hex
 os.environ["XDG_CACHE_HOME"] = _CACHE
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Threads of torch that wait for each other sleep instead of spinning: two workers and their ranks
+# share the cores. It does not change any result.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Inherited by every process that a test starts, including orphans.
 os.environ["PACELINE_TEST_SESSION"] = _TOKEN
 for _name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TRANSFORMERS_CACHE"):
@@ -145,7 +152,8 @@ def pytest_terminal_summary(
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(_CACHE, ignore_errors=True)
+    if not _IS_XDIST_WORKER:
+        shutil.rmtree(_CACHE, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.alone
-
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SCRIPT = BENCHMARKS / "slow_network.py"
 
@@ -276,6 +274,10 @@ def list_stale_namespaces():
     ]
 
 
+@pytest.mark.alone
+@pytest.mark.alone
+@pytest.mark.alone
+@pytest.mark.alone
 @pytest.mark.soak  # needs root and iproute2
 @pytest.mark.parametrize(
     ("hosts", "delay", "loss"), [(2, 0.01, 0.0), (3, 0.005, 0.01), (2, 0.0, 0.0)]

@@ -124,6 +124,7 @@ def test_run_recovers_from_killed_rank(
     assert world_sizes(cluster) == [2, 2]
 
 
+@pytest.mark.soak
 def test_killed_host_rejoins(
     request: pytest.FixtureRequest, tmp_path: Path, reference_run: ReferenceRun
 ) -> None:

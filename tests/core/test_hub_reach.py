@@ -86,10 +86,21 @@ def test_recognizes_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-@pytest.mark.parametrize(
-    "args", [("model=a/b", "dataset=d.jsonl"), ("model=builtin:qwen2-micro", "dataset=a/b#10")]
+_MODEL, _DATASET = (
+    ("model=a/b", "dataset=d.jsonl"),
+    ("model=builtin:qwen2-micro", "dataset=a/b#10"),
 )
-@pytest.mark.parametrize("mode", ["--dry-run", "report_to=none"])
+
+
+@pytest.mark.parametrize(
+    ("args", "mode"),
+    [
+        (_MODEL, "report_to=none"),
+        (_DATASET, "--dry-run"),
+        pytest.param(_MODEL, "--dry-run", marks=pytest.mark.soak),
+        pytest.param(_DATASET, "report_to=none", marks=pytest.mark.soak),
+    ],
+)
 def test_hub_id_without_network_is_one_error(
     tmp_path: Path, args: tuple[str, ...], mode: str
 ) -> None:

@@ -67,7 +67,6 @@ def _load_rules(network: Any, rules: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_rules_admit_only_the_hosts_of_the_run(network: Any) -> None:
     by_address, by_interface = re.findall(
         r"^```nft\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL

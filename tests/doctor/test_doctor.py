@@ -7,12 +7,20 @@ from pathlib import Path
 import pytest
 from commands import run
 
+from paceline.core.files import cache_dir
+from paceline.models.builtin import resolve_model
+
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
     """Return an environment with a separate cache, so that other tests do not plan with these
-    measurements."""
-    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    measurements. It shares the built-in models and datasets."""
+    resolve_model("builtin:qwen2-micro")
+    cache = tmp_path / "cache" / "paceline"
+    cache.mkdir(parents=True)
+    for shared in (cache_dir() / name for name in ("models", "builtin")):
+        (cache / shared.name).symlink_to(shared)
+    return {**os.environ, "XDG_CACHE_HOME": str(cache.parent)}
 
 
 def test_doctor_measures_and_saves_the_profile(tmp_path: Path, env: dict[str, str]) -> None:

@@ -10,14 +10,13 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.link import Link
 from paceline.doctor.links import Network, Pair, check_links, measure_network
 
-pytestmark = pytest.mark.alone
-
 
 def _measure(world: Communicator) -> tuple[Any, int]:
     before = world.traffic.total
     return measure_network(world), world.traffic.total - before
 
 
+@pytest.mark.alone
 @pytest.mark.soak
 def test_measures_every_pair_and_ranks_agree() -> None:
     results = run_ranks(_measure, 3)

@@ -3,10 +3,7 @@ bytes of the measurement do not count as traffic of a step."""
 
 from pathlib import Path
 
-import pytest
 from commands import events, report, train
-
-pytestmark = pytest.mark.alone
 
 
 def test_reports_whether_compression_pays(tmp_path: Path) -> None:

@@ -43,7 +43,10 @@ def make_noisy_times(
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "world_size",
+    [2, pytest.param(3, marks=pytest.mark.soak), 4, pytest.param(8, marks=pytest.mark.soak)],
+)
 @pytest.mark.parametrize(
     ("base_s", "spread", "outlier_probability"),
     [(0.01, 1.0, 0.1), (0.1, 0.3, 0.1), (0.5, 0.2, 0.05), (2.0, 0.1, 0.02)],

@@ -25,8 +25,6 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
 from paceline.health.watchdog import Watchdog
 
-pytestmark = pytest.mark.alone
-
 # -- a minimal training loop on real ranks
 
 
@@ -91,6 +89,7 @@ def _load_data_slowly() -> None:
     time.sleep(6.0)
 
 
+@pytest.mark.alone
 @pytest.mark.soak
 def test_rank_blocked_in_data_loading_is_reported_by_all_others(tmp_path: Path) -> None:
     first, slow, third = run_ranks(_train, 3, str(tmp_path), "sleep", {})
@@ -105,6 +104,7 @@ def test_rank_blocked_in_data_loading_is_reported_by_all_others(tmp_path: Path) 
     assert first.failed == slow.failed == third.failed == []
 
 
+@pytest.mark.alone
 @pytest.mark.soak
 def test_other_ranks_end_after_the_hang_timeout(tmp_path: Path) -> None:
     first, slow, third = run_ranks(_train, 3, str(tmp_path), "sleep", {"hang_timeout_s": 3.0})
@@ -116,6 +116,7 @@ def test_other_ranks_end_after_the_hang_timeout(tmp_path: Path) -> None:
         assert "the hang lasted longer than 3 s" in text
 
 
+@pytest.mark.alone
 @pytest.mark.soak
 def test_rank_that_omitted_a_collective_is_reported(tmp_path: Path) -> None:
     first, *_ = run_ranks(_train, 3, str(tmp_path), "skip", {"hang_timeout_s": 2.0})
@@ -125,6 +126,7 @@ def test_rank_that_omitted_a_collective_is_reported(tmp_path: Path) -> None:
     assert first.failed[0][1] == [1]
 
 
+@pytest.mark.alone
 @pytest.mark.soak
 def test_disabled_watchdog_reports_nothing(tmp_path: Path) -> None:
     by_rank = run_ranks(_train, 2, str(tmp_path), "sleep", {"watchdog": False})
@@ -171,6 +173,7 @@ def test_other_errors_are_unchanged() -> None:
     assert run_ranks(_explain_other_error, 2) == ["True", "True"]
 
 
+@pytest.mark.alone
 @pytest.mark.soak
 def test_reads_the_flight_recorder_of_torch() -> None:
     """Each size needs a new process, since torch reads the variable only once."""
@@ -255,6 +258,7 @@ def wait_for_event(
     raise AssertionError(f"no event {kind}")
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", ["ddp", "zero3"])
@@ -297,6 +301,7 @@ def test_stopped_process_is_reported_within_ten_seconds_and_continues(
     assert "was paused" in pause["text"]
 
 
+@pytest.mark.alone
 @pytest.mark.soak
 def test_mismatched_collectives_end_the_run_with_both_call_sites(tmp_path: Path) -> None:
     process = start_run(
@@ -313,6 +318,7 @@ def test_mismatched_collectives_end_the_run_with_both_call_sites(tmp_path: Path)
     assert "in fault" in stderr
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_mismatched_sizes_are_reported_although_gloo_aborts(tmp_path: Path) -> None:
     process = start_run(
@@ -327,6 +333,7 @@ def test_mismatched_sizes_are_reported_although_gloo_aborts(tmp_path: Path) -> N
     assert events(tmp_path / "run", "fault") == []  # no restart, since the fault would recur
 
 
+@pytest.mark.alone
 @pytest.mark.soak
 def test_rank_slower_by_200_ms_is_reported_within_ten_steps(
     tmp_path: Path,
@@ -359,12 +366,14 @@ def check_no_reports(tmp_path: Path, steps: int) -> None:
     assert [events(tmp_path / "run", kind) for kind in ("straggler", "hang")] == [[], []]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.soak
 def test_no_reports_in_200_even_steps(tmp_path: Path) -> None:
     check_no_reports(tmp_path, 200)
 
 
+@pytest.mark.alone
 @pytest.mark.soak
 def test_no_reports_in_1000_even_steps(tmp_path: Path) -> None:
     check_no_reports(tmp_path, 1000)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 ARGS = (
     "lora.enable=true", "lora.dropout=0.1", "gradient_accumulation_steps=2",
     "max_steps=24", "save_steps=4", "dataloader_num_workers=1", "warmup_steps=3",
-    "parallel.num_gpus=3",
+    "parallel.num_gpus=2",
 )  # fmt: skip
 
 
@@ -87,9 +87,7 @@ def test_killed_ranks_are_restarted_with_bitwise_equal_result(reference_digest, 
     assert report(folder)["restarts"] == 2
     assert report(folder)["resumed_from_step"] % 4 == 0
     faults = events(folder, "fault")
-    assert len(faults) == 2
-    assert faults[0]["ranks"] in ([1], [2])
-    assert faults[1]["ranks"] == [0]
+    assert [fault["ranks"] for fault in faults] == [[1], [0]]
     for fault in faults:
         assert f"rank {fault['ranks'][0]} (process" in output
         assert "was killed by SIGKILL" in fault["reason"]

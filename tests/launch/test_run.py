@@ -18,20 +18,17 @@ REPORT_KEYS = {
 }  # fmt: skip
 
 LORA = ("lora.enable=true", "lora.rank=4", "bf16=true")
+FULL = (
+    "split_dataset_ratio=0.1", "gradient_accumulation_steps=2", "max_steps=10",
+    "learning_rate=3e-3",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
     """Run full fine-tuning on two ranks with validation, without dropout."""
     folder = tmp_path_factory.mktemp("full") / "run"
-    done = train(
-        folder,
-        "split_dataset_ratio=0.1",
-        "gradient_accumulation_steps=2",
-        "max_steps=10",
-        "learning_rate=3e-3",
-    )
-    return folder, done
+    return folder, train(folder, *FULL)
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +95,7 @@ def test_loss_does_not_depend_on_world_size(full, tmp_path, ranks, accumulation)
 @pytest.mark.soak
 def test_padding_and_packing_have_equal_losses(full, tmp_path):
     folder, _ = full
-    args = [
-        "split_dataset_ratio=0.1",
-        "gradient_accumulation_steps=2",
-        "max_steps=10",
-        "learning_rate=3e-3",
-    ]
-    train(tmp_path / "run", *args, "packing=false")
+    train(tmp_path / "run", *FULL, "packing=false")
     assert losses(tmp_path / "run") == pytest.approx(losses(folder), rel=1e-4)
 
 
@@ -161,11 +152,12 @@ def test_training_continues_from_adapter(lora, tmp_path):
     assert losses(tmp_path / "run")[0] < losses(lora)[0]
 
 
-def test_finished_run_is_not_repeated(lora):
-    before = (lora / "report.json").stat().st_mtime_ns
-    done = train(lora, *LORA, "max_steps=4", "learning_rate=1e-2", "gradient_checkpointing=true")
+def test_finished_run_is_not_repeated(full):
+    folder, _ = full
+    before = (folder / "report.json").stat().st_mtime_ns
+    done = train(folder, *FULL)
     assert "already finished" in done.stderr
-    assert (lora / "report.json").stat().st_mtime_ns == before
+    assert (folder / "report.json").stat().st_mtime_ns == before
 
 
 @pytest.mark.soak

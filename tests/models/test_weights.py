@@ -135,8 +135,8 @@ def test_full_precision_files_are_mapped_and_never_written(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "qwen3_next"])
 def test_converted_copy(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy in another dtype, with merged experts, is the model that transformers loads."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = str(make_model(name, tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = AutoConfig.from_pretrained(folder)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     copy = converted_copy(AutoModelForCausalLM, folder, torch.bfloat16, 0, config=config)

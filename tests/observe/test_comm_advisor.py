@@ -25,8 +25,6 @@ from paceline.parallel.comm_profile import CommProfile, CommTimes
 from paceline.parallel.protocols import comm_profile
 from paceline.train.optimizer import build_optimizer, matrices_of
 
-pytestmark = pytest.mark.alone
-
 FAST, SLOW = Link(1e-4, 1e9, 2), Link(0.01, 1e7, 2)
 BUCKETS = [20_000_000, 20_000_000]  # with two ranks, each byte is sent once
 
@@ -189,6 +187,7 @@ SLOW_RATE = (5e4, 1e-3)  # slow enough that other load on the machine does not m
 TOPK = {"compression": {"method": "topk", "ratio": 0.01}}
 
 
+@pytest.mark.alone
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_compression_pays_on_slow_link(world_size):
@@ -210,6 +209,7 @@ def test_compression_pays_on_slow_link(world_size):
     assert len({figures["why"] for _, _, figures, _, _ in ranks}) == 1
 
 
+@pytest.mark.alone
 @pytest.mark.soak
 def test_traffic_matches_estimate():
     for settings in (TOPK, {"compression": {"method": "int8"}}, {}):
@@ -218,6 +218,7 @@ def test_traffic_matches_estimate():
         assert sent == pytest.approx(estimated, abs=8), settings
 
 
+@pytest.mark.alone
 @pytest.mark.soak
 def test_plain_ddp_on_slow_link_suggests_alternatives():
     opening, verdicts, figures, summary, _ = run_ranks(train_steps, 2, "ddp", SLOW_RATE, {}, 7)[0]
@@ -236,6 +237,7 @@ def train_with_diloco(world, workers):
     return train_steps(world, "diloco", SLOW_RATE, settings, 15)
 
 
+@pytest.mark.alone
 @pytest.mark.soak
 def test_local_sgd_is_measured_over_complete_periods():
     ranks = run_ranks(train_with_diloco, 4, 2)

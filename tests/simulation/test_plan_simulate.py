@@ -33,25 +33,33 @@ def sent(report: RankReport) -> dict[str, int]:
     return {message["collective"]: message["bytes"] for message in report["messages"]}
 
 
-def plan(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+def plan(capsys: pytest.CaptureFixture[str], *args: str, world_size: int = 4) -> dict[str, Any]:
     keys = [f"model={MICRO}", "dataset=none.jsonl", "max_length=128", *args]
     device = [] if "--device" in args else ["--device", "H100-SXM"]
-    assert main(["plan", *keys, "--world-size", "4", *device, "--simulate", "--json"]) == 0
+    assert (
+        main(["plan", *keys, "--world-size", str(world_size), *device, "--simulate", "--json"]) == 0
+    )
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "ranks"), [(2, [0, 1]), pytest.param(4, [0, 2, 3], marks=pytest.mark.soak)]
+)
 @pytest.mark.usefixtures("compiled_shim")
-def test_plan_simulates_three_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    result = plan(capsys, "parallel.mode=zero3")
+def test_plan_simulates_up_to_three_ranks(
+    capsys: pytest.CaptureFixture[str], world_size: int, ranks: list[int]
+) -> None:
+    result = plan(capsys, "parallel.mode=zero3", world_size=world_size)
     simulated, parameters = result["simulated"], result["parameters"]
     assert result["simulated_reason"] is None
-    assert [rank["rank"] for rank in simulated["ranks"]] == [0, 2, 3]
+    assert [rank["rank"] for rank in simulated["ranks"]] == ranks
     assert simulated["verdict"] == "fits"
     for rank in simulated["ranks"]:
         assert rank["peak_memory_bytes"] == sum(rank["memory_bytes"].values())
         # a shard of the weights and of both moments, in allocations of 512 bytes
-        assert rank["memory_bytes"]["parameters"] == pytest.approx(parameters, rel=0.1)
-        assert rank["memory_bytes"]["optimizer"] == pytest.approx(2 * parameters, rel=0.2)
+        shard_bytes = 4 * parameters / world_size
+        assert rank["memory_bytes"]["parameters"] == pytest.approx(shard_bytes, rel=0.1)
+        assert rank["memory_bytes"]["optimizer"] == pytest.approx(2 * shard_bytes, rel=0.2)
         # weights for forward and for backward, and gradients once, in bfloat16
         assert sent(rank)["all_gather"] == pytest.approx(4 * parameters, rel=0.01)
         assert sent(rank)["reduce_scatter"] == pytest.approx(2 * parameters, rel=0.01)
