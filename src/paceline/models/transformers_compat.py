@@ -6,9 +6,8 @@ ConfigError with the supported range.
 
 import inspect
 from collections.abc import Callable, Set
+from importlib.metadata import version
 from typing import Any
-
-import transformers
 
 from paceline.core.errors import ConfigError
 
@@ -39,7 +38,7 @@ def load_generation_config(model: Any, name: str, trust_remote_code: bool) -> No
     load = getattr(model, "adjust_generation_fn", None)
     if load is None or not _accepts(load, arguments.keys()):
         raise ConfigError(
-            f"transformers {transformers.__version__} has no `adjust_generation_fn` with the"
+            f"transformers {version('transformers')} has no `adjust_generation_fn` with the"
             " arguments that Paceline passes",
             allowed=SUPPORTED,
             fix=f"run `pip install '{SUPPORTED}'`",
