@@ -19,6 +19,7 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
+from paceline.launch.layout import choose_layout
 from paceline.models.recommend import ClickModel, load_recommender
 from paceline.models.shape.outline import outline
 from paceline.parallel.base import make_strategy
@@ -129,6 +130,19 @@ def train(
 def train_on_one_rank(optimizer, **options):
     world = Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu"))
     return train(world, "single", optimizer, workers=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("device", "outer", "message"),
+    [
+        ("mps", None, "is not supported with mps devices: Gloo"),
+        ("cuda", RankEnv(0, 3, 0, 3), "on cuda devices is not supported with an outer launcher"),
+    ],
+)
+def test_devices_that_are_not_supported(device, outer, message):
+    config = make_config("parameter_server", "adagrad", 1)
+    with pytest.raises(ConfigError, match=message):
+        choose_layout(config, 2 if outer is None else 3, device, outer)
 
 
 def are_close(ours, theirs, tolerance=1e-6):

@@ -61,6 +61,19 @@ def _dense_sizes(shape: ModelShape) -> list[int]:
     return [4 * tensor.numel for tensor in shape.trained if not tensor.name.startswith("tables.")]
 
 
+@pytest.mark.parametrize("servers", [1, 50])
+def test_only_workers_use_the_memory_of_accelerators(servers: int) -> None:
+    config = make_config("parameter_server", "adam", servers, dense="ddp")
+    shape = outline(ClickModel(2, (1000,), DIM, [6], [8]), config)
+    cost = estimate_cost("parameter_server", shape, ParallelDims(data=2), Workload(), config)
+    on_accelerator = cost.on_accelerator or cost
+    assert (cost.on_accelerator is not None) == (servers == 1), (
+        "one server needs more than a worker"
+    )
+    dense_bytes = sum(_dense_sizes(shape))
+    assert (on_accelerator.parameters, on_accelerator.gradients) == (dense_bytes, dense_bytes)
+
+
 def test_parameters_are_assigned_to_servers_by_size() -> None:
     # 9 to the first server, 5 and 4 to the second, 4 to the first, 1 to the second
     assert assign_servers([5, 1, 9, 4, 4], 2) == [1, 1, 0, 1, 0]

@@ -1,16 +1,19 @@
 """Test features of runs on simulated CUDA devices: checkpoints, offloading, evaluation, generation,
-the watchdog, `paceline doctor`, and the errors for a tensor on a wrong device and for a parameter
-server, whose ranks run only on a CPU."""
+the watchdog, `paceline doctor`, and the error for a tensor on a wrong device."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import device_task
 import pytest
-from commands import digest, events, losses, report
+from commands import digest, events, losses, report, run, start
 from cpu_reference import Reference
-from device_runs import run_on, train_on
+from device_runs import VARIABLES, run_on, train_on
 from switches import LAYOUTS, QUICK_SWITCHES, TOLERANCES, Layout
+
+from paceline.models.builtin import resolve_model
 
 pytestmark = pytest.mark.slow
 
@@ -76,12 +79,37 @@ def test_tf32_is_in_the_report(tmp_path: Path) -> None:
     assert report(tmp_path / "run")["tf32"] is True
 
 
-def test_parameter_server_is_refused(tmp_path: Path) -> None:
-    args = ("model=builtin:dlrm", "task=recommend", "dataset=builtin:clicks#200")
-    folder = tmp_path / "run"
-    done = run_on("cuda", *args, "parallel.mode=parameter_server", f"output_dir={folder}", expect=2)
-    assert "`parallel.mode: parameter_server` is not supported with cuda devices" in done.stderr
-    assert not folder.exists()
+def generate_on(device: str, model: str) -> str:
+    environment = os.environ | (VARIABLES if device == "cuda" else {})
+    options = ("What is a tuple?", "--max-new-tokens=8", "--json")
+    done = run(model, *options, verb="generate", env=environment)
+    return json.loads(done.stdout)["answer"]
+
+
+def test_generate_gives_the_answer_of_the_cpu() -> None:
+    model = resolve_model("builtin:qwen2-micro")
+    answer = generate_on("cuda", model)
+    assert answer
+    assert answer == generate_on("cpu", model)
+
+
+@pytest.mark.soak
+def test_chat_server_answers_on_the_device() -> None:
+    model = resolve_model("builtin:qwen2-micro")
+    messages = [{"role": "user", "content": "What is a tuple?"}]
+    request = {"id": 1, "messages": messages, "max_new_tokens": 8}
+    with start(
+        model, "--serve", verb="generate", env=os.environ | VARIABLES, stdin=subprocess.PIPE
+    ) as server:
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        answers = []
+        while not answers or not {"end", "error"} & answers[-1].keys():
+            answers.append(json.loads(server.stdout.readline()))
+        server.stdin.close()
+    assert answers[0]["ready"]["device"] == "cuda"
+    text = "".join(answer.get("token", "") for answer in answers)
+    assert text.strip() == generate_on("cpu", model)
 
 
 def train_device_task(folder: Path, task_args: dict[str, object], *args: str, expect: int) -> str:

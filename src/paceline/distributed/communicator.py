@@ -74,12 +74,13 @@ class Communicator:
         self.ranks = ranks if ranks is not None else list(range(env.world_size))
         self.waits = waits or CommWaitTime()
         self._subgroups: dict[tuple[str, ...], Communicator] = {}
-        #: Device types of all ranks.
+        #: Device types of the ranks of the mesh.
         self.device_types = frozenset({device.type})
 
     @property
     def mixes_devices(self) -> bool:
-        """Whether the ranks have devices of different types. If so, all ranks use Gloo."""
+        """Whether the ranks of the mesh have devices of different types. If so, all ranks use
+        Gloo."""
         return len(self.device_types) > 1
 
     #: The process group existed before the run, and its creator closes it.
@@ -141,17 +142,21 @@ class Communicator:
         groups: Sequence[Sequence[int]],
         waits: CommWaitTime | None = None,
         timeout_s: float | None = None,
+        backend: str | None = None,
     ) -> Communicator:
         """Create a process group for each of ``groups`` and return that of this rank. A collective.
 
         Args:
             groups: ranks of each group; every rank is in exactly one.
             waits: counter of the seconds waited; default: a new one.
+            backend: of the new groups; default: that of all ranks.
         """
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         for ranks in groups:  # every rank takes part in the creation of every group
             members = [self.ranks[rank] for rank in ranks]
-            group = dist.new_group(members, timeout=timeout) if len(members) > 1 else None
+            group = None
+            if len(members) > 1:
+                group = dist.new_group(members, timeout=timeout, backend=backend)
             if self.rank in ranks:
                 env = replace(self.env, rank=ranks.index(self.rank), world_size=len(members))
                 local = type(self)(env, self.device, self.axes, group, members, waits)
@@ -261,14 +266,16 @@ class Communicator:
             self.sum(0.0)
 
     def close(self) -> None:
-        """Destroy the process group, unless it uses Gloo or existed before the run.
+        """Destroy this process group, unless it uses Gloo or existed before the run.
 
         Destroying a Gloo group joins its threads, which can deadlock on the GIL that the caller
         holds. It is not needed: every rank has passed the last barrier, and the sockets close with
         the process.
         """
-        if dist.is_initialized() and dist.get_backend() != "gloo" and not self.has_adopted_group:
-            dist.destroy_process_group()
+        if self.has_adopted_group or not dist.is_initialized():
+            return
+        if dist.get_backend(self.group) != "gloo":
+            dist.destroy_process_group(self.group)
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -287,12 +294,19 @@ def init_communicator(
     script may do so too.
 
     Args:
+        device_type: of the ranks of the mesh. The ranks after them, such as the servers of a
+            parameter server, use the CPU.
         axes: sizes of the mesh; default: all ranks on the data axis.
 
     Raises:
         RunError: if the existing process group has other ranks, or a backend that does not support
             the device.
     """
+    mesh_types = device_types = frozenset({device_type})
+    num_mesh_ranks = env.world_size if axes is None else axes.size
+    if num_mesh_ranks < env.world_size:
+        device_types |= {"cpu"}
+        device_type = device_type if env.rank < num_mesh_ranks else "cpu"
     tune_allocator(device_type)
     if device_type == "cpu":
         device = torch.device("cpu")
@@ -300,7 +314,6 @@ def init_communicator(
     else:
         device = torch.device(device_type, env.local_rank)
         torch.accelerator.set_device_index(env.local_rank)
-    device_types = frozenset({device_type})
     if env.world_size > 1 and dist.is_initialized():
         _check_adopted(env, device)
         Communicator.has_adopted_group = True
@@ -312,7 +325,7 @@ def init_communicator(
             root, _, _ = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))
             root.set_timeout(timeout)
             store = dist.PrefixStore("default_pg", root)
-            device_types = _exchange_device_types(
+            mesh_types = device_types = _exchange_device_types(
                 dist.PrefixStore("device_types", root), env.world_size, device_type
             )
         backend = dist.get_default_backend_for_device(device) if len(device_types) == 1 else "gloo"
@@ -331,7 +344,7 @@ def init_communicator(
         )
     count_collectives()
     world = Communicator(env, device, axes)
-    world.device_types = device_types
+    world.device_types = mesh_types
     return world
 
 

@@ -75,11 +75,22 @@ def choose_layout(
     check_strategy(chosen.strategy, config, chosen.axes)
     spec = get_spec(chosen.strategy)
     num_servers = spec.extra_ranks(config)
-    if num_servers and device_type != "cpu":
+    if num_servers and device_type not in ("cpu", "cuda"):
         raise ConfigError(
-            f"`parallel.mode: {chosen.strategy}` is not supported with {device_type} devices: it"
-            " runs on CPU ranks only",
+            f"`parallel.mode: {chosen.strategy}` is not supported with {device_type} devices: Gloo,"
+            " which connects workers and servers, cannot send their tensors",
+            allowed="`parallel.device: cpu` or `cuda`",
             fix="set `parallel.device: cpu`, or `parallel.mode: ddp`",
+        )
+    if num_servers and device_type != "cpu" and outer is not None:
+        raise ConfigError(
+            f"`parallel.mode: {chosen.strategy}` on {device_type} devices is not supported with an"
+            " outer launcher or several hosts: each of their ranks has a device, and the servers"
+            " have none",
+            fix=(
+                "start it on one host without torchrun (`paceline sft …`), or set"
+                " `parallel.device: cpu`"
+            ),
         )
     can_lose_ranks = bool(spec.expendable_ranks(config, chosen.axes))
     if outer is not None and can_lose_ranks:

@@ -124,6 +124,16 @@ def named_tables(model: nn.Module) -> dict[str, Table]:
     }
 
 
+def move_dense(model: nn.Module, device: torch.device) -> None:
+    """Move everything except the tables to ``device``."""
+    for module in model.modules():
+        if not isinstance(module, Table):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(device)
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+
+
 def fill_rows(target: torch.Tensor, seed: int, rows: int, start: int) -> None:
     """Write the initial values of the rows that begin at ``start``, of a table with ``rows`` rows,
     to ``target`` [n, dim]. Each block of rows has a separate random state."""

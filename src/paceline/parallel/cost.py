@@ -38,6 +38,8 @@ class Cost:
     Args:
         traffic_is_bound: whether the traffic is an upper bound that may be far above the actual
             traffic.
+        on_accelerator: the cost in a run on accelerators, if the rank that needs the most has none;
+            None: this cost.
     """
 
     parameters: int
@@ -46,6 +48,7 @@ class Cost:
     activations: int = 0
     traffic: Mapping[str, int] = field(default_factory=dict)
     traffic_is_bound: bool = False
+    on_accelerator: "Cost | None" = None
 
     @property
     def state(self) -> int:

@@ -256,6 +256,8 @@ def estimate(
         cost = estimate_cost(layout.strategy, profile.shape, layout.axes, work, config)
     except ConfigError as error:
         return ModeEstimate(name, layout, settings, False, error.what)
+    if cost.on_accelerator is not None and not machine.is_cpu:
+        cost = cost.on_accelerator
     copies = 0
     if profile.dims is None or _is_split(layout):  # else these are part of the activations
         copies = _weight_copies(profile.shape, layout)

@@ -1,4 +1,5 @@
-"""A worker's side: the connection to the servers, and the rows of their tables."""
+"""A worker's side: the connection to the servers, and the rows of their tables. A worker may
+compute on an accelerator; rows and gradients are sent from and to the memory of the host."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -48,10 +49,12 @@ class RemoteEmbedding:
         self.first_server = first_server
         self.starts = torch.tensor([start for start, _ in ranges] + [ranges[-1][1]])
         self.world = world
-        self.pulled: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.pulled: list[tuple[torch.Tensor, torch.Tensor]] = []  # (ids on the CPU, rows)
 
     def fetch(self, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Request the rows of sorted ``ids``. Returns a function that waits for them."""
+        """Request the rows of sorted ``ids``. Returns a function that waits for them and returns
+        them on the device of ``ids``."""
+        device, ids = ids.device, ids.cpu()
         if len(ids) and (int(ids[0]) < 0 or int(ids[-1]) >= int(self.starts[-1])):  # sorted
             raise IndexError(
                 f"ids {int(ids[0])} to {int(ids[-1])} are out of range for a table of"
@@ -69,9 +72,8 @@ class RemoteEmbedding:
         self.world.traffic.add("pull", ids.nbytes)
 
         def wait() -> torch.Tensor:
-            vectors = (
-                torch.cat([call.wait() for call in calls]) if calls else torch.zeros(0, self.dim)
-            )
+            rows = torch.cat([call.wait() for call in calls]) if calls else torch.zeros(0, self.dim)
+            vectors = rows.to(device)
             if wants_gradient:
                 vectors.requires_grad_()
                 self.pulled.append((ids, vectors))
@@ -88,13 +90,14 @@ class RemoteEmbedding:
                 yield server, ids[low:high] - self.starts[server]
 
     def gradients(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield (server's rank, places there, gradients) of the rows pulled since the last call."""
+        """Yield (server's rank, places there, gradients) of the rows pulled since the last call, on
+        the CPU."""
         for ids, vectors in self.pulled:
             if vectors.grad is None:
                 continue
-            start = 0
+            gradients, start = vectors.grad.cpu(), 0
             for server, rows in self._by_server(ids):
-                yield self.first_server + server, rows, vectors.grad[start : start + len(rows)]
+                yield self.first_server + server, rows, gradients[start : start + len(rows)]
                 start += len(rows)
         self.pulled.clear()
 

@@ -192,17 +192,17 @@ class ServerCommunicator(Communicator):
     def all_reduce(
         self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Any:
-        return _Reduction(tensor, op, self.join(tensor.detach().clone()))
+        return _Reduction(tensor, op, self.join(_to_host(tensor)))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
         """Gather each rank's ``tensor``. The part of a lost rank is zero."""
-        values = self._gather(tensor.detach().clone())
+        values = self._gather(_to_host(tensor))
         for rank, part in enumerate(output.view(self.size, -1)):
             part.copy_(values[rank].reshape(-1)) if rank in values else part.zero_()
         return None
 
     def _broadcast_group(self, tensors: list[torch.Tensor]) -> None:
-        sent = [tensor.detach().clone() for tensor in tensors] if self.is_rank_zero else None
+        sent = [_to_host(tensor) for tensor in tensors] if self.is_rank_zero else None
         values = next(value for value in self._gather(sent).values() if value is not None)
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
@@ -215,6 +215,11 @@ class ServerCommunicator(Communicator):
         """Gather each rank's ``value``; None for a lost rank."""
         values = self._gather(value)
         return [values.get(rank) for rank in range(self.size)]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU, which `torch.distributed.rpc` can send to any rank."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 class _Reduction:

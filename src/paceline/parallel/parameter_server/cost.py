@@ -3,6 +3,7 @@ that sends most. Imports no torch."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -19,7 +20,8 @@ STATE = {"sgd": (0, 0), "adagrad": (1, 0), "row_wise_adagrad": (0, 1), "adam": (
 
 
 def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
-    """Return the cost of a worker or a server, whichever has more.
+    """Return the cost of a worker or a server, whichever has more. In a run on accelerators, only a
+    worker needs their memory.
 
     A worker has the parameters without tables and their gradients; a server has its rows and their
     optimizer state. With dense parameters on servers, a server also has its share of them and of
@@ -50,15 +52,24 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
         worker_traffic = {"all_reduce": reduced, "pull": requested, "push": pushed}
     server_weights = rows + total_bytes(share)
     answered += axes.data * total_bytes(share)
-    server_has_more = server_weights + server_state > weights + gradients + worker_state
-    return Cost(
-        parameters=server_weights if server_has_more else weights,
-        gradients=0 if server_has_more else gradients,
-        optimizer=server_state if server_has_more else worker_state,
-        activations=0 if server_has_more else work.activation_bytes,
-        traffic=worker_traffic if sum(worker_traffic.values()) >= answered else {"pull": answered},
+    worker_sends_more = sum(worker_traffic.values()) >= answered
+    worker = Cost(
+        parameters=weights,
+        gradients=gradients,
+        optimizer=worker_state,
+        activations=work.activation_bytes,
+        traffic=worker_traffic if worker_sends_more else {"pull": answered},
         traffic_is_bound=not work.distinct,
     )
+    server = replace(
+        worker,
+        parameters=server_weights,
+        gradients=0,
+        optimizer=server_state,
+        activations=0,
+        on_accelerator=worker,
+    )
+    return server if server.state > worker.state else worker
 
 
 def row_ranges(rows: int, servers: int) -> list[tuple[int, int]]:

@@ -30,11 +30,15 @@ def expendable_ranks(config: Config, dims: ParallelDims) -> frozenset[int]:
     return frozenset(range(dims.replicas)) if continues else frozenset()
 
 
-def describe_roles(options: ParameterServer, num_workers: int, num_ranks: int) -> str:
+def describe_roles(
+    options: ParameterServer, num_workers: int, num_ranks: int, worker_device: str = "cpu"
+) -> str:
     """Return one line: which ranks store what, which train, and what happens if one of these
-    dies."""
+    dies. ``worker_device``: type of the workers' devices."""
     stored = "the tables and all other parameters" if options.dense_on_servers else "the tables"
     servers = _ranks(range(num_workers, num_ranks))
+    if worker_device != "cpu":
+        servers += f", in host memory, for workers on {worker_device}"
     if num_workers == 1:
         return f"parameter server: {stored} are on {servers}; rank 0 trains"
     continues = options.on_worker_failure == "continue"

@@ -6,7 +6,8 @@ Ranks 0 to W - 1 are workers, the others servers. In a step the workers pull row
 through ``torch.distributed.rpc``. The other ("dense") parameters are either on the workers, which
 all-reduce their gradients as with ``ddp``, or divided among the servers by size. In the latter case
 a worker pulls them before its step and pushes one gradient of each afterwards. When all pushes have
-arrived, each server updates its parameters, and each worker updates the rest.
+arrived, each server updates its parameters, and each worker updates the rest. Workers compute on
+their devices, and servers on the CPU.
 
 With ``on_worker_failure: continue`` all collectives go through the first server
 (``collectives.py``) once it is connected, and none through a process group, which would break when
@@ -20,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import rpc
 
@@ -27,7 +29,12 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
-from paceline.models.recommend import Table, named_tables, tables_without_values
+from paceline.models.recommend import (
+    Table,
+    move_dense,
+    named_tables,
+    tables_without_values,
+)
 from paceline.parallel.base import (
     MicroStep,
     OptimizerFactory,
@@ -77,8 +84,12 @@ class ParameterServerStrategy(Strategy):
         self.has_data = not self.is_server
         self.servers = range(self.num_workers, world.size)
         #: On a worker all workers, on a server only itself.
+        (self.worker_device,) = world.device_types
         self.workers = world.split(
-            [range(self.num_workers), *([rank] for rank in self.servers)], world.waits
+            [range(self.num_workers), *([rank] for rank in self.servers)],
+            world.waits,
+            # With servers on the CPU, that of all ranks is Gloo, and workers may have a faster one.
+            backend=dist.get_default_backend_for_device(self.worker_device),
         )
         self.tables: dict[str, Table] = {}
         self.shards: list[TableShard] = []
@@ -161,7 +172,7 @@ class ParameterServerStrategy(Strategy):
             model.to("meta")
         else:
             self._make_worker(model)
-        text = describe_roles(self.options, self.num_workers, self.world.size)
+        text = describe_roles(self.options, self.num_workers, self.world.size, self.worker_device)
         self.notices.append(("info", text))
         continues = self.options.on_worker_failure == "continue"
         communicator = ServerCommunicator(self.world, self.num_workers) if continues else None
@@ -195,6 +206,7 @@ class ParameterServerStrategy(Strategy):
         }
 
     def _make_worker(self, model: nn.Module) -> None:
+        move_dense(model, self.world.device)
         for number, (name, table) in enumerate(self.tables.items()):
             table.source = RemoteEmbedding(
                 number, self.ranges[name], self.num_workers, table.dim, self.world
@@ -220,6 +232,7 @@ class ParameterServerStrategy(Strategy):
     def close(self) -> None:
         if self.connected:
             self.connected = False
+            self.workers.close()
             if isinstance(self.world, ServerCommunicator):
                 # rpc.shutdown waits for all ranks, including dead ones; sockets close with the
                 # process.
@@ -282,9 +295,9 @@ class ParameterServerStrategy(Strategy):
                     self.trained[name].copy_(value)
 
     def _gradients_for(self, server: int) -> dict[str, torch.Tensor]:
-        """Return the gradients of the dense parameters of a server."""
+        """Return the gradients of the dense parameters of a server, on the CPU."""
         return {
-            name: parameter.grad
+            name: parameter.grad.cpu()
             for name, parameter in self.trained.items()
             if parameter.grad is not None and self.owners[name] == server
         }
