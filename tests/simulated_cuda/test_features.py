@@ -17,6 +17,7 @@ from paceline.models.builtin import resolve_model
 
 pytestmark = pytest.mark.slow
 
+QUESTION = "What is a tuple?"
 FULL, _, FULL_FP16 = QUICK_SWITCHES
 CONSTANT = "lr_scheduler_type=constant"  # other schedules depend on `max_steps`
 
@@ -81,7 +82,7 @@ def test_tf32_is_in_the_report(tmp_path: Path) -> None:
 
 def generate_on(device: str, model: str) -> str:
     environment = os.environ | (VARIABLES if device == "cuda" else {})
-    options = ("What is a tuple?", "--max-new-tokens=8", "--json")
+    options = (QUESTION, "--max-new-tokens=8", "--temperature=1", "--seed=1", "--json")
     done = run(model, *options, verb="generate", env=environment)
     return json.loads(done.stdout)["answer"]
 
@@ -96,8 +97,9 @@ def test_generate_gives_the_answer_of_the_cpu() -> None:
 @pytest.mark.soak
 def test_chat_server_answers_on_the_device() -> None:
     model = resolve_model("builtin:qwen2-micro")
-    messages = [{"role": "user", "content": "What is a tuple?"}]
-    request = {"id": 1, "messages": messages, "max_new_tokens": 8}
+    messages = [{"role": "user", "content": QUESTION}]
+    options = {"max_new_tokens": 8, "temperature": 1, "seed": 1}
+    request = {"id": 1, "messages": messages, **options}
     with start(
         model, "--serve", verb="generate", env=os.environ | VARIABLES, stdin=subprocess.PIPE
     ) as server:
