@@ -262,7 +262,7 @@ def test_hsdp_replicates_across_hosts_unless_sizes_are_given(load: Load) -> None
         ("zero_hpz_partition_size: 8", "secondary partition"),
         ("distributed_type: MEGATRON_LM", "Megatron-LM"),
         ("distributed_type: XLA", "TPUs"),
-        ("mixed_precision: fp8", "not a supported precision"),
+        ("mixed_precision: fp4", "not a supported precision"),
         ("deepspeed: missing.json", "No such file"),
         ("deepspeed: zero7", "neither a file nor the name of a ZeRO stage"),
         ("deepspeed: ds_z3.json\nfsdp: full_shard", "keep one of the two"),
@@ -421,9 +421,9 @@ def test_accelerate_config_needs_model_and_dataset(
     assert "`parallel.mode: zero3`; `train_args.precision: bf16-mixed`" in text
     assert "model=... dataset=..." in text
     with pytest.raises(ConfigError) as caught:
-        load_config(path, ["mixed_precision=fp8"])
+        load_config(path, ["mixed_precision=fp4"])
     assert "is an Accelerate config" in caught.value.paragraph()
-    assert "`fp8` is not a supported precision" in caught.value.paragraph()
+    assert "`fp4` is not a supported precision" in caught.value.paragraph()
     loaded = load_config(path, ["model=m", "dataset=d"])
     assert parallel_settings(loaded) == {"mode": "zero3", "num_gpus": 8, "node_rank": 0}
     assert loaded.config.train_args.precision == "bf16-mixed"

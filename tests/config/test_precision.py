@@ -96,7 +96,7 @@ def test_command_line_overrides_the_file(
         ("mixed_precision: fp16\nbf16: true", ["disagree"]),
         ("precision: 16-true", ["16-true", "not supported", "bf16-true"]),
         ("precision: 7", ["line 3", "`bf16-mixed`"]),
-        ("mixed_precision: fp8", ["fp8", "no, fp16 or bf16"]),
+        ("mixed_precision: fp4", ["fp4", "no, fp16, bf16 or fp8"]),
         ("bf16: 7", ["true, false or auto"]),
         ("torch_dtype: int8", ["int8", "bfloat16"]),
     ],
@@ -139,3 +139,10 @@ def test_written_config_reloads(value: str) -> None:
 
 def test_accepts_a_number_in_python() -> None:
     assert TrainArgs(precision=32).precision == "32"  # type: ignore[arg-type]
+
+
+def test_float8_of_accelerate_is_mixed_precision_with_float8_products(tmp_path: Path) -> None:
+    args = load(tmp_path, "mixed_precision: fp8").config.train_args
+    assert (args.precision, args.fp8) == ("bf16-mixed", "tensorwise")
+    args = load(tmp_path, "mixed_precision: fp8\nfp8: rowwise").config.train_args
+    assert (args.precision, args.fp8) == ("bf16-mixed", "rowwise")

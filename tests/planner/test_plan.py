@@ -350,3 +350,15 @@ def test_auto_precision_follows_the_named_device(device: str, precision: str) ->
         mode["memory_bytes"]["parameters"] for mode in full["modes"] if mode["mode"] == "ddp"
     )
     assert full_precision_bytes - weights["ddp"] == 2 * frozen
+
+
+def test_float8_is_faster_where_the_device_has_it() -> None:
+    job = {"model": MICRO, "dataset": "none.jsonl", "parallel": {"mode": "single"}}
+    times = []
+    for fp8 in ("none", "rowwise"):
+        args = {"precision": "bf16-mixed", "fp8": fp8}
+        result = paceline.plan({**job, "train_args": args}, device="H100", world_size=1)
+        times.append(result["modes"][0]["step_time_s"])
+    assert times[0] > times[1]
+    with pytest.raises(ConfigError, match="compute capability 8\\.0"):
+        paceline.plan({**job, "train_args": args}, device="A100", world_size=1)

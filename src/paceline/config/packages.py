@@ -19,10 +19,16 @@ OPTIMIZER_PACKAGES = {
 def check_optimizer_package(optim: str) -> None:
     """Raise ConfigError if the package that implements the optimizer is not installed."""
     package = OPTIMIZER_PACKAGES.get(optim)
-    if package is not None and find_spec(package) is None:
+    if package is not None:
+        check_package(package, f"`train_args.optim: {optim}`", "set `train_args.optim: adamw`")
+
+
+def check_package(package: str, setting: str, fix: str) -> None:
+    """Raise ConfigError if the package of an extra is not installed, which ``setting`` needs."""
+    if find_spec(package) is None:
         raise ConfigError(
-            f"`train_args.optim: {optim}` needs {package}, which is not installed",
-            fix=f"run `pip install 'paceline[{package}]'`, or set `train_args.optim: adamw`",
+            f"{setting} needs {package}, which is not installed",
+            fix=f"run `pip install 'paceline[{package}]'`, or {fix}",
         )
 
 
@@ -37,6 +43,8 @@ def unused_packages(config: Config) -> list[str]:
     needed = {OPTIMIZER_PACKAGES.get(config.train_args.optim)}
     if config.lora.quantize != "none":
         needed.add("bitsandbytes")
+    if config.train_args.fp8 != "none":
+        needed.add("torchao")
     return [name for name in ("bitsandbytes", "torchao") if name not in needed]
 
 

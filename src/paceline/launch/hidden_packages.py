@@ -8,6 +8,6 @@ import os
 
 from paceline.config.packages import hide_packages
 
-# It warns about optional kernels.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+for package in ("bitsandbytes", "torchao"):  # they warn about optional kernels
+    logging.getLogger(package).setLevel(logging.ERROR)
 hide_packages(os.environ.get("PACELINE_HIDDEN_PACKAGES", "").split())

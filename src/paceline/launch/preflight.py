@@ -60,6 +60,7 @@ from paceline.launch.resume import (
 from paceline.models.kernels.attention_choice import check_attention
 from paceline.models.kernels.liger import check_liger
 from paceline.models.transforms.compile_check import check_compile
+from paceline.models.transforms.float8_check import check_float8
 from paceline.observe.console import derived_lines
 from paceline.parallel.balance import equal_notice
 from paceline.parallel.compression.cost import compression_notice
@@ -351,6 +352,7 @@ def prepare_host(loaded: Loaded, outer: RankEnv | None) -> PreparedHost:
     check_tf32(config, devices.type, capability)
     check_liger(config, devices.type)
     check_compile(config, devices.type)
+    check_float8(config, devices.type, capability)
     check_attention(config, devices.type, capability)
     return PreparedHost(replace(loaded, config=config), devices)
 

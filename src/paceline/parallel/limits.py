@@ -124,6 +124,56 @@ PURE_BFLOAT16 = (
 )
 
 
+_FLOAT8 = "train_args.fp8"
+#: For every strategy: what `fp8` does not support.
+FLOAT8 = tuple(
+    Limit(
+        setting,
+        reason,
+        fix,
+        unsupported=unsupported,
+        supported=supported,
+        subject=lambda config, dims: (
+            None if config.train_args.fp8 == "none" else f"`{_FLOAT8}: {config.train_args.fp8}`"
+        ),
+    )
+    for setting, reason, fix, unsupported, supported in (
+        (
+            "lora.enable",
+            "torchao's layers also compute the gradients of frozen weights",
+            f"leave `{_FLOAT8}` out",
+            (True,),
+            None,
+        ),
+        (
+            "task",
+            "only the blocks of language models are converted",
+            f"leave `{_FLOAT8}` out",
+            (),
+            ("sft", "pretrain"),
+        ),
+        (
+            "train_args.precision",
+            "float8 has scales of its own, and it is untested with loss scaling",
+            "set `train_args.precision: bf16-mixed`",
+            ("fp16-mixed",),
+            None,
+        ),
+    )
+)
+
+
+def _no_float8(reason: str, subject: Subject | None = None) -> Limit:
+    return Limit(
+        _FLOAT8,
+        reason,
+        f"leave `{_FLOAT8}` out, or set `parallel.mode: ddp` or `zero3`",
+        supported=("none",),
+        allowed="`parallel.mode: single`, `ddp`, `zero1`, `zero2`, `zero3`",
+        subject=subject,
+    )
+
+
 def _float32_weights(reason: str) -> Limit:
     return Limit(
         "train_args.precision",
@@ -180,6 +230,7 @@ def _no_compile(reason: str, subject: Subject | None = None) -> Limit:
 THREADED_DP = (
     NO_QUANTIZATION,
     _no_compile("the copies of a model share its compiled blocks"),
+    _no_float8("float8 layers are untested in the copies of a model"),
 )
 ZERO1 = (_SHARDED_MATRICES, _SPLIT_MATRICES, _STATE_ON_DEVICE)
 FSDP = (
@@ -217,6 +268,7 @@ FSDP = (
 )
 DEEPSPEED = (
     _no_compile("compiled blocks are untested with DeepSpeed's hooks"),
+    _no_float8("float8 layers are untested with DeepSpeed's hooks"),
     NO_QUANTIZATION,
     _float32_weights("DeepSpeed itself converts the weights, without stochastic rounding"),
     Limit(
@@ -256,6 +308,8 @@ HYBRID = (
         "collectives run inside the blocks, and graphs cannot contain them", with_dims("tensor")
     ),
     _no_compile("compiled blocks are untested in pipeline stages", with_dims("pipeline")),
+    _no_float8("parts of a layer may have sizes that are no multiples of 16", with_dims("tensor")),
+    _no_float8("float8 layers are untested in pipeline stages", with_dims("pipeline")),
     NO_QUANTIZATION,
     _not_split(
         "lora.use_dora", True, "the parts of a layer need the norm of the whole matrix", "tensor"
@@ -324,6 +378,7 @@ def _local_only(mode: str, *keys: str) -> tuple[Limit, ...]:
 
 _WORKERS = (
     _no_compile("compiled blocks are untested with workers whose weights differ"),
+    _no_float8("float8 layers are untested with workers whose weights differ"),
     NO_QUANTIZATION,
     _float32_weights("averages over the workers would be rounded to bfloat16"),
     Limit(

@@ -391,7 +391,8 @@ def check_strategy(mode: str, config: Config, dims: ParallelDims, installed: boo
             made for another machine.
     """
     spec = get_spec(mode)
-    check_limits(spec.name, Capabilities(limits=limits.PURE_BFLOAT16), config, dims)
+    for_all = Capabilities(limits=(*limits.PURE_BFLOAT16, *limits.FLOAT8))
+    check_limits(spec.name, for_all, config, dims)
     check_limits(spec.name, spec.capabilities, config, dims)
     if spec.check_sizes is not None:
         load_object(spec.check_sizes)(config, dims)

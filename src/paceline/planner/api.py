@@ -17,6 +17,7 @@ from paceline.distributed.devices import (
     without_idle_offload,
 )
 from paceline.models.positions import fit_length
+from paceline.models.transforms.float8_check import check_float8
 from paceline.parallel.deepspeed.config import stage_of
 from paceline.parallel.registry import layout, mode_of
 from paceline.planner.advice import Advice, ChangeReport, advise
@@ -200,6 +201,9 @@ def make_plan(
     parallel, notices = without_idle_offload(config.parallel, "cpu" if machine.is_cpu else "")
     config = config.model_copy(update={"parallel": parallel})
     machine = machine.with_notes(*(text for _, text in notices))
+    if machine.is_cpu or machine.device is not None:
+        capability = None if machine.device is None else machine.device.compute_capability
+        check_float8(config, "cpu" if machine.is_cpu else "cuda", capability, installed=False)
     profile = describe(config)
     batch = micro_batch(config)
     return Plan(config, machine, profile, batch, choose(config, profile, batch, machine))

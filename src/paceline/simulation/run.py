@@ -119,6 +119,12 @@ def check_simulated(config: Config, layout: ParallelLayout, machine: Machine) ->
             allowed="NVIDIA devices of the table of devices",
             fix="name one, such as `--device H100`",
         )
+    if config.train_args.fp8 != "none":
+        raise ConfigError(
+            f"`train_args.fp8: {config.train_args.fp8}` is not simulated: float8 tensors have no"
+            " kernels on simulated devices",
+            fix="leave `train_args.fp8` out: it changes the memory of a run little",
+        )
     if config.compression.chain and layout.axes.data > 1:
         raise ConfigError("`compression` is not simulated: a thread compresses the gradients")
     if config.parallel.all_reduce_algorithm != "native" and layout.axes.data > 1:

@@ -48,6 +48,7 @@ from paceline.models.adapters.quantize import move_scales
 from paceline.models.shape.outline import Probe, outline
 from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 from paceline.models.transforms.compile import compile_blocks, compile_times
+from paceline.models.transforms.float8 import convert_to_float8
 from paceline.models.weights import converted_weights, move_model
 from paceline.observe.comm_advisor import CommAdvisor, make_advisor
 from paceline.observe.device_stats import DeviceMonitor
@@ -326,6 +327,7 @@ def distribute(
     with converted_weights(model):
         shape, decayed = outline(model, config, probe), matrices_of(model)
     rate_factors = learning_rate_factors(model, config)
+    strategy.notices += convert_to_float8(model, config.train_args)
     placed = strategy.setup(model)
     move_scales(model, strategy.world.device)
     args = config.train_args

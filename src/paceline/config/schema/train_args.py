@@ -146,6 +146,23 @@ class TrainArgs(Section):
             " only."
         ),
     )
+    fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
+        "none",
+        description=(
+            "Multiply the linear layers of the blocks in float8, through torchao (full fine-tuning"
+            " of language models on NVIDIA GPUs of compute capability 8.9 and higher):"
+            " `tensorwise`, one scale per tensor; `rowwise`, one per row, more exact;"
+            " `rowwise_with_gw_hp`, the gradients of weights not in float8. `true` means"
+            " `tensorwise`."
+        ),
+    )
+    fp8_emulate: bool = Field(
+        False,
+        description=(
+            "With `fp8`: multiply values rounded to float8 in float32, on any device, to see the"
+            " effect on the loss. Slower than no float8."
+        ),
+    )
     gradient_checkpointing: (
         Literal["none", "selective", "full"] | bool | Annotated[int, Field(ge=2)]
     ) = Field(
@@ -303,6 +320,11 @@ class TrainArgs(Section):
         if isinstance(value, bool):
             return "full" if value else "none"
         return {"true": "full", "false": "none", "1": "full", "0": "none"}.get(str(value), value)
+
+    @field_validator("fp8", mode="before")
+    @classmethod
+    def _true_is_tensorwise(cls, value: object) -> object:
+        return {"true": "tensorwise", "false": "none"}.get(str(value).lower(), value)
 
     @field_validator("precision", mode="before")
     @classmethod

@@ -381,6 +381,14 @@ def language_flops(
     return dims.layers * tokens * (2 * weights * passes + attention) + labels * head
 
 
+def float8_flops(dims: LanguageDims, config: Config, tokens: float) -> float:
+    """Return the FLOPs of forward and backward over ``tokens`` that `train_args.fp8` computes in
+    float8, without recomputation."""
+    products = {"none": 0, "rowwise_with_gw_hp": 2}.get(config.train_args.fp8, 3)
+    weights = dims.attention_weights + dims.experts_per_token * dims.expert_weights
+    return dims.layers * tokens * 2 * weights * products
+
+
 def _block_sizes(
     dims: LanguageDims, config: Config, layer: float, inputs: float, low: int
 ) -> list[float]:

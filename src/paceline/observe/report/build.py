@@ -74,6 +74,7 @@ def build_report(
         "device": comm.device.type,
         "precision": config.train_args.precision,
         "tf32": config.train_args.tf32,
+        "fp8": config.train_args.fp8,
         "steps": step,
         "epochs": step / order.steps_per_epoch,
         "samples_seen": seen,

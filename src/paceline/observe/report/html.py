@@ -154,7 +154,7 @@ def _cards(report: Report, start: RunStartEvent) -> list[dict[str, str]]:
          f"of {fmt.short_count(get('train_tokens'))} tokens"),
         ("Strategy", _text(get("strategy")),
          f"{fmt.ranks(get('world_size'))} on {_text(get('device'))}"),
-        ("Precision", _text(get("precision")), "with TF32" if get("tf32") else ""),
+        ("Precision", _text(get("precision")), _number_formats(report)),
         ("Parameters", fmt.short_count(model.get("parameters")),
          f"{fmt.short_count(model.get('trainable_parameters'))} trained"),
         ("Resumed at", fmt.UNKNOWN if resumed is None else f"step {fmt.count(resumed)}",
@@ -165,6 +165,13 @@ def _cards(report: Report, start: RunStartEvent) -> list[dict[str, str]]:
 
 def _text(value: Any) -> str:
     return formatting.UNKNOWN if value is None else str(value)
+
+
+def _number_formats(report: Report) -> str:
+    """Return the formats of matrix products besides those of the precision."""
+    fp8 = report.get("fp8", "none")
+    formats = ["TF32"] * bool(report.get("tf32")) + [f"float8 ({fp8})"] * (fp8 != "none")
+    return f"with {' and '.join(formats)}" if formats else ""
 
 
 def _data_rows(data: DataFigures, skipped: SkippedBatches | None) -> list[dict[str, str]]:

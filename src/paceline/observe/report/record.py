@@ -74,6 +74,7 @@ class Report(_AlwaysReported, total=False):
     skipped_steps: int
     precision: str
     tf32: bool | None
+    fp8: str
     balance: dict[str, list[int]]
     compile: dict[str, float]
 
