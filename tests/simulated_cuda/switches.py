@@ -50,12 +50,11 @@ ALL_SWITCHES = [
     Switches(*values)
     for values in itertools.product((False, True), TOLERANCES, (False, True), (False, True))
 ]
+FULL = Switches(is_lora=False, precision="32", recomputes=True, packs=True)
+LORA_BF16 = Switches(is_lora=True, precision="bf16-mixed", recomputes=False, packs=False)
+FULL_FP16 = Switches(is_lora=False, precision="fp16-mixed", recomputes=True, packs=False)
 #: Each value of each switch. Few combinations, because each has a reference.
-QUICK_SWITCHES = [
-    Switches(is_lora=False, precision="32", recomputes=True, packs=True),
-    Switches(is_lora=True, precision="bf16-mixed", recomputes=False, packs=False),
-    Switches(is_lora=False, precision="fp16-mixed", recomputes=True, packs=False),
-]
+QUICK_SWITCHES = [FULL, LORA_BF16, FULL_FP16]
 
 
 @dataclass(frozen=True)

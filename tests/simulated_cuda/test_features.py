@@ -11,14 +11,13 @@ import pytest
 from commands import digest, events, losses, report, run, start
 from cpu_reference import Reference
 from device_runs import VARIABLES, run_on, train_on
-from switches import LAYOUTS, QUICK_SWITCHES, TOLERANCES, Layout
+from switches import FULL, FULL_FP16, LAYOUTS, TOLERANCES, Layout
 
 from paceline.models.builtin import resolve_model
 
 pytestmark = pytest.mark.slow
 
 QUESTION = "What is a tuple?"
-FULL, _, FULL_FP16 = QUICK_SWITCHES
 CONSTANT = "lr_scheduler_type=constant"  # other schedules depend on `max_steps`
 
 

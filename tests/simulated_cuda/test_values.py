@@ -105,6 +105,7 @@ def test_operation_on_tensors_of_two_devices_is_an_error():
     ]
 
 
+@pytest.mark.soak
 def test_a_new_process_has_the_devices():
     """A process that is not forked, as the ranks of another launcher are."""
     code = "import torch; print(torch.ones(2, device='cuda:3').sum().item())"
