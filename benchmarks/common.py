@@ -182,6 +182,7 @@ class Measurement:
         tokens: tokens of the global batch of each step.
         losses: training loss of each step.
         state_bytes: measured size of the training state of a rank.
+        started_at: when the command was started, in seconds since the epoch.
     """
 
     time_to_first_step_s: float
@@ -192,6 +193,7 @@ class Measurement:
     tokens: list[int]
     losses: list[float]
     state_bytes: int | None = None
+    started_at: float | None = None
 
 
 def run_rival(work: Work, script: str, **overrides: Any) -> Measurement:
@@ -225,15 +227,17 @@ def run_rival(work: Work, script: str, **overrides: Any) -> Measurement:
     return Measurement(step_ends[0] - started_at, _samples_per_second(work, step_ends), **result)
 
 
-def run_paceline(work: Work, **overrides: Any) -> Measurement:
-    """Run `paceline sft` with an empty token cache, and read its event log and report.
+def run_paceline(work: Work, keep_tokens: bool = False, **overrides: Any) -> Measurement:
+    """Run `paceline sft`, and read its event log and report.
 
     Args:
+        keep_tokens: whether to keep the token cache of earlier runs; otherwise it is empty.
         overrides: settings to add or replace; two underscores stand for a dot.
     """
     output = work.folder / "run"
     shutil.rmtree(output, ignore_errors=True)
-    shutil.rmtree(work.folder / "cache" / "paceline" / "tokens", ignore_errors=True)
+    if not keep_tokens:
+        shutil.rmtree(work.folder / "cache" / "paceline" / "tokens", ignore_errors=True)
     settings = {
         "model": work.model,
         "dataset": work.train_file,
@@ -277,6 +281,7 @@ def run_paceline(work: Work, **overrides: Any) -> Measurement:
         tokens=[event["tokens"] for event in steps],
         losses=[event["loss"] for event in steps],
         state_bytes=report["state_memory_bytes"]["measured"],
+        started_at=started_at,
     )
 
 

@@ -48,6 +48,25 @@ def unused_packages(config: Config) -> list[str]:
     return [name for name in ("bitsandbytes", "torchao") if name not in needed]
 
 
+def unused_in_ranks(config: Config) -> list[str]:
+    """Return :func:`unused_packages`, and those that only the ranks need not import.
+
+    transformers imports scipy for the losses of object detection, and accelerate imports boto3 for
+    SageMaker.
+    """
+    names = unused_packages(config)
+    has_user_code = config.trust_remote_code or ":" in config.parallel.mode
+    if config.task not in ("sft", "pretrain") or has_user_code:
+        return names
+    uses_scipy = len(names) < 2  # bitsandbytes and torchao may import it
+    uses_boto3 = config.checkpoint_dir is not None
+    return [
+        *names,
+        *([] if uses_scipy else ["scipy"]),
+        *([] if uses_boto3 else ["boto3"]),
+    ]
+
+
 def hide_packages(names: Iterable[str]) -> None:
     """Make packages appear as not installed in this process, unless they are already imported. Only
     for processes that belong to Paceline."""

@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 
-from paceline.config.packages import unused_packages
+from paceline.config.packages import unused_in_ranks
 from paceline.config.schema import Config
 from paceline.core.files import Scratch
 from paceline.core.processes import temporary_environment
@@ -22,7 +22,7 @@ from paceline.core.processes import temporary_environment
 def start_fork_server(config: Config) -> None:
     """Start the fork server for the ranks of a run. Returns immediately."""
     # Every torch optimizer imports torch._dynamo when it is created, which takes about a second.
-    modules = ["paceline.launch.hidden_packages", "paceline.launch.worker", "torch._dynamo"]
+    modules = ["paceline.launch.worker", "torch._dynamo"]
     if config.parallel.mode in ("zero2", "zero3", "fsdp") or config.parallel.shard:
         modules.append("torch.distributed.fsdp")
     if config.task in ("sft", "pretrain"):
@@ -42,12 +42,13 @@ def start_fork_server(config: Config) -> None:
     )
     environment = {
         "PYTHONWARNINGS": ",".join(warnings),
-        "PACELINE_HIDDEN_PACKAGES": " ".join(unused_packages(config)),
+        "PACELINE_HIDDEN_PACKAGES": " ".join(unused_in_ranks(config)),
+        "PACELINE_PRELOAD": " ".join(modules),
     }
     if config.parameter_server.on_worker_failure == "continue":
         # torch.distributed.rpc warns about each connection to a lost rank.
         environment["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
-    start_server(modules, environment)
+    start_server(["paceline.launch.preload"], environment)
 
 
 def start_server(modules: Sequence[str], environment: Mapping[str, str]) -> None:

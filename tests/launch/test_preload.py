@@ -1,0 +1,49 @@
+"""The fork server imports the modules of the ranks; packages that a run does not use are hidden."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+from paceline.config.packages import unused_in_ranks, unused_packages
+from paceline.config.schema import Config
+
+_SCRIPT = """
+import gc, sys
+import paceline.launch.preload
+from importlib.util import find_spec
+print([name for name in ("bitsandbytes", "torchao", "scipy") if find_spec(name) is None])
+print("paceline.core.stop" in sys.modules, gc.isenabled(), gc.get_freeze_count() > 0)
+"""
+
+
+def make_config(**keys: Any) -> Config:
+    return Config.model_validate({"model": "m", "dataset": "d", **keys})
+
+
+def test_packages_that_a_run_uses_are_visible() -> None:
+    assert unused_packages(make_config()) == ["bitsandbytes", "torchao"]
+    assert unused_in_ranks(make_config()) == ["bitsandbytes", "torchao", "scipy", "boto3"]
+    lora = {"enable": True, "quantize": "nf4"}
+    assert unused_in_ranks(make_config(lora=lora)) == ["torchao", "boto3"]
+    optimizer = {"optim": "adamw_8bit"}
+    assert unused_in_ranks(make_config(train_args=optimizer)) == ["torchao", "boto3"]
+    assert "boto3" not in unused_in_ranks(make_config(checkpoint_dir="s3://bucket/run"))
+    assert "scipy" not in unused_in_ranks(make_config(task="classify"))
+
+
+def test_packages_are_visible_to_code_of_the_user() -> None:
+    assert unused_in_ranks(make_config(task="./file.py:Task")) == []
+    for keys in ({"trust_remote_code": True}, {"parallel": {"mode": "./file.py:STRATEGY"}}):
+        assert unused_in_ranks(make_config(**keys)) == ["bitsandbytes", "torchao"]
+
+
+def test_modules_are_imported_and_hidden_packages_are_not_found() -> None:
+    environment = {
+        **os.environ,
+        "PACELINE_HIDDEN_PACKAGES": "bitsandbytes torchao scipy",
+        "PACELINE_PRELOAD": "paceline.no_such_module paceline.core.stop",
+    }
+    command = [sys.executable, "-c", _SCRIPT]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["['bitsandbytes', 'torchao', 'scipy']", "True True True"]
