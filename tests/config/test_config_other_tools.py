@@ -118,7 +118,7 @@ def test_reads_or_reports_each_key_of_other_tools(path: Path) -> None:
         ("bf16: auto", "info", "train_args.precision: auto"),
         ("model_revision: v2", "warning", "download"),
         ("streaming: true", "warning", "instead of streamed"),
-        ("gradient_checkpointing: unsloth", "info", "recomputed"),
+        ("gradient_checkpointing: offload_disk", "info", "recomputed"),
         ("batch_size: 8", "warning", "gradient_accumulation_steps"),
         ("device_map: auto", "info", "parallel.mode"),
         ("special_tokens: {pad_token: x}", "warning", "tokenizer"),
@@ -170,7 +170,7 @@ label_smoothing_factor interleave_probs mix_strategy dataset_weights
 quant_config target_parameters lora_ga_batch_size adalora_init_r
 use_galore galore_rank badam_mode optim_args embedding_lr unfrozen_parameters
 freeze_trainable_layers rope_scaling special_tokens eot_tokens tool_format enable_thinking
-chat_template_kwargs model_init_kwargs model_kwargs max_memory activation_offloading streaming
+chat_template_kwargs model_init_kwargs model_kwargs max_memory streaming
 data_seed group_by_length dataloader_drop_last pad_to_sequence_len bf16_full_eval lora_on_cpu
 loss_watchdog_threshold dataset_shard_num cached_dataset tokenized_path ignore_data_skip
 custom_dataset_info batch_size save_total_per_epoch

@@ -237,6 +237,28 @@ def test_accepts_spellings_of_the_mode(load: Load, spelling: str, expected: dict
     assert parallel_settings(load(BASE, [f"parallel.mode={spelling}"])) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("activation_offloading: true", {"cpu_offload": "activations"}),
+        ("activation_offloading: legacy", {"cpu_offload": "activations"}),
+        ("activation_offloading: false", {}),
+        ("enable_activation_cpu_offload: true", {"cpu_offload": "activations"}),
+        ("gradient_checkpointing: offload", {"cpu_offload": "activations"}),
+        ("parallel: {cpu_offload: [activations]}", {"cpu_offload": "activations"}),
+        (
+            "activation_offloading: true\nfsdp: full_shard offload",
+            {"mode": "zero3", "cpu_offload": ["all", "activations"]},
+        ),
+        ("activation_offloading: true\ndeepspeed: zero3", deepspeed(3)),
+    ],
+)
+def test_reads_keys_of_activation_offloading(
+    load: Load, text: str, expected: dict[str, Any]
+) -> None:
+    assert parallel_settings(load(f"{BASE}{text}\n")) == expected
+
+
 def test_hsdp_replicates_across_hosts_unless_sizes_are_given(load: Load) -> None:
     assert parallel_settings(load(BASE + "parallel: {mode: hsdp, nnodes: 2}")) == {
         "mode": "zero3",

@@ -11,13 +11,14 @@ import pytest
 from commands import digest, events, losses, report, run, start
 from cpu_reference import Reference
 from device_runs import VARIABLES, run_on, train_on
-from switches import FULL, FULL_FP16, LAYOUTS, TOLERANCES, Layout
+from switches import FULL, FULL_FP16, LAYOUTS, LORA_BF16, TOLERANCES, Layout, Switches
 
 from paceline.models.builtin import resolve_model
 
 pytestmark = pytest.mark.slow
 
 QUESTION = "What is a tuple?"
+KEEP = Switches(is_lora=False, precision="bf16-mixed", recomputes=False, packs=True)
 CONSTANT = "lr_scheduler_type=constant"  # other schedules depend on `max_steps`
 
 
@@ -54,6 +55,43 @@ def test_offloading_does_not_change_the_losses(
     stderr = train_on("cuda", tmp_path / "run", *args)
     assert "has no effect" not in stderr
     assert losses(tmp_path / "run") == pytest.approx(cpu_losses(layout, FULL), rel=TOLERANCES["32"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "switches", "offload"),
+    [
+        ("ddp", FULL_FP16, "optimizer,activations"),
+        ("single", KEEP, "optimizer,activations"),
+        ("zero1", LORA_BF16, "optimizer,activations"),
+        ("zero2", LORA_BF16, "activations"),
+        ("zero3", KEEP, "activations"),
+        ("local_sgd", KEEP, "activations"),
+        ("diloco", KEEP, "activations"),
+        ("tensor", KEEP, "activations"),
+        ("shard2-tensor2", KEEP, "activations"),
+    ],
+    ids=str,
+)
+def test_offloading_does_not_change_a_bit(
+    name: str, switches: Switches, offload: str, tmp_path: Path
+) -> None:
+    """The run is resumed with offloading, and then without it."""
+    args = (*layout_of(name).args, *switches.args, CONSTANT)
+    train_on("cuda", tmp_path / "plain", *args, "max_steps=6")
+    run, change = tmp_path / "run", "--allow-config-change"
+    setting = f"parallel.cpu_offload={offload}"
+    assert "has no effect" not in train_on("cuda", run, *args, "max_steps=2", setting)
+    train_on("cuda", run, *args, "max_steps=4", setting, change)
+    memory = events(run, "memory")[-1]
+    state = report(run)["state_memory_bytes"]
+    assert state["measured"] == pytest.approx(state["predicted"], rel=0.01)
+    train_on("cuda", run, *args, "max_steps=6", change)
+    assert report(run)["resumed_from_step"] == 4
+    plain = events(tmp_path / "plain", "memory")[-1]
+    if "optimizer" in offload:
+        assert memory["ranks"][0]["optimizer"] < 0.6 * plain["ranks"][0]["optimizer"]
+    assert digest(run) == digest(tmp_path / "plain")
 
 
 @pytest.mark.soak
@@ -111,6 +149,14 @@ def test_chat_server_answers_on_the_device() -> None:
     assert answers[0]["ready"]["device"] == "cuda"
     text = "".join(answer.get("token", "") for answer in answers)
     assert text.strip() == generate_on("cpu", model)
+
+
+def test_offloading_that_is_not_supported_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    args = (*layout_of("ddp").args, "parallel.cpu_offload=all")
+    stderr = train_on("cuda", folder, *args, expect=2)
+    assert "`parallel.cpu_offload: all` is not supported with `parallel.mode: ddp`" in stderr
+    assert not folder.exists()
 
 
 def train_device_task(folder: Path, task_args: dict[str, object], *args: str, expect: int) -> str:

@@ -32,7 +32,7 @@ def without_idle_offload(
     if device_type != "cpu" or parallel.cpu_offload == "none":
         return parallel, []
     text = (
-        f"`parallel.cpu_offload: {parallel.cpu_offload}` has no effect on a CPU: all state is"
+        f"`parallel.cpu_offload: {parallel.offload_text}` has no effect on a CPU: everything is"
         " already in the host's memory"
     )
     return parallel.model_copy(update={"cpu_offload": "none"}), [("info", text)]

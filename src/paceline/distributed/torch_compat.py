@@ -57,8 +57,10 @@ def _missing_name(name: str) -> ConfigError:
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._pytree import tree_leaves as tree_leaves
 else:
     TorchDispatchMode = _find(_import("torch.utils._python_dispatch"), "TorchDispatchMode")
+    tree_leaves = _find(_import("torch.utils._pytree"), "tree_leaves")
 
 
 # -- hooks around communication

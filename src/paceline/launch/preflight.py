@@ -64,7 +64,7 @@ from paceline.models.transforms.float8_check import check_float8
 from paceline.observe.console import derived_lines
 from paceline.parallel.balance import equal_notice
 from paceline.parallel.compression.cost import compression_notice
-from paceline.parallel.registry import ParallelLayout, check_steps, get_spec, mode_of
+from paceline.parallel.registry import ParallelLayout, check_steps, mode_of
 from paceline.planner.choose import device_memory, local_machine
 from paceline.planner.devices import peak_rate
 from paceline.tasks import load_task
@@ -265,14 +265,6 @@ def _warn_about_idle_settings(
         )
     wasted = compression_notice(config, layout.axes.data)
     log_notices(logger, [] if wasted is None else [wasted])
-    offload = config.parallel.cpu_offload
-    if offload != "none" and get_spec(layout.strategy).capabilities.ignores_offload:
-        logger.warning(
-            "`parallel.cpu_offload: %s` has no effect with `parallel.mode: %s`; strategies that"
-            " shard the state use it: zero2, zero3, deepspeed",
-            offload,
-            layout.strategy,
-        )
 
 
 _STOP_CODES = (EXIT_SIGINT, EXIT_SIGTERM)

@@ -18,7 +18,7 @@ from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import peak_since
 from paceline.parallel.base import Strategy, all_buffers, optimizer_tensors
 from paceline.parallel.deepspeed.package import gradient_tensors
-from paceline.parallel.save_load import memory_bytes
+from paceline.parallel.save_load import device_tensors, memory_bytes
 from paceline.parallel.state import local_tensor, storage_bytes
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> d
     by_kind: dict[str, list[torch.Tensor]] = {
         kind: [] for kind in ("parameters", "gradients", "optimizer")
     }
-    for tensor in strategy.memory_tensors():
+    for tensor in device_tensors(strategy):
         if isinstance(tensor, torch.Tensor) and local_tensor(tensor).device.type == device.type:
             storage = _storage(tensor)
             kind = next((kind for kind in storages if storage in storages[kind]), default)
@@ -100,7 +100,7 @@ def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> d
     sizes = {kind: storage_bytes(tensors) for kind, tensors in by_kind.items()}
     # Memory that was used only during the step: gathered weights, messages in transit, and
     # gradients that the update has freed.
-    temporary = max(0, memory_bytes(strategy) - storage_bytes(strategy.memory_tensors()))
+    temporary = max(0, memory_bytes(strategy) - storage_bytes(device_tensors(strategy)))
     freed_gradients = min(temporary, getattr(strategy, "peak_gradient_bytes", 0))
     sizes["gradients"] += freed_gradients
     sizes[default] += temporary - freed_gradients

@@ -57,7 +57,6 @@ class Capabilities:
             (``parallel.balance``).
         equal_shares_reason: reason why they may not, for the message.
         mixed_devices: whether ranks may use devices of different types, over Gloo.
-        ignores_offload: whether ``parallel.cpu_offload`` has no effect.
         chosen_by_auto: whether ``parallel.mode: auto`` may choose it.
     """
 
@@ -66,7 +65,6 @@ class Capabilities:
     unequal_shares: bool = False
     equal_shares_reason: str = "its ranks communicate in every micro-batch"
     mixed_devices: bool = False
-    ignores_offload: bool = False
     chosen_by_auto: bool = True
 
 
@@ -83,6 +81,7 @@ def check_limits(mode: str, capabilities: Capabilities, config: Config, dims: Pa
             continue
         value = get_setting(config, limit.setting)
         text = str(value).lower() if isinstance(value, bool) else value
+        text = f"[{', '.join(value)}]" if isinstance(value, list) else text
         raise ConfigError(
             f"`{limit.setting}: {text}` is not supported with {subject}: {limit.reason}",
             allowed=limit.allowed,

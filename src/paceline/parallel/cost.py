@@ -18,6 +18,7 @@ class Workload:
             through the full model on one rank; 0 if unknown.
         block_activation_bytes: the part of ``activation_bytes`` for each block, in the order of
             ``ModelShape.blocks``; empty if unknown.
+        host_activation_bytes: bytes that the blocks keep in host memory for backward.
         distinct: mean number of distinct ids in a micro-batch for each embedding table, by server
             of the parameter server, counted in the data; empty if unknown.
     """
@@ -26,6 +27,7 @@ class Workload:
     positions: float = 0.0
     activation_bytes: int = 0
     block_activation_bytes: tuple[int, ...] = ()
+    host_activation_bytes: int = 0
     distinct: tuple[tuple[float, ...], ...] = ()
 
 
@@ -40,6 +42,9 @@ class Cost:
             traffic.
         on_accelerator: the cost in a run on accelerators, if the rank that needs the most has none;
             None: this cost.
+        host: bytes in host memory, with ``parallel.cpu_offload``.
+        host_traffic: bytes per step to and from the host, by what is offloaded (activations,
+            optimizer, parameters).
     """
 
     parameters: int
@@ -49,6 +54,8 @@ class Cost:
     traffic: Mapping[str, int] = field(default_factory=dict)
     traffic_is_bound: bool = False
     on_accelerator: "Cost | None" = None
+    host: int = 0
+    host_traffic: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def state(self) -> int:

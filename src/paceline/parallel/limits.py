@@ -7,6 +7,13 @@ from paceline.config.schema.parallel import LocalSgd
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.capabilities import Limit, Subject, get_setting
 from paceline.parallel.deepspeed.config import stage_of
+from paceline.parallel.offload import (
+    ON_DEVICE,
+    OPTIMIZER_ON_HOST,
+    USE_ZERO3,
+    no_activation_offload,
+    no_state_offload,
+)
 
 
 def with_dims(*names: str, every: bool = False) -> Subject:
@@ -75,14 +82,6 @@ _NO_SCHEDULE_FREE = Limit(
     "set `train_args.optim: adamw`, or `parallel.mode: ddp`",
     unsupported=("schedule_free_adamw",),
 )
-_STATE_ON_DEVICE = Limit(
-    "parallel.cpu_offload",
-    "its state stays on the device",
-    "set `parallel.mode: zero3` and `parallel.cpu_offload: all` on accelerators, or use"
-    " `deepspeed`",
-    unsupported=("optimizer", "all"),
-    allowed="`parallel.cpu_offload: none`",
-)
 
 
 _PURE = _with_setting("train_args.precision", "bf16-true")
@@ -122,8 +121,6 @@ PURE_BFLOAT16 = (
         subject=_PURE,
     ),
 )
-
-
 _FLOAT8 = "train_args.fp8"
 #: For every strategy: what `fp8` does not support.
 FLOAT8 = tuple(
@@ -231,8 +228,11 @@ THREADED_DP = (
     NO_QUANTIZATION,
     _no_compile("the copies of a model share its compiled blocks"),
     _no_float8("float8 layers are untested in the copies of a model"),
+    no_state_offload("optimizer", "all", reason=ON_DEVICE, fix=USE_ZERO3),
+    no_activation_offload("the threads of its devices would share the offloaded tensors"),
 )
-ZERO1 = (_SHARDED_MATRICES, _SPLIT_MATRICES, _STATE_ON_DEVICE)
+DDP = OPTIMIZER_ON_HOST
+ZERO1 = (_SHARDED_MATRICES, _SPLIT_MATRICES, *OPTIMIZER_ON_HOST)
 FSDP = (
     Limit(
         "lora.quantize",
@@ -246,7 +246,7 @@ FSDP = (
         "the scales would stay on the device while the weights are in host memory",
         "set `parallel.cpu_offload: none`",
         supported=("none",),
-        subject=_with_setting("parallel.cpu_offload", "all"),
+        subject=_with_setting("parallel.state_offload", "all"),
     ),
     _SHARDED_MATRICES,
     _SPLIT_MATRICES,
@@ -257,13 +257,12 @@ FSDP = (
         unsupported=("rank0",),
         allowed="`evaluation.mode: distributed`",
     ),
-    Limit(
-        "parallel.cpu_offload",
-        "the optimizer state is on the same device as the shards of the weights",
-        "set `parallel.cpu_offload: all`, or `parallel.mode: deepspeed`, which can offload only the"
-        " optimizer state",
-        unsupported=("optimizer",),
-        allowed="none, all",
+    no_state_offload(
+        "optimizer",
+        reason="the optimizer state is on the same device as the shards of the weights",
+        fix="set `parallel.cpu_offload: all`, or `parallel.mode: zero1` or `deepspeed`, which can"
+        " offload only the optimizer state",
+        allowed="none, all, activations",
     ),
 )
 DEEPSPEED = (
@@ -294,14 +293,14 @@ DEEPSPEED = (
         allowed="`evaluation.mode: distributed`",
         subject=_deepspeed_stage(3),
     ),
-    Limit(
-        "parallel.cpu_offload",
-        "only stage 3 can offload parameters",
-        "set `parallel.deepspeed_stage: 3`",
-        unsupported=("all",),
+    no_state_offload(
+        "all",
+        reason="only stage 3 can offload parameters",
+        fix="set `parallel.deepspeed_stage: 3`",
         allowed="`parallel.cpu_offload: optimizer`, or stage 3",
         subject=_deepspeed_stage(1, 2),
     ),
+    no_activation_offload("it is untested with DeepSpeed's hooks"),
 )
 HYBRID = (
     _no_compile(
@@ -329,13 +328,16 @@ HYBRID = (
         unsupported=("rank0",),
         subject=with_dims("shard", "tensor", "pipeline"),
     ),
-    Limit(
-        "parallel.cpu_offload",
-        "its state stays on the device",
-        "set `parallel.cpu_offload: none`, or `parallel.mode: zero3`",
-        unsupported=("optimizer", "all"),
+    no_state_offload(
+        "optimizer",
+        "all",
+        reason=ON_DEVICE,
+        fix=USE_ZERO3,
         allowed="`parallel.mode: zero2`, `zero3` or `deepspeed` on accelerators",
-        subject=with_dims("shard", "tensor", "pipeline"),
+    ),
+    no_activation_offload(
+        "a stage runs forward of other micro-batches before backward of the first",
+        with_dims("pipeline"),
     ),
     Limit(
         "train_args.optim",
@@ -381,12 +383,12 @@ _WORKERS = (
     _no_float8("float8 layers are untested with workers whose weights differ"),
     NO_QUANTIZATION,
     _float32_weights("averages over the workers would be rounded to bfloat16"),
-    Limit(
-        "parallel.cpu_offload",
-        "its state stays on the device",
-        "leave `parallel.cpu_offload` out; with several ranks per worker (`local_sgd.workers`) the"
-        " outer state of `diloco` is divided among them",
-        unsupported=("optimizer", "all"),
+    no_state_offload(
+        "optimizer",
+        "all",
+        reason=ON_DEVICE,
+        fix="leave `parallel.cpu_offload` out; with several ranks per worker (`local_sgd.workers`)"
+        " the outer state of `diloco` is divided among them",
     ),
     _no_rollback(),
 )
@@ -425,6 +427,8 @@ DILOCO = (
 )
 PARAMETER_SERVER = (
     _no_compile("compiled blocks are untested with tables on servers"),
+    no_state_offload("optimizer", "all", reason=ON_DEVICE, fix=USE_ZERO3),
+    no_activation_offload("its models have no blocks whose activations take much memory"),
     _float32_weights("its servers update single rows in float32"),
     Limit(
         "train_args.optim",

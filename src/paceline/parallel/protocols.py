@@ -336,6 +336,13 @@ class ConvertsStoredState(Protocol):
 
 
 @runtime_checkable
+class PlacesState(Protocol):
+    """An optimizer whose state is not on the device of its parameters between steps."""
+
+    state_device: torch.device
+
+
+@runtime_checkable
 class AveragesWeights(Protocol):
     """An optimizer that trains with other weights than those of the trained model."""
 

@@ -18,6 +18,7 @@ from paceline.models.shape.record import ModelShape
 from paceline.parallel import limits
 from paceline.parallel.capabilities import Capabilities, check_features, check_limits
 from paceline.parallel.cost import Cost, Workload
+from paceline.parallel.offload import ACTIVATION_OFFLOAD
 from paceline.parallel.parameter_server import roles
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ _SPECS = (
     StrategySpec(
         name="single",
         implementation="paceline.parallel.ddp.strategy:SingleDeviceStrategy",
-        capabilities=Capabilities(ignores_offload=True, unequal_shares=True, mixed_devices=True),
+        capabilities=Capabilities(limits.DDP, unequal_shares=True, mixed_devices=True),
     ),
     StrategySpec(
         name="dp",
@@ -103,7 +104,6 @@ _SPECS = (
         cost_model="paceline.parallel.ddp.cost:estimate_threaded",
         capabilities=Capabilities(
             limits.THREADED_DP,
-            ignores_offload=True,
             equal_shares_reason="its devices run their micro-batches in lockstep",
             chosen_by_auto=False,
         ),
@@ -113,7 +113,7 @@ _SPECS = (
         name="ddp",
         implementation="paceline.parallel.ddp.strategy:DDPStrategy",
         capabilities=Capabilities(
-            ignores_offload=True, reduces_in_buckets=True, unequal_shares=True, mixed_devices=True
+            limits.DDP, reduces_in_buckets=True, unequal_shares=True, mixed_devices=True
         ),
     ),
     StrategySpec(
@@ -226,9 +226,7 @@ _SPECS = (
         name="parameter_server",
         implementation="paceline.parallel.parameter_server.strategy:ParameterServerStrategy",
         cost_model="paceline.parallel.parameter_server.cost:estimate",
-        capabilities=Capabilities(
-            limits.PARAMETER_SERVER, ignores_offload=True, chosen_by_auto=False
-        ),
+        capabilities=Capabilities(limits.PARAMETER_SERVER, chosen_by_auto=False),
         select=roles.implementation,
         extra_ranks=roles.extra_ranks,
         rank_role=roles.rank_role,
@@ -391,7 +389,7 @@ def check_strategy(mode: str, config: Config, dims: ParallelDims, installed: boo
             made for another machine.
     """
     spec = get_spec(mode)
-    for_all = Capabilities(limits=(*limits.PURE_BFLOAT16, *limits.FLOAT8))
+    for_all = Capabilities(limits=(*limits.PURE_BFLOAT16, *limits.FLOAT8, *ACTIVATION_OFFLOAD))
     check_limits(spec.name, for_all, config, dims)
     check_limits(spec.name, spec.capabilities, config, dims)
     if spec.check_sizes is not None:

@@ -11,6 +11,7 @@ from paceline.parallel.compression.base import dropped_state_notices
 from paceline.parallel.protocols import (
     AveragesWeights,
     ConvertsStoredState,
+    PlacesState,
     SavesOwnShards,
     SupportsExtraState,
     SupportsOptimizerStateMapping,
@@ -35,10 +36,19 @@ _OF_PART = "@"
 def memory_bytes(strategy: Strategy) -> int:
     """Return the size in bytes of the training state on this rank when the memory of a step peaks:
     the distinct storages of ``memory_tensors``, and transient tensors."""
-    size = storage_bytes(strategy.memory_tensors())
+    size = storage_bytes(device_tensors(strategy))
     if isinstance(strategy, SupportsTransientMemory):
         size += strategy.transient_bytes
     return size
+
+
+def device_tensors(strategy: Strategy) -> list[torch.Tensor]:
+    """Return ``memory_tensors`` without those that ``cpu_offload`` keeps in host memory."""
+    tensors = list(strategy.memory_tensors())
+    if strategy.config.parallel.state_offload == "none":
+        return tensors
+    device_type = strategy.world.device.type
+    return [tensor for tensor in tensors if local_tensor(tensor).device.type == device_type]
 
 
 def state_shards(strategy: Strategy) -> list[TensorShard]:
@@ -215,13 +225,14 @@ def read_entry(
         shape: shape of the stored tensor.
     """
     device = shard.tensor.device
+    placed = optimizer.state_device if isinstance(optimizer, PlacesState) else device
     if shape == () and (shard.shape != () or name.endswith("/step")):
         # Scalars such as Adam's step are on the parameter's device only if the optimizer is fused.
         on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
         return source.read(name, (), ()).to(device if on_device else "cpu")
     if shape != shard.shape:
-        return source.read(name, (0,) * len(shape), shape).to(device)
-    return read_part(source, name, shard).to(device)
+        return source.read(name, (0,) * len(shape), shape).to(placed)
+    return read_part(source, name, shard).to(placed)
 
 
 def _set_entry(

@@ -27,6 +27,7 @@ COLUMNS: dict[str, Settings] = {
     "`schedule_free_adamw`": {"train_args": {"optim": "schedule_free_adamw"}},
     "`cpu_offload: optimizer`": {"parallel": {"cpu_offload": "optimizer"}},
     "`cpu_offload: all`": {"parallel": {"cpu_offload": "all"}},
+    "`cpu_offload: activations`": {"parallel": {"cpu_offload": "activations"}},
     "`evaluation.mode: rank0`": {"evaluation": {"mode": "rank0"}},
     "`compression`": {"compression": {"method": "bf16"}},
     "`all_reduce_algorithm: ring`": {"parallel": {"all_reduce_algorithm": "ring"}},
@@ -83,9 +84,7 @@ def table() -> str:
             reason = reason_against(mode, dims, parallel, settings)
             if reason is not None and settings not in _FEATURES:
                 reasons[f"- {reason}."] = None
-            ignored = "cpu_offload" in settings.get("parallel", {})
-            ignored = ignored and STRATEGIES[mode].capabilities.ignores_offload
-            cells.append("–" if reason else "no effect" if ignored else "yes")
+            cells.append("–" if reason else "yes")
         cells.append("yes" if STRATEGIES[mode].capabilities.mixed_devices else "–")
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     head = (

@@ -149,6 +149,15 @@ def _steps(config: Config, machine: Machine, mode: ModeEstimate) -> Iterator[_St
             {"train_args.gradient_checkpointing": "full"},
             "each block runs its forward again in backward; the same loss",
         )
+    if config.parallel.cpu_offload == "none" and not machine.is_cpu:
+        yield _Step(
+            {"parallel.cpu_offload": "optimizer"},
+            "the optimizer's state is copied to the device and back in each step; the same loss",
+        )
+        yield _Step(
+            {"parallel.cpu_offload": "activations"},
+            "activations are copied to the host and back in each micro-batch; the same loss",
+        )
     if machine.count > 1 and mode.layout.strategy in _REPLICATED:
         yield _Step(
             {"parallel.mode": "zero3"},
@@ -175,14 +184,12 @@ class _Trial:
     def change(self, steps: tuple[_Step, ...]) -> Change | None:
         """Return the mode with these changes; None if it is not possible with them."""
         settings = {key: value for step in steps for key, value in step.settings.items()}
-        train_args = {
-            key.removeprefix("train_args."): value
-            for key, value in settings.items()
-            if key != "parallel.mode"
-        }
-        config = self.config.model_copy(
-            update={"train_args": self.config.train_args.model_copy(update=train_args)}
-        )
+        config = self.config
+        for key, value in settings.items():
+            section, _, name = key.partition(".")
+            if key != "parallel.mode":
+                changed = getattr(config, section).model_copy(update={name: value})
+                config = config.model_copy(update={section: changed})
         layout, stage = self.mode.layout, self.mode.settings.get("deepspeed_stage")
         try:
             if "parallel.mode" in settings:

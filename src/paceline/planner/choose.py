@@ -63,7 +63,7 @@ def candidates(config: Config, num_devices: int) -> list[ParallelLayout]:
     if num_devices > 1:
         layouts += [free_layout(config, num_devices, name) for name in PLAIN]
         layouts += [ParallelLayout("hybrid", axes, num_devices) for axes in _hybrids(num_devices)]
-    elif config.parallel.cpu_offload != "none":
+    elif config.parallel.state_offload != "none":
         layouts += [free_layout(config, 1, name) for name in ("zero2", "zero3")]
     if mode_of(config.parallel) != "auto":
         with contextlib.suppress(ConfigError):

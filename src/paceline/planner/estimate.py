@@ -125,6 +125,13 @@ def workload(
         matrices=_full_matrices(profile.shape, layout),
     )
     blocks = activations.blocks if len(profile.shape.blocks) == len(activations.blocks) else ()
+    if config.parallel.offloads_activations:
+        return replace(
+            work,
+            activation_bytes=activations.total,
+            block_activation_bytes=activations.on_device if blocks else (),
+            host_activation_bytes=activations.on_host,
+        )
     return replace(work, activation_bytes=activations.total, block_activation_bytes=blocks)
 
 
@@ -169,6 +176,8 @@ class ModeReport(TypedDict):
     traffic_bytes: dict[str, int] | None
     global_batch_size: int | None
     samples_per_second: float | None
+    host_memory_bytes: int | None
+    host_traffic_bytes: dict[str, int] | None
 
 
 @dataclass(frozen=True)
@@ -227,6 +236,8 @@ class ModeEstimate:
             traffic_bytes=None if cost is None else dict(cost.traffic),
             global_batch_size=self.global_batch_size or None,
             samples_per_second=self.per_second if self.step_time_s else None,
+            host_memory_bytes=None if cost is None else cost.host,
+            host_traffic_bytes=None if cost is None else dict(cost.host_traffic),
         )
 
 
@@ -258,6 +269,7 @@ def estimate(
         return ModeEstimate(name, layout, settings, False, error.what)
     if cost.on_accelerator is not None and not machine.is_cpu:
         cost = cost.on_accelerator
+    cost = _with_host_activations(cost, layout, work)
     copies = 0
     if profile.dims is None or _is_split(layout):  # else these are part of the activations
         copies = _weight_copies(profile.shape, layout)
@@ -284,6 +296,30 @@ def estimate(
     return replace(mode, fits=False, reason=reason)
 
 
+def _with_host_activations(cost: Cost, layout: ParallelLayout, work: Workload) -> Cost:
+    """Return the cost with the activations that are in host memory. Tensor parallelism divides
+    them."""
+    size = work.host_activation_bytes // layout.axes.tensor
+    if not size:
+        return cost
+    traffic = {**cost.host_traffic, "activations": 2 * work.micro_batches * size}
+    return replace(cost, host=cost.host + size, host_traffic=traffic)
+
+
+def _host_time(cost: Cost, machine: Machine, compute_s: float) -> float:
+    """Return the seconds of the copies to and from the host that do not overlap with computation.
+
+    Activations leave during forward, a third of the computation, and return during backward.
+    Parameters and gradients are copied in both. The state of the optimizer is copied while nothing
+    else is computed, in both directions at once.
+    """
+    link = machine.host_link_bytes_s
+    each_way = cost.host_traffic.get("activations", 0) / 2 / link
+    seconds = max(0.0, each_way - compute_s / 3) + max(0.0, each_way - compute_s * 2 / 3)
+    seconds += max(0.0, cost.host_traffic.get("parameters", 0) / link - compute_s)
+    return seconds + cost.host_traffic.get("optimizer", 0) / 2 / link
+
+
 def step_time(
     layout: ParallelLayout,
     config: Config,
@@ -292,8 +328,8 @@ def step_time(
     machine: Machine,
     flops: float,
 ) -> float:
-    """Return the seconds of a step: computation, the pipeline's idle time, and the traffic that
-    does not overlap with computation.
+    """Return the seconds of a step: computation, the pipeline's idle time, and the traffic between
+    ranks and with the host that does not overlap with computation.
 
     Idle time of a pipeline of p stages and m micro-batches: (p-1)/m of the computation (Narayanan
     et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2),
@@ -315,7 +351,8 @@ def step_time(
     # Within a tensor-parallel layer, between stages, and between the threads of `dp`, computation
     # waits for the traffic.
     overlaps = axes.replicas > 1 and axes.tensor == axes.pipeline == 1 and layout.num_processes > 1
-    return compute + max(0.0, traffic - (_OVERLAPPED * compute if overlaps else 0.0))
+    waiting = max(0.0, traffic - (_OVERLAPPED * compute if overlaps else 0.0))
+    return compute + waiting + _host_time(cost, machine, compute)
 
 
 def _shared_bytes(layout: ParallelLayout, profile: ModelProfile, machine: Machine) -> int:

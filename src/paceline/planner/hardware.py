@@ -22,6 +22,8 @@ _UNITS = {
     "tib": 2**40,
 }
 _HOST_DEVICES = 8
+#: Of devices that are not in the table: that of PCIe Gen4.
+_HOST_LINK_BYTES_S = 0.8 * 32 * _GB
 
 #: Share of a data sheet's figure that training reaches: "model FLOPs utilization" of 40 to 57 % is
 #: reported for large models on A100 (Chowdhery et al., "PaLM", 2022, table 3; Korthikanti et al.,
@@ -57,6 +59,11 @@ class Machine:
     device: Device | None = None
     rates_known: bool = True
     name_is_assumed: bool = False
+
+    @property
+    def host_link_bytes_s(self) -> float:
+        """Bandwidth between a device and pinned host memory, in one direction."""
+        return _HOST_LINK_BYTES_S if self.device is None else self.device.host_link_bytes_s
 
     def with_notes(self, *notes: str) -> Self:
         return replace(self, notes=(*self.notes, *notes))

@@ -62,6 +62,10 @@ def _configured(plan: Plan) -> list[str]:
     usable = human_bytes(USABLE * plan.machine.memory_bytes)
     fits = "fits" if mode.fits else "does not fit"
     lines = [f"\nas configured: {mode.name} {fits}: {_memory(mode)}; {usable} per rank can be used"]
+    if mode.cost.host:
+        copied = human_bytes(sum(mode.cost.host_traffic.values()))
+        host = f"in host memory: {human_bytes(mode.cost.host)} per rank"
+        lines.append(f"  {host}; copied to and from it: {copied} per step")
     advice = plan.advice
     if advice is None:
         return lines

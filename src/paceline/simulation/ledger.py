@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch.distributed.tensor import DTensor
 
-from paceline.distributed.torch_compat import TorchDispatchMode
+from paceline.distributed.torch_compat import TorchDispatchMode, tree_leaves
 from paceline.planner.devices import BFLOAT16, TF32, Device
 from paceline.simulation.records import (
     ACTIVATIONS,
@@ -31,7 +31,6 @@ from paceline.simulation.torch_internals import (
     is_wait,
     operation_name,
     sends_message,
-    tree_leaves,
     wrap_shape_propagation,
 )
 
@@ -66,6 +65,7 @@ _COLLECTIVES = {
     "send": "send",
     "recv_": "receive",
 }
+_COPIES = ("copy_", "_to_copy")
 BUILD, FORWARD, BACKWARD = "build", "forward", "backward"
 #: After backward, and after the update of the weights.
 UPDATE, SYNCHRONIZE = "update", "synchronize"
@@ -80,12 +80,14 @@ class Work:
         compute_s: the sum over operations of the time of the arithmetic or of the memory traffic,
             whichever is longer, at the rates of the device.
         link_s: the time of all messages at the rate of the links, if collectives use rings.
+        host_s: the time of all copies between device and host, in both directions at once.
     """
 
     messages: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     flops: float = 0
     compute_s: float = 0
     link_s: float = 0
+    host_s: float = 0
 
     def plus(self, other: Work, factor: float = 1) -> Work:
         """Return this work and ``factor`` times the other."""
@@ -98,6 +100,7 @@ class Work:
             self.flops + factor * other.flops,
             self.compute_s + factor * other.compute_s,
             self.link_s + factor * other.link_s,
+            self.host_s + factor * other.host_s,
         )
 
 
@@ -122,6 +125,9 @@ class Ledger(TorchDispatchMode):
         self._numbers = weakref.WeakKeyDictionary()
         self._sizes: dict[int, int] = {}
         self._computes_shapes = 0
+        #: Bytes of tensors in host memory, now and at the peak.
+        self.host_bytes = self.host_peak_bytes = 0
+        self._on_host: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -177,6 +183,16 @@ class Ledger(TorchDispatchMode):
             weakref.finalize(storage, self._resize, number, 0)
         self._resize(number, -(-storage.size() // _ALLOCATION_BYTES) * _ALLOCATION_BYTES)
         return number
+
+    def _see_on_host(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self._on_host:
+            self._on_host.add(storage)
+            self._add_host_bytes(storage.size())
+            weakref.finalize(storage, self._add_host_bytes, -storage.size())
+
+    def _add_host_bytes(self, change: int) -> None:
+        self.host_bytes += change
+        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def _resize(self, number: int, size: int) -> None:
         change = size - self._sizes.get(number, 0)
@@ -235,6 +251,9 @@ class Ledger(TorchDispatchMode):
                 self._count_message(func, args, out)
         elif name == "split_with_sizes_copy" and "out" in kwargs:  # FSDP's gathered weights
             self.name(COMMUNICATION, kwargs["out"])
+        elif name in _COPIES:
+            if not self._count_copy(args, out):
+                self._count_work(func, args, kwargs, out)
         elif name not in _WITHOUT_WORK and not func.is_view:
             self._count_work(func, args, kwargs, out)
         return out
@@ -257,6 +276,19 @@ class Ledger(TorchDispatchMode):
         sent = size if name == "send" else size * (ranks - 1) / ranks
         rounds = 2 if name == "all_reduce" else 1  # around the ring
         self._add(Work({name: (1, size)}, link_s=rounds * sent / self.link_bytes_s))
+
+    def _count_copy(self, args: Any, out: torch.Tensor) -> bool:
+        """Count a copy between device and host. Return whether it is one."""
+        source = next(leaf for leaf in reversed(args) if isinstance(leaf, torch.Tensor))
+        devices = source.device.type, out.device.type
+        if set(devices) != {self.device_type, "cpu"} or not out.dim():
+            return False
+        host = out if devices[1] == "cpu" else source
+        self._see_on_host(host.untyped_storage())
+        name = "copy_to_host" if devices[1] == "cpu" else "copy_to_device"
+        seconds = out.nbytes / 2 / self.device.host_link_bytes_s
+        self._add(Work({name: (1, out.nbytes)}, host_s=seconds))
+        return True
 
     def _count_work(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         results = [

@@ -21,6 +21,7 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.health.anomalies import AnomalyDetector, UpdateDecision
 from paceline.models.language import language_model_on_meta
 from paceline.models.transforms.activation_checkpointing import checkpoint_activations
+from paceline.models.transforms.activation_offloading import offload_activations
 from paceline.parallel.base import make_strategy, optimizer_tensors
 from paceline.parallel.local_sgd.strategy import LocalSGDBase
 from paceline.parallel.protocols import traffic_period, unscale_grads
@@ -113,6 +114,7 @@ def _build(job: RankJob, config: Config, world: Communicator) -> tuple[TrainComp
     model: Any = language_model_on_meta(config, world.device)
     model.config.use_cache = False
     checkpoint_activations(model, config.train_args.gradient_checkpointing)
+    offload_activations(model, config.parallel)
     strategy = make_strategy(job.strategy, config, world)
     task.setup(model)
     axes = world.axes
@@ -242,5 +244,6 @@ class SimulatedRank:
                 for name, (count, size) in sorted(work.messages.items())
             ],
             flops=round(work.flops),
-            time_floor_s=max(work.compute_s, work.link_s),
+            time_floor_s=max(work.compute_s, work.link_s, work.host_s),
+            host_memory_bytes=self.ledger.host_peak_bytes,
         )

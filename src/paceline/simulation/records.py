@@ -36,7 +36,8 @@ class MemoryByKind(TypedDict):
 
 
 class Messages(TypedDict):
-    """Messages of one collective in a step. ``bytes``: sum of the sizes of the message buffers."""
+    """Messages of one collective in a step, or copies to the host or the device. ``bytes``: sum of
+    the sizes of the message buffers."""
 
     collective: str
     count: float
@@ -44,7 +45,8 @@ class Messages(TypedDict):
 
 
 class RankReport(TypedDict):
-    """The simulated step of a rank, in the JSON of a plan."""
+    """The simulated step of a rank, in the JSON of a plan. ``host_memory_bytes``: tensors that are
+    offloaded to the host, at their peak."""
 
     rank: int
     peak_memory_bytes: int
@@ -52,6 +54,7 @@ class RankReport(TypedDict):
     messages: list[Messages]
     flops: int
     time_floor_s: float
+    host_memory_bytes: int
 
 
 class SimulationReport(TypedDict):

@@ -35,6 +35,9 @@ def simulation_table(simulation: Simulation, machine: Machine) -> Group:
         Text(f"  messages of a step on {rank_names(ranks)}: {text}")
         for text, ranks in senders.items()
     ]
+    host = max(rank["host_memory_bytes"] for rank in report["ranks"])
+    if host:
+        notes.append(Text(f"  offloaded to the host: up to {human_bytes(host)} per rank"))
     return Group(
         Text(f"\nsimulated: {mode.name}, two steps on fake tensors; nothing is measured\n"),
         table,

@@ -19,7 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 

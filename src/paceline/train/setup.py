@@ -47,6 +47,7 @@ from paceline.models.adapters.lora import learning_rate_factors
 from paceline.models.adapters.quantize import move_scales
 from paceline.models.shape.outline import Probe, outline
 from paceline.models.transforms.activation_checkpointing import checkpoint_activations
+from paceline.models.transforms.activation_offloading import offload_activations
 from paceline.models.transforms.compile import compile_blocks, compile_times
 from paceline.models.transforms.float8 import convert_to_float8
 from paceline.models.weights import converted_weights, move_model
@@ -81,6 +82,7 @@ from paceline.train.callbacks import (
 from paceline.train.final_model import save_model_folder
 from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
 from paceline.train.optimizer import Schedule, build_optimizer, matrices_of, optimizer_notices
+from paceline.train.optimizers.host_state import offload_state
 from paceline.train.optimizers.rounding import add_rounding
 from paceline.train.precision import Precision, check_same_precision
 from paceline.train.profiler import StepProfiler
@@ -259,9 +261,8 @@ def build_components(
 ) -> tuple[TrainComponents, DataPipeline, list[tuple[str, str]]]:
     """Build the model and the data pipeline, seeded by ``train_args.seed``.
 
-    The order is the same for every strategy: activation checkpointing wraps the forward of the
-    blocks first, so that the hooks of a strategy run outside of it; then the strategy sets up the
-    model.
+    The order is the same for every strategy: activation checkpointing and offloading wrap the
+    forward of the blocks, so that the hooks run outside of it; then the strategy sets up the model.
 
     Args:
         adjust: function that may change the model before the strategy sets it up.
@@ -339,6 +340,7 @@ def distribute(
     strategy.notices += optimizer_notices(args, shape.optimizer, optimizer)
     if args.weight_dtype == "bfloat16":
         add_rounding(optimizer, args.seed, strategy.tensor_shards())
+    offload_state(optimizer, strategy)
     precision = Precision(args, strategy.world)
     strategy.scaler = precision.scaler
     schedule = Schedule(optimizer, args, derived)
@@ -383,6 +385,7 @@ def _build_model(task: Task, config: Config) -> nn.Module:
     guard_model(model)
     compile_blocks(model, config.train_args)
     checkpoint_activations(model, config.train_args.gradient_checkpointing)
+    offload_activations(model, config.parallel)
     return model
 
 

@@ -5,10 +5,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from paceline.config.schema.base import Auto, Section, Text
+from paceline.config.schema.base import Auto, Section, Text, split_names
 
 #: Relative speeds of the ranks or hosts of a run.
 Weights = Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
+#: What ``parallel.cpu_offload`` keeps in host memory.
+StateOffload = Literal["none", "optimizer", "all"]
+Offload = Literal[StateOffload, "activations"]
 
 
 class Parallel(Section):
@@ -77,11 +80,12 @@ class Parallel(Section):
             " none; unsupported settings are errors."
         ),
     )
-    cpu_offload: Literal["none", "optimizer", "all"] = Field(
+    cpu_offload: Offload | list[Offload] = Field(
         "none",
         description=(
-            "Keep the optimizer state (`optimizer`), or the parameters too (`all`), in"
-            " host memory; `zero2`, `zero3` and `deepspeed` on accelerators."
+            "What is in host memory while the accelerator does not need it: the state of the"
+            " optimizer (`optimizer`), also the parameters (`all`), or what the blocks save for"
+            " backward (`activations`); or a list, such as `[optimizer, activations]`."
         ),
     )
     num_gpus: Auto | Annotated[int, Field(ge=1)] = Field(
@@ -155,6 +159,22 @@ class Parallel(Section):
         ),
     )
 
+    @field_validator("cpu_offload", mode="before")
+    @classmethod
+    def _split_offload(cls, value: object) -> object:
+        """Split comma-separated names; a list of a single name is the name."""
+        names = split_names(value) if isinstance(value, str) else value
+        return names[0] if isinstance(names, list) and len(names) == 1 else names or "none"
+
+    @field_validator("cpu_offload", mode="after")
+    @classmethod
+    def _check_offload(cls, value: Offload | list[Offload]) -> Offload | list[Offload]:
+        if isinstance(value, list) and (len(set(value)) < len(value) or len(value) > 2):
+            raise ValueError(f"{', '.join(value)}: expected `activations` and one other value")
+        if isinstance(value, list) and ("activations" not in value or "none" in value):
+            raise ValueError(f"{', '.join(value)} contradict each other")
+        return value
+
     @field_validator("nnodes", mode="after")
     @classmethod
     def _check_range(cls, value: int | str) -> int | str:
@@ -162,6 +182,23 @@ class Parallel(Section):
         if high and int(low) > int(high):
             raise ValueError(f"nnodes {value}: expected MIN:MAX with MIN no larger than MAX")
         return value
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether what the blocks save for backward is in host memory meanwhile."""
+        return "activations" in self.cpu_offload
+
+    @property
+    def state_offload(self) -> StateOffload:
+        """Which part of the training state is in host memory."""
+        values = self.cpu_offload if isinstance(self.cpu_offload, list) else [self.cpu_offload]
+        return next((value for value in values if value != "activations"), "none")
+
+    @property
+    def offload_text(self) -> str:
+        """The setting as text for messages."""
+        values = self.cpu_offload
+        return f"[{', '.join(values)}]" if isinstance(values, list) else values
 
     @property
     def hosts(self) -> tuple[int, int]:

@@ -83,6 +83,17 @@ class Activations:
         return round(max(self.peaks))
 
     @property
+    def on_device(self) -> tuple[int, ...]:
+        """The blocks' memory if activations are offloaded: when backward begins, those of the last
+        block are on the device, and those of the block before it are copied back."""
+        return tuple(0 for _ in self.blocks[:-2]) + self.blocks[-2:]
+
+    @property
+    def on_host(self) -> int:
+        """Host memory if activations are offloaded. The last block's are not."""
+        return sum(self.blocks[:-1])
+
+    @property
     def saved(self) -> int:
         """Memory that is kept from forward to backward."""
         return round(sum(self.blocks) + self.ends + self.logits_saved)
@@ -147,7 +158,11 @@ def language_activations(
         recomputed_share=args.recomputed_share(dims.layers),
     )
     loss = _loss(dims, config, labels, low, low_weights)
-    saved = sum(blocks) + ends
+    at_loss = in_backward = sum(blocks)
+    if config.parallel.offloads_activations:
+        # Those of the last block; then those of two blocks.
+        at_loss, in_backward = blocks[-1], max(map(sum, zip(blocks, (0, *blocks), strict=False)))
+    saved = at_loss + ends
     peaks = (
         saved + loss.forward + weights.block_copies + weights.head_copy,
         saved + loss.backward + weights.retained + (0 if loss.in_chunks else weights.head_copy),
@@ -158,7 +173,7 @@ def language_activations(
         + weights.gradient_bytes * weights.matrices.head
         + _FLOAT32 * dims.hidden * labels,
         # The first block that backward reaches.
-        sum(blocks) + recomputed + block.gradients() * tokens + weights.during_block(dims.layers),
+        in_backward + recomputed + block.gradients() * tokens + weights.during_block(dims.layers),
         weights.tied_gradients,
     )
     return Activations(blocks, recomputed, ends, loss.peak, loss.saved, peaks)

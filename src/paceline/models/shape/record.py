@@ -11,6 +11,9 @@ T = TypeVar("T")
 #: Number of elements in a block of 8-bit optimizer state, and the smallest number that bitsandbytes
 #: and torchao quantize.
 QUANTIZED_BLOCK, QUANTIZED_MINIMUM = 256, 4096
+#: With `cpu_offload: optimizer`: the smallest number of elements of a parameter whose state is in
+#: host memory, and the number of elements that are updated at once.
+OFFLOAD_MINIMUM, OFFLOADED_AT_ONCE = 1024, 1 << 25
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,19 @@ class ModelShape:
     @property
     def trained_elements(self) -> int:
         return sum(tensor.numel for tensor in self.trained)
+
+    def offloaded_moments(self, parts: Iterable[tuple[str, int]]) -> tuple[int, int]:
+        """Return the bytes of the moments that are in host memory with `cpu_offload: optimizer`,
+        and those of them that are on the device at once during a step.
+
+        Args:
+            parts: name and number of elements of the parts of parameters that a rank updates.
+        """
+        moved = [(name, numel) for name, numel in parts if numel >= OFFLOAD_MINIMUM]
+        sizes = [self.optimizer.moment_bytes(name, numel) for name, numel in moved]
+        on_host, elements = sum(sizes), sum(numel for _, numel in moved)
+        group = on_host * OFFLOADED_AT_ONCE // max(1, elements)
+        return on_host, min(on_host, max(group, *sizes, 0) + group)
 
     @property
     def moment_bytes(self) -> int:

@@ -45,7 +45,7 @@ def checkpoint_activations(model: nn.Module, setting: str | int) -> None:
     if setting == "selective":
         keywords["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     every = setting if isinstance(setting, int) else 1
-    blocks = _blocks(model)
+    blocks = recomputable_blocks(model)
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if not blocks and callable(enable) and every == 1:
         _enable(enable, keywords, model, setting)
@@ -85,7 +85,7 @@ def _is_attention(operation: Any) -> bool:
     return any(part in str(operation) for part in ("attention", "attn"))
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def recomputable_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks to recompute, in the model's order."""
     base = base_model(model)
     if hasattr(base, "supports_gradient_checkpointing"):  # a transformers model

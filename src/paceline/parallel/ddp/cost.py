@@ -22,12 +22,18 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
     if reduction is not None:
         optimizer = reduction.retained_bytes + (0 if reduction.holds_moments else optimizer)
         traffic = reduction.traffic
+    on_host = at_once = 0
+    if config.parallel.state_offload == "optimizer":
+        parts = [(tensor.name, tensor.numel) for tensor in shape.trained]
+        on_host, at_once = shape.offloaded_moments(parts)
     return Cost(
         parameters=shape.parameter_bytes + shape.buffer_bytes,
         gradients=gradients,
-        optimizer=optimizer,
-        activations=work.activation_bytes,
+        optimizer=optimizer - on_host,
+        activations=max(work.activation_bytes, at_once),
         traffic=traffic,
+        host=on_host,
+        host_traffic={"optimizer": 2 * on_host} if on_host else {},
     )
 
 

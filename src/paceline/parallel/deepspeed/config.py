@@ -88,9 +88,9 @@ def zero_section(config: Config, trained_elements: int, low_bytes: int) -> dict[
             "stage3_max_live_parameters": 0,
             "stage3_prefetch_bucket_size": 0,
         }
-    if parallel.cpu_offload in ("optimizer", "all"):
+    if parallel.state_offload in ("optimizer", "all"):
         section["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if parallel.cpu_offload == "all":
+    if parallel.state_offload == "all":
         section["offload_param"] = {"device": "cpu", "pin_memory": True}
     theirs = read_json(parallel.deepspeed_config).get("zero_optimization") or {}
     for key, value in theirs.items():

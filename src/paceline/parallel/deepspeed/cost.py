@@ -30,7 +30,7 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
     section = zero_section(config, shape.trained_elements, shape.low_bytes)
     if section["stage"] == 3:
         return _stage_3(shape, axes.size, work, section, config)
-    return _stages_1_and_2(shape, axes.size, work, section, config.parallel.cpu_offload)
+    return _stages_1_and_2(shape, axes.size, work, section, config.parallel.state_offload)
 
 
 def _element_bytes(tensor: TensorShape, shape: ModelShape) -> int:
@@ -99,7 +99,7 @@ def _touched(bounds: Sequence[int], size: int, rank: int) -> int:
 def _stage_3(
     shape: ModelShape, ranks: int, work: Workload, section: dict[str, int], config: Config
 ) -> Cost:
-    offload = config.parallel.cpu_offload
+    offload = config.parallel.state_offload
     recomputed = config.train_args.recomputed_share(len(shape.blocks))
     threshold = int(section["stage3_param_persistence_threshold"])
     # Weights that are used again within this number of elements stay gathered: in a smaller model,

@@ -80,8 +80,8 @@ class DeepSpeedStrategy(Strategy):
     def setup(self, model: nn.Module) -> nn.Module:
         """Check and broadcast the model. It is partitioned in :meth:`setup_optimizer`, since
         DeepSpeed takes model and optimizer together."""
-        if self.config.parallel.cpu_offload != "none" and self.world.device.type == "cpu":
-            raise offload_needs_accelerator(self.config.parallel.cpu_offload)
+        if self.config.parallel.state_offload != "none" and self.world.device.type == "cpu":
+            raise offload_needs_accelerator(self.config.parallel.offload_text)
         _check_types(model, low_dtype(self.config))
         self.model = model
         self.names = {parameter: name for name, parameter in model.named_parameters()}
@@ -209,8 +209,7 @@ class DeepSpeedStrategy(Strategy):
 
     def memory_tensors(self) -> list[torch.Tensor]:
         """Return the weights that the forward reads, float32 partitions, optimizer state, and the
-        gradients that exist now. With ``parallel.cpu_offload`` tensors in the host's memory are
-        left out."""
+        gradients that exist now."""
         tensors = [
             *self.model.buffers(),
             *owners(self.zero, self.stage),
@@ -220,8 +219,6 @@ class DeepSpeedStrategy(Strategy):
         for parameter in self.model.parameters():
             partition = getattr(parameter, "ds_tensor", None)
             tensors += [parameter.data] if partition is None else [parameter.data, partition]
-        if self.config.parallel.cpu_offload != "none":
-            return [tensor for tensor in tensors if tensor.device.type == self.world.device.type]
         return tensors
 
     @property

@@ -1,6 +1,4 @@
-"""Checks `parallel.cpu_offload` against the device."""
-
-import torch
+"""Checks `parallel.cpu_offload` against the device. Imports no torch."""
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -8,11 +6,9 @@ from paceline.distributed.mesh import ParallelDims
 
 
 def check_offload(config: Config, dims: ParallelDims) -> None:
-    """Raise ConfigError for ``parallel.cpu_offload`` without an accelerator."""
-    device = config.parallel.device
-    on_cpu = device == "cpu" or (device == "auto" and not torch.accelerator.is_available())
-    if config.parallel.cpu_offload != "none" and on_cpu:
-        raise offload_needs_accelerator(config.parallel.cpu_offload)
+    """Raise ConfigError for ``parallel.cpu_offload`` with ``parallel.device: cpu``."""
+    if config.parallel.cpu_offload != "none" and config.parallel.device == "cpu":
+        raise offload_needs_accelerator(config.parallel.offload_text)
 
 
 def offload_needs_accelerator(offload: str) -> ConfigError:

@@ -163,7 +163,7 @@ def _estimate(
             state += shape.optimizer.bytes_of(tensor.name, size)
             reduced_bytes = low_bytes if axes.data == 1 else tensor.element_bytes
             reduced += padded * reduced_bytes if tensor.shape else 0
-    on_host = config.parallel.cpu_offload == "all"
+    on_host = config.parallel.state_offload == "all"
     local_gradients = 0 if on_host else gradients
     root, first_block, end = _unsharded(shape, blocks, axes.shard, normed)
     end += 0 if on_host else gradients - root_gradients
@@ -191,4 +191,12 @@ def _estimate(
         optimizer=0 if on_host else state,
         activations=max(0, forward - local_gradients, end - local_gradients),
         traffic=traffic,
+        host=sharded_weights + gradients + state if on_host else 0,
+        # The shards are copied to be gathered, in forward and backward or once per step.
+        host_traffic={
+            "parameters": (2 * work.micro_batches if reshard_after_forward else 1) * sharded_weights
+            + work.micro_batches * gradients
+        }
+        if on_host
+        else {},
     )

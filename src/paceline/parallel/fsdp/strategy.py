@@ -53,7 +53,7 @@ class FSDPStrategy(Strategy):
             self.world,
             low_dtype=low_dtype(self.config),
             reshard_after_forward=self.reshard_after_forward,
-            offload=self.config.parallel.cpu_offload == "all",
+            offload=self.config.parallel.state_offload == "all",
         )
         self.trained = self.sharding.trained
         return model

@@ -50,7 +50,7 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
         element_bytes = low_bytes_of(tensor, low_bytes, normed)
         tensors.append((tensor.numel, element_bytes, element_bytes))
     weights = masters = traffic = 0
-    state = [0] * num_ranks
+    parts: list[list[tuple[str, int]]] = [[] for _ in range(num_ranks)]
     for layout in lay_out(tensors, config.parallel.bucket_cap_mb * 2**20, num_ranks):
         element_bytes = tensors[layout.members[0]][1]
         shard_size = layout.size // num_ranks
@@ -62,13 +62,19 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
             for rank in range(begin // shard_size, max(begin, end - 1) // shard_size + 1):
                 first, beyond = rank * shard_size, (rank + 1) * shard_size
                 elements = max(0, min(end, beyond) - max(begin, first))
-                state[rank] += shape.optimizer.bytes_of(shape.trained[member].name, elements)
+                parts[rank].append((shape.trained[member].name, elements))
+    state = [sum(shape.optimizer.bytes_of(*part) for part in each) for each in parts]
+    on_host = at_once = 0
+    if config.parallel.state_offload == "optimizer":
+        on_host, at_once = shape.offloaded_moments(parts[state.index(max(state))])
     frozen = shape.parameter_bytes - total_bytes(shape.trained)
     return Cost(
         parameters=frozen + weights + masters + shape.buffer_bytes,
         gradients=weights,
-        optimizer=max(state),
-        activations=work.activation_bytes,
+        optimizer=max(state) - on_host,
+        activations=max(work.activation_bytes, at_once),
         traffic={"reduce_scatter": traffic, "all_gather": traffic}
         | statistics_traffic(shape, num_ranks),
+        host=on_host,
+        host_traffic={"optimizer": 2 * on_host} if on_host else {},
     )

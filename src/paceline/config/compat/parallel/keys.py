@@ -13,7 +13,7 @@ from paceline.config.yaml_read import YamlValue
 BELOW_FILE = FILE - 1
 _NAMES = (
     "_deepspeed", "_deepspeed_config", "_fsdp", "_fsdp_config", "_fsdp_version", "_fsdp_setting",
-    "_distributed_type", "_num_processes", "_hsdp",
+    "_distributed_type", "_num_processes", "_hsdp", "_activation_offload",
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def expand(merge: Merge, base: Path | None) -> None:
         base: the config file's folder, which is also searched for a DeepSpeed JSON.
     """
     keys = take_keys(merge, base)
-    for act in (_num_processes, _strategy, use_hsdp, read_native_json):
+    for act in (_num_processes, _strategy, use_hsdp, read_native_json, _activation_offload):
         act(keys)
 
 
@@ -44,6 +44,26 @@ def _num_processes(keys: StrategyKeys) -> None:
     else:
         keys.assign(key.entry, "parallel.num_gpus", count // hosts)
         keys.add_notice(key.entry, f"{count} processes on {hosts} hosts")
+
+
+def _activation_offload(keys: StrategyKeys) -> None:
+    """Add `activations` to what other keys offload."""
+    key, mode = keys.by_name.get("_activation_offload"), keys.native("parallel.mode")
+    if key is None:
+        return
+    if keys.number("parallel.pipeline") > 1 or (mode and mode.value in ("deepspeed", "pipeline")):
+        keys.add_notice(key.entry, "activations are not offloaded with this strategy", "warning")
+        return
+    state = keys.native("parallel.cpu_offload")
+    if state is None or state.value in ("none", "activations"):
+        keys.assign(key.entry, "parallel.cpu_offload", "activations")
+        return
+    names = state.value if isinstance(state.value, list) else [state.value]
+    if "activations" not in names:
+        state.value = [*names, "activations"]
+    line = keys.line(key.entry)
+    if line is not None:
+        line.assigned.append(state)
 
 
 def _drop_overridden(keys: StrategyKeys) -> None:
