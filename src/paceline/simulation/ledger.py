@@ -281,7 +281,8 @@ class Ledger(TorchDispatchMode):
         """Count a copy between device and host. Return whether it is one."""
         source = next(leaf for leaf in reversed(args) if isinstance(leaf, torch.Tensor))
         devices = source.device.type, out.device.type
-        if set(devices) != {self.device_type, "cpu"} or not out.dim():
+        is_small = out.nbytes < _ALLOCATION_BYTES  # such as a step count
+        if is_small or set(devices) != {self.device_type, "cpu"}:
             return False
         host = out if devices[1] == "cpu" else source
         self._see_on_host(host.untyped_storage())
