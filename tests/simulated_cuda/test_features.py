@@ -79,19 +79,19 @@ def test_offloading_does_not_change_a_bit(
     """The run is resumed with offloading, and then without it."""
     args = (*layout_of(name).args, *switches.args, CONSTANT)
     train_on("cuda", tmp_path / "plain", *args, "max_steps=6")
-    run, change = tmp_path / "run", "--allow-config-change"
+    folder, change = tmp_path / "run", "--allow-config-change"
     setting = f"parallel.cpu_offload={offload}"
-    assert "has no effect" not in train_on("cuda", run, *args, "max_steps=2", setting)
-    train_on("cuda", run, *args, "max_steps=4", setting, change)
-    memory = events(run, "memory")[-1]
-    state = report(run)["state_memory_bytes"]
+    assert "has no effect" not in train_on("cuda", folder, *args, "max_steps=2", setting)
+    train_on("cuda", folder, *args, "max_steps=4", setting, change)
+    memory = events(folder, "memory")[-1]
+    state = report(folder)["state_memory_bytes"]
     assert state["measured"] == pytest.approx(state["predicted"], rel=0.01)
-    train_on("cuda", run, *args, "max_steps=6", change)
-    assert report(run)["resumed_from_step"] == 4
+    train_on("cuda", folder, *args, "max_steps=6", change)
+    assert report(folder)["resumed_from_step"] == 4
     plain = events(tmp_path / "plain", "memory")[-1]
     if "optimizer" in offload:
         assert memory["ranks"][0]["optimizer"] < 0.6 * plain["ranks"][0]["optimizer"]
-    assert digest(run) == digest(tmp_path / "plain")
+    assert digest(folder) == digest(tmp_path / "plain")
 
 
 @pytest.mark.soak

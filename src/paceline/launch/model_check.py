@@ -58,11 +58,11 @@ def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
     from paceline.models.adapters.lora import adapter_notices
     from paceline.models.language import language_model_on_meta
     from paceline.models.positions import check_length
-    from paceline.models.transforms.activation_checkpointing import checkpoint_activations
+    from paceline.models.transforms.activation_offloading import reduce_activations
 
     model: Any = language_model_on_meta(config)
     check_length(config, model.config.to_dict())
-    checkpoint_activations(model, config.train_args.gradient_checkpointing)
+    reduce_activations(model, config)
     if layout.axes.tensor > 1:
         from paceline.models.tensor_plan.plan import find_tensor_plan
         from paceline.parallel.tensor.shard import check_plan_sizes

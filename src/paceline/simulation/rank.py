@@ -20,8 +20,7 @@ from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.health.anomalies import AnomalyDetector, UpdateDecision
 from paceline.models.language import language_model_on_meta
-from paceline.models.transforms.activation_checkpointing import checkpoint_activations
-from paceline.models.transforms.activation_offloading import offload_activations
+from paceline.models.transforms.activation_offloading import reduce_activations
 from paceline.parallel.base import make_strategy, optimizer_tensors
 from paceline.parallel.local_sgd.strategy import LocalSGDBase
 from paceline.parallel.protocols import traffic_period, unscale_grads
@@ -113,8 +112,7 @@ def _build(job: RankJob, config: Config, world: Communicator) -> tuple[TrainComp
     task.device_type = world.device.type
     model: Any = language_model_on_meta(config, world.device)
     model.config.use_cache = False
-    checkpoint_activations(model, config.train_args.gradient_checkpointing)
-    offload_activations(model, config.parallel)
+    reduce_activations(model, config)
     strategy = make_strategy(job.strategy, config, world)
     task.setup(model)
     axes = world.axes

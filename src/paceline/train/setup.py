@@ -46,8 +46,7 @@ from paceline.health.watchdog import Watchdog
 from paceline.models.adapters.lora import learning_rate_factors
 from paceline.models.adapters.quantize import move_scales
 from paceline.models.shape.outline import Probe, outline
-from paceline.models.transforms.activation_checkpointing import checkpoint_activations
-from paceline.models.transforms.activation_offloading import offload_activations
+from paceline.models.transforms.activation_offloading import reduce_activations
 from paceline.models.transforms.compile import compile_blocks, compile_times
 from paceline.models.transforms.float8 import convert_to_float8
 from paceline.models.weights import converted_weights, move_model
@@ -384,8 +383,7 @@ def _build_model(task: Task, config: Config) -> nn.Module:
     model = task.build_model()
     guard_model(model)
     compile_blocks(model, config.train_args)
-    checkpoint_activations(model, config.train_args.gradient_checkpointing)
-    offload_activations(model, config.parallel)
+    reduce_activations(model, config)
     return model
 
 

@@ -16,7 +16,8 @@ from torch import nn
 
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
-from paceline.models.shape.activations import dims_of, language_activations
+from paceline.models.shape.activations import language_activations
+from paceline.models.shape.dims import dims_of
 from paceline.models.transforms import activation_offloading
 from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 from paceline.models.transforms.activation_offloading import (

@@ -14,15 +14,30 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.config.schema import Config
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.distributed import torch_compat
 from paceline.distributed.host_copies import CopyStream, empty_on_host
 from paceline.models.blocks import wrap_forward
-from paceline.models.transforms.activation_checkpointing import recomputable_blocks
+from paceline.models.transforms.activation_checkpointing import (
+    checkpoint_activations,
+    recomputable_blocks,
+)
 
 #: Smaller storages stay on the device: to start a copy takes longer than to make it.
 MIN_STORAGE_BYTES = 4096
+
+
+def reduce_activations(model: nn.Module, config: Config) -> None:
+    """Reduce what the blocks keep on the device for backward: apply activation checkpointing, and
+    around it activation offloading.
+
+    Raises:
+        ConfigError: if the model has no blocks.
+    """
+    checkpoint_activations(model, config.train_args.gradient_checkpointing)
+    offload_activations(model, config.parallel)
 
 
 def offload_activations(model: nn.Module, settings: Parallel) -> "ActivationOffloader | None":
