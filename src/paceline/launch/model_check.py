@@ -115,7 +115,7 @@ def _cache_file(config: Config, layout: ParallelLayout) -> Path | None:
     lora = {**config.lora.model_dump(mode="json"), "set": sorted(config.lora.model_fields_set)}
     settings = [
         config.train_args.max_length,
-        config.train_args.gradient_checkpointing,
+        [config.train_args.gradient_checkpointing, config.parallel.offloads_activations],
         config.train_args.attn_implementation,
         config.train_args.use_liger_kernel,
         config.parallel.tensor_plan,
