@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from synchronizations import record_synchronizations
 
 from paceline.planner.devices import find_device
 from paceline.simulation.cuda import load_library, simulate_cuda, use_math_attention
@@ -32,6 +33,7 @@ def simulate_values(device: str = DEVICE, count: int = NUM_DEVICES) -> None:
     dist.Backend.default_device_backend_map["cuda"] = "gloo"
     torch.UntypedStorage.resize_ = _resize_storage
     torch.UntypedStorage.clone = _clone_storage
+    record_synchronizations()
 
 
 def _as_tensor(storage: torch.UntypedStorage) -> torch.Tensor:

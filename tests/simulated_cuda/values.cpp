@@ -20,6 +20,8 @@
 #include <unordered_map>
 #include <vector>
 
+extern "C" void paceline_report_synchronization(const char* name);  // of shim.cpp
+
 namespace {
 
 using at::Tensor;
@@ -53,6 +55,61 @@ bool accepts_cpu_tensors(const std::string& name) {
       "aten::copy_",      "aten::_foreach_copy_",    "aten::index.Tensor",
       "aten::index_put_", "aten::_index_put_impl_", "aten::set_.source_Tensor"};
   return names.count(name) || names.count(name.substr(0, name.find('.')));
+}
+
+// -- operations for which the host of a GPU waits for the device
+// Operations whose result, or the size of it, the host needs.
+bool reads_result(const std::string& name, const std::vector<IValue>& arguments) {
+  static const std::set<std::string> names{
+      "aten::_local_scalar_dense", "aten::nonzero",      "aten::masked_select",
+      "aten::_unique",             "aten::_unique2",     "aten::unique_dim",
+      "aten::unique_consecutive",  "aten::equal",        "aten::bincount",
+      "aten::histc",               "aten::_linalg_eigh", "aten::_linalg_svd",
+      "aten::linalg_cholesky_ex",  "aten::linalg_qr",    "aten::_linalg_solve_ex"};
+  if (name == "aten::repeat_interleave.Tensor") return arguments.back().isNone();
+  return names.count(name.substr(0, name.find('.'))) > 0;
+}
+
+// Whether an index is a mask, which is converted to positions, or has to be copied to the device.
+bool has_blocking_index(const std::string& name, const std::vector<IValue>& arguments) {
+  static const std::set<std::string> names{"aten::index.Tensor", "aten::_index_put_impl_",
+                                           "aten::_unsafe_index.Tensor"};
+  if (!names.count(name) || !arguments[0].toTensor().is_cuda()) return false;
+  for (const IValue& value : arguments[1].toList().vec()) {
+    if (!value.isTensor()) continue;
+    const Tensor& index = value.toTensor();
+    if (!index.defined()) continue;
+    if (index.scalar_type() == at::kBool || index.scalar_type() == at::kByte) return true;
+    if (index.is_cpu() && index.dim() > 0) return true;
+  }
+  return false;
+}
+
+// The name of a copy that waits: one that is not asynchronous, or whose host memory is not pinned.
+const char* blocking_copy(const Tensor& target, const Tensor& source, bool non_blocking) {
+  if (target.is_cuda() == source.is_cuda() || source.numel() == 0) return nullptr;
+  const bool is_pinned = (target.is_cuda() ? source : target).is_pinned();
+  if (target.is_cuda())
+    return !non_blocking ? "copy to the device"
+           : !is_pinned  ? "copy of unpinned memory to the device"
+                         : nullptr;
+  return !non_blocking ? "copy to the host"
+         : !is_pinned  ? "copy to unpinned memory of the host"
+                       : nullptr;
+}
+
+void report_synchronization(const std::string& name, const std::vector<IValue>& arguments) {
+  const char* what = nullptr;
+  if (name == "aten::copy_") {
+    what = blocking_copy(arguments[0].toTensor(), arguments[1].toTensor(), arguments[2].toBool());
+  } else if (name == "aten::_foreach_copy_") {
+    const auto targets = arguments[0].toTensorVector(), sources = arguments[1].toTensorVector();
+    for (size_t i = 0; i < targets.size() && !what; ++i)
+      what = blocking_copy(targets[i], sources[i], arguments[2].toBool());
+  } else if (reads_result(name, arguments) || has_blocking_index(name, arguments)) {
+    what = name.c_str();
+  }
+  if (what) paceline_report_synchronization(what);
 }
 
 // The tensors of one call of an operation.
@@ -124,6 +181,9 @@ IValue map_tensors(const IValue& value, Function function) {
 
 void run_on_cpu(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   const auto& schema = op.schema();
+  const auto overload = schema.overload_name();
+  const auto name = schema.name() + (overload.empty() ? "" : "." + overload);
+  report_synchronization(name, torch::jit::last(*stack, schema.arguments().size()).vec());
   Call call;
   for (auto i = stack->size() - schema.arguments().size(); i < stack->size(); ++i) {
     IValue& value = (*stack)[i];
@@ -136,8 +196,6 @@ void run_on_cpu(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
       value = map_tensors(value, [&](const Tensor& tensor) { return call.to_cpu(tensor); });
     }
   }
-  const auto overload = schema.overload_name();
-  const auto name = schema.name() + (overload.empty() ? "" : "." + overload);
   TORCH_CHECK(call.cpu_of.empty() || !call.has_cpu_tensors || accepts_cpu_tensors(name),
               "Expected all tensors to be on the same device, but found at least two devices, ",
               call.device, " and cpu! (in ", name, ")");

@@ -30,6 +30,8 @@ _MAX_DEVICES = 64
 _BFLOAT16_CAPABILITY = (8, 0)
 _swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 _shim: ctypes.CDLL | None = None
+_OBSERVER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_double)
+_observer: object = None  # kept alive, because the shim calls it
 
 
 def simulate_cuda(device: Device, count: int) -> None:
@@ -92,6 +94,26 @@ def use_math_attention() -> None:
     _shim.paceline_use_math_attention()
 
 
+def observe_synchronizations(observe: Callable[[str, float | None], None]) -> None:
+    """Call ``observe`` for each call for which the host of a GPU would wait for the device.
+
+    Calls of streams, events and devices are known. Operations of tensors are known only to what
+    gives simulated tensors values: the tests.
+
+    Args:
+        observe: receives the name of the call and, for that of an event, the seconds since the
+            event was recorded. It is called in the thread that waits.
+    """
+    global _observer
+    assert _shim is not None, "simulate_cuda has not been called"
+
+    def call(name: bytes, age_s: float) -> None:
+        observe(name.decode(), None if age_s < 0 else age_s)
+
+    _observer = _OBSERVER(call)
+    _shim.paceline_observe_synchronizations(_observer)
+
+
 def _check_torch() -> None:
     build = torch.version.cuda or torch.version.hip
     if build is not None or torch.accelerator.is_available():
@@ -151,7 +173,7 @@ def _answer_as(device: Device, capability: tuple[int, int], count: int) -> None:
             "_cuda_setDevice": core._accelerator_setDeviceIndex,
             "_cuda_exchangeDevice": core._accelerator_exchangeDevice,
             "_cuda_maybeExchangeDevice": core._accelerator_maybeExchangeDevice,
-            "_cuda_synchronize": lambda: None,
+            "_cuda_synchronize": lambda: core._accelerator_synchronizeDevice(index_of(None)),
             "_cuda_getCurrentRawStream": lambda index: 0,
             "_cuda_isCurrentStreamCapturing": lambda: False,
             "_cuda_emptyCache": lambda: None,

@@ -3,7 +3,8 @@
 //   1. device guard: the current device, streams and events, with no work behind them;
 //   2. CUDA hooks:   whether CUDA is available, the number of devices, random generators;
 //   3. allocator:    what torch.accelerator.memory_* returns, as numbers that Python sets;
-//   4. attention:    which kernel scaled_dot_product_attention selects.
+//   4. attention:    which kernel scaled_dot_product_attention selects;
+//   5. synchronizations: calls for which the host of a GPU would wait for the device.
 // Under FakeTensorMode, the kernels of the meta device compute the shapes, so torch never looks up
 // a CUDA kernel.
 #include <ATen/CPUGeneratorImpl.h>
@@ -18,6 +19,8 @@
 #include <chrono>
 #include <cstdlib>
 #include <map>
+#include <mutex>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -35,6 +38,15 @@ DeviceIndex num_devices = 1;
 thread_local DeviceIndex current_device = 0;
 thread_local std::map<DeviceIndex, StreamId> current_stream;
 std::atomic<StreamId> next_stream{1};  // 0 is the default stream
+
+// Called for each synchronization, with its name and, for that of an event, the seconds since the
+// event was recorded; else a negative number.
+using Observer = void (*)(const char* name, double age_s);
+std::atomic<Observer> observer{nullptr};
+
+void report(const char* name, double age_s = -1) {
+  if (Observer call = observer.load()) call(name, age_s);
+}
 
 // -- 1. the device guard
 struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
@@ -73,8 +85,8 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     return previous;
   }
   bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream&) const override {}
-  void synchronizeDevice(const DeviceIndex) const override {}
+  void synchronizeStream(const Stream&) const override { report("stream.synchronize"); }
+  void synchronizeDevice(const DeviceIndex) const override { report("device.synchronize"); }
 
   // An event is the host's time at which it was recorded, so elapsed_time() measures the host.
   void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override {
@@ -83,7 +95,10 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   }
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override {}
+  void synchronizeEvent(void* event) const override {
+    const auto age = Clock::now() - *static_cast<Time*>(event);
+    report("event.synchronize", std::chrono::duration<double>(age).count());
+  }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     delete static_cast<Time*>(event);
   }
@@ -103,6 +118,37 @@ struct Generator final : at::CPUGeneratorImpl {
 };
 
 // -- 2. the hooks
+// Pinned memory is ordinary memory, whose addresses are known.
+struct PinnedAllocator final : c10::Allocator {
+  static std::mutex& mutex() {
+    static std::mutex guard;
+    return guard;
+  }
+  static std::set<const void*>& addresses() {
+    static std::set<const void*> known;
+    return known;
+  }
+  static void release(void* data) {
+    {
+      const std::lock_guard lock(mutex());
+      addresses().erase(data);
+    }
+    std::free(data);
+  }
+
+  c10::DataPtr allocate(size_t size) override {
+    void* data = size ? std::malloc(size) : nullptr;
+    const std::lock_guard lock(mutex());
+    if (data) addresses().insert(data);
+    return {data, data, &release, Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* target, const void* source, size_t size) const override {
+    default_copy_data(target, source, size);
+  }
+};
+PinnedAllocator pinned_allocator;
+
 struct Hooks final : at::CUDAHooksInterface {
   void init() const override {}
   bool hasCUDA() const override { return true; }
@@ -122,9 +168,10 @@ struct Hooks final : at::CUDAHooksInterface {
   }
   void deviceSynchronize(DeviceIndex) const override {}
   std::string showConfig() const override { return "simulated CUDA"; }
-  // Pinned memory is ordinary memory; is_pinned() stays False.
-  at::Allocator* getPinnedMemoryAllocator() const override {
-    return c10::GetAllocator(c10::DeviceType::CPU);
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  bool isPinnedPtr(const void* data) const override {
+    const std::lock_guard lock(PinnedAllocator::mutex());
+    return PinnedAllocator::addresses().count(data) > 0;
   }
   const at::Generator& getDefaultGenerator(DeviceIndex index) const override {
     static const std::vector<at::Generator> generators = [] {
@@ -225,4 +272,7 @@ void paceline_set_allocated(int index, int64_t size_bytes) {
 }
 // Real tensors need this: the fused kernels of CUDA have no counterpart on a CPU.
 void paceline_use_math_attention() { has_fused_attention = false; }
+void paceline_observe_synchronizations(Observer call) { observer = call; }
+// For operations of real tensors, which values.cpp of the tests runs.
+void paceline_report_synchronization(const char* name) { report(name); }
 }

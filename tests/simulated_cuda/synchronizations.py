@@ -1,0 +1,117 @@
+"""Record the calls for which the host of a GPU would wait for the device: reading a value
+(`item()`, `tolist()`, `bool()`), operations whose result has a size that depends on values
+(`nonzero`, a mask as index), copies that are not asynchronous, explicit synchronization, and
+collectives of Python objects, whose sizes the host must know.
+
+Every process with simulated devices records them if :data:`VARIABLE` names a folder.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import wraps
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+
+import paceline
+from paceline.distributed.progress import PROGRESS
+from paceline.simulation.cuda import observe_synchronizations
+
+VARIABLE = "PACELINE_TEST_SYNCHRONIZATIONS"
+_SOURCE = os.path.dirname(paceline.__file__) + os.sep
+_PACKAGES = os.path.dirname(os.path.dirname(dist.__path__[0])) + os.sep
+_OBJECT_COLLECTIVES = (
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+)
+
+
+@dataclass(frozen=True)
+class Synchronization:
+    """A call for which the host waits.
+
+    Args:
+        step: the step that runs, from 1; None before the first.
+        phase: see :class:`paceline.distributed.progress.ProgressTracker`.
+        site: the innermost line of Paceline, as `train/trainer.py:42 step`; empty for a call of
+            autograd's thread.
+        library: the innermost line of all, if it is not the same.
+        is_late: whether it waits for an event that was recorded before the step began, which ends
+            at once unless the host is more than a step ahead of the device.
+    """
+
+    name: str
+    step: int | None
+    phase: str
+    site: str
+    library: str
+    is_late: bool
+
+    def __str__(self) -> str:
+        library = f" ({self.library})" if self.library else ""
+        return f"{self.name} at {self.site or 'backward'}{library}"
+
+
+def record_synchronizations() -> None:
+    """Record the synchronizations of this process and of those forked from it."""
+    observe_synchronizations(_record)
+    for name in _OBJECT_COLLECTIVES:
+        _wrap(name)
+
+
+def read_synchronizations(folder: Path) -> Iterator[Synchronization]:
+    """Yield the records of all processes."""
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            yield Synchronization(**json.loads(line))
+
+
+def _wrap(name: str) -> None:
+    function = getattr(dist, name)
+
+    @wraps(function)
+    def recorded(*args: object, **options: object) -> object:
+        _record(f"torch.distributed.{name}", None)
+        return function(*args, **options)
+
+    setattr(dist, name, recorded)
+
+
+def _record(name: str, age_s: float | None) -> None:
+    folder = os.environ.get(VARIABLE)
+    if folder is None:
+        return
+    frames = [*_frames(sys._getframe(1))]
+    site = next((frame for frame in frames if frame.f_code.co_filename.startswith(_SOURCE)), None)
+    innermost = frames[0] if frames and frames[0] is not site else None
+    record = Synchronization(
+        name=name,
+        step=PROGRESS.step,
+        phase=PROGRESS.phase,
+        site="" if site is None else _line(site),
+        library="" if innermost is None else _line(innermost),
+        is_late=age_s is not None and time.perf_counter() - age_s < PROGRESS._step_at,
+    )
+    with open(Path(folder) / f"{os.getpid()}.jsonl", "a") as file:
+        file.write(json.dumps(asdict(record)) + "\n")
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the frames that called, innermost first, without those of the recording."""
+    excluded = (__file__, f"{_SOURCE}simulation{os.sep}")
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(excluded):
+            yield frame
+        frame = frame.f_back
+
+
+def _line(frame: FrameType) -> str:
+    path = frame.f_code.co_filename.removeprefix(_SOURCE).removeprefix(_PACKAGES)
+    return f"{path}:{frame.f_lineno} {frame.f_code.co_name}"
