@@ -22,6 +22,7 @@ from paceline.core.formatting import counted, rank_names
 from paceline.core.processes import host_name
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
+from paceline.distributed.host_copy import HostCopy
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import Strategy
 from paceline.parallel.loss_scale import LossScaler
@@ -51,18 +52,26 @@ class UpdateDecision:
 
 @dataclass(frozen=True)
 class _Update:
-    """The update of a step. ``step`` is the number of updates including this one, ``made`` whether
-    it was made as far as the host knows, and ``loss`` the loss of this rank."""
+    """The update of a step.
+
+    Args:
+        step: number of updates including this one.
+        made: whether it was made as far as the host knows.
+        loss: the loss of this rank.
+        grad_norm: the norm of the full gradient, or None if ``made`` is known to be right.
+        scale: the loss scale after the step, or None without one.
+    """
 
     step: int
     decision: UpdateDecision
     made: bool
     loss: torch.Tensor
+    grad_norm: HostCopy | None
+    scale: HostCopy | None
 
     @property
     def was_skipped(self) -> bool:
-        grad_norm = self.decision.grad_norm
-        return not self.made if grad_norm is None else not _is_finite(grad_norm)
+        return not self.made if self.grad_norm is None else not _is_finite(self.grad_norm.read())
 
 
 class AnomalyDetector:
@@ -114,7 +123,19 @@ class AnomalyDetector:
 
     def record(self, step: int, decision: UpdateDecision, made: bool, loss: torch.Tensor) -> None:
         """Record update number ``step`` of the run. ``loss`` is the loss of this rank."""
-        self._pending.append(_Update(step, decision, made, loss))
+        norm, scaler = decision.grad_norm, self.scaler
+        if norm is not None and norm.device.type != "cpu" and not decision.on_device:
+            norm = None  # the host has waited for it before the update
+        self._pending.append(
+            _Update(
+                step,
+                decision,
+                made,
+                loss,
+                None if norm is None else HostCopy(norm),
+                None if scaler is None else HostCopy(scaler.scale),
+            )
+        )
         while len(self._pending) > (1 if decision.on_device else 0):
             self._read(self._pending.popleft())
 
@@ -140,7 +161,7 @@ class AnomalyDetector:
             return
         loss_is_finite = _is_finite(update.loss)
         if update.decision.is_local:
-            self._count(loss_is_finite)
+            self._count(update, loss_is_finite)
             self._local_skips += 1
             return
         local_grad = update.decision.local_grad
@@ -161,7 +182,7 @@ class AnomalyDetector:
         else:
             cause = "gradient" if bad_gradients else None
         ranks = [] if cause == "overflow" else bad_losses or bad_gradients
-        self._count(not bad_losses)
+        self._count(update, not bad_losses)
         origin = ""
         if self.comm.size > 1 and ranks:
             is_all = len(ranks) == len(by_rank)
@@ -175,10 +196,10 @@ class AnomalyDetector:
         self._report(update.step, cause, ranks, hosts, 1, text)
         self._check_limit(update.step, self._num_skipped_in_row, origin)
 
-    def _count(self, losses_are_finite: bool) -> None:
+    def _count(self, update: _Update, losses_are_finite: bool) -> None:
         """Count a skipped step. An overflow in float16 counts only when the loss scale is already
         small, unless a loss was not finite, which no scale can prevent."""
-        if self.scaler is None or not losses_are_finite or float(self.scaler.scale) < 1:
+        if update.scale is None or not losses_are_finite or float(update.scale.read()) < 1:
             self._num_skipped_in_row += 1
 
     def local_counts(self) -> tuple[float, float]:

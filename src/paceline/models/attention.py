@@ -9,6 +9,7 @@ in one call of scaled_dot_product_attention.
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -317,6 +318,46 @@ def without_packing(model: Any) -> Iterator[None]:
     finally:
         if is_packed:
             model.set_attn_implementation(NAME)
+
+
+# -- padded rows
+
+#: ``has_padding``: whether the rows of this thread's forward pass are padded, if it is known.
+_rows = threading.local()
+
+
+@contextmanager
+def known_padding(mask: torch.Tensor | None, num_tokens: int) -> Iterator[None]:
+    """Tell torch's attention of transformers models whether rows are padded. It would read this
+    from the mask in each forward pass, for which the host waits for the device.
+
+    Args:
+        mask: attention mask [rows, tokens], or None if there is none.
+        num_tokens: number of tokens without padding.
+    """
+    if mask is None or mask.device.type == "cpu":
+        yield
+        return
+    from transformers import AttentionMaskInterface
+
+    AttentionMaskInterface.register(SDPA, _sdpa_mask)
+    _rows.has_padding = num_tokens < mask.numel()
+    try:
+        yield
+    finally:
+        _rows.has_padding = None
+
+
+def _sdpa_mask(*, attention_mask: torch.Tensor | None = None, **inputs: Any) -> Any:
+    """Return the result of transformers' function without its reading of the mask."""
+    from transformers.masking_utils import sdpa_mask
+
+    has_padding = getattr(_rows, "has_padding", None)
+    if has_padding:
+        inputs["allow_is_causal_skip"] = False
+    elif has_padding is False:
+        attention_mask = None
+    return sdpa_mask(attention_mask=attention_mask, **inputs)
 
 
 # -- the choice of a kernel

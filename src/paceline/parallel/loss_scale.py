@@ -28,7 +28,12 @@ class LossScaler:
     def update(self, finite: torch.Tensor | bool) -> None:
         """Adapt the scale after a step. ``finite`` is whether its gradient was finite, the same on
         all ranks that share gradients."""
-        ok = torch.as_tensor(finite, device=self.scale.device)
+        # Filling a tensor does not wait for the device, unlike a copy of a Python value.
+        ok = (
+            finite.to(self.scale.device)
+            if isinstance(finite, torch.Tensor)
+            else torch.full((), finite, device=self.scale.device)
+        )
         steps = torch.where(ok, self.growth_tracker + 1, 0)
         grows = steps >= GROWTH_INTERVAL
         larger = torch.where(grows & (self.scale * 2).isfinite(), self.scale * 2, self.scale)

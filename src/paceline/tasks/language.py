@@ -161,6 +161,10 @@ class LanguageTask(Task):
 
     def loss(self, model: Any, batch: TokenBatch) -> Any:
         """Return the cross entropy in nats, summed over the tokens with loss."""
+        with attention.known_padding(batch.get("attention_mask"), batch["num_tokens"]):
+            return self._loss(model, batch)
+
+    def _loss(self, model: Any, batch: TokenBatch) -> Any:
         names = ["input_ids", "attention_mask", "position_ids"]
         if self._passes_segments:
             names += SegmentInputs.__annotations__

@@ -11,6 +11,7 @@ from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.errors import RunError
 from paceline.data.loader import MicroBatch
 from paceline.distributed.communicator import Communicator
+from paceline.distributed.host_copy import HostCopy, tensor_of
 from paceline.observe.metrics import StepMetrics
 from paceline.parallel.base import Strategy
 from paceline.parallel.protocols import count_group, max_count_lag, reports_loss
@@ -34,10 +35,9 @@ class StepCounts:
         self, local: list[float], ctx: RankContext, group: Communicator, num_saves: int
     ) -> None:
         self.comm = comm = ctx.comm
-        self.progress = ctx.progress
         self.num_saves = num_saves
         self.local_count = local[0]
-        self.tensor = torch.tensor(local, dtype=comm.wide_dtype, device=comm.device)
+        self.tensor = tensor_of(local, comm.wide_dtype, comm.device)
         self.group_count: torch.Tensor | None = None
         if group is not comm:
             self.group_count = self.tensor[0].clone()
@@ -45,7 +45,7 @@ class StepCounts:
             self.group_count *= comm.size // group.size
         self.work = comm.all_reduce(self.tensor)
         self._lock = threading.Lock()  # a strategy may run micro-batches in several threads
-        self._on_host: tuple[torch.Tensor, torch.Event] | None = None
+        self._on_host: HostCopy | None = None
 
     def denominator(self) -> torch.Tensor:
         """Return the denominator of the loss, a float32 scalar on the device that is at least 1. It
@@ -55,20 +55,16 @@ class StepCounts:
 
     def wait(self) -> torch.Tensor:
         """Wait for the global sums and return them."""
-        with self._lock:
-            if self.work is None:
-                return self.tensor
-            self.comm.wait(self.work)
-            self.work = None
-            # Start an asynchronous copy on an accelerator, so that reading the stop request later
-            # does not make the host wait for the entire step.
-            if self.tensor.device.type != "cpu":
-                host = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True)
-                host.copy_(self.tensor, non_blocking=True)
-                event = torch.Event(self.tensor.device)
-                event.record()
-                self._on_host = (host, event)
+        self._copied()
         return self.tensor
+
+    def _copied(self) -> HostCopy:
+        with self._lock:
+            if self._on_host is None:
+                self.comm.wait(self.work)
+                self.work = None
+                self._on_host = HostCopy(self.tensor)
+            return self._on_host
 
     @property
     def stop_requested(self) -> bool:
@@ -80,17 +76,13 @@ class StepCounts:
         return self._read(4)
 
     def _read(self, index: int) -> float:
-        tensor = self.wait()
-        if self._on_host is not None:
-            tensor, event = self._on_host
-            with self.progress.waiting("the device"):
-                event.synchronize()
-        return float(tensor[index])
+        return float(self._copied().read()[index])
 
 
 class CountQueue:
-    """The pending counts of recent steps. If the loss does not need global counts, they are read a
-    few steps later, so that no rank waits for them."""
+    """The pending counts of recent steps. With accelerators they are read one step later, so that
+    the host does not wait for the device; if the loss does not need global counts, a few steps
+    later, so that no rank waits for another."""
 
     def __init__(
         self,
@@ -133,7 +125,11 @@ class CountQueue:
         assert self._current is not None
         counts, self._current = self._current, None
         self._pending.append(counts)
-        limit = 0 if now or counts.group_count is None else max_count_lag(self.strategy)
+        limit = 0 if counts.group_count is None else max_count_lag(self.strategy)
+        if self.ctx.comm.device_types != {"cpu"}:  # on every rank, for they stop together
+            limit += 1
+        if now:
+            limit = 0
         stop = False
         while len(self._pending) > limit:
             counts = self._pending.popleft()

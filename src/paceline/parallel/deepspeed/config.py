@@ -112,6 +112,8 @@ def engine_config(config: Config, trained_elements: int) -> dict[str, JsonValue]
         "bf16": {"enabled": args.mixed_dtype == "bfloat16"},
         # Paceline scales the loss
         "fp16": {"enabled": args.mixed_dtype == "float16", "loss_scale": 1.0},
+        # Its timer waits for the device twice per step.
+        "timers": {"throughput": {"enabled": False}},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero_section(config, trained_elements, 2 if args.mixed_dtype else 0),

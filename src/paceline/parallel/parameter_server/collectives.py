@@ -129,6 +129,7 @@ class ServerCommunicator(Communicator):
 
     def __init__(self, world: Communicator, host: int) -> None:
         super().__init__(world.env, world.device, world.axes, world.group, world.ranks, world.waits)
+        self.device_types = world.device_types
         self.host = host
         self.losses: dict[int, WorkerExit] = {}
         self._number = 0
