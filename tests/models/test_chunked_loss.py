@@ -1,6 +1,7 @@
 """The loss in chunks equals the loss of all logits, in value and gradients, and never has them all
 in memory."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -8,10 +9,14 @@ import torch
 from families import FAMILIES, NOISE, TOKENS
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from paceline.config.schema.train_args import TrainArgs
+from paceline.distributed import torch_compat
 from paceline.models.head.chunked_loss import IGNORED, ChunkedLoss, LogitTransform, chunked_loss
 from paceline.models.head.transform import find_transform, output_head
 
@@ -186,6 +191,62 @@ def test_no_tensor_has_the_logits_of_all_tokens(name: str) -> None:
         loss_in_chunks(model, transform).backward()
     assert full.rows >= 14
     assert chunked.rows == CHUNK
+
+
+class PeakBytes(TorchDispatchMode):
+    """Records the largest number of bytes that the results of operations take at a time."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.sizes = {torch_compat.storage_id(tensor): 0 for tensor in known}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            is_tensor = isinstance(tensor, torch.Tensor)
+            if is_tensor and (key := torch_compat.storage_id(tensor)) not in self.sizes:
+                storage = tensor.untyped_storage()
+                self.sizes[key] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, key, 0)
+        self.peak = max(self.peak, sum(self.sizes.values()))
+        return result
+
+
+def head_bytes(tokens: int, chunk_tokens: int | None, dtype: torch.dtype, trained: bool) -> int:
+    """Return the peak of forward and backward of a float32 head with 152,000 × 512 weights, on top
+    of the weights and their gradient. The tensors are fake: they have no values."""
+    with FakeTensorMode():
+        head = nn.Linear(512, 152_000, bias=False).requires_grad_(trained)
+        head.weight.grad = torch.zeros_like(head.weight) if trained else None
+        hidden = torch.randn(1, tokens, 512, dtype=dtype).requires_grad_()
+        targets = torch.randint(0, 152_000, (1, tokens))
+        known = (head.weight, hidden, targets, *([head.weight.grad] if trained else []))
+        is_low = dtype != torch.float32
+        with PeakBytes(*known) as peak:
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_low):
+                if chunk_tokens is None:
+                    logits = head(hidden).flatten(0, 1).float()
+                    loss = functional.cross_entropy(logits, targets.flatten(), reduction="sum")
+                else:
+                    chunks = ChunkedLoss(head, LogitTransform(), targets, None, chunk_tokens)
+                    with chunked_loss(chunks):
+                        loss = chunks.result(head(hidden))
+            loss.backward()
+        return peak.peak
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_memory_of_a_large_vocabulary(dtype: torch.dtype, trained: bool) -> None:
+    """At most an eighth of all logits at 4,096 tokens. One chunk, which is computed from all its
+    logits, takes about as much as the first micro-batch that is larger."""
+    chunk_tokens = TrainArgs().loss_chunk_tokens(152_000)
+    assert chunk_tokens == 384
+    full = head_bytes(4096, None, dtype, trained)
+    assert head_bytes(4096, chunk_tokens, dtype, trained) <= full / 8
+    one_chunk = head_bytes(chunk_tokens, None, dtype, trained)
+    assert head_bytes(chunk_tokens + 1, chunk_tokens, dtype, trained) <= 1.05 * one_chunk
 
 
 class TwiceCalled(nn.Module):

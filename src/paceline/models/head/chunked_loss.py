@@ -21,9 +21,13 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.models.blocks import wrap_forward
+from paceline.models.shape.activations import FLOAT_LOGITS_BYTES
 
 #: Target of a token without loss.
 IGNORED = -100
+#: Products of 16-bit matrices on a CPU that are added to a sum in float32 are computed in parts of
+#: this size in bytes. On CUDA they are added without a copy.
+_PRODUCT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -153,8 +157,11 @@ class _Job:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.no_grad():
             for _, x, targets in self.chunks(hidden):
-                logits = self._float_logits(self.forward(x.unsqueeze(0)).squeeze(0))
-                total += _softmax_(logits, targets)
+                output = self.forward(x.unsqueeze(0)).squeeze(0)
+                losses = output.new_empty(len(output), dtype=torch.float32)
+                for rows, logits in self._float_logits(output):
+                    losses[rows] = _softmax_(logits, targets[rows])
+                total += losses.sum()
         return total
 
     def gradients(
@@ -208,20 +215,14 @@ class _Job:
             inputs: receives the gradient of ``x``.
             sums: of the trained parameters: the weight [vocabulary, width], the bias [vocabulary].
         """
-        gradient = self._float_logits(functional.linear(x, weight, bias))
-        loss = self._gradient_(gradient, targets, scale)
-        low = gradient.to(x.dtype)
+        bias_sum = next((total for total in sums if total.dim() == 1), None)
+        output = functional.linear(x, weight, bias)
+        loss, gradient = self._gradient_of(output, targets, scale, output, bias_sum)
         if inputs is not None:
-            inputs.copy_(low @ weight)
+            inputs.copy_(gradient @ weight)
         for total in sums:
-            if total.dim() == 1:
-                total += gradient.sum(0)
-            elif low.dtype == total.dtype:
-                total.addmm_(low.t(), x)
-            elif total.is_cuda:
-                torch.addmm(total, low.t(), x, out_dtype=total.dtype, out=total)
-            else:
-                total += low.t() @ x
+            if total.dim() == 2:
+                _add_product_(total, gradient.t(), x)
         return loss
 
     def _module_gradients(
@@ -238,28 +239,71 @@ class _Job:
         with torch.enable_grad():
             x = x.unsqueeze(0).requires_grad_(inputs is not None)
             output = self.forward(x)
-        logits = self._float_logits(output.detach().squeeze(0))
-        loss = self._gradient_(logits, targets, scale)
+        values = output.detach().squeeze(0)
+        into = values if values.dtype == torch.float32 else torch.empty_like(values)
+        loss, gradient = self._gradient_of(values, targets, scale, into)
         wanted = [*weights] if inputs is None else [x, *weights]
-        gradient = logits.to(output.dtype).unsqueeze(0)
-        gradients = [*torch.autograd.grad(output, wanted, gradient, materialize_grads=True)]
+        gradients = [
+            *torch.autograd.grad(output, wanted, gradient.unsqueeze(0), materialize_grads=True)
+        ]
         if inputs is not None:
             inputs.copy_(gradients.pop(0).squeeze(0))
         for total, part in zip(sums, gradients, strict=True):
             total += part
         return loss
 
-    def _float_logits(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the transformed logits in float32, which may be changed in place."""
-        return self.loss.transform.apply(output.to(torch.float32))
+    def _gradient_of(
+        self,
+        output: torch.Tensor,
+        targets: torch.Tensor,
+        scale: torch.Tensor | None,
+        into: torch.Tensor,
+        row_sum: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of a chunk and its gradient with respect to the head's output.
+
+        Args:
+            output: of the head [tokens, vocabulary].
+            into: receives the gradient, in the dtype of ``output``; may be ``output``.
+            row_sum: the sum over the tokens of the gradient in float32 is added to it
+                [vocabulary].
+        """
+        losses = output.new_empty(len(output), dtype=torch.float32)
+        is_in_place = into is output and self._changes_in_place(output)
+        # A sum over a part of the rows would be rounded differently.
+        max_bytes = None if row_sum is None else 4 * output.numel()
+        for rows, logits in self._float_logits(output, max_bytes):
+            losses[rows] = self._gradient_(logits, targets[rows], scale)
+            if row_sum is not None:
+                row_sum += logits.sum(0)
+            if not is_in_place:
+                into[rows] = logits
+        return losses.sum(), into
+
+    def _changes_in_place(self, output: torch.Tensor) -> bool:
+        """Return whether changes of :meth:`_float_logits` change ``output``."""
+        return output.dtype == torch.float32 and self.loss.transform == LogitTransform()
+
+    def _float_logits(
+        self, output: torch.Tensor, max_bytes: int | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield rows of a chunk and their transformed logits in float32, which may be changed in
+        place. At most ``max_bytes`` of them are converted at a time."""
+        count = len(output)
+        if output.dtype != torch.float32:
+            row_bytes = 4 * output.shape[1]
+            count = max(1, (FLOAT_LOGITS_BYTES if max_bytes is None else max_bytes) // row_bytes)
+        for begin in range(0, len(output), count):
+            rows = slice(begin, begin + count)
+            yield rows, self.loss.transform.apply(output[rows].to(torch.float32))
 
     def _gradient_(
         self, logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor | None
     ) -> torch.Tensor:
-        """Replace logits by the gradient with respect to the head's output; return the loss."""
+        """Replace logits by the gradient with respect to the head's output; return the losses."""
         transform = self.loss.transform
         slope = transform.slope(logits)
-        loss = _softmax_(logits, targets)
+        losses = _softmax_(logits, targets)
         has_loss = (targets != IGNORED).unsqueeze(1)
         picked = targets.clamp(min=0).unsqueeze(1)
         logits.scatter_add_(1, picked, logits.new_full(picked.shape, -1.0))
@@ -267,7 +311,7 @@ class _Job:
         logits.mul_(has_loss * factor)
         if slope is not None:
             logits.mul_(slope)
-        return loss
+        return losses
 
 
 class _ChunkedFunction(torch.autograd.Function):
@@ -298,21 +342,33 @@ class _ChunkedFunction(torch.autograd.Function):
                 raise RuntimeError("the gradients of a chunked loss can be used only once")
             gradients = [each if each is None else each.mul_(grad) for each in ctx.gradients]
             ctx.gradients = None
-        hidden_gradient, *others = (
-            None if each is None else each.to(dtype)
-            for each, dtype in zip(gradients, ctx.dtypes, strict=True)
-        )
+        for number, dtype in enumerate(ctx.dtypes):  # each replaces the one in float32
+            gradient = gradients[number]
+            gradients[number] = None if gradient is None else gradient.to(dtype)
+        hidden_gradient, *others = gradients
         return hidden_gradient, None, None, *others
 
 
 def _softmax_(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Replace logits [tokens, vocabulary] by probabilities; return the sum of the losses."""
+    """Replace logits [tokens, vocabulary] by probabilities; return the losses [tokens]."""
     highest = logits.amax(1, keepdim=True)
     picked = logits.gather(1, targets.clamp(min=0).unsqueeze(1))
     sums = logits.sub_(highest).exp_().sum(1, keepdim=True)
     losses = sums.log() + highest - picked
     logits.div_(sums)
-    return losses.squeeze(1).masked_fill(targets == IGNORED, 0.0).sum()
+    return losses.squeeze(1).masked_fill(targets == IGNORED, 0.0)
+
+
+def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add ``left @ right`` to a sum in float32."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        count = max(1, _PRODUCT_BYTES // (right.shape[1] * right.itemsize))
+        for begin in range(0, len(total), count):
+            total[begin : begin + count] += left[begin : begin + count] @ right
 
 
 def _function_of(method: Any) -> Any:

@@ -22,6 +22,9 @@ from paceline.models.shape.dims import LanguageDims
 from paceline.models.shape.record import ModelShape, modules_around
 
 _FLOAT32 = 4
+#: The loss in chunks converts logits in 16 bit to float32 a few rows at a time, of this size in
+#: bytes. No value depends on it.
+FLOAT_LOGITS_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -355,10 +358,13 @@ def _loss(dims: LanguageDims, config: Config, labels: float, low: int, low_weigh
     # Gradients in float32, which the loss has already computed.
     saved = _FLOAT32 * dims.hidden * (labels + (0 if frozen else width))
     # A soft cap computes the quotient and its tanh.
-    per_logit = _FLOAT32 * (3 if dims.softcaps_logits else 1) + output
+    copies, in_float32 = 3 if dims.softcaps_logits else 1, _FLOAT32 * width * chunk
+    if output:
+        in_float32 = min(in_float32, FLOAT_LOGITS_BYTES)
     # Backward casts gradients to the dtype of the weights.
     cast = low * dims.hidden * width if low_weights and not frozen else 0
-    return _Loss(saved + per_logit * width * chunk, saved + cast, saved, in_chunks=True)
+    logits = output * width * chunk + copies * in_float32
+    return _Loss(saved + logits, saved + cast, saved, in_chunks=True)
 
 
 def language_flops(
