@@ -1,5 +1,6 @@
 """Finding the ranks that block the others, from the last status of each rank."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,13 @@ def test_rank_outside_a_collective_is_reported() -> None:
     )
     assert hang.rank == 1
     assert "rank 1 on a (process 101) has made no progress for 8 s, in data, step 9" in hang.text()
+
+
+def test_long_compilation_is_not_a_hang() -> None:
+    compiling = make_rank(1, phase="compilation", step=1, typical_step_s=None, stalled_s=300.0)
+    waiting = make_waiting_rank(0, 290.0, step=1, typical_step_s=None)
+    assert find_hung_ranks(waiting, compiling) == []
+    assert find_hung_ranks(waiting, replace(compiling, stalled_s=1000.0)) == [1]
 
 
 def test_stopped_process_is_reported_even_in_a_collective() -> None:

@@ -2,14 +2,16 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from commands import run
 
 from paceline.config.schema import Config
 from paceline.core.errors import OutOfMemory
 from paceline.launch.out_of_memory import explain
-from paceline.observe.out_of_memory import requested_size
+from paceline.observe.out_of_memory import out_of_memory, requested_size
 from paceline.parallel.registry import layout
 from paceline.planner.choose import local_machine
 from paceline.train.run_spec import RunSpec
@@ -33,6 +35,19 @@ def test_error_names_kinds_prediction_and_fix(tmp_path: Path) -> None:
     assert "The largest parameters are 0.weight 128.0 KiB" in error
     assert re.search(r"The plan predicted [\d.]+ KiB: parameters 132.0 KiB", error)
     assert "To fix: lower `per_device_train_batch_size` (now 4)" in error
+
+
+def test_error_that_cannot_be_described_is_reported() -> None:
+    class Strategy:
+        world = SimpleNamespace(device=torch.device("cpu"))
+
+        def memory_tensors(self) -> None:
+            raise RuntimeError("the device does not respond")
+
+    first = MemoryError("Tried to allocate 2.00 GiB")
+    error = out_of_memory(first, Strategy(), torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    assert error.what.startswith("Out of memory on cpu: Tried to allocate 2.00 GiB (what")
+    assert error.needed_bytes == 2 * 2**30
 
 
 def test_fix_is_smallest_change_that_fits() -> None:

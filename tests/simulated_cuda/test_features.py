@@ -182,6 +182,18 @@ def test_watchdog_reports_a_rank_that_hangs(tmp_path: Path) -> None:
     assert (hang["rank"], hang["phase"]) == (1, "forward")
 
 
+@pytest.mark.soak
+def test_profile_without_a_memory_snapshot(tmp_path: Path) -> None:
+    """Only GPU builds of torch record allocations."""
+    stderr = train_device_task(
+        tmp_path / "run", {}, "max_steps=3", "train_args.profile={start_step: 2}", expect=0
+    )
+    assert "this build of torch records no memory snapshot" in stderr
+    (event,) = events(tmp_path / "run", "profile")
+    assert len(event["traces"]) == 2
+    assert event["memory_snapshots"] == []
+
+
 def test_doctor_on_devices(tmp_path: Path) -> None:
     done = run_on(
         "cuda", "model=builtin:qwen2-micro", "dataset=builtin:python-docs#50", "--ranks=2",

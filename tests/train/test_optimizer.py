@@ -2,6 +2,7 @@
 decay applies to matrices only."""
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from paceline.distributed.torch_compat import takes_found_inf
 from paceline.models.blocks import hidden_matrices
 from paceline.models.shape.record import OptimizerMemory
 from paceline.parallel.base import optimizer_tensors
+from paceline.parallel.protocols import averaged_weights
 from paceline.train.optimizer import Schedule, build_optimizer, check_schedule, matrices_of
 
 KINDS = [
@@ -248,6 +250,25 @@ def test_schedule_free_weights_are_restored_exactly() -> None:
     resumed.train()
     expected = train_linear(optimizer, weight, range(3, 6))
     assert torch.equal(train_linear(resumed, resumed_weight, range(3, 6)), expected)
+
+
+def fail_with_averaged_weights(
+    optimizer: torch.optim.Optimizer, weight: torch.Tensor, trained: torch.Tensor
+) -> None:
+    with averaged_weights(SimpleNamespace(optimizer=optimizer)):
+        assert not torch.equal(weight, trained)
+        raise OSError("the disk is full")
+
+
+def test_schedule_free_weights_are_restored_after_an_exception() -> None:
+    weight, optimizer = make_wide("schedule_free_adamw")
+    trained = train_linear(optimizer, weight, range(3))
+    with pytest.raises(OSError, match="disk"):
+        fail_with_averaged_weights(optimizer, weight, trained)
+    assert torch.equal(weight, trained)
+    expected_weight, expected = make_wide("schedule_free_adamw")
+    uninterrupted = train_linear(expected, expected_weight, range(6))
+    assert torch.equal(train_linear(optimizer, weight, range(3, 6)), uninterrupted)
 
 
 def test_schedule_free_warm_up_is_that_of_the_package() -> None:

@@ -144,8 +144,8 @@ class ProgressTracker:
 
     # -- phases and steps
     def enter(self, phase: str) -> None:
-        """Start a phase: data, forward, backward, optimizer, logging, evaluation, saving or
-        loading.
+        """Start a phase: data, forward, backward, optimizer, logging, compilation, evaluation,
+        saving or loading.
 
         Any thread may call this.
         """

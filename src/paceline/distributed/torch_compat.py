@@ -190,6 +190,12 @@ def set_allocator_settings(settings: str) -> None:
     _find(torch, "_C._accelerator_setAllocatorSettings")(settings)
 
 
+def can_record_memory_history() -> bool:
+    """Return whether this build of torch records allocations: not the CPU build, whose CUDA devices
+    are simulated."""
+    return hasattr(torch._C, "_cuda_record_memory_history")
+
+
 def record_memory_history() -> None:
     """Record the allocations of CUDA devices from now on, with stack traces."""
     _find(torch, "cuda.memory._record_memory_history")(max_entries=100_000)

@@ -12,6 +12,7 @@ _TYPICAL_STEPS = 10
 _GRACE_S = {
     "starting": 120.0,
     "loading": 120.0,
+    "compilation": 900.0,  # of one graph; kernels that are tuned take minutes
     "saving": 60.0,
     "evaluation": 60.0,
     "ended": 60.0,

@@ -1,8 +1,9 @@
 """Compare a rank that ran out of memory with its plan, and find the smallest change that fits."""
 
+import logging
 from dataclasses import replace
 
-from paceline.core.errors import ConfigError, OutOfMemory
+from paceline.core.errors import OutOfMemory
 from paceline.core.files import human_bytes
 from paceline.planner.advice import advise
 from paceline.planner.choose import local_machine
@@ -10,12 +11,15 @@ from paceline.planner.estimate import estimate, micro_batch
 from paceline.planner.model_profile import describe
 from paceline.train.run_spec import RunSpec
 
+logger = logging.getLogger(__name__)
+
 
 def explain(error: OutOfMemory, spec: RunSpec) -> str:
     """Return the message for the user: what filled the device, what was predicted, what to do."""
     try:
         predicted, fix = _plan(error, spec)
-    except ConfigError:  # the model cannot be described without building it
+    except Exception as failure:  # no memory is left, or a model that only building it describes
+        logger.debug(f"no prediction: {type(failure).__name__}: {failure}")
         predicted, fix = "", ""
     args = spec.config.train_args
     if not fix:

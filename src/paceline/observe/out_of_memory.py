@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.core.errors import OutOfMemory
+from paceline.core.errors import OutOfMemory, first_line
 from paceline.core.files import human_bytes
 from paceline.observe.memory import split_state
 from paceline.observe.metrics import memory_now
@@ -33,8 +33,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException, strategy: Strategy, model: nn.Module) -> OutOfMemory:
-    """Return the error that describes the memory of this rank. Must be called while the traceback
-    of ``error`` keeps the tensors of the failed step alive."""
+    """Return the error that describes the memory of this rank, or only ``error`` if that fails too.
+    Must be called while the traceback of ``error`` keeps the tensors of the failed step alive."""
+    try:
+        return _describe(error, strategy, model)
+    except Exception as failure:  # another allocation may fail, or a device that no longer responds
+        return OutOfMemory(
+            f"Out of memory on {strategy.world.device}: {first_line(error)} (what the memory"
+            f" contains is unknown: {type(failure).__name__})",
+            needed_bytes=requested_size(str(error)),
+        )
+
+
+def _describe(error: BaseException, strategy: Strategy, model: nn.Module) -> OutOfMemory:
     device = strategy.world.device
     in_use_bytes, requested_bytes = memory_now(device), requested_size(str(error))
     state = split_state(strategy, model, device)

@@ -356,15 +356,19 @@ class AveragesWeights(Protocol):
 @contextmanager
 def averaged_weights(strategy: Strategy) -> Iterator[None]:
     """Return a context in which the weights are those of the trained model, if the optimizer
-    averages them. A collective for some strategies."""
+    averages them. A collective for some strategies. After an exception, the weights that the
+    optimizer updates are restored, but not what a strategy gathers from them: that is a collective,
+    in which the other ranks may not take part."""
     optimizer = strategy.optimizer
     if not isinstance(optimizer, AveragesWeights):
         yield
         return
-    optimizer.eval()
-    refresh_weights(strategy)
-    yield
-    optimizer.train()
+    try:
+        optimizer.eval()
+        refresh_weights(strategy)
+        yield
+    finally:
+        optimizer.train()
     refresh_weights(strategy)
 
 

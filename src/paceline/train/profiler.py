@@ -7,7 +7,11 @@ import warnings
 from torch.profiler import profile, schedule, supported_activities
 
 from paceline.config.schema.train_args import Profile
-from paceline.distributed.torch_compat import dump_memory_history, record_memory_history
+from paceline.distributed.torch_compat import (
+    can_record_memory_history,
+    dump_memory_history,
+    record_memory_history,
+)
 from paceline.train.callbacks import Callback
 from paceline.train.state import RankContext, StepResult, TrainState
 
@@ -26,6 +30,7 @@ class StepProfiler(Callback):
     def __init__(self, settings: Profile, ctx: RankContext) -> None:
         self.settings = settings
         self.ctx = ctx
+        self._has_snapshot = ctx.device.type == "cuda" and can_record_memory_history()
         self._profiler: profile | None = None
         self._first_step = self._step = 0
         self._is_done = False
@@ -55,8 +60,10 @@ class StepProfiler(Callback):
             on_trace_ready=self._write,
             record_shapes=True,
         )
-        if self.ctx.device.type == "cuda":
+        if self._has_snapshot:
             record_memory_history()
+        elif self.ctx.device.type == "cuda":
+            logger.info("`train_args.profile`: this build of torch records no memory snapshot")
         self._profiler.start()
         self.ctx.cleanup.callback(self._stop)
 
@@ -77,13 +84,12 @@ class StepProfiler(Callback):
     def _write(self, profiler: profile) -> None:
         """Write the files of this rank, and emit the ``profile`` event on rank 0."""
         comm, root = self.ctx.comm, self.ctx.run_dir.root
-        has_snapshot = self.ctx.device.type == "cuda"
         traces = [f"profile/rank-{rank:03}.json.gz" for rank in range(comm.size)]
         snapshots = [f"profile/rank-{rank:03}-memory.pickle" for rank in range(comm.size)]
         try:
             self.ctx.run_dir.profile.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(root / traces[comm.rank]))
-            if has_snapshot:
+            if self._has_snapshot:
                 dump_memory_history(str(root / snapshots[comm.rank]))
         except OSError as error:
             logger.warning(f"the profile of rank {comm.rank} was not written: {error}")
@@ -94,6 +100,6 @@ class StepProfiler(Callback):
                 "first_step": self._first_step,
                 "step": self._step,
                 "traces": traces,
-                "memory_snapshots": snapshots if has_snapshot else [],
+                "memory_snapshots": snapshots if self._has_snapshot else [],
             }
         )

@@ -34,19 +34,20 @@ class CompileTimes:
     num_expected: int = 0
     seconds: float = 0.0
     _started_at: float = 0.0
+    _phase: str = ""
 
     @property
     def recompilations(self) -> int:
         return self.count - self.num_expected
 
     def start(self, _: object) -> None:
-        self._started_at = time.perf_counter()
-        PROGRESS.tick()
+        self._started_at, self._phase = time.perf_counter(), PROGRESS.phase
+        PROGRESS.enter("compilation")  # for which the watchdog allows more time than for a step
 
     def end(self, _: object) -> None:
         self.count += 1
         self.seconds += time.perf_counter() - self._started_at
-        PROGRESS.tick()
+        PROGRESS.enter(self._phase)
 
 
 #: None until :func:`compile_blocks` has compiled a model.

@@ -218,6 +218,7 @@ export const en = {
   "phase.starting": "starting",
   "phase.loading": "loading",
   "phase.saving": "saving",
+  "phase.compilation": "compilation",
   "phase.evaluation": "evaluation",
   "phase.logging": "between steps",
   "phase.ended": "ended",

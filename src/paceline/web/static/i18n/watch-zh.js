@@ -195,6 +195,7 @@ export const zh = {
   "phase.starting": "启动",
   "phase.loading": "加载",
   "phase.saving": "保存",
+  "phase.compilation": "编译",
   "phase.evaluation": "评估",
   "phase.logging": "两步之间",
   "phase.ended": "已结束",
