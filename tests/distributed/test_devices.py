@@ -6,7 +6,7 @@ import torch
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.distributed import devices
-from paceline.distributed.devices import choose_devices, cpu_cores
+from paceline.distributed.devices import check_several_ranks, choose_devices, cpu_cores
 
 
 def notice_text(chosen: devices.Devices) -> str:
@@ -122,3 +122,37 @@ def test_listing_accelerators_initializes_no_device() -> None:
     kind, names = devices.accelerators()
     assert (kind is None) == (names == [])
     assert not torch.cuda.is_initialized()
+
+
+# -- other accelerators
+@pytest.mark.parametrize(("kind", "count"), [("xpu", 2), ("mps", 1), ("cuda", 4)])
+def test_any_accelerator_of_torch_is_accepted(
+    monkeypatch: pytest.MonkeyPatch, kind: str, count: int
+) -> None:
+    monkeypatch.setattr(devices, "accelerators", lambda: (kind, ["Card"] * count))
+    for device in ("auto", kind):
+        chosen = choose_devices(Parallel(device=device))
+        assert (chosen.type, chosen.count) == (kind, count)
+    assert f"only {count} × {kind}" in expect_config_error(Parallel(device=kind, num_gpus=8))
+    other = "cuda" if kind == "xpu" else "xpu"
+    assert f"this machine has {count} × {kind}" in expect_config_error(Parallel(device=other))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("HIP_VISIBLE_DEVICES", "0"), ("ROCR_VISIBLE_DEVICES", "1"), ("ZE_AFFINITY_MASK", "0.1")],
+)
+def test_variables_that_limit_devices_are_named(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setattr(devices, "accelerators", lambda: (None, []))
+    monkeypatch.setenv(variable, value)
+    assert f"{variable}='{value}'" in expect_config_error(Parallel(num_gpus=2))
+
+
+def test_several_ranks_on_mps_are_refused() -> None:
+    check_several_ranks("mps", 1)
+    check_several_ranks("xpu", 8)
+    with pytest.raises(ConfigError, match="no collectives") as caught:
+        check_several_ranks("mps", 2)
+    assert "`parallel.device: mps` is not supported with 2 ranks" in caught.value.what

@@ -3,6 +3,7 @@
 import gc
 import threading
 
+import pytest
 import torch
 
 from paceline.observe.device_stats import UNKNOWN, DeviceMonitor, device_figures
@@ -19,8 +20,9 @@ def test_cpu_has_no_device_statistics() -> None:
     assert device_figures([monitor.last, monitor.last]) == []
 
 
-def test_monitor_stops_if_device_does_not_respond() -> None:
-    monitor = DeviceMonitor(torch.device("cuda", 99))  # this device does not exist
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_monitor_stops_if_device_does_not_respond(kind: str) -> None:
+    monitor = DeviceMonitor(torch.device(kind, 99))  # this device does not exist
     for thread in threading.enumerate():
         if thread.name == "device-reader":
             thread.join(timeout=30)

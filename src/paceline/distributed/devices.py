@@ -10,6 +10,13 @@ from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 
+#: Environment variables that limit the visible devices: CUDA, ROCm, Intel GPUs.
+_VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
 #: Lowest compute capability of GPUs with TensorFloat-32.
 TF32_CAPABILITY = (8, 0)
 
@@ -84,6 +91,17 @@ def gpu_capability(device_type: str, count: int) -> tuple[int, int] | None:
     return min(torch.cuda.get_device_capability(index) for index in range(count))
 
 
+def check_several_ranks(device_type: str, num_ranks: int) -> None:
+    """Raise ConfigError if ranks on these devices cannot communicate."""
+    if device_type == "mps" and num_ranks > 1:
+        raise ConfigError(
+            f"`parallel.device: mps` is not supported with {num_ranks} ranks: torch has no"
+            " collectives for tensors on Apple GPUs",
+            allowed="one rank on `mps`",
+            fix="set `parallel.mode: single`, or `parallel.device: cpu` on each host",
+        )
+
+
 def choose_devices(parallel: Parallel, num_launched: int | None = None) -> Devices:
     """Choose the devices of this host for a config.
 
@@ -113,8 +131,8 @@ def choose_devices(parallel: Parallel, num_launched: int | None = None) -> Devic
     if parallel.device == "cpu":
         return _cpu(count, "`parallel.device: cpu`")
     kind, names = accelerators()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    limited = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
+    visible = [f"{name}={os.environ[name]!r}" for name in _VISIBLE if name in os.environ]
+    limited = f" ({', '.join(visible)})" if visible else ""
     if parallel.device not in ("auto", kind):
         raise ConfigError(
             f"`parallel.device: {parallel.device}` is not available: "

@@ -196,6 +196,8 @@ def check_driver(device: str = "auto") -> CheckResult:
         build = f"CUDA {torch.version.cuda}"
     elif torch.version.hip:
         build = f"ROCm {torch.version.hip}"
+    elif torch.version.xpu:
+        build = f"XPU (oneAPI {torch.version.xpu})"
     driver = nvidia_driver()
     value = f"torch {torch.__version__}, built for {build}"
     if driver:

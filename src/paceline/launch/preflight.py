@@ -34,6 +34,7 @@ from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, log_notices
 from paceline.core.run_dir import RunDir
 from paceline.distributed.devices import (
+    check_several_ranks,
     check_tf32,
     choose_devices,
     cpu_cores,
@@ -323,6 +324,8 @@ def prepare_host(loaded: Loaded, outer: RankEnv | None) -> PreparedHost:
     devices = choose_devices(
         config.parallel, num_launched=None if outer is None else outer.local_world_size
     )
+    num_ranks = devices.count * config.parallel.hosts[1] if outer is None else outer.world_size
+    check_several_ranks(devices.type, num_ranks)
     log_notices(logger, devices.notices)
     parallel, notices = without_idle_offload(config.parallel, devices.type)
     log_notices(logger, notices)

@@ -35,10 +35,11 @@ from paceline.train.setup import run_rank
 
 STOP_FILE = "stop"
 
-#: Messages with which Gloo, NCCL and CUDA report a lost peer, a broken link or a failed device.
+#: Messages with which Gloo, NCCL (RCCL, oneCCL) and CUDA (HIP, SYCL) report a lost peer, a broken
+#: link or a failed device.
 _LINK_OR_DEVICE_ERROR = re.compile(
-    r"connection (closed|reset|refused)|timed? ?out|broken pipe|socket|NCCL|CUDA error|unhandled"
-    r" system error",
+    r"connection (closed|reset|refused)|timed? ?out|broken pipe|socket|NCCL|oneCCL|(CUDA|HIP)"
+    r" error|UR_RESULT_ERROR_DEVICE_LOST|unhandled system error",
     re.IGNORECASE,
 )
 

@@ -1,5 +1,6 @@
 """Read utilization, temperature and power of this rank's accelerator in a background thread. If
-NVML does not respond or nvidia-ml-py is not installed, step events lack these figures."""
+torch has no functions for the device, NVML does not respond or nvidia-ml-py is not installed, step
+events lack these figures."""
 
 import threading
 import weakref
@@ -14,13 +15,12 @@ _PERIOD_S = 5.0
 #: Figures are stored as their value plus one, so that 0 means unknown in the table that all ranks
 #: fill.
 UNKNOWN = [0.0, 0.0, 0.0]
-#: (key of the event, function that reads it, divisor). The functions are those of torch, which maps
-#: its devices to those of NVML.
-_FIGURES: tuple[tuple[str, Callable[[Any], int], float], ...] = (
-    ("utilisation", torch.cuda.utilization, 100.0),
-    ("temperature_c", torch.cuda.temperature, 1.0),
-    ("power_w", torch.cuda.power_draw, 1000.0),
-)
+#: Type of device → (function of torch's module for it that reads a figure, divisor), in the order
+#: of the event's keys. The modules map their devices to those of NVML, AMD SMI and Level Zero.
+_FIGURES = {
+    "cuda": (("utilization", 100.0), ("temperature", 1.0), ("power_draw", 1000.0)),
+    "xpu": (("utilization", 100.0), ("temperature", 1.0), ("power_draw", 1.0)),
+}
 
 
 class DeviceMonitor:
@@ -29,7 +29,7 @@ class DeviceMonitor:
 
     def __init__(self, device: torch.device) -> None:
         self.last = list(UNKNOWN)
-        if device.type == "cuda":
+        if device.type in _FIGURES:
             stop = threading.Event()
             weakref.finalize(self, stop.set)
             threading.Thread(
@@ -38,13 +38,15 @@ class DeviceMonitor:
 
 
 def _run(device: torch.device, last: list[float], stop: threading.Event) -> None:
+    module = torch.get_device_module(device)
+    figures = [(getattr(module, name), divisor) for name, divisor in _FIGURES[device.type]]
     while True:
-        last[:] = [_read(read, device, divisor) for _, read, divisor in _FIGURES]
+        last[:] = [_read(read, device, divisor) for read, divisor in figures]
         if last == UNKNOWN or stop.wait(_PERIOD_S):
             return
 
 
-def _read(read: Callable[[Any], int], device: torch.device, divisor: float) -> float:
+def _read(read: Callable[[Any], float], device: torch.device, divisor: float) -> float:
     try:
         return read(device) / divisor + 1.0
     except Exception:  # any error of NVML: no library, no driver, or an unsupported figure

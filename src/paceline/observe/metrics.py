@@ -288,13 +288,18 @@ def memory_now(device: torch.device) -> int:
     CPU."""
     if device.type == "cpu":
         return _proc_status("VmRSS")
+    if device.type == "mps":  # its allocator has no statistics
+        return int(torch.mps.current_allocated_memory())
     return int(torch.accelerator.memory_allocated(device.index))
 
 
 def memory_peak(device: torch.device) -> int:
-    """Return the maximum of :func:`memory_now` so far."""
+    """Return the maximum of :func:`memory_now` so far; on MPS, the bytes that its allocator
+    reserves, which it seldom returns."""
     if device.type == "cpu":
         return _proc_status("VmHWM")
+    if device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
     return max(
         _EARLIER_PEAKS.get(device, 0), int(torch.accelerator.max_memory_allocated(device.index))
     )
@@ -305,9 +310,9 @@ _EARLIER_PEAKS: dict[torch.device, int] = {}
 
 
 def restart_peak(device: torch.device) -> None:
-    """Start a new measurement for :func:`peak_since`. Does nothing on a CPU, where the peak cannot
-    be reset."""
-    if device.type != "cpu":
+    """Start a new measurement for :func:`peak_since`. Does nothing on a CPU and on MPS, where the
+    peak cannot be reset."""
+    if device.type not in ("cpu", "mps"):
         _EARLIER_PEAKS[device] = memory_peak(device)
         torch.accelerator.reset_peak_memory_stats(device.index)
 

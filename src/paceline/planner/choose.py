@@ -317,6 +317,8 @@ def device_memory() -> int:
     from paceline.distributed.devices import accelerators
 
     kind, names = accelerators()
+    if kind == "mps":  # shares the memory of the host
+        return int(torch.mps.recommended_max_memory())
     module: Any = getattr(torch, kind or "", None)
     try:
         return min(

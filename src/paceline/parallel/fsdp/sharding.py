@@ -174,7 +174,7 @@ class FSDPSharding:
             blocks = [block for _, block in find_blocks(self.model)]
         modules = [unit for block in blocks for unit in _callable(block) if unit not in norms]
         size = self.shards.size
-        on_host = CPUOffloadPolicy(pin_memory=self.shards.device.type == "cuda")
+        on_host = CPUOffloadPolicy(pin_memory=self.shards.device.type != "cpu")
         shard = partial(
             fully_shard,
             mesh=self._make_mesh(),
