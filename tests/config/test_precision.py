@@ -146,3 +146,24 @@ def test_float8_of_accelerate_is_mixed_precision_with_float8_products(tmp_path: 
     assert (args.precision, args.fp8) == ("bf16-mixed", "tensorwise")
     args = load(tmp_path, "mixed_precision: fp8\nfp8: rowwise").config.train_args
     assert (args.precision, args.fp8) == ("bf16-mixed", "rowwise")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("train_type: full\ntorch_dtype: bfloat16", "bf16-true"),
+        ("tuner_type: full\ntorch_dtype: bfloat16\nbf16: true", "bf16-true"),
+        ("train_type: full\ntorch_dtype: bfloat16\ndeepspeed: zero2", "bf16-mixed"),
+        ("train_type: lora\ntorch_dtype: bfloat16", "bf16-mixed"),
+        ("finetuning_type: full\ntorch_dtype: bfloat16", "bf16-mixed"),
+        ("train_type: full\nbf16: true", "bf16-mixed"),
+    ],
+)
+def test_full_tuning_of_ms_swift_trains_weights_in_their_type(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    loaded = load(tmp_path, text)
+    assert loaded.config.train_args.precision == expected
+    if expected == "bf16-true":
+        (notice,) = [line for _, line in loaded.notices if line.startswith("`torch_dtype")]
+        assert notice.endswith("is read as `train_args.precision: bf16-true`")

@@ -72,6 +72,8 @@ def test_plan_simulates_up_to_three_ranks(
     ("args", "reason"),
     [
         (["parallel.mode=deepspeed"], "`parallel.mode: deepspeed` is not simulated"),
+        (["optim=adamw_8bit"], "`train_args.optim: adamw_8bit` is not simulated"),
+        (["fp8=rowwise", "precision=bf16-mixed"], "`train_args.fp8: rowwise` is not simulated"),
         (["parallel.mode=dp"], "`parallel.mode: dp` is not simulated"),
         (["parallel.mode=parameter_server"], "parameter_server"),
         (["parallel.mode=tensor", "parallel.tensor=3"], "does not make 4 ranks"),

@@ -27,7 +27,8 @@ def with_batch_size(config: Config, micro_batch_size: int, accumulation: int) ->
 
 def largest_that_fits(config: Config, layout: ParallelLayout, machine: Machine) -> Config:
     """Return the config with the largest micro-batch that is predicted to fit on ``machine``: a
-    divisor of the samples of a rank. If none is, it has one sample."""
+    divisor of the samples of a rank. If none is, it has one sample. If the memory of the run cannot
+    be predicted, the config is unchanged."""
     args = config.train_args
     before = args.per_device_train_batch_size
     num_samples = before * args.gradient_accumulation_steps
@@ -36,11 +37,24 @@ def largest_that_fits(config: Config, layout: ParallelLayout, machine: Machine) 
         trial = with_batch_size(config, size, num_samples // size)
         scaled = profile.scaled(size / before)
         mode = estimate(layout, trial, scaled, micro_batch(trial), machine)
-        if mode.cost is not None and mode.fits:
+        if mode.cost is None:
+            logger.warning(
+                f"auto_find_batch_size: the memory of this run is not predicted ({mode.reason});"
+                f" it starts with micro-batches of {before}, and smaller ones are tried if a rank"
+                " runs out of memory"
+            )
+            return config
+        if mode.fits:
+            needed = f"{human_bytes(mode.total)} of {human_bytes(machine.memory_bytes)} per rank"
+            reason = f"the largest that are predicted to fit ({needed})"
+            if mode.cost.activations == 0:
+                reason = (
+                    f"all samples of a rank; the memory of activations is not predicted (the rest:"
+                    f" {needed}), and smaller ones are tried if a rank runs out of memory"
+                )
             logger.info(
                 f"auto_find_batch_size: micro-batches of {size} × {num_samples // size}"
-                f" accumulation, the largest that are predicted to fit ({human_bytes(mode.total)}"
-                f" of {human_bytes(machine.memory_bytes)} per rank)"
+                f" accumulation, {reason}"
             )
             return trial
     logger.warning("auto_find_batch_size: not even micro-batches of 1 sample are predicted to fit")

@@ -3,6 +3,7 @@ on tensors without values."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -205,6 +206,8 @@ class SimulatedRank:
         self._name_state()
 
     def _update(self, decision: UpdateDecision, optimizer: torch.optim.Optimizer) -> bool:
+        if not decision.on_device:  # the host reads whether the norm is finite, which has no value
+            decision = replace(decision, grad_norm=None)
         updated = self.components.precision.step(optimizer, decision)
         self.ledger.phase = SYNCHRONIZE
         return updated

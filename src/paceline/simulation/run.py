@@ -119,6 +119,12 @@ def check_simulated(config: Config, layout: ParallelLayout, machine: Machine) ->
             allowed="NVIDIA devices of the table of devices",
             fix="name one, such as `--device H100`",
         )
+    if "8bit" in config.train_args.optim:
+        raise ConfigError(
+            f"`train_args.optim: {config.train_args.optim}` is not simulated: its package computes"
+            " the levels of the quantized state from values of tensors",
+            fix="simulate `train_args.optim: adamw`, whose state takes 8 bytes per element",
+        )
     if config.train_args.fp8 != "none":
         raise ConfigError(
             f"`train_args.fp8: {config.train_args.fp8}` is not simulated: float8 tensors have no"

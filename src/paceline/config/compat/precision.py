@@ -10,6 +10,8 @@ TARGET = "train_args.precision"
 #: Pseudo-targets: keys that take part in the decision, each with its own precedence.
 BF16, FP16, DTYPE, MIXED = "_bf16", "_fp16", "_dtype", "_mixed_precision"
 PURE = "_pure_bf16"
+#: Keys of ms-swift that select between LoRA and full fine-tuning.
+_TUNERS = ("tuner_type", "train_type", "sft_type")
 TARGETS = (TARGET, MIXED, DTYPE, BF16, FP16, PURE)
 
 
@@ -55,6 +57,10 @@ def resolve_precision(merge: Merge) -> None:
         if lora is not None and lora.value is True:
             pure = present[PURE]
             present[PURE] = Assignment(PURE, "bf16-mixed", pure.entry)
+    dtype = present.get(DTYPE)
+    if dtype is not None and dtype.value == "bf16-mixed" and _trains_loaded_weights(merge):
+        present.pop(BF16, None)
+        dtype.value = "bf16-true"
     claims = [claim for name, key in present.items() if (claim := _claim(name, key))]
     chosen = _choose(merge, [claim for claim in claims if not _is_turned_off(claim, off)])
     flag = _flag_of(chosen, off)
@@ -71,6 +77,19 @@ def resolve_precision(merge: Merge) -> None:
         merge.winners[TARGET] = native
     _report(merge, keys, chosen)
     merge.drop_overridden_problems()
+
+
+def _trains_loaded_weights(merge: Merge) -> bool:
+    """Return whether this is a config of ms-swift for full fine-tuning without DeepSpeed, which
+    would copy the weights to float32: ms-swift trains the weights in the type in which it loads
+    them."""
+    lora = merge.winners.get("lora.enable")
+    return (
+        lora is not None
+        and lora.value is False
+        and lora.entry.name in _TUNERS
+        and not any(key.entry.name == "deepspeed" for key in merge.assigned)
+    )
 
 
 def _claim(name: str, by: Assignment) -> _Claim | None:
