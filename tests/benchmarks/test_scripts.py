@@ -58,8 +58,8 @@ def test_startup_records_every_part_of_the_start() -> None:
     [
         ("error_feedback.py", ("--steps", "2")),
         ("tokenize_rows.py", ("--rows", "2000", "--rounds", "1")),
-        ("panel.py", ("--viewers", "2", "--steps", "60")),
-        ("recovery.py", ("--rounds", "1", "--steps", "60", "--kills", "1", "--modes", "ddp")),
+        ("panel.py", ("--viewers", "2", "--steps", "400")),
+        ("recovery.py", ("--rounds", "1", "--steps", "100", "--kills", "1", "--modes", "ddp")),
     ],
 )
 def test_benchmark_runs(name: str, arguments: tuple[str, ...]) -> None:
