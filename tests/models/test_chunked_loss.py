@@ -1,6 +1,7 @@
 """The loss in chunks equals the loss of all logits, in value and gradients, and never has them all
 in memory."""
 
+import gc
 import weakref
 from typing import Any
 
@@ -161,6 +162,21 @@ def test_gradients_of_a_chunked_loss_are_used_once() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="only once"):
         loss.backward()
+
+
+def test_hidden_states_are_freed_after_backward() -> None:
+    head = nn.Linear(8, 32)
+    hidden = torch.randn(1, 6, 8, requires_grad=True)
+    freed = weakref.ref(hidden)
+    chunks = ChunkedLoss(head, LogitTransform(), torch.arange(6), None, chunk_tokens=2)
+    gc.disable()
+    try:
+        with chunked_loss(chunks):
+            chunks.result(head(hidden)).backward()
+        del hidden, chunks
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 class LargestTensor(TorchDispatchMode):

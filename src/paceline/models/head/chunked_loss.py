@@ -99,13 +99,16 @@ class ChunkedLoss:
         return zeros
 
     def result(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the losses.
+        """Return the sum of the losses. Call it once.
 
         Args:
             logits: what the model returned as logits.
         """
-        assert self.total is not None, "the model did not call its head"
-        return self.total + logits.float().sum()
+        # The graph of the loss refers to this object: together they would exist, with the leaves
+        # such as the hidden states that a pipeline stage received, until Python collects cycles.
+        total, self.total = self.total, None
+        assert total is not None, "the model did not call its head"
+        return total + logits.float().sum()
 
 
 @contextmanager

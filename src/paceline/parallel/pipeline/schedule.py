@@ -223,8 +223,10 @@ class DynamicStage(_PipelineStageBase):
                 stage_backward_weight(iter(self._trained), groups)
 
 
-def _identity(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return output
+def _loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the loss, which the last stage computes, without its graph: the schedule keeps it
+    until the end of the step, and the graph has the hidden states that the stage received."""
+    return output.detach()
 
 
 def supported_schedule(schedule: str, num_ranks: int, micro_batches: int) -> tuple[str, str | None]:
@@ -253,4 +255,4 @@ def make_schedule(schedule: str, stages: list[DynamicStage], micro_batches: int)
         "looped": ScheduleLoopedBFS,
     }
     driven = stages[0] if schedule in ("gpipe", "1f1b") else stages
-    return kinds[schedule](driven, micro_batches, loss_fn=_identity, scale_grads=False)
+    return kinds[schedule](driven, micro_batches, loss_fn=_loss_of, scale_grads=False)

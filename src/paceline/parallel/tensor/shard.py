@@ -404,7 +404,8 @@ class ShardedDropout(nn.Module):
         mask = functional.dropout(
             x.new_ones((*x.shape[:-1], x.shape[-1] * self.group.size)), self.p
         )
-        return x * mask.chunk(self.group.size, -1)[self.group.rank]
+        # A copy of the part, because a view would keep the full mask until backward.
+        return x * mask.chunk(self.group.size, -1)[self.group.rank].contiguous()
 
 
 def _tied_parameters(model: nn.Module) -> dict[int, list[str]]:
