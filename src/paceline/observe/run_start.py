@@ -189,8 +189,7 @@ def _predicted(info: RunInfo, step: int) -> Prediction:
     of bytes that a rank sends in a step."""
     work, activations = info.workload(step), _activations(info)
     if activations is not None:
-        blocks = activations.blocks if len(info.shape.blocks) == len(activations.blocks) else ()
-        work = replace(work, activation_bytes=activations.total, block_activation_bytes=blocks)
+        work = replace(work, activations=activations.of_model(len(info.shape.blocks)))
     cost = estimate_cost(info.layout.strategy, info.shape, info.layout.axes, work, info.config)
     activation_bytes = None if activations is None else cost.activations
     return {
@@ -199,7 +198,7 @@ def _predicted(info: RunInfo, step: int) -> Prediction:
             "gradients": cost.gradients,
             "optimizer": cost.optimizer,
             "activations": activation_bytes,
-            "total": cost.state + (activation_bytes or 0),
+            "total": cost.state if activations is None else cost.total,
         },
         "traffic_bytes_per_step": cost.traffic_per_step,
         "traffic_bytes": {name: size for name, size in cost.traffic.items() if size},
@@ -232,6 +231,7 @@ def _activations(info: RunInfo) -> Activations | None:
         longest=min(tokens, train_args.max_length),
         joined=kernel_of(base) == SDPA,
         low_weights=info.layout.has_low_weights,
+        tensor_ranks=info.layout.axes.tensor,
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from paceline.models.shape.activations import NO_ACTIVATIONS, Activations
 from paceline.models.shape.record import ModelShape, TensorShape, total_bytes
 
 
@@ -14,10 +15,8 @@ class Workload:
         micro_batches: number of micro-batches.
         positions: mean number of tokens in a micro-batch including padding, or of samples if the
             data has no tokens.
-        activation_bytes: bytes that are kept for backward after the forward pass of one micro-batch
-            through the full model on one rank; 0 if unknown.
-        block_activation_bytes: the part of ``activation_bytes`` for each block, in the order of
-            ``ModelShape.blocks``; empty if unknown.
+        activations: what one micro-batch stores on a rank that runs the full model. ``blocks`` is
+            in the order of ``ModelShape.blocks``; empty if unknown.
         host_activation_bytes: bytes that the blocks keep in host memory for backward.
         distinct: mean number of distinct ids in a micro-batch for each embedding table, by server
             of the parameter server, counted in the data; empty if unknown.
@@ -25,10 +24,14 @@ class Workload:
 
     micro_batches: int = 1
     positions: float = 0.0
-    activation_bytes: int = 0
-    block_activation_bytes: tuple[int, ...] = ()
+    activations: Activations = NO_ACTIVATIONS
     host_activation_bytes: int = 0
     distinct: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def activation_bytes(self) -> int:
+        """Peak bytes of the activations of one micro-batch."""
+        return self.activations.total
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Cost:
     broadcast, send).
 
     Args:
+        not_at_peak: bytes of the state that do not exist when the rank needs the most.
         traffic_is_bound: whether the traffic is an upper bound that may be far above the actual
             traffic.
         on_accelerator: the cost in a run on accelerators, if the rank that needs the most has none;
@@ -51,6 +55,7 @@ class Cost:
     gradients: int
     optimizer: int
     activations: int = 0
+    not_at_peak: int = 0
     traffic: Mapping[str, int] = field(default_factory=dict)
     traffic_is_bound: bool = False
     on_accelerator: "Cost | None" = None
@@ -64,7 +69,8 @@ class Cost:
 
     @property
     def total(self) -> int:
-        return self.state + self.activations
+        """Peak bytes."""
+        return self.state + self.activations - self.not_at_peak
 
     @property
     def traffic_per_step(self) -> int:

@@ -11,6 +11,7 @@ from paceline.core.formatting import counted
 from paceline.models.builtin import resolve_model
 from paceline.models.kernels.attention_choice import joins_samples
 from paceline.models.shape.activations import (
+    Activations,
     TrainedMatrices,
     float8_flops,
     language_activations,
@@ -108,7 +109,7 @@ def workload(
     work = Workload(
         micro_batches=config.train_args.gradient_accumulation_steps,
         positions=batch.positions,
-        activation_bytes=profile.activation_bytes,
+        activations=Activations(ends=profile.activation_bytes, peaks=(profile.activation_bytes,)),
     )
     if profile.dims is None:
         return work
@@ -123,16 +124,16 @@ def workload(
         joined=joins_samples(config, "cpu" if is_cpu else "cuda"),
         low_weights=layout.has_low_weights,
         matrices=_full_matrices(profile.shape, layout),
+        tensor_ranks=layout.axes.tensor,
     )
-    blocks = activations.blocks if len(profile.shape.blocks) == len(activations.blocks) else ()
-    if config.parallel.offloads_activations:
-        return replace(
-            work,
-            activation_bytes=activations.total,
-            block_activation_bytes=activations.on_device if blocks else (),
-            host_activation_bytes=activations.on_host,
-        )
-    return replace(work, activation_bytes=activations.total, block_activation_bytes=blocks)
+    activations = activations.of_model(len(profile.shape.blocks))
+    if not config.parallel.offloads_activations:
+        return replace(work, activations=activations)
+    return replace(
+        work,
+        activations=replace(activations, blocks=activations.on_device),
+        host_activation_bytes=activations.on_host,
+    )
 
 
 def micro_batch_flops(config: Config, profile: ModelProfile, batch: MicroBatchProfile) -> float:
@@ -299,7 +300,7 @@ def estimate(
 def _with_host_activations(cost: Cost, layout: ParallelLayout, work: Workload) -> Cost:
     """Return the cost with the activations that are in host memory. Tensor parallelism divides
     them."""
-    size = work.host_activation_bytes // layout.axes.tensor
+    size = work.host_activation_bytes
     if not size:
         return cost
     traffic = {**cost.host_traffic, "activations": 2 * work.micro_batches * size}

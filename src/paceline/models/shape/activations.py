@@ -9,13 +9,15 @@ attention stores no scores (their section 5; Dao et al., "FlashAttention", 2022,
 compute in float32, and a frozen weight saves no input (Hu et al., "LoRA", 2021).
 """
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Self
 
 from paceline.config.schema import Config
 from paceline.models.shape.adapter_memory import (
     adapted_layers,
     adapter_bytes,
+    adapter_temporary,
     layer_matrices,
 )
 from paceline.models.shape.dims import LanguageDims
@@ -70,15 +72,23 @@ class Activations:
             gradients of it in float32. If the loss is computed in chunks: those of a chunk, and the
             gradients of the head's weight and input.
         logits_saved: the part of ``logits`` that is kept until backward.
-        peaks: what exists at the moments at which memory may be at its maximum.
+        temporary: what a block allocates and frees in its forward or backward pass.
+        boundary: the hidden states that a block passes to the next.
+        other_micro_batches: saved by the micro-batches that a pipeline has started before this one,
+            and messages between its stages.
+        peaks: what exists at the moments at which memory may be at its maximum, the first of them
+            at the end of the forward pass.
     """
 
-    blocks: tuple[int, ...]
-    recomputed: float
-    ends: float
-    logits: float
-    logits_saved: float
-    peaks: tuple[float, ...]
+    blocks: tuple[int, ...] = ()
+    recomputed: float = 0.0
+    ends: float = 0.0
+    logits: float = 0.0
+    logits_saved: float = 0.0
+    temporary: float = 0.0
+    boundary: float = 0.0
+    other_micro_batches: float = 0.0
+    peaks: tuple[float, ...] = (0.0,)
 
     @property
     def total(self) -> int:
@@ -99,7 +109,44 @@ class Activations:
     @property
     def saved(self) -> int:
         """Memory that is kept from forward to backward."""
-        return round(sum(self.blocks) + self.ends + self.logits_saved)
+        return round(self.other_micro_batches + sum(self.blocks) + self.ends + self.logits_saved)
+
+    def of_model(self, num_blocks: int) -> Self:
+        """Return these activations for a model with this number of blocks. If it is not the number
+        of layers, what the layers save counts as saved outside of blocks."""
+        if len(self.blocks) == num_blocks:
+            return self
+        return replace(self, blocks=(), ends=self.ends + sum(self.blocks))
+
+    def of_stages(
+        self, numbers: Collection[int], *, has_head: bool, in_flight: int, messages: int
+    ) -> Self:
+        """Return the activations of the pipeline stages of a rank.
+
+        Args:
+            numbers: the blocks of the stages.
+            has_head: whether the last stage is among them.
+            in_flight: number of micro-batches that are between forward and backward.
+            messages: number of hidden states, or gradients of them, that exist in addition.
+        """
+        blocks = tuple(size if number in numbers else 0 for number, size in enumerate(self.blocks))
+        others = (in_flight - 1) * sum(blocks) + messages * self.boundary
+        if has_head:
+            elsewhere = sum(self.blocks) - sum(blocks)
+            peaks = tuple(others + peak - elsewhere for peak in self.peaks)
+            return replace(self, blocks=blocks, other_micro_batches=others, peaks=peaks)
+        return replace(
+            self,
+            blocks=blocks,
+            ends=0.0,
+            logits=0.0,
+            logits_saved=0.0,
+            other_micro_batches=others,
+            peaks=(others + sum(blocks) + self.recomputed + self.temporary,),
+        )
+
+
+NO_ACTIVATIONS = Activations()
 
 
 def language_activations(
@@ -114,6 +161,7 @@ def language_activations(
     joined: bool = True,
     low_weights: bool = False,
     matrices: TrainedMatrices | None = None,
+    tensor_ranks: int = 1,
 ) -> Activations:
     """Estimate the activation memory of a micro-batch of ``tokens`` tokens, of which ``labels``
     have a loss.
@@ -129,8 +177,11 @@ def language_activations(
         low_weights: whether the strategy stores or gathers trained weights in the low precision of
             the config, so that autocast makes no copies of them.
         matrices: default: none, because the strategy's cost counts what they add.
+        tensor_ranks: number of ranks that split each layer.
     """
-    args = config.train_args
+    args, dims = config.train_args, dims.split(tensor_ranks)
+    # With sequence parallelism, each rank has a part of the tokens outside the split layers.
+    token_parts = tensor_ranks if config.parallel.sequence_parallel else 1
     is_pure = args.weight_dtype == "bfloat16"
     low = 2 if args.mixed_dtype or is_pure else _FLOAT32
     low_weights = is_pure or (low_weights and low != _FLOAT32)
@@ -143,12 +194,19 @@ def language_activations(
         stream=low if frozen or low_weights else _FLOAT32,
         autocasts=args.mixed_dtype is not None and not is_pure,
         mask_bytes=mask_bytes,
+        is_split=tensor_ranks > 1,
     )
     attention = block.attention(joined) if fused_attention else block.eager_attention(longest)
-    layer = block.norms() + block.inputs() + attention + block.mlp()
+    layer = block.norms() / token_parts + block.inputs() + attention + block.mlp()
+    temporary: float = block.gradients()
     if frozen:
-        layer += adapter_bytes(dims, config, low, mask_bytes)
-    sizes = _block_sizes(dims, config, layer, block.stream * dims.hidden, low)
+        stored = low if low_weights else _FLOAT32
+        # A split layer multiplies its input by its part of a mask in the dtype of the adapter.
+        row_mask_bytes = mask_bytes if tensor_ranks == 1 else stored
+        layer += adapter_bytes(dims, config, low, mask_bytes, row_mask_bytes)
+        temporary = max(temporary, adapter_temporary(dims, config, low, stored, tensor_ranks))
+    temporary *= tokens
+    sizes = _block_sizes(dims, config, layer, block.stream * dims.hidden / token_parts, low)
     blocks = tuple(round(size * tokens) for size in sizes)
     recomputed = 0.0 if args.gradient_checkpointing == "none" else layer
     recomputed = recomputed * tokens + layer_matrices(dims, config, low)
@@ -176,10 +234,19 @@ def language_activations(
         + weights.gradient_bytes * weights.matrices.head
         + _FLOAT32 * dims.hidden * labels,
         # The first block that backward reaches.
-        in_backward + recomputed + block.gradients() * tokens + weights.during_block(dims.layers),
+        in_backward + recomputed + temporary + weights.during_block(dims.layers),
         weights.tied_gradients,
     )
-    return Activations(blocks, recomputed, ends, loss.peak, loss.saved, peaks)
+    return Activations(
+        blocks,
+        recomputed,
+        ends,
+        loss.peak,
+        loss.saved,
+        temporary=temporary,
+        boundary=block.stream * dims.hidden * tokens,
+        peaks=peaks,
+    )
 
 
 @dataclass(frozen=True)
@@ -190,6 +257,8 @@ class _Block:
         low: bytes per element of the results of matrix products.
         stream: bytes per element of the residual stream.
         autocasts: whether autocast selects the precision of each operation.
+        is_split: whether layers are split. Then each input is cast once, before the ranks share its
+            gradient.
     """
 
     dims: LanguageDims
@@ -198,6 +267,7 @@ class _Block:
     stream: int
     autocasts: bool
     mask_bytes: int
+    is_split: bool = False
 
     @property
     def frozen(self) -> bool:
@@ -233,7 +303,8 @@ class _Block:
             return 0
         dims = self.dims
         copies = 1 if dims.norms == 1 else 2
-        if self.autocasts and (self.stream != self.low or dims.layer_norms):
+        casts = self.autocasts and (self.stream != self.low or dims.layer_norms)
+        if casts and not self.is_split:
             copies = 1 if dims.fused_qkv else 3
             copies += 2 if dims.gated and not dims.fused_gate else 1
         return self.low * dims.hidden * copies

@@ -29,21 +29,32 @@ def adapted_layers(dims: LanguageDims, config: Config) -> dict[str, tuple[int, i
     return layers
 
 
-def adapter_bytes(dims: LanguageDims, config: Config, low: int, mask_bytes: int) -> float:
+#: Layers whose input features tensor parallelism splits.
+_ROW_LAYERS = ("o_proj", "down_proj")
+
+
+def adapter_bytes(
+    dims: LanguageDims, config: Config, low: int, mask_bytes: int, row_mask_bytes: int
+) -> float:
     """Return the bytes per token that the adapters of one layer save: each saves its input (with
     dropout, a separate copy and a mask) and ``lora.rank`` numbers.
 
     Args:
+        dims: widths of the part of the layer that the rank computes.
         low: bytes per element of the results of matrix products.
         mask_bytes: bytes per element of a dropout mask.
+        row_mask_bytes: the same of a layer whose input features tensor parallelism splits.
     """
     lora, layers = config.lora, adapted_layers(dims, config)
     if lora.dropout > 0:
-        inputs = sum((low + mask_bytes) * width for width, _ in layers.values())
+        inputs = sum(
+            (low + (row_mask_bytes if name in _ROW_LAYERS else mask_bytes)) * width
+            for name, (width, _) in layers.items()
+        )
     else:  # q, k and v share one input, and so do gate and up
         groups: dict[str, int] = {}
         for name, (width, _) in layers.items():
-            is_shared = name not in ("o_proj", "down_proj")
+            is_shared = name not in _ROW_LAYERS
             mlp = name in ("up_proj", "gate_proj", "gate_up_proj")
             groups[("mlp" if mlp else "attention") if is_shared else name] = low * width
         inputs = sum(groups.values())
@@ -52,6 +63,29 @@ def adapter_bytes(dims: LanguageDims, config: Config, low: int, mask_bytes: int)
     ranks = lora.rank * (2 if lora.method == "vera" else 1)
     outputs = sum(width for _, width in layers.values())
     return inputs + low * ranks * len(layers) + low * scaled * outputs
+
+
+def adapter_temporary(
+    dims: LanguageDims, config: Config, low: int, adapter_bytes: int, tensor_ranks: int = 1
+) -> float:
+    """Return the bytes per token that the widest adapter of a layer allocates and frees in its
+    forward pass: the input and the output of the frozen layer, the input in the dtype of the
+    adapter, and the same with dropout. A split row layer makes the mask of all features from ones.
+
+    Args:
+        low: bytes per element of the results of matrix products.
+        adapter_bytes: bytes per element of the adapter's weights.
+    """
+    layers = adapted_layers(dims, config)
+    if not layers:
+        return 0.0
+    widest = max(layers, key=lambda name: layers[name][0])
+    width, output = layers[widest]
+    copies = 0 if adapter_bytes == low else 1
+    if config.lora.dropout > 0:
+        is_split = tensor_ranks > 1 and widest in _ROW_LAYERS
+        copies += 2 * tensor_ranks if is_split else copies
+    return (adapter_bytes * copies + low) * width + low * output
 
 
 def layer_matrices(dims: LanguageDims, config: Config, low: int) -> float:

@@ -1,7 +1,8 @@
 """Read the widths of a language model from its config.json. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Self
 
 from paceline.models.json_config import JsonObject, first_number, language_fields
 
@@ -105,6 +106,18 @@ class LanguageDims:
             "o_proj": (self.queries, self.hidden),
             "down_proj": (wide * self.experts_per_token, self.hidden),
         }
+
+    def split(self, ranks: int) -> Self:
+        """Return the widths of the layers on one of ``ranks`` tensor-parallel ranks: each computes
+        a part of the attention heads and of the inner features of the MLP."""
+        return replace(
+            self,
+            heads=self.heads // ranks,
+            key_heads=self.key_heads // ranks,
+            queries=self.queries // ranks,
+            keys=self.keys // ranks,
+            feed_forward=self.feed_forward // ranks,
+        )
 
     @property
     def parameters_at_most(self) -> int:

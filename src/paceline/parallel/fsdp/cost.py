@@ -1,7 +1,8 @@
 """Memory and traffic of ZeRO stages 2 and 3."""
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from paceline.config.schema import Config
@@ -76,36 +77,119 @@ def _reached_by_backward(shape: ModelShape, blocks: Mapping[str, str]) -> set[st
     return {name for name, block in blocks.items() if block in reached}
 
 
-def _unsharded(
-    shape: ModelShape, blocks: Mapping[str, str], num_shards: int, normed: frozenset[str]
-) -> tuple[int, int, int]:
-    """Return the bytes of gathered weights, and of gradients that are not sharded yet: of the root
-    when backward starts, of the root and a block during backward, and of both at its end, when most
-    gradients exist.
+@dataclass
+class _Unit:
+    """Bytes of the parameters that FSDP gathers together: those of a block, or of the root
+    (embedding and head).
 
-    When the root is gathered for backward, it exists twice: as message and as weights.
-
-    The root (embedding and head) is gathered until the end of backward. If it has a tied weight,
-    both of its gradients and their sum exist at the end.
+    Args:
+        weights: when they are gathered. The message in which they arrive has the same size.
+        gradients: of the gathered weights.
+        message: the gradients as they are reduce-scattered.
+        shards: a rank's parts of the reduced gradients.
+        largest: of the parameter with the largest gradient.
+        activations: what the block saves for backward.
     """
-    gathered: dict[str, int] = {}
-    trained: dict[str, int] = {}
-    head = 0
-    for tensor in shape.parameters:
-        if not tensor.shape:
-            continue
-        element_bytes = low_bytes_of(tensor, shape.low_bytes, normed)
-        size, block = _shard_sizes(tensor.shape, num_shards)[1] * element_bytes, blocks[tensor.name]
-        gathered[block] = gathered.get(block, 0) + size
-        if tensor.trainable:
-            trained[block] = trained.get(block, 0) + size
-            head = max(head, size) if not block else head
-    is_tied = any(not blocks[name] for name in shape.aliases.values())
-    root, root_trained = gathered.pop("", 0), trained.pop("", 0)
-    two_blocks = 2 * max(gathered.values(), default=0)
-    gradients = 2 * max(trained.values(), default=0)
-    end = root + max(head + two_blocks + gradients, (3 if is_tied else 1) * root_trained)
-    return 2 * root, 2 * root + two_blocks, end
+
+    weights: int = 0
+    gradients: int = 0
+    message: int = 0
+    shards: int = 0
+    largest: int = 0
+    activations: int = 0
+
+
+@dataclass(frozen=True)
+class _Timeline:
+    """What exists during a step in addition to the shards of the weights and the optimizer's state.
+
+    Args:
+        reshards: whether weights are freed after forward (stage 3).
+        ends_tied: whether the embedding and the head share a weight.
+    """
+
+    root: _Unit
+    blocks: Sequence[_Unit]
+    work: Workload
+    num_shards: int
+    reshards: bool
+    ends_tied: bool
+
+    def peak_bytes(self) -> int:
+        """Return the peak of activations, gathered weights, messages and gradients."""
+        num = self.work.micro_batches
+        # Stage 2 frees the weights in the last backward. Gradients are added to those of the
+        # micro-batches before.
+        passes = [(self.reshards or number == num - 1, number > 0) for number in range(min(num, 3))]
+        if num > 2:
+            passes[-1] = (True, True)
+        return round(max(self._forward(), *(self._backward(*each) for each in passes)))
+
+    def _forward(self) -> float:
+        """Return the peak until the loss is computed.
+
+        FSDP frees the message of a unit when the weights of the next have been copied out of
+        theirs, or at the end of the forward.
+        """
+        kept = 0 if self.reshards else sum(block.weights for block in self.blocks)
+        first, last = (self.blocks[index].weights if self.blocks else 0 for index in (0, -1))
+        begin = 2 * self.root.weights + 2 * first
+        gradients = self._all_shards() if self.work.micro_batches > 1 else 0
+        held, activations = self.root.weights + kept + last, self.work.activations
+        block = activations.other_micro_batches + sum(activations.blocks) + activations.temporary
+        block += last if self.reshards else 0
+        return gradients + max(begin, held + block, held + activations.peaks[0])
+
+    def _backward(self, frees: bool, accumulates: bool) -> float:
+        """Return the peak of a backward.
+
+        The root is gathered first and until the end, each block when backward reaches it, while the
+        next one's message arrives. The gradients of a block exist in full at its end, with the
+        message of the block before.
+
+        Args:
+            frees: whether the weights of a block are freed after its backward.
+            accumulates: whether the shards of all gradients exist already.
+        """
+        root, blocks, activations = self.root, self.blocks, self.work.activations
+        shards = self._all_shards() if accumulates else 0
+        gathered = root.weights
+        if not self.reshards:
+            gathered += sum(block.weights for block in blocks)
+        prefetched = blocks[-1].weights if blocks and self.reshards else 0
+        moments: list[float] = [
+            shards + activations.saved + gathered + (root.weights if self.reshards else 0),
+            shards + activations.total + gathered + prefetched,
+        ]
+        saved: float = sum(block.activations for block in blocks) + activations.other_micro_batches
+        message = 0
+        for number in reversed(range(len(blocks))):
+            block = blocks[number]
+            weights = gathered
+            if self.reshards:
+                weights += block.weights + (blocks[number - 1].weights if number else 0)
+            held = shards + weights + root.largest + message
+            moments.append(held + saved + activations.recomputed + activations.temporary)
+            saved -= block.activations
+            moments.append(held + saved + block.gradients)
+            message = block.message
+            shards += 0 if accumulates else block.shards
+            gathered -= block.weights if frees and not self.reshards else 0
+        # Of a tied weight, both gradients and their sum.
+        gradients = (3 if self.ends_tied else 1) * root.gradients
+        moments.append(saved + shards + gathered + message + gradients)
+        # FSDP frees the gradients of the root, except the last one, before it receives their sums,
+        # and casts these.
+        gathered -= root.weights if frees else 0
+        last = 0 if self.ends_tied else root.largest
+        received = root.message // self.num_shards
+        received += root.shards if received != root.shards else 0
+        moments.append(saved + shards + gathered + root.gradients + root.message)
+        moments.append(saved + shards + gathered + root.message + received + last)
+        return max(moments)
+
+    def _all_shards(self) -> int:
+        return self.root.shards + sum(block.shards for block in self.blocks)
 
 
 def estimate_zero2(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
@@ -133,49 +217,48 @@ def _estimate(
     or 4 (section 5.2; the paper's 2 + 14/N has gradients in the low precision, FSDP2 keeps
     float32). Every rank holds a frozen parameter in full in stage 2; in stage 3 it is sharded.
 
-    The peak is at the start of backward, when all activations exist but, in the first micro-batch,
-    no gradients yet; or at its end, when all gradients exist but few activations. What the larger
-    of them needs beyond the training state counts as activations.
+    Not everything exists at the same time; :class:`_Timeline` determines the peak. What it needs
+    beyond the training state counts as activations.
 
     Each micro-batch reduce-scatters the gradients, Ψ(N-1)/N. Stage 2 gathers trained weights once
     per step, stage 3 all weights in forward and backward of each micro-batch (section 7.2). With D
     replicas a shard's gradients are all-reduced once per step, both reductions in float32.
     """
-    sharded_weights = full_weights = gathered = gradients = state = reduced = gathers = 0
-    root_gradients = 0
+    sharded_weights = full_weights = state = gathers = scalars = 0
     normed = batch_norm_names(shape)
     blocks = shape.memoize("blocks by parameter", lambda: _blocks_by_parameter(shape))
     backward = _reached_by_backward(shape, blocks)
+    on_host = config.parallel.state_offload == "all"
+    saved = work.activations.blocks or (0,) * len(shape.blocks)
+    units = {name: _Unit(activations=size) for name, size in zip(shape.blocks, saved, strict=True)}
+    root = units[""] = _Unit()
     for tensor in shape.parameters:
         low_bytes = low_bytes_of(tensor, shape.low_bytes, normed)
         if not tensor.trainable and not reshard_after_forward:
             full_weights += tensor.numel * (low_bytes if tensor.shape else tensor.element_bytes)
             continue
+        unit = units[blocks[tensor.name]]
         size, padded = _shard_sizes(tensor.shape, axes.shard)
         sharded_weights += size * tensor.element_bytes
         if tensor.shape:
-            gathered += padded * low_bytes
+            unit.weights += padded * low_bytes
             passes = 2 if tensor.name in backward else 1
             gathers += work.micro_batches * passes * padded * low_bytes
         if tensor.trainable:
-            gradients += size * tensor.element_bytes
-            root_gradients += 0 if blocks[tensor.name] else size * tensor.element_bytes
             state += shape.optimizer.bytes_of(tensor.name, size)
-            reduced_bytes = low_bytes if axes.data == 1 else tensor.element_bytes
-            reduced += padded * reduced_bytes if tensor.shape else 0
-    on_host = config.parallel.state_offload == "all"
-    local_gradients = 0 if on_host else gradients
-    root, first_block, end = _unsharded(shape, blocks, axes.shard, normed)
-    end += 0 if on_host else gradients - root_gradients
+            unit.shards += size * tensor.element_bytes
+            if tensor.shape:
+                unit.gradients += padded * low_bytes
+                unit.message += padded * (low_bytes if axes.data == 1 else tensor.element_bytes)
+                unit.largest = max(unit.largest, padded * low_bytes)
+            else:
+                scalars += tensor.size_bytes
+    gathered = sum(unit.weights for unit in units.values())
+    gradients = sum(unit.shards for unit in units.values())
+    reduced = sum(unit.message for unit in units.values())
     if not reshard_after_forward:
         full_weights += gathered
         gathers = gathered
-        end -= gathered  # the last backward frees them
-    forward = work.activation_bytes
-    if reshard_after_forward:
-        forward = max(forward, sum(work.block_activation_bytes) + root, first_block)
-    forward += local_gradients if work.micro_batches > 1 else 0
-    scalars = sum(tensor.size_bytes for tensor in shape.trained if not tensor.shape)
     traffic = {
         "reduce_scatter": work.micro_batches * scatter_bytes(reduced, axes.shard),
         "all_gather": scatter_bytes(gathers, axes.shard),
@@ -185,11 +268,27 @@ def _estimate(
         ),
         **statistics_traffic(shape, axes.replicas),
     }
+    if on_host:
+        for unit in units.values():
+            unit.shards = 0
+    present = set(blocks.values())
+    timeline = _Timeline(
+        root,
+        [units[name] for name in shape.blocks if name in present],
+        work,
+        axes.shard,
+        reshard_after_forward,
+        ends_tied=any(not blocks[name] for name in shape.aliases.values()),
+    )
+    peak = timeline.peak_bytes()
+    local_gradients = 0 if on_host else gradients
+    counted = local_gradients + (0 if reshard_after_forward else gathered)
     return Cost(
         parameters=(0 if on_host else sharded_weights) + full_weights + shape.buffer_bytes,
         gradients=local_gradients,
         optimizer=0 if on_host else state,
-        activations=max(0, forward - local_gradients, end - local_gradients),
+        activations=max(0, peak - counted),
+        not_at_peak=max(0, counted - max(peak, local_gradients)),
         traffic=traffic,
         host=sharded_weights + gradients + state if on_host else 0,
         # The shards are copied to be gathered, in forward and backward or once per step.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from paceline.config.schema import Config
 from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
 from paceline.distributed.mesh import ParallelDims
+from paceline.models.shape.activations import NO_ACTIVATIONS, Activations
 from paceline.models.shape.record import ModelShape, TensorShape, modules_around
 from paceline.models.tensor_plan.style import (
     COLUMN,
@@ -47,12 +48,12 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
 class _Stage:
     shape: ModelShape
     send_bytes: int = 0
-    activations: int = 0
+    activations: Activations = NO_ACTIVATIONS
 
 
 def _stages(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> list[_Stage]:
     if axes.pipeline == 1:
-        return [_Stage(shape, activations=work.activation_bytes)]
+        return [_Stage(shape, activations=work.activations)]
     settings = config.parallel
     pipeline = pipeline_cost(
         shape,
@@ -72,7 +73,7 @@ def _stages(shape: ModelShape, axes: ParallelDims, work: Workload, config: Confi
         # Each rank sends the gradients of its shards of tied weights.
         tied = sum(tensor.size_bytes * (copies[tensor.name] - 1) for tensor in stage_shape.trained)
         sends = pipeline.send_bytes[rank] - tied + tied // axes.shard
-        stages.append(_Stage(stage_shape, sends, pipeline.activation_bytes[rank]))
+        stages.append(_Stage(stage_shape, sends, pipeline.activations[rank]))
     return stages
 
 
@@ -109,10 +110,10 @@ def _stage_cost(
         )
     if axes.shard > 1:
         sharded = ParallelDims(data=axes.data, shard=axes.shard)
-        stage_work = replace(work, activation_bytes=stage.activations)
+        stage_work = replace(work, activations=stage.activations)
         base = estimate_zero3(part, sharded, stage_work, config)
     else:
-        base = replace(_replicated(part, axes, config), activations=stage.activations)
+        base = replace(_replicated(part, axes, config), activations=stage.activations.total)
     added: dict[str, int] = {}
     if axes.tensor > 1:
         added = _tensor_traffic(stage.shape, model, part, axes, work, config)

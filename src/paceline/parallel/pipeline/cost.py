@@ -1,8 +1,9 @@
 """Memory and traffic of each rank of a pipeline, from the model's shape alone. Imports no torch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.models.shape.activations import Activations
 from paceline.models.shape.record import ModelShape, modules_around
 from paceline.models.tensor_plan.style import COLUMN, kind_of
 from paceline.parallel.cost import Workload
@@ -19,14 +20,13 @@ class PipelineCost:
         buffers: names of the buffers that the rank holds.
         send_bytes: bytes that the rank sends per step: hidden states, their gradients, and
             gradients of tied weights.
-        activation_bytes: peak bytes of activations of all micro-batches that the rank has started
-            and not finished; 0 if unknown.
+        activations: those of all micro-batches that the rank has started and not finished.
     """
 
     parameters: tuple[tuple[str, ...], ...]
     buffers: tuple[tuple[str, ...], ...]
     send_bytes: tuple[int, ...]
-    activation_bytes: tuple[int, ...]
+    activations: tuple[Activations, ...]
 
 
 def pipeline_cost(
@@ -71,16 +71,32 @@ def pipeline_cost(
         ranks = division.ranks_of(parameter.name, num_ranks)
         for rank in ranks if len(ranks) > 1 else []:
             send[rank] += parameter.size_bytes * (len(ranks) - 1)
-    per_block = work.block_activation_bytes or (0,) * len(shape.blocks)
-    activations = [0] * num_ranks
-    for stage, (first, beyond) in enumerate(division.blocks):
-        rank = rank_of_stage(stage, num_ranks)
-        micro_batches = _max_unfinished(schedule, rank, num_ranks, work.micro_batches)
-        activations[rank] += micro_batches * sum(per_block[first:beyond])
-    # the head and its logits, of one micro-batch at a time
-    last_rank = rank_of_stage(num_stages - 1, num_ranks)
-    activations[last_rank] += max(0, work.activation_bytes - sum(per_block))
-    return PipelineCost(parameters, buffers, tuple(send), tuple(activations))
+    activations = tuple(
+        _activations(work, division.blocks, rank, num_ranks, schedule) for rank in range(num_ranks)
+    )
+    return PipelineCost(parameters, buffers, tuple(send), activations)
+
+
+def _activations(
+    work: Workload, stages: Sequence[tuple[int, int]], rank: int, num_ranks: int, schedule: str
+) -> Activations:
+    """Return the activations of one rank. The last stage has the head and its logits, of one
+    micro-batch at a time.
+
+    Args:
+        stages: the first block of each stage, and the block after its last.
+    """
+    local = [stage for stage in range(len(stages)) if rank_of_stage(stage, num_ranks) == rank]
+    in_flight = _max_unfinished(schedule, rank, num_ranks, work.micro_batches)
+    is_last = len(stages) - 1 in local
+    # The outputs of the stages exist until their backward; the next message arrives early.
+    outputs = in_flight * (len(local) - is_last)
+    return work.activations.of_stages(
+        [number for stage in local for number in range(*stages[stage])],
+        has_head=is_last,
+        in_flight=in_flight,
+        messages=outputs + (0 not in local),
+    )
 
 
 Names = tuple[tuple[str, ...], ...]
