@@ -1,8 +1,6 @@
 """The loss in chunks equals the loss of all logits, in value and gradients, and never has them all
 in memory."""
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -164,19 +162,14 @@ def test_gradients_of_a_chunked_loss_are_used_once() -> None:
         loss.backward()
 
 
-def test_hidden_states_are_freed_after_backward() -> None:
-    head = nn.Linear(8, 32)
+def test_loss_refers_to_its_graph_only_until_it_is_returned() -> None:
     hidden = torch.randn(1, 6, 8, requires_grad=True)
-    freed = weakref.ref(hidden)
+    head = nn.Linear(8, 32)
     chunks = ChunkedLoss(head, LogitTransform(), torch.arange(6), None, chunk_tokens=2)
-    gc.disable()
-    try:
-        with chunked_loss(chunks):
-            chunks.result(head(hidden)).backward()
-        del hidden, chunks
-        assert freed() is None
-    finally:
-        gc.enable()
+    with chunked_loss(chunks):
+        loss = chunks.result(head(hidden))
+    assert loss.requires_grad
+    assert chunks.total is None  # else both would exist until Python collects cycles
 
 
 class LargestTensor(TorchDispatchMode):
