@@ -1,6 +1,7 @@
 """The loss in chunks equals the loss of all logits, in value and gradients, and never has them all
 in memory."""
 
+import weakref
 from typing import Any
 
 import pytest

@@ -270,7 +270,7 @@ def estimate(
         return ModeEstimate(name, layout, settings, False, error.what)
     if cost.on_accelerator is not None and not machine.is_cpu:
         cost = cost.on_accelerator
-    cost = _with_host_activations(cost, layout, work)
+    cost = _with_host_activations(cost, work)
     copies = 0
     if profile.dims is None or _is_split(layout):  # else these are part of the activations
         copies = _weight_copies(profile.shape, layout)
@@ -297,9 +297,8 @@ def estimate(
     return replace(mode, fits=False, reason=reason)
 
 
-def _with_host_activations(cost: Cost, layout: ParallelLayout, work: Workload) -> Cost:
-    """Return the cost with the activations that are in host memory. Tensor parallelism divides
-    them."""
+def _with_host_activations(cost: Cost, work: Workload) -> Cost:
+    """Return the cost with the activations that are in host memory."""
     size = work.host_activation_bytes
     if not size:
         return cost
