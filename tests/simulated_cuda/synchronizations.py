@@ -9,7 +9,6 @@ Every process with simulated devices records them if :data:`VARIABLE` names a fo
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import wraps
@@ -84,7 +83,7 @@ def _wrap(name: str) -> None:
     setattr(dist, name, recorded)
 
 
-def _record(name: str, age_s: float | None) -> None:
+def _record(name: str, recorded_at: float | None) -> None:
     folder = os.environ.get(VARIABLE)
     if folder is None:
         return
@@ -97,7 +96,7 @@ def _record(name: str, age_s: float | None) -> None:
         phase=PROGRESS.phase,
         site="" if site is None else _line(site),
         library="" if innermost is None else _line(innermost),
-        is_late=age_s is not None and time.perf_counter() - age_s < PROGRESS._step_at,
+        is_late=recorded_at is not None and recorded_at < PROGRESS._step_at,
     )
     with open(Path(folder) / f"{os.getpid()}.jsonl", "a") as file:
         file.write(json.dumps(asdict(record)) + "\n")

@@ -101,14 +101,14 @@ def observe_synchronizations(observe: Callable[[str, float | None], None]) -> No
     gives simulated tensors values: the tests.
 
     Args:
-        observe: receives the name of the call and, for that of an event, the seconds since the
-            event was recorded. It is called in the thread that waits.
+        observe: receives the name of the call and, for that of an event, when the event was
+            recorded, as of ``time.perf_counter``. It is called in the thread that waits.
     """
     global _observer
     assert _shim is not None, "simulate_cuda has not been called"
 
-    def call(name: bytes, age_s: float) -> None:
-        observe(name.decode(), None if age_s < 0 else age_s)
+    def call(name: bytes, recorded_at: float) -> None:
+        observe(name.decode(), None if recorded_at < 0 else recorded_at)
 
     _observer = _OBSERVER(call)
     _shim.paceline_observe_synchronizations(_observer)

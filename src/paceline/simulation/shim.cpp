@@ -39,13 +39,13 @@ thread_local DeviceIndex current_device = 0;
 thread_local std::map<DeviceIndex, StreamId> current_stream;
 std::atomic<StreamId> next_stream{1};  // 0 is the default stream
 
-// Called for each synchronization, with its name and, for that of an event, the seconds since the
-// event was recorded; else a negative number.
-using Observer = void (*)(const char* name, double age_s);
+// Called for each synchronization, with its name and, for that of an event, when the event was
+// recorded, in seconds of the steady clock; else a negative number.
+using Observer = void (*)(const char* name, double recorded_at);
 std::atomic<Observer> observer{nullptr};
 
-void report(const char* name, double age_s = -1) {
-  if (Observer call = observer.load()) call(name, age_s);
+void report(const char* name, double recorded_at = -1) {
+  if (Observer call = observer.load()) call(name, recorded_at);
 }
 
 // -- 1. the device guard
@@ -96,8 +96,8 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   void synchronizeEvent(void* event) const override {
-    const auto age = Clock::now() - *static_cast<Time*>(event);
-    report("event.synchronize", std::chrono::duration<double>(age).count());
+    const auto recorded_at = static_cast<Time*>(event)->time_since_epoch();
+    report("event.synchronize", std::chrono::duration<double>(recorded_at).count());
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     delete static_cast<Time*>(event);
