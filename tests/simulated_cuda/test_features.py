@@ -98,7 +98,11 @@ def test_offloading_does_not_change_a_bit(
 @pytest.mark.parametrize("mode", ["distributed", "rank0"])
 def test_evaluation_and_generation(mode: str, tmp_path: Path) -> None:
     """The samples are generated during training."""
-    args = (*layout_of("ddp").args, *FULL.args, "split_dataset_ratio=0.1", "eval_steps=2")
+    args = (
+        *layout_of("ddp").args, *FULL.args, "split_dataset_ratio=0.1", "eval_steps=2",
+        # Few tokens: longer samples are cut short on a slow machine.
+        "evaluation.num_samples=2", "evaluation.max_new_tokens=4",
+    )  # fmt: skip
     for device in ("cuda", "cpu"):
         train_on(device, tmp_path / device, *args, f"evaluation.mode={mode}")
     on_cuda, on_cpu = (report(tmp_path / device) for device in ("cuda", "cpu"))
