@@ -14,6 +14,7 @@ from paceline.core.run_dir import RunDir, lock_run
 from paceline.data.order import SampleOrder
 from paceline.observe.console import Console
 from paceline.parallel.protocols import RankLoss
+from paceline.train.run_spec import RunSpec
 from paceline.train.state import RankContext, TrainState
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,25 @@ def take_over_log(config: Config, ctx: RankContext, checkpoints: CheckpointManag
         checkpoints.store.claim(ctx.run_dir.root)
 
 
-def report_rank_loss(
+def report_rank_losses(
+    losses: list[RankLoss],
+    spec: RunSpec,
+    ctx: RankContext,
+    state: TrainState,
+    order: SampleOrder,
+    num_left: int,
+) -> None:
+    """Emit the ``worker_lost`` event and the notice of each lost rank.
+
+    Args:
+        num_left: number of replicas that continue.
+    """
+    accumulation = spec.derived.gradient_accumulation_steps
+    for loss in losses:
+        _report_rank_loss(loss, state, order, accumulation, num_left, ctx.events)
+
+
+def _report_rank_loss(
     loss: RankLoss,
     state: TrainState,
     order: SampleOrder,
@@ -51,12 +70,6 @@ def report_rank_loss(
     num_left: int,
     events: EventLog,
 ) -> None:
-    """Emit the ``worker_lost`` event and its notice.
-
-    Args:
-        accumulation: number of micro-batches per replica in a step.
-        num_left: number of replicas that continue.
-    """
     num_shares = loss.replicas * accumulation
     share = slice(loss.replica * accumulation, (loss.replica + 1) * accumulation)
     missed_steps = range(max(state.first_step, state.step - loss.steps_missed), state.step)

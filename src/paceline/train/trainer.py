@@ -34,7 +34,7 @@ from paceline.parallel.protocols import (
 from paceline.train.balance import Balancer, ComputeTimer
 from paceline.train.callbacks import Callback
 from paceline.train.evaluation import EvalResult, evaluate
-from paceline.train.rank_loss import report_rank_loss, take_over_log
+from paceline.train.rank_loss import report_rank_losses, take_over_log
 from paceline.train.run_spec import RunSpec
 from paceline.train.state import (
     RankContext,
@@ -193,12 +193,9 @@ class Trainer:
         self.anomalies.record(self.state.step + 1, decision, updated, loss)
 
     def roll_back_on_spike(self, loss_sum: torch.Tensor, count: float) -> bool:
-        """Roll back instead of updating the weights if the loss spiked. A collective.
-
-        Args:
-            loss_sum: this rank's term of the global loss sum, in which each sample counts once.
-            count: this rank's term of the count that the sum is divided by.
-        """
+        """Roll back instead of updating the weights if the loss spiked. ``loss_sum`` and ``count``
+        are this rank's terms of the global loss sum, in which each sample counts once, and of its
+        divisor. A collective."""
         state, settings = self.state, self.spec.config.recovery
         if not settings.rollback_on_loss_spike:
             return False
@@ -262,10 +259,7 @@ class Trainer:
         if self.ctx.comm.is_rank_zero:
             if self.ctx.events.path is None:
                 take_over_log(self.spec.config, self.ctx, self.checkpoints)
-            accumulation = self.spec.derived.gradient_accumulation_steps
-            order, events = self.data.order, self.ctx.events
-            for loss in losses:
-                report_rank_loss(loss, self.state, order, accumulation, num_left, events)
+            report_rank_losses(losses, self.spec, self.ctx, self.state, self.data.order, num_left)
         return True
 
     def evaluate(self) -> None:
@@ -292,12 +286,9 @@ class Trainer:
         self.ctx.events.emit(result.event(state.step))
 
     def save(self, *, must_succeed: bool) -> None:
-        """Save a checkpoint, unless this step has already been saved.
-
-        Args:
-            must_succeed: wait for the save, and raise RunError on every rank if it fails. Otherwise
-                the save continues in the background, and a failure is logged as a warning.
-        """
+        """Save a checkpoint, unless this step has already been saved. With ``must_succeed``, wait
+        for it, and raise RunError on every rank if it fails; otherwise it continues in the
+        background, and a failure is logged as a warning."""
         self.anomalies.flush()
         for callback in self.callbacks:
             callback.before_checkpoint(self.state)
