@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from paceline.config.schema import Config
 from paceline.models import attention
 from paceline.models.adapters.lora import add_adapters
-from paceline.models.shape.activations import language_activations, language_flops
+from paceline.models.shape.activations import language_activations
 from paceline.models.shape.dims import dims_of
+from paceline.models.shape.flops import language_flops
 from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 
 WIDTHS = {

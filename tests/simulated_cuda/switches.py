@@ -3,8 +3,6 @@
 import itertools
 from dataclasses import dataclass
 
-import pytest
-
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.registry import OTHER_TRAINING
 from paceline.parallel.support_table import reason_against, rows
@@ -107,11 +105,3 @@ LAYOUTS = [
     _hybrid(shard=2, tensor=2),
     _hybrid(tensor=2, pipeline=2),
 ]  # fmt: skip
-
-
-def soaked_except(*quick: str) -> list[object]:
-    """Return all layouts as parameters of a test; those not named are in the soak set."""
-    return [
-        pytest.param(layout, id=layout.name, marks=[] if layout.name in quick else pytest.mark.soak)
-        for layout in LAYOUTS
-    ]

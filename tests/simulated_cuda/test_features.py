@@ -38,14 +38,10 @@ def test_resumed_run_has_the_digest_of_an_uninterrupted_run(layout: Layout, tmp_
     assert digest(tmp_path / "resumed") == digest(tmp_path / "whole")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "offload"),
-    [
-        pytest.param("zero3", "all"),
-        pytest.param("zero2", "all", marks=pytest.mark.soak),
-        pytest.param("deepspeed-3", "all", marks=pytest.mark.soak),
-        pytest.param("deepspeed-2", "optimizer", marks=pytest.mark.soak),
-    ],
+    [("zero3", "all"), ("zero2", "all"), ("deepspeed-3", "all"), ("deepspeed-2", "optimizer")],
 )
 def test_offloading_does_not_change_the_losses(
     name: str, offload: str, cpu_losses: Reference, tmp_path: Path

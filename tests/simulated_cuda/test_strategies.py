@@ -18,14 +18,12 @@ from switches import (
     TOLERANCES,
     Layout,
     Switches,
-    soaked_except,
 )
 
 from paceline.parallel.registry import OTHER_TRAINING
 
 pytestmark = pytest.mark.slow
 
-QUICK = ("shard2-tensor2",)
 #: Modes of `paceline verify` in the quick set, by what they are combined with.
 QUICK_MODES = {
     FULL: ("ddp", "zero2", "pipeline"),
@@ -52,7 +50,8 @@ def quick_switches(layout: Layout) -> Switches:
     return supported[LAYOUTS.index(layout) % len(supported)]
 
 
-@pytest.mark.parametrize("layout", soaked_except(*QUICK))
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", LAYOUTS, ids=[layout.name for layout in LAYOUTS])
 def test_losses_are_those_of_the_cpu(layout: Layout, cpu_losses: Reference, tmp_path: Path) -> None:
     compare_with_cpu(layout, quick_switches(layout), cpu_losses, tmp_path / "run")
 

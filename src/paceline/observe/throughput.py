@@ -13,8 +13,8 @@ import numpy as np
 from paceline.config.schema import Config
 from paceline.core.events import PeakRate
 from paceline.models.blocks import base_model
-from paceline.models.shape.activations import language_flops
 from paceline.models.shape.dims import LanguageDims, dims_of
+from paceline.models.shape.flops import language_flops
 
 
 @dataclass(frozen=True)

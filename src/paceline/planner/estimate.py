@@ -13,11 +13,10 @@ from paceline.models.kernels.attention_choice import joins_samples
 from paceline.models.shape.activations import (
     Activations,
     TrainedMatrices,
-    float8_flops,
     language_activations,
-    language_flops,
     trained_matrices,
 )
+from paceline.models.shape.flops import float8_flops, language_flops
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.registry import ParallelLayout, check_strategy, estimate_cost

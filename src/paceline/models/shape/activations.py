@@ -1,5 +1,4 @@
-"""Estimate the activation memory and the FLOPs of a language model from its config.json. Imports no
-torch.
+"""Estimate the activation memory of a language model from its config.json. Imports no torch.
 
 The estimate follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models" (2022), section 4: each operation saves its inputs. Their formula for a layer, ``sbh(34 +
@@ -436,49 +435,6 @@ def _loss(dims: LanguageDims, config: Config, labels: float, low: int, low_weigh
     cast = low * dims.hidden * width if low_weights and not frozen else 0
     logits = output * width * chunk + copies * in_float32
     return _Loss(saved + logits, saved + cast, saved, in_chunks=True)
-
-
-def language_flops(
-    dims: LanguageDims,
-    config: Config,
-    tokens: float,
-    labels: float,
-    sample_tokens: float,
-    *,
-    with_recomputation: bool = True,
-) -> float:
-    """Estimate the FLOPs of forward and backward over a micro-batch.
-
-    A weight that multiplies each token takes 2 FLOPs in the forward pass, 2 for the gradient of its
-    input and 2 for its own gradient (Kaplan et al., "Scaling Laws for Neural Language Models",
-    2020, section 2.1: 6 per parameter and token). With adapters, frozen weights have no gradient
-    (4); recomputation adds a forward pass (8; Korthikanti et al., 2022, appendix A). The two matrix
-    products of attention take 4 × queries × attended tokens (on average half of the sample), and
-    twice that in the backward pass.
-
-    Args:
-        tokens: number of tokens in the micro-batch.
-        labels: number of tokens that the head processes.
-        sample_tokens: number of tokens in a sample.
-        with_recomputation: whether to count the forward pass that activation checkpointing repeats.
-    """
-    weights = dims.attention_weights + dims.experts_per_token * dims.expert_weights
-    args = config.train_args
-    again = 0.0  # selective checkpointing repeats no large matrix product
-    if with_recomputation and args.gradient_checkpointing != "selective":
-        again = args.recomputed_share(dims.layers)
-    passes = (2 if config.lora.enable else 3) + again
-    attention = 4 * dims.queries * sample_tokens / 2 * (3 + again)
-    head = 2 * dims.hidden * dims.vocabulary * (2 if config.lora.enable else 3)
-    return dims.layers * tokens * (2 * weights * passes + attention) + labels * head
-
-
-def float8_flops(dims: LanguageDims, config: Config, tokens: float) -> float:
-    """Return the FLOPs of forward and backward over ``tokens`` that `train_args.fp8` computes in
-    float8, without recomputation."""
-    products = {"none": 0, "rowwise_with_gw_hp": 2}.get(config.train_args.fp8, 3)
-    weights = dims.attention_weights + dims.experts_per_token * dims.expert_weights
-    return dims.layers * tokens * 2 * weights * products
 
 
 def _block_sizes(
