@@ -102,8 +102,8 @@ def test_second_forward_before_backward() -> None:
     rows = torch.ones(64, 32)
     for each in (model, plain):
         (each(rows).square().sum() + each(2 * rows).sum()).backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.grad, expected.grad)  # type: ignore[arg-type]
 
 
 def test_model_without_blocks_is_refused() -> None:

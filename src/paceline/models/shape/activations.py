@@ -118,21 +118,21 @@ class Activations:
         return replace(self, blocks=(), ends=self.ends + sum(self.blocks))
 
     def of_stages(
-        self, numbers: Collection[int], *, has_head: bool, in_flight: int, messages: int
+        self, numbers: Collection[int], *, has_head: bool, num_unfinished: int, messages: int
     ) -> Self:
         """Return the activations of the pipeline stages of a rank.
 
         Args:
             numbers: the blocks of the stages.
             has_head: whether the last stage is among them.
-            in_flight: number of micro-batches that are between forward and backward.
+            num_unfinished: number of micro-batches that are between forward and backward.
             messages: number of hidden states, or gradients of them, that exist in addition.
         """
         blocks = tuple(size if number in numbers else 0 for number, size in enumerate(self.blocks))
-        others = (in_flight - 1) * sum(blocks) + messages * self.boundary
+        others = (num_unfinished - 1) * sum(blocks) + messages * self.boundary
         if has_head:
-            elsewhere = sum(self.blocks) - sum(blocks)
-            peaks = tuple(others + peak - elsewhere for peak in self.peaks)
+            other_blocks = sum(self.blocks) - sum(blocks)
+            peaks = tuple(others + peak - other_blocks for peak in self.peaks)
             return replace(self, blocks=blocks, other_micro_batches=others, peaks=peaks)
         return replace(
             self,

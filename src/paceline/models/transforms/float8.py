@@ -59,7 +59,7 @@ def convert_to_float8(model: nn.Module, args: TrainArgs) -> list[tuple[str, str]
 
 
 def is_convertible(name: str, module: nn.Module) -> bool:
-    """Return whether float8 kernels can multiply with the weight of a module, and it is no
+    """Return whether float8 kernels can multiply with the weight of a module that is not a
     router."""
     return (
         type(module) is nn.Linear

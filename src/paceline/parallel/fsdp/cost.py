@@ -135,10 +135,10 @@ class _Timeline:
         first, last = (self.blocks[index].weights if self.blocks else 0 for index in (0, -1))
         begin = 2 * self.root.weights + 2 * first
         gradients = self._all_shards() if self.work.micro_batches > 1 else 0
-        held, activations = self.root.weights + kept + last, self.work.activations
+        present, activations = self.root.weights + kept + last, self.work.activations
         block = activations.other_micro_batches + sum(activations.blocks) + activations.temporary
         block += last if self.reshards else 0
-        return gradients + max(begin, held + block, held + activations.peaks[0])
+        return gradients + max(begin, present + block, present + activations.peaks[0])
 
     def _backward(self, frees: bool, accumulates: bool) -> float:
         """Return the peak of a backward.
@@ -168,10 +168,10 @@ class _Timeline:
             weights = gathered
             if self.reshards:
                 weights += block.weights + (blocks[number - 1].weights if number else 0)
-            held = shards + weights + root.largest + message
-            moments.append(held + saved + activations.recomputed + activations.temporary)
+            present = shards + weights + root.largest + message
+            moments.append(present + saved + activations.recomputed + activations.temporary)
             saved -= block.activations
-            moments.append(held + saved + block.gradients)
+            moments.append(present + saved + block.gradients)
             message = block.message
             shards += 0 if accumulates else block.shards
             gathered -= block.weights if frees and not self.reshards else 0

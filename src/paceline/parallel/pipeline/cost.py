@@ -87,14 +87,14 @@ def _activations(
         stages: the first block of each stage, and the block after its last.
     """
     local = [stage for stage in range(len(stages)) if rank_of_stage(stage, num_ranks) == rank]
-    in_flight = _max_unfinished(schedule, rank, num_ranks, work.micro_batches)
+    num_unfinished = _max_unfinished(schedule, rank, num_ranks, work.micro_batches)
     is_last = len(stages) - 1 in local
     # The outputs of the stages exist until their backward; the next message arrives early.
-    outputs = in_flight * (len(local) - is_last)
+    outputs = num_unfinished * (len(local) - is_last)
     return work.activations.of_stages(
         [number for stage in local for number in range(*stages[stage])],
         has_head=is_last,
-        in_flight=in_flight,
+        num_unfinished=num_unfinished,
         messages=outputs + (0 not in local),
     )
 
