@@ -13,7 +13,7 @@ from simulated import simulate_values
 from switches import LAYOUTS, Layout, Switches
 from synchronizations import VARIABLE, Synchronization, read_synchronizations
 
-from paceline.distributed.host_copy import HostCopy, tensor_of
+from paceline.distributed.host_copies import HostCopy, tensor_of
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from paceline.core.formatting import counted, rank_names
 from paceline.core.processes import host_name
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.host_copy import HostCopy
+from paceline.distributed.host_copies import HostCopy
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import Strategy
 from paceline.parallel.loss_scale import LossScaler

@@ -11,7 +11,7 @@ from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.errors import RunError
 from paceline.data.loader import MicroBatch
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.host_copy import HostCopy, tensor_of
+from paceline.distributed.host_copies import HostCopy, tensor_of
 from paceline.observe.metrics import StepMetrics
 from paceline.parallel.base import Strategy
 from paceline.parallel.protocols import count_group, max_count_lag, reports_loss

@@ -41,14 +41,14 @@ class HostState(torch.optim.Optimizer):
             for index, (group, chunk) in enumerate(chunks):
                 if index == 0:
                     copies.fetch(chunk, state)
-                copies.arrive()
-                copies.finish_leaving()
+                copies.wait_for_fetch()
+                copies.wait_for_store()
                 if index + 1 < len(chunks):
                     copies.fetch(chunks[index + 1][1], state)
                 self.param_groups, group["params"] = [group], chunk
                 super().step()
                 group["params"] = []
-                copies.leave(chunk, state)
+                copies.store(chunk, state)
         finally:
             copies.finish(synchronize=True)
             self.param_groups = groups
@@ -63,8 +63,8 @@ class _Copies:
     def __init__(self, device: torch.device) -> None:
         self._to_device, self._to_host = CopyStream(device), CopyStream(device)
         self._on_host: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
-        self._arriving: tuple[list[_Entry], torch.Event | None] | None = None
-        self._leaving: tuple[list[torch.Tensor], torch.Event | None] | None = None
+        self._fetching: tuple[list[_Entry], torch.Event | None] | None = None
+        self._storing: tuple[list[torch.Tensor], torch.Event | None] | None = None
 
     def fetch(self, params: list[torch.Tensor], state: dict[torch.Tensor, Any]) -> None:
         """Start to copy the state of parameters to their device."""
@@ -77,15 +77,15 @@ class _Copies:
                     entries.append((param, key, target))
         for param, key, target in entries:
             state[param][key] = target
-        self._arriving = entries, self._to_device.mark()
+        self._fetching = entries, self._to_device.mark()
 
-    def arrive(self) -> None:
+    def wait_for_fetch(self) -> None:
         """Let the device wait for what is on its way to it."""
-        if self._arriving is not None:
-            self._to_device.wait(self._arriving[1])
-        self._arriving = None
+        if self._fetching is not None:
+            self._to_device.wait(self._fetching[1])
+        self._fetching = None
 
-    def leave(self, params: list[torch.Tensor], state: dict[torch.Tensor, Any]) -> None:
+    def store(self, params: list[torch.Tensor], state: dict[torch.Tensor, Any]) -> None:
         """Start to copy the state of parameters to the host."""
         sources = []
         for param in params:
@@ -99,22 +99,22 @@ class _Copies:
                     self._to_host.copy(value, target)
                     state[param][key] = target
                     sources.append(value)
-        self._leaving = sources, self._to_host.mark()
+        self._storing = sources, self._to_host.mark()
 
-    def finish_leaving(self, synchronize: bool = False) -> None:
+    def wait_for_store(self, synchronize: bool = False) -> None:
         """Let the device, or this thread, wait for what is on its way to the host."""
-        if self._leaving is None:
+        if self._storing is None:
             return
-        event = self._leaving[1]
+        event = self._storing[1]
         if synchronize and event is not None:
             event.synchronize()  # the state may be saved next
         self._to_host.wait(event)
-        self._leaving = None
+        self._storing = None
 
     def finish(self, synchronize: bool) -> None:
         """Wait for all copies."""
-        self.arrive()
-        self.finish_leaving(synchronize)
+        self.wait_for_fetch()
+        self.wait_for_store(synchronize)
 
 
 def offload_state(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
@@ -134,7 +134,7 @@ def keep_state_on_host(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state_device = torch.device("cpu")
     optimizer._copies = _Copies(params[0].device)
     # Some optimizers create their state in advance.
-    optimizer._copies.leave(params, optimizer.state)
+    optimizer._copies.store(params, optimizer.state)
     optimizer._copies.finish(synchronize=True)
 
 
