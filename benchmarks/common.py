@@ -76,23 +76,29 @@ class Work:
         )
 
 
-def make_work(folder: Path, steps: int, even_tokens: int | None = None) -> Work:
+def make_work(
+    folder: Path, steps: int, even_tokens: int | None = None, config: Path | None = None
+) -> Work:
     """Write the model and the data into ``folder``.
 
     The data depend only on ``steps`` and on the version of Python.
 
     Args:
+        config: `config.json` of a model to train instead of the built-in one, with random weights
+            and the tokenizer of the built-in model.
         even_tokens: make every chat longer than this, so that all have this length after
         truncation.
     """
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     from tokenizers import Tokenizer
 
-    from paceline.data.order import SampleOrder
+    from paceline.data.order.samples import SampleOrder
     from paceline.data.sources.builtin import builtin_dataset
     from paceline.models.builtin import resolve_model
 
     model = resolve_model(MODEL)
+    if config is not None:
+        model = random_model(folder / "model", config, Path(model))
     tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
     rows = [
         json.loads(line)["messages"]
@@ -111,11 +117,23 @@ def make_work(folder: Path, steps: int, even_tokens: int | None = None) -> Work:
     write_jsonl(folder / "train.jsonl", [chat for chat, _ in train])
     write_jsonl(folder / "eval.jsonl", [chat for chat, _ in evaluation])
     samples = SampleOrder(num_rows, WORLD_SIZE * PER_DEVICE, SEED)
-    batches = [samples.global_batch(step).tolist() for step in range(steps)]
+    batches = [samples.global_batch(step)[:, 1].tolist() for step in range(steps)]
     lengths = np.array(
         [size if even_tokens is None else min(size, even_tokens) for _, size in train]
     )
     return Work(folder, model, folder / "train.jsonl", folder / "eval.jsonl", lengths, batches)
+
+
+def random_model(folder: Path, config: Path, built_in: Path) -> str:
+    """Write a model with random weights in bfloat16, and with the tokenizer of ``built_in``."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(built_in, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return str(folder)
 
 
 def make_chats(

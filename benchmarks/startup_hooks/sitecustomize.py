@@ -36,11 +36,11 @@ CALLS: dict[str, dict[str, str]] = {
     "paceline.models.adapters.lora": {"add_adapters": "add LoRA"},
     "paceline.models.packing": {"choose_packing": "check that packed samples do not mix"},
     "paceline.train.optimizer": {"build_optimizer": "create the optimizer"},
-    "paceline.train.setup": {
+    "paceline.train.components": {
         "build_components": "build model, data, strategy, optimizer",
         "distribute": "distribute the model",
-        "build_trainer": "build the trainer",
     },
+    "paceline.train.setup": {"build_trainer": "build the trainer"},
     "paceline.train.trainer": {"Trainer.run_step": "step"},
 }
 

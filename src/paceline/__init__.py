@@ -17,14 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.version import __version__
 
-__all__ = ["Task", "__version__", "plan", "train"]
+__all__ = ["Callback", "Task", "__version__", "plan", "train"]
 
 if TYPE_CHECKING:
     from paceline.api import train
     from paceline.planner.api import plan
     from paceline.tasks.base import Task
+    from paceline.train.callbacks.base import Callback
 
-_MODULES = {"train": "paceline.api", "plan": "paceline.planner.api", "Task": "paceline.tasks.base"}
+_MODULES = {
+    "train": "paceline.api",
+    "plan": "paceline.planner.api",
+    "Callback": "paceline.train.callbacks.base",
+    "Task": "paceline.tasks.base",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -133,6 +133,7 @@ def _run_on_hosts(
     from paceline.cluster.elastic import HostAgent
     from paceline.cluster.endpoint import resolve_endpoint
     from paceline.cluster.member import RunRequest, train_member
+    from paceline.launch.after_training.finish import finish_run
     from paceline.launch.preflight import LeaderPlan, prepare_host, result_of
 
     config = loaded.config
@@ -149,12 +150,14 @@ def _run_on_hosts(
     agent.payload = replace(
         request, layout=prepared.spec.layout, printed=frozenset(recorder.messages)
     )
-    return result_of(agent.run(), options, host.loaded.config)
+    result = result_of(agent.run(), options, host.loaded.config)
+    return finish_run(result, host.loaded.config) if holds_folder else result
 
 
 def _run_on_this_host(
     loaded: Loaded, options: TrainOptions, started_at: float, recorder: NoticeRecorder
 ) -> TrainResult:
+    from paceline.launch.after_training.finish import finish_run
     from paceline.launch.local import LocalLauncher
     from paceline.launch.preflight import prepare_host, result_of
     from paceline.launch.restart import RestartPolicy
@@ -168,7 +171,7 @@ def _run_on_this_host(
     spec = replace(prepared.spec, notices=list(recorder.notices), launcher_pid=os.getpid())
     launcher = LocalLauncher(spec, spec.layout.num_processes, follow=policy.follow)
     launcher.signals.on_second_signal = policy.end_at_once
-    return result_of(launcher.run(), options, config)
+    return finish_run(result_of(launcher.run(), options, config), config)
 
 
 def _prepare(

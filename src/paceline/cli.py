@@ -28,6 +28,7 @@ VERBS = {
     "watch": "follow a run from another terminal",
     "ui": "view and start runs in the browser",
     "generate": "generate text with the model of a run",
+    "eval": "evaluate the model of a run with lm-evaluation-harness",
     "export": "write the merged model of a run for use with transformers",
     "inspect": "show the tensors and the digest of a checkpoint",
     "explain": "run an algorithm on real ranks and show it step by step",

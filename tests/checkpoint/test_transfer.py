@@ -26,7 +26,7 @@ from paceline.config.load import load_config
 from paceline.core.errors import RunError
 from paceline.core.event_log import EventLog, read_events
 from paceline.core.stop import StopFlag
-from paceline.data.order import SampleOrder
+from paceline.data.order.samples import SampleOrder
 from paceline.distributed import side_group
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv

@@ -77,6 +77,7 @@ def reference_run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.soak
 def test_two_hosts_match_one_host_despite_killed_rank_and_killed_agent(reference_run, tmp_path):
     """One run, since most of the time of this test is the start of the hosts."""
     folder, port = tmp_path / "run", free_port()

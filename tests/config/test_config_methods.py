@@ -63,7 +63,6 @@ Load = Callable[..., Loaded]
         ("kd_trainer: true\nkd_ce_alpha: 0.1", "knowledge distillation"),
         ("train_args: {beta: 0.1, max_prompt_length: 128, loss_type: ipo}", "DPO"),
         ("task_type: embedding", "embedding"),
-        ("task_type: seq_cls", "seq_cls"),
         ("loss_type: infonce", "infonce"),
     ],
 )

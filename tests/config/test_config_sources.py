@@ -295,7 +295,7 @@ def test_reads_entries_of_dataset_info(
             {"file_name": "a.json", "columns": {"messages": "m", "kto_tag": "label"}},
             ["`kto_tag`", "KTO"],
         ),
-        ({"file_name": "a.json", "columns": {"images": "images"}}, ["images", "not supported"]),
+        ({"file_name": "a.json", "columns": {"videos": "videos"}}, ["videos", "not supported"]),
         ({"hf_hub_url": "o/h", "folder": "python"}, ["`folder: python`", "download"]),
         ({"hf_hub_url": "o/h", "revision": "v2"}, ["`revision: v2`"]),
         ({"om_hub_url": "o/h"}, ["om_hub_url"]),

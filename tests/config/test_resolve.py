@@ -21,10 +21,10 @@ def resolve(
     return derive(
         config,
         world_size=world_size,
-        num_train=num_train,
+        rows_per_epoch=lambda _: num_train,
         num_eval=num_eval,
         default_learning_rate=1e-4,
-        train_tokens=tokens,
+        tokens_per_row=None if tokens is None else tokens / num_train,
     )
 
 
@@ -99,7 +99,7 @@ def test_fixed_global_batch_size_is_split_over_ranks(
     resolved = derive(
         config,
         world_size=replicas,
-        num_train=100,
+        rows_per_epoch=lambda _: 100,
         num_eval=0,
         default_learning_rate=1e-4,
         global_batch_size=batch,

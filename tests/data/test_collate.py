@@ -1,9 +1,10 @@
 """Packed and padded batches have the same target tokens."""
 
 import numpy as np
+import pytest
 import torch
 
-from paceline.data.collate import collate_packed, collate_padded, map_tensors
+from paceline.data.collate import add_sources, collate_packed, collate_padded, map_tensors
 
 
 def sample(length, answer_start, first_token=1):
@@ -63,3 +64,22 @@ def test_tensors_in_an_output_of_transformers_are_replaced():
     assert doubled.logits.tolist() == doubled["logits"].tolist() == [2.0, 2.0]
     assert doubled.hidden_states[0].tolist() == [2.0]
     assert output.logits.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_losses_of_a_mixture_are_summed_by_source(is_packed):
+    samples = [sample(length, 2, 10 * length) for length in (5, 3, 7, 4)]
+    for number, source in enumerate([2, 0, 2, 1]):
+        samples[number]["source"] = source
+    batch = collate_packed(samples) if is_packed else collate_padded(samples, pad_token_id=0)
+    add_sources(batch, samples, num_sources=4)
+    targets = batch["targets"].flatten()
+    # The loss of each target is its token, so that the sums show which targets they have.
+    record = batch["source_losses"]
+    record.record(targets.float(), batch["target_sources"].flatten(), targets != -100)
+    expected = [[0.0, 0.0] for _ in range(4)]
+    for item in samples:
+        labels = item["input_ids"][1:][item["labels_mask"][1:]]
+        expected[item["source"]][0] += float(labels.sum())
+        expected[item["source"]][1] += len(labels)
+    assert record.sums.T.tolist() == expected

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.data.loader import LoaderOptions, eval_batches, train_steps
-from paceline.data.order import SampleOrder
+from paceline.data.order.samples import SampleOrder
 
 
 class RandomizedDataset(torch.utils.data.Dataset):

@@ -1,14 +1,18 @@
 """The token cache: hits, keys, and processes that build concurrently or are killed."""
 
+import errno
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+import pytest
 from prepared_tokens import (
     CHATS,
     MODEL,
@@ -20,6 +24,7 @@ from prepared_tokens import (
 )
 
 from paceline.core.files import cache_dir
+from paceline.data.cache import build_once
 
 
 def test_malformed_row_leaves_no_cache_entry(tmp_path: Path) -> None:
@@ -71,6 +76,27 @@ def test_cache_key_depends_on_everything_that_changes_tokens(
     ]  # fmt: skip
     assert len(set(folders)) == len(folders)
     assert prepare(save(tmp_path / "copy.jsonl", PAIRS)).train_folder == folders[0]
+
+
+def test_first_entry_is_kept_if_hosts_do_not_see_each_others_locks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    final = cache_dir() / "tokens" / "unlocked"
+
+    def build(staging: Path, content: str) -> None:
+        if content == "slow":  # another host begins later and finishes first
+            monkeypatch.setattr("socket.gethostname", lambda: "other")
+            assert build_once(final, "mark", partial(build, content="fast"))
+        (staging / "mark").write_text(content)
+
+    assert not build_once(final, "mark", partial(build, content="slow"))
+    assert (final / "mark").read_text() == "fast"
+    assert [path.name for path in final.parent.glob(".unlocked*")] == []
+    shutil.rmtree(final)
 
 
 def test_concurrent_processes_build_one_cache_entry(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from commands import events, report, run
 
 from paceline.checkpoint.format import name_of
 from paceline.checkpoint.reader import CheckpointReader
-from paceline.data.order import SampleOrder
+from paceline.data.order.samples import SampleOrder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -49,7 +49,7 @@ def read_tensors(folder: Path, step: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("optim", ["adamw", "sgd"])
 def test_step_with_nan_gradient_is_skipped(tmp_path: Path, optim: str) -> None:
-    bad = [int(ORDER.global_batch(10)[0])]
+    bad = [int(ORDER.global_batch(10)[0, 1])]
     stderr = train(tmp_path / "run", bad, f"optim={optim}")
     assert "step 11: the gradient is not finite; the update is skipped" in stderr
     assert [event["step"] for event in events(tmp_path / "run", "skipped")] == [11]
@@ -65,6 +65,6 @@ def test_step_with_nan_gradient_is_skipped(tmp_path: Path, optim: str) -> None:
 
 
 def test_too_many_skipped_steps_end_the_run(tmp_path: Path) -> None:
-    bad = [int(ORDER.global_batch(step)[0]) for step in (6, 7, 8)]
+    bad = [int(ORDER.global_batch(step)[0, 1]) for step in (6, 7, 8)]
     stderr = train(tmp_path / "run", bad, "recovery.max_consecutive_skips=3", expect=1)
     assert "3 consecutive steps (up to step 9) had non-finite gradients" in stderr

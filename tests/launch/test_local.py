@@ -16,6 +16,7 @@ def report_rank(job: Any, env: Any, stop: Any) -> dict[str, Any]:
     return {"status": "done", "report": {"world_size": env.world_size} if env.rank == 0 else None}
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_fork_server_killed_at_startup_is_a_fault() -> None:
     attempts = []

@@ -31,7 +31,11 @@ def sizes(
         model="m", dataset="d", train_args={"per_device_train_batch_size": 4, **train_args}
     )
     derived = derive(
-        config, world_size=replicas, num_train=samples, num_eval=0, default_learning_rate=1e-4
+        config,
+        world_size=replicas,
+        rows_per_epoch=lambda _: samples,
+        num_eval=0,
+        default_learning_rate=1e-4,
     )
     assert derived.steps_per_epoch == max(1, -(-samples // derived.global_batch_size))
     return check_sizes(derived, samples, mode)

@@ -29,6 +29,7 @@ from paceline.models.language import (
     save_language_model,
 )
 from paceline.models.shape.outline import outline
+from paceline.models.transforms.parameters import parameter_settings
 from paceline.parallel.registry import check_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 
@@ -181,7 +182,11 @@ def test_lora_plus_has_two_learning_rates(tmp_path: Path) -> None:
     named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     assert factors == {name: 8.0 for name, _ in named if "lora_B" in name}
     optimizer = build_optimizer(
-        config.train_args, 1e-3, named, matrices_of(model), rate_factors=factors
+        config.train_args,
+        1e-3,
+        named,
+        matrices_of(model),
+        settings=parameter_settings(model, config, 1e-3),
     )
     rates = {
         name: group["lr"]

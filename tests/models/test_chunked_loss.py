@@ -65,25 +65,31 @@ def gradients_of(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def full_loss(model: Any) -> torch.Tensor:
+def full_loss(model: Any, smoothing: float = 0.0) -> torch.Tensor:
     ids, keep, targets = make_batch()
     logits = model(input_ids=ids, use_cache=False).logits[:, keep]
     return functional.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
+        logits.flatten(0, 1).float(),
+        targets.flatten(),
+        reduction="sum",
+        label_smoothing=smoothing,
     )
 
 
-def loss_in_chunks(model: Any, transform: Any) -> torch.Tensor:
+def loss_in_chunks(model: Any, transform: Any, smoothing: float = 0.0) -> torch.Tensor:
     assert isinstance(transform, LogitTransform), transform
     ids, keep, targets = make_batch()
-    loss = ChunkedLoss(output_head(model), transform, targets, keep, CHUNK)
+    loss = ChunkedLoss(output_head(model), transform, targets, keep, CHUNK, smoothing)
     with chunked_loss(loss):
         return loss.result(model(input_ids=ids, use_cache=False).logits)
 
 
-def assert_equal(model: Any, rel: float = 1e-6, gradient_rel: float = 1e-5) -> None:
+def assert_equal(
+    model: Any, rel: float = 1e-6, gradient_rel: float = 1e-5, smoothing: float = 0.0
+) -> None:
     transform = find_transform(model, CPU)
-    expected, actual = full_loss(model), loss_in_chunks(model, transform)
+    expected = full_loss(model, smoothing)
+    actual = loss_in_chunks(model, transform, smoothing)
     assert actual.item() == pytest.approx(expected.item(), rel=rel)
     left, right = gradients_of(model, actual), gradients_of(model, expected)
     assert set(left) == set(right) != set()
@@ -93,7 +99,8 @@ def assert_equal(model: Any, rel: float = 1e-6, gradient_rel: float = 1e-5) -> N
         difference = float((gradient - right[name]).abs().max())
         assert difference <= gradient_rel * float(right[name].abs().max()) + 1e-7 * scale, name
     with torch.no_grad():
-        assert float(loss_in_chunks(model, transform)) == pytest.approx(expected.item(), rel=rel)
+        again = loss_in_chunks(model, transform, smoothing)
+    assert float(again) == pytest.approx(expected.item(), rel=rel)
 
 
 FAST = ["qwen2", "gpt2", "phi", "gemma2", "granite_scaled", "cohere", "mamba", "opt_350m"]
@@ -128,6 +135,11 @@ def test_adapters_on_the_head(adapter: dict[str, Any]) -> None:
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
     assert_equal(model)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+def test_label_smoothing(name: str) -> None:
+    assert_equal(make_model(name), smoothing=0.2)
 
 
 def test_tied_embeddings() -> None:

@@ -129,7 +129,11 @@ def notice_for(replicas: int, accumulation: int, balance: Any = "speed") -> tupl
     return equal_notice(
         settings,
         derive(
-            settings, world_size=replicas, num_train=100, num_eval=0, default_learning_rate=1e-3
+            settings,
+            world_size=replicas,
+            rows_per_epoch=lambda _: 100,
+            num_eval=0,
+            default_learning_rate=1e-3,
         ),
     )
 

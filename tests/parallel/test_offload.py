@@ -62,7 +62,7 @@ def test_refuses_activations_in_a_pipeline_only() -> None:
 @pytest.mark.parametrize("mode", ["single", "ddp", "zero1"])
 def test_moments_of_large_parameters_move_to_the_host(mode: str) -> None:
     large, small = TensorShape("a.weight", (80, 64), 4, True), TensorShape("a.bias", (64,), 4, True)
-    shape, work = ModelShape((large, small)), Workload(activations=Activations(peaks=(1 << 20,)))
+    shape, work = ModelShape((large, small)), Workload(activations=Activations(ends=1 << 20))
     dims = ParallelDims() if mode == "single" else DATA
     plain, offloaded = (
         estimate_cost(mode, shape, dims, work, make_config(offload, mode))

@@ -69,7 +69,7 @@ def language_step(lengths: Any, bf16: bool, number: int, model: Any) -> torch.Te
 
 
 def make_image_model() -> nn.Module:
-    from paceline.models.vision import build_small_cnn
+    from paceline.models.classifiers.images import build_small_cnn
 
     torch.manual_seed(2)
     return nn.ModuleDict(

@@ -145,13 +145,11 @@ def test_cost_has_bytes_sent_and_activations_by_rank() -> None:
         blocks=tuple(block_names(8)),
         block_output_elements=(16,) * 8,
     )
-    work = Workload(
-        micro_batches=6, positions=10.0, activations=Activations((100,) * 8, peaks=(800.0,))
-    )
+    work = Workload(micro_batches=6, positions=10.0, activations=Activations((100,) * 8))
     boundary = 6 * 10 * 16 * 4
     cost = pipeline_cost(shape, 4, 2, "1f1b", work)
     assert cost.send_bytes == (boundary, 2 * boundary, 2 * boundary, boundary)
-    assert [each.total for each in cost.activations] == [800, 600, 400, 200]
+    assert [each.peak() for each in cost.activations] == [800, 600, 400, 200]
     interleaved = pipeline_cost(shape, 4, 2, "interleaved_1f1b", work)
     assert interleaved.send_bytes == (3 * boundary, 4 * boundary, 4 * boundary, 3 * boundary)
     assert max(interleaved.send_bytes) == 4 * boundary

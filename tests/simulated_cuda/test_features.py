@@ -124,6 +124,7 @@ def generate_on(device: str, model: str) -> str:
     return json.loads(done.stdout)["answer"]
 
 
+@pytest.mark.soak
 def test_generate_gives_the_answer_of_the_cpu() -> None:
     model = resolve_model("builtin:qwen2-micro")
     answer = generate_on("cuda", model)
@@ -151,6 +152,7 @@ def test_chat_server_answers_on_the_device() -> None:
     assert text.strip() == generate_on("cpu", model)
 
 
+@pytest.mark.soak
 def test_offloading_that_is_not_supported_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     args = (*layout_of("ddp").args, "parallel.cpu_offload=all")

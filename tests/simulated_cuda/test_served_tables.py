@@ -29,7 +29,7 @@ def train_served(device: str, folder: Path, *args: str, max_steps: int = 3) -> N
 @pytest.mark.parametrize(
     ("precision", "args"),
     [
-        pytest.param("32", TWO_WORKERS, id="dense-on-workers"),
+        pytest.param("32", TWO_WORKERS, id="dense-on-workers", marks=pytest.mark.soak),
         pytest.param(
             "32",
             (

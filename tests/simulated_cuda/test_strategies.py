@@ -9,7 +9,6 @@ from cpu_reference import Reference
 from device_runs import MODEL, run_on, train_on
 from switches import (
     ALL_SWITCHES,
-    FULL_FP16,
     LAYOUTS,
     LORA_BF16,
     NUM_MICRO_BATCHES,
@@ -25,8 +24,7 @@ pytestmark = pytest.mark.slow
 
 #: Modes of `paceline verify` in the quick set, by what they are combined with.
 QUICK_MODES = {
-    LORA_BF16: ("ddp", "zero1", "tensor"),
-    FULL_FP16: ("zero2", "zero3", "pipeline"),
+    LORA_BF16: ("ddp", "zero3", "tensor"),
 }
 
 

@@ -14,7 +14,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
 from paceline.data.images import ImageDataset, ImageForm, open_images
 from paceline.distributed.seeds import seed_everything
-from paceline.models.vision import load_classifier
+from paceline.models.classifiers.images import load_classifier
 from paceline.tasks import load_task
 from paceline.tasks.base import Task
 
@@ -72,12 +72,9 @@ def train(task: Task, epochs: int, size: int = 32) -> tuple[torch.nn.Module, lis
 
 def accuracy(task: Task, model: torch.nn.Module) -> float:
     dataset = task.build_datasets()[1]
-    sums = {"loss": 0.0, "accuracy": 0.0}
     with torch.no_grad():
-        for batch in batches(task, dataset, 50):
-            for name, value in task.evaluate(model.eval(), batch).items():
-                sums[name] += float(value)
-    return sums["accuracy"] / len(dataset)
+        results = [task.evaluate(model.eval(), batch) for batch in batches(task, dataset, 50)]
+    return sum(float(result["accuracy"]) for result in results) / len(dataset)
 
 
 def test_learns_digits_and_reloads_model(tmp_path: Path) -> None:
@@ -170,6 +167,17 @@ def test_loss_of_batch_is_sum_over_parts() -> None:
     torch.testing.assert_close(
         task.loss(model, batch), sum(task.loss(model, part) for part in parts)
     )
+
+
+def test_f1_is_the_mean_over_classes_as_in_scikit_learn() -> None:
+    from sklearn.metrics import f1_score
+
+    generator = torch.Generator().manual_seed(0)
+    # Classes 8 and 9 neither occur nor are predicted.
+    predicted, labels = torch.randint(0, 8, (2, 60), generator=generator).double()
+    expected = f1_score(labels, predicted, average="macro")
+    metrics = prepare_task().metrics({"predicted": predicted, "label": labels})
+    assert metrics == {"f1": pytest.approx(expected)}
 
 
 def test_number_suffix_selects_images(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.tasks.language import LanguageTask
 
@@ -163,3 +164,27 @@ def test_pretraining_has_loss_on_every_token_but_the_first(tmp_path: Path) -> No
 def test_default_learning_rate(model: str, lora: bool, rate: float) -> None:
     config = Config(model=model, dataset="d", lora={"enable": lora})
     assert LanguageTask(config).default_learning_rate == rate
+
+
+@pytest.mark.parametrize("packing", [pytest.param(True, marks=pytest.mark.soak), False])
+def test_smoothing_and_noise_change_training_but_not_evaluation(packing: bool) -> None:
+    plain, plain_model, samples = make_task(train_args={"packing": packing})
+    settings = {"packing": packing, "label_smoothing_factor": 0.1, "neftune_noise_alpha": 5}
+    task, model, noisy_samples = make_task(train_args=settings)
+    batch, noisy_batch = plain.collate(samples), task.collate(noisy_samples)
+    with torch.no_grad():
+        expected = plain.evaluate(plain_model.eval(), batch)["loss"]
+        assert torch.equal(task.evaluate(model.eval(), noisy_batch)["loss"], expected)
+        smoothed = task.loss(model.train(), batch)  # without seeds, so without noise
+        noisy = task.loss(model, noisy_batch)
+        assert torch.equal(noisy, task.loss(model, noisy_batch))
+    # The logits of an untrained model are nearly equal, so smoothing changes little.
+    assert 1e-5 < abs(float(smoothed / expected) - 1) < 1e-2
+    assert 1e-7 < abs(float(noisy / smoothed) - 1) < 1e-2
+
+
+def test_noise_is_not_supported_with_streaming(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    with pytest.raises(ConfigError, match=r"neftune_noise_alpha: 5.*not supported with streaming"):
+        make_task(dataset=str(path), streaming=True, train_args={"neftune_noise_alpha": 5})

@@ -9,6 +9,7 @@ from paceline.parallel.base import full_shards, optimizer_tensors
 from paceline.parallel.protocols import PlacesState
 from paceline.train.optimizer import build_optimizer, matrices_of
 from paceline.train.optimizers import host_state
+from paceline.train.optimizers.averaging import average_weights
 from paceline.train.optimizers.host_state import keep_state_on_host
 from paceline.train.optimizers.rounding import add_rounding
 
@@ -16,7 +17,7 @@ HIDDEN = frozenset(["1.weight", "2.weight"])
 NUM_STEPS = 3
 
 
-def train(optim: str, bfloat16: bool, on_host: bool) -> list[torch.Tensor]:
+def train(optim: str, bfloat16: bool, on_host: bool, decay: float | None) -> list[torch.Tensor]:
     """Return weights and state after some steps."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -28,6 +29,8 @@ def train(optim: str, bfloat16: bool, on_host: bool) -> list[torch.Tensor]:
     hidden = HIDDEN if optim == "muon" else frozenset()
     args = TrainArgs(optim=optim, weight_decay=0.1)
     optimizer = build_optimizer(args, 1e-2, named, matrices_of(model), hidden)
+    if decay is not None:
+        average_weights(optimizer, decay)
     if bfloat16:
         add_rounding(optimizer, 1, list(full_shards(dict(named), model)))
     if on_host:
@@ -43,14 +46,18 @@ def train(optim: str, bfloat16: bool, on_host: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("optim", "bfloat16"),
+    ("optim", "bfloat16", "decay"),
     [
-        *((name, False) for name in ("adamw", "sgd", "adagrad", "adafactor", "lion", "muon")),
-        ("adamw", True),
+        *((name, False, None) for name in ("adamw", "sgd", "adagrad", "adafactor", "lion", "muon")),
+        ("adamw", True, None),
+        ("muon", False, 0.9),
+        ("adamw", True, 0.9),
     ],
 )
-def test_gives_the_same_bits(optim: str, bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gives_the_same_bits(
+    optim: str, bfloat16: bool, decay: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(host_state, "OFFLOADED_AT_ONCE", 5000)
-    plain, on_host = (train(optim, bfloat16, value) for value in (False, True))
+    plain, on_host = (train(optim, bfloat16, value, decay) for value in (False, True))
     assert len(plain) == len(on_host)
     assert all(map(torch.equal, plain, on_host))

@@ -59,7 +59,9 @@ def make_schedule(kind: str, kwargs: dict[str, Any], steps: int = 20) -> Schedul
         "warmup_steps": 4,
     }
     config = Config(model="m", dataset="d", train_args={**args, "learning_rate": 1e-3})
-    derived = derive(config, world_size=1, num_train=8, num_eval=0, default_learning_rate=1.0)
+    derived = derive(
+        config, world_size=1, rows_per_epoch=lambda _: 8, num_eval=0, default_learning_rate=1.0
+    )
     return Schedule(make_optimizer(config.train_args)[1], config.train_args, derived)
 
 
@@ -276,7 +278,9 @@ def test_schedule_free_warm_up_is_that_of_the_package() -> None:
 
     args = TrainArgs(optim="schedule_free_adamw", warmup_steps=4, max_steps=8)
     config = Config(model="m", dataset="d", train_args=args)
-    derived = derive(config, world_size=1, num_train=8, num_eval=0, default_learning_rate=1e-2)
+    derived = derive(
+        config, world_size=1, rows_per_epoch=lambda _: 8, num_eval=0, default_learning_rate=1e-2
+    )
     weight, optimizer = make_wide("schedule_free_adamw")
     schedule = Schedule(optimizer, args, derived)
     for step in range(8):

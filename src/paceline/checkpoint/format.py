@@ -107,7 +107,8 @@ class CheckpointMeta(TypedDict, total=False):
         fingerprint: hash of the training data.
         torch: version of torch.
         frozen: digest of the frozen weights, or None if all weights are trained.
-        skipped_batches, recent_losses: see :class:`paceline.train.state.TrainState`.
+        skipped_batches, recent_losses, stop_reason: see :class:`paceline.train.state.TrainState`.
+        callbacks: states of the callbacks by name.
     """
 
     step: int
@@ -121,6 +122,8 @@ class CheckpointMeta(TypedDict, total=False):
     skipped_batches: list[int]
     recent_losses: list[float]
     balance: BalanceRecord
+    callbacks: dict[str, dict[str, JsonValue]]
+    stop_reason: str
 
 
 def name_of(step: int) -> str:
@@ -134,7 +137,10 @@ def step_of(name: str) -> int:
 
 
 def names_to_prune(
-    names: Sequence[str], keep: int | None, superseded: Collection[int]
+    names: Sequence[str],
+    keep: int | None,
+    superseded: Collection[int],
+    best_steps: Collection[int] = (),
 ) -> list[str]:
     """Return those of ``names``, which are sorted by step, whose checkpoints are to be removed.
 
@@ -142,10 +148,14 @@ def names_to_prune(
         keep: number of checkpoints to retain; None retains all.
         superseded: steps whose checkpoints are removed in any case and do not count towards
             ``keep``.
+        best_steps: steps of the best evaluations so far. The latest of them that has a checkpoint
+            is retained in any case.
     """
     removed = [name for name in names if step_of(name) in superseded]
     if keep is not None:
-        removed += [name for name in names if name not in removed][:-keep]
+        rest = [name for name in names if name not in removed]
+        best = max((step_of(name) for name in rest if step_of(name) in best_steps), default=None)
+        removed += [name for name in rest[:-keep] if step_of(name) != best]
     return removed
 
 

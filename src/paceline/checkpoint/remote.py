@@ -282,7 +282,13 @@ class CheckpointStore:
         except FileExistsError as error:
             raise self._lost(None) from error
 
-    def upload(self, path: Path, keep: int | None, superseded: Collection[int]) -> list[str]:
+    def upload(
+        self,
+        path: Path,
+        keep: int | None,
+        superseded: Collection[int],
+        best_steps: Collection[int] = (),
+    ) -> list[str]:
         """:meth:`publish` a checkpoint, then :meth:`prune`. Return warnings.
 
         Raises:
@@ -302,16 +308,21 @@ class CheckpointStore:
                 ),
             ) from error
         try:
-            self.prune(keep, superseded)
+            self.prune(keep, superseded, best_steps)
         except Exception as error:
             return [f"could not remove older checkpoints in {self.url}: {first_line(error)}"]
         return []
 
-    def prune(self, keep: int | None, superseded: Collection[int] = ()) -> None:
-        """Remove all but the latest ``keep`` checkpoints (None keeps all), and those of the steps
-        ``superseded``. The manifests are removed first, so that an interrupted removal leaves no
-        checkpoint that looks valid."""
-        removed = names_to_prune(self.names(), keep, superseded)
+    def prune(
+        self,
+        keep: int | None,
+        superseded: Collection[int] = (),
+        best_steps: Collection[int] = (),
+    ) -> None:
+        """Remove checkpoints; for the arguments, see
+        :func:`~paceline.checkpoint.format.names_to_prune`. The manifests are removed first, so that
+        an interrupted removal leaves no checkpoint that looks valid."""
+        removed = names_to_prune(self.names(), keep, superseded, best_steps)
         if not removed:
             return
         self._check_claim()

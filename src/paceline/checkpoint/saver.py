@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from paceline.checkpoint import transfer, writer
 from paceline.checkpoint.format import CheckpointMeta, name_of, step_of
@@ -39,25 +38,6 @@ _FAILED_RUN_TIMEOUT_S = 20.0
 _RETRY_S = 5.0
 #: Requests of rank 0 to all ranks: an ordinary save, or a save for which training pauses.
 _SAVE, _PAUSE = 1.0, 2.0
-
-
-class _RankStatus(NamedTuple):
-    """What a rank reports to all others when a save begins.
-
-    Args:
-        staging_dir: the hidden folder to write to; set by rank 0.
-        problem: why the save cannot begin, or None.
-        unpinned: see :class:`StagingBuffer`.
-        is_idle: whether the rank neither writes nor sends anything.
-        is_broken: whether the rank needs a new connection to rank 0.
-    """
-
-    process: writer.ShardWriter
-    staging_dir: Path | None
-    problem: str | None
-    unpinned: str | None
-    is_idle: bool
-    is_broken: bool
 
 
 @dataclass
@@ -92,6 +72,10 @@ class CheckpointManager:
     store: CheckpointStore | None = None
 
     def __post_init__(self) -> None:
+        #: Steps of the best evaluations so far, of which the latest saved one is retained.
+        self.best_steps: tuple[int, ...] = ()
+        #: Called on rank 0 with the step and the path of each checkpoint that was written.
+        self.on_saved: Callable[[int, Path], None] = lambda step, path: None
         self.first_step = 0  # the step from which this attempt resumed
         self.last_step: int | None = None  # latest step saved, or being saved in the background
         self.num_begun = 0  # number of saves
@@ -250,7 +234,7 @@ class CheckpointManager:
                 shards = self._staging.copy(shards)
             except (RuntimeError, MemoryError) as error:
                 problem = f"not enough host memory for the copy (set `async_save: false`): {error}"
-        status = _RankStatus(
+        status = writer.RankStatus(
             writer.ShardWriter.local(shards),
             staging_dir,
             problem,
@@ -260,7 +244,7 @@ class CheckpointManager:
             is_broken=self.side is not None and self.side.is_broken,
         )
         with uncounted():
-            statuses: list[_RankStatus | None] = self.world.gather_objects(status)
+            statuses: list[writer.RankStatus | None] = self.world.gather_objects(status)
         by_rank = {rank: status for rank, status in enumerate(statuses) if status is not None}
         senders = self._senders(by_rank)
         staging_dirs = (status.staging_dir for status in by_rank.values())
@@ -306,7 +290,7 @@ class CheckpointManager:
             self._report(save)
         return failure
 
-    def _senders(self, statuses: dict[int, _RankStatus]) -> list[int]:
+    def _senders(self, statuses: dict[int, writer.RankStatus]) -> list[int]:
         """Return the ranks that send their shards to rank 0, the same on all ranks. Open new
         connections if an earlier transfer failed on some rank."""
         if self.side is None:
@@ -348,7 +332,7 @@ class CheckpointManager:
                 " written; raise `save_steps` to save less often"
             )
 
-    def _warn_unpinned(self, statuses: dict[int, _RankStatus]) -> None:
+    def _warn_unpinned(self, statuses: dict[int, writer.RankStatus]) -> None:
         reasons = {rank: status.unpinned for rank, status in statuses.items() if status.unpinned}
         if not reasons or self._has_warned_unpinned or not self.world.is_rank_zero:
             return
@@ -378,6 +362,8 @@ class CheckpointManager:
         self.events.emit(event)
         for text in save.warnings:
             logger.warning(text)
+        if saved is not None:
+            self.on_saved(save.step, saved.path)
 
 
 @dataclass
@@ -475,13 +461,16 @@ class PendingSave:
         if store is not None:
             self.transfer = f"the upload to {store.url}"
             try:
-                self.warnings += store.upload(self.saved.path, keep, self.superseded)
+                self.warnings += store.upload(
+                    self.saved.path, keep, self.superseded, self.manager.best_steps
+                )
             except (ClaimLostError, SaveError) as error:
                 self.saved, self.error = None, error
                 return
             self.wall_s = time.perf_counter() - self.started
             keep = 1
-        self.warnings += prune_after(self.saved, self.step, keep, self.superseded)
+        best_steps = self.manager.best_steps
+        self.warnings += prune_after(self.saved, self.step, keep, self.superseded, best_steps)
 
     def leader_lost(self) -> RunError:
         """Return the error to report if the leader was lost before it committed the checkpoint."""

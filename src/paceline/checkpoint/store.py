@@ -63,15 +63,20 @@ def save(
         raise not_written(folder, step, writer.size_bytes, reason_of(error)) from error
 
 
-def prune(folder: Path, keep: int | None, superseded: Collection[int] = ()) -> list[Path]:
-    """Remove all but the latest ``keep`` checkpoints (None retains all), and those of the steps in
-    ``superseded``, which do not count towards ``keep``. Return the removed checkpoints.
+def prune(
+    folder: Path,
+    keep: int | None,
+    superseded: Collection[int] = (),
+    best_steps: Collection[int] = (),
+) -> list[Path]:
+    """Remove checkpoints; for the arguments, see
+    :func:`~paceline.checkpoint.format.names_to_prune`. Return the removed checkpoints.
 
     Checkpoints are not verified. To make sure that the latest valid one is retained, call this
     right after a checkpoint was written, with every later step in ``superseded``.
     """
     names = [path.name for path in committed(folder)]
-    removed = [folder / name for name in names_to_prune(names, keep, superseded)]
+    removed = [folder / name for name in names_to_prune(names, keep, superseded, best_steps)]
     for path in removed:
         hidden = folder / f".{path.name}.{os.getpid()}.old"
         # Rename first: if the removal is interrupted, even by a power failure, no incomplete
@@ -83,12 +88,16 @@ def prune(folder: Path, keep: int | None, superseded: Collection[int] = ()) -> l
 
 
 def prune_after(
-    saved: SavedCheckpoint, step: int, keep: int | None, superseded: Collection[int]
+    saved: SavedCheckpoint,
+    step: int,
+    keep: int | None,
+    superseded: Collection[int],
+    best_steps: Collection[int],
 ) -> list[str]:
     """Call :func:`prune` after a checkpoint was saved. Return warnings."""
     folder = saved.path.parent
     try:
-        removed = prune(folder, keep, superseded)
+        removed = prune(folder, keep, superseded, best_steps)
     except OSError as error:
         return [f"could not remove older checkpoints in {folder}: {reason_of(error)}"]
     names = [path.name for path in removed if step_of(path.name) in superseded]

@@ -8,7 +8,7 @@ from torch import nn
 
 from paceline.checkpoint.transfer import OpenCheckpoint
 from paceline.core.errors import ConfigError
-from paceline.data.order import SampleOrder
+from paceline.data.order.base import Order
 from paceline.models.shape.record import ModelShape
 from paceline.models.weights import final_dtype
 from paceline.parallel.base import Strategy
@@ -21,7 +21,7 @@ _NUM_SAMPLED = 256
 
 
 def collect_train_state(
-    strategy: Strategy, step: int, order: SampleOrder, scaler: LossScaler | None
+    strategy: Strategy, step: int, order: Order, scaler: LossScaler | None
 ) -> list[TensorShard]:
     """Return what this rank writes to a checkpoint: its shards of parameters, buffers and optimizer
     state, and on rank 0 also the learning-rate schedule, the random state and the position in the
@@ -33,12 +33,12 @@ def collect_train_state(
     shards = state_shards(strategy)
     if not strategy.world.is_rank_zero:
         return shards
-    epoch, position = divmod(step, order.steps_per_epoch)
+    epoch, position = order.position(step)
     numbers = {
         "random/seed": order.seed,
         "schedule/step": step,
         "data/epoch": epoch,
-        "data/position": position * order.batch_size,
+        "data/position": position,
     }
     tensors = {name: torch.tensor(value) for name, value in numbers.items()}
     if scaler is not None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pydantic import TypeAdapter
 
@@ -183,6 +183,25 @@ class ShardWriter:
         """Return True if the process is known to have ended. Processes on other hosts or in other
         containers cannot be checked."""
         return self.host == _pid_namespace() and not pid_alive(self.pid)
+
+
+class RankStatus(NamedTuple):
+    """What a rank reports to all others when a save begins.
+
+    Args:
+        staging_dir: the hidden folder to write to; set by rank 0.
+        problem: why the save cannot begin, or None.
+        unpinned: see :class:`~paceline.checkpoint.staging.StagingBuffer`.
+        is_idle: whether the rank neither writes nor sends anything.
+        is_broken: whether the rank needs a new connection to rank 0.
+    """
+
+    process: ShardWriter
+    staging_dir: Path | None
+    problem: str | None
+    unpinned: str | None
+    is_idle: bool
+    is_broken: bool
 
 
 @cache

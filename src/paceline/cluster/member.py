@@ -43,6 +43,7 @@ from paceline.core.run_dir import LaunchLock, RunDir
 from paceline.core.stop import StopFlag
 from paceline.distributed.environment import from_environment
 from paceline.distributed.mesh import ParallelDims
+from paceline.launch.after_training.finish import finish_run
 from paceline.launch.layout import choose_layout
 from paceline.launch.preflight import (
     LeaderPlan,
@@ -392,7 +393,8 @@ def run_under_agent(loaded: Loaded, options: TrainOptions, started_at: float) ->
         outcome = train_member(request, member, _stop_flag(member, loaded))
         member.end(outcome)
         member.round.leave()
-        return result_of(outcome, options, loaded.config)
+        result = result_of(outcome, options, loaded.config)
+        return finish_run(result, loaded.config) if from_environment().rank == 0 else result
 
 
 def _has_agent() -> bool:

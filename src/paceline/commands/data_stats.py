@@ -26,17 +26,33 @@ def add_arguments(parser: OptionParser) -> None:
         metavar="FILE",
         help="HTML page with charts to write",
     )
+    parser.add_argument(
+        "--near-duplicates",
+        action="store_true",
+        help="also search for similar samples (needs datasketch, extra `data`)",
+    )
+    parser.add_argument(
+        "--languages",
+        action="store_true",
+        help="also identify the languages (needs py3langid, extra `data`)",
+    )
     parser.example = "paceline data stats examples/demo.yaml --output stats.html"
 
 
 def run(args: Namespace) -> int:
     """Prepare the data, print its statistics, and write the page."""
-    from paceline.data.stats import dataset_stats, render_page, table
+    from paceline.data.stats.dataset import dataset_stats
+    from paceline.data.stats.text import render_page, table
     from paceline.models.builtin import resolve_model
 
     _add_default_model(args)
     loaded = load_fitted_config(args)
-    result, prepared = dataset_stats(loaded.config, resolve_model)
+    result, prepared = dataset_stats(
+        loaded.config,
+        resolve_model,
+        near_duplicates=args.near_duplicates,
+        languages=args.languages,
+    )
     print_notices([*loaded.notices, *prepared.notices])
     if args.output is not None:
         write_output(args.output, render_page(result))

@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 
 from paceline.commands.options import AnyPath, OptionParser, Text
-from paceline.core.errors import EXIT_DONE
+from paceline.core.errors import EXIT_DONE, ConfigError
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -27,14 +27,42 @@ def add_arguments(parser: OptionParser) -> None:
         metavar="DTYPE",
         help="data type of the written weights",
     )
+    parser.add_argument(
+        "--push",
+        type=Text("OWNER/NAME"),
+        metavar="REPO",
+        help="upload the model with a model card to this repository of the Hugging Face hub:"
+        " model/ as it is, or with --merge the merged model",
+    )
+    parser.add_argument(
+        "--private", action="store_true", help="make a new repository private; with --push"
+    )
     parser.example = "paceline export output/demo --merge --output merged"
 
 
 def run(args: Namespace) -> int:
-    """Write the model, and print its folder."""
-    from paceline.inference.export import export
+    """Write or upload the model, and print where it is."""
+    from paceline.inference.export import export, push
+    from paceline.launch.after_training.hub_upload import check_repository
 
+    if args.private and args.push is None:
+        raise ConfigError("`--private` is not supported without `--push`", fix="omit it")
+    result: dict[str, str] = {}
     with contextlib.redirect_stdout(sys.stderr):
-        folder = export(args.run_dir, merge=args.merge, output=args.output, dtype=args.dtype)
-    print(json.dumps({"path": str(folder)}) if args.json else f"wrote {folder}")
+        if args.push is not None:
+            check_repository(args.push, f"`--push {args.push}`")
+        folder = None
+        if args.push is None or args.merge or args.output is not None:
+            folder = export(args.run_dir, merge=args.merge, output=args.output, dtype=args.dtype)
+            result["path"] = str(folder)
+        if args.push is not None:
+            repository, url = push(args.run_dir, args.push, folder, args.private or None)
+            result |= {"repository": repository, "url": url}
+    if args.json:
+        print(json.dumps(result))
+        return EXIT_DONE
+    if folder is not None:
+        print(f"wrote {folder}")
+    if args.push is not None:
+        print(f"uploaded to {result['repository']}: {result['url']}")
     return EXIT_DONE

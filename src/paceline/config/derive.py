@@ -2,6 +2,7 @@
 the size of the optimizer state. Imports no torch."""
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from paceline.config.schema import Config
@@ -28,6 +29,13 @@ def optimizer_bytes_per_element(args: TrainArgs) -> int:
     return float32_bytes // 2 if args.weight_dtype == "bfloat16" else float32_bytes
 
 
+def average_bytes_per_element(args: TrainArgs) -> int:
+    """Return the bytes per trained element of the average of the weights (``ema_decay``)."""
+    if args.ema_decay is None:
+        return 0
+    return 2 if args.weight_dtype == "bfloat16" else 4
+
+
 @dataclass(frozen=True)
 class ResolvedValues:
     """The resolved training schedule.
@@ -42,9 +50,9 @@ class ResolvedValues:
     micro_batch_size: int
     gradient_accumulation_steps: int
     global_batch_size: int
-    steps_per_epoch: int
+    steps_per_epoch: int | None
     steps: int
-    epochs: float
+    epochs: float | None
     warmup_steps: int
     learning_rate: float
     tokens_per_step: int | None
@@ -56,6 +64,10 @@ class ResolvedValues:
     def as_dict(self) -> dict[str, float | None]:
         """Return the fields by name, as the ``run_start`` event records them."""
         return asdict(self)
+
+    def is_eval_step(self, step: int) -> bool:
+        """Return whether an evaluation follows this step."""
+        return self.eval_every_steps > 0 and step % self.eval_every_steps == 0
 
     @property
     def samples_per_micro_batch(self) -> float:
@@ -76,21 +88,23 @@ def derive(
     config: Config,
     *,
     world_size: int,
-    num_train: int,
+    rows_per_epoch: Callable[[int], int | None],
     num_eval: int,
     default_learning_rate: float,
-    train_tokens: int | None = None,
+    tokens_per_row: float | None = None,
     replicas: int | None = None,
     global_batch_size: int | None = None,
 ) -> ResolvedValues:
     """Resolve batch sizes, steps, warm-up and learning rate.
 
-    An epoch has ``ceil(num_train / global_batch_size)`` steps: the last batch may be short, and no
-    sample is left out.
+    An epoch has ``ceil(rows / global_batch_size)`` steps: the last batch may be short, and no
+    row is left out.
 
     Args:
-        num_train: training samples after filtering.
+        rows_per_epoch: returns the number of rows (samples, or packed rows) of an epoch with a
+            global batch size; None if it is unknown, which requires ``max_steps``.
         num_eval: validation samples after filtering.
+        tokens_per_row: mean number of tokens of a row; None if samples have no tokens.
         replicas: ranks or groups of ranks with their own micro-batches. Default: every rank.
         global_batch_size: the global batch size of a resumed run, from which accumulation follows.
             Default: micro-batch × accumulation × replicas.
@@ -104,17 +118,20 @@ def derive(
     else:
         accumulation = math.ceil(global_batch_size / samples_per_pass)
         batch = global_batch_size
-    per_epoch = max(1, math.ceil(num_train / batch))
+    num_rows = rows_per_epoch(batch)
+    per_epoch = None if num_rows is None else max(1, math.ceil(num_rows / batch))
     steps = args.max_steps
     if steps is None:
+        assert per_epoch is not None, "`max_steps` is required"
         steps = max(1, math.ceil(args.num_train_epochs * per_epoch))
     warmup = args.warmup_steps
     if warmup is None:
         warmup = math.ceil(args.warmup_ratio * steps)
     rate = args.learning_rate if args.learning_rate is not None else default_learning_rate
     tokens = None
-    if train_tokens is not None:
-        tokens = round(train_tokens / num_train * min(batch, num_train))
+    if tokens_per_row is not None:
+        tokens = round(tokens_per_row * (batch if num_rows is None else min(batch, num_rows)))
+    eval_every = count_of_steps(args.eval_steps, steps) or per_epoch or steps
     return ResolvedValues(
         world_size=world_size,
         micro_batch_size=args.per_device_train_batch_size,
@@ -122,11 +139,11 @@ def derive(
         global_batch_size=batch,
         steps_per_epoch=per_epoch,
         steps=steps,
-        epochs=steps / per_epoch,
+        epochs=None if per_epoch is None else steps / per_epoch,
         warmup_steps=min(warmup, steps),
         learning_rate=rate,
         tokens_per_step=tokens,
-        eval_every_steps=(count_of_steps(args.eval_steps, steps) or per_epoch) if num_eval else 0,
+        eval_every_steps=eval_every if num_eval else 0,
         replicas=replicas,
         save_every_steps=count_of_steps(args.save_steps, steps),
         log_every_steps=count_of_steps(args.logging_steps, steps),

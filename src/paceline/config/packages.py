@@ -23,12 +23,27 @@ def check_optimizer_package(optim: str) -> None:
         check_package(package, f"`train_args.optim: {optim}`", "set `train_args.optim: adamw`")
 
 
-def check_package(package: str, setting: str, fix: str) -> None:
-    """Raise ConfigError if the package of an extra is not installed, which ``setting`` needs."""
+def check_package(package: str, setting: str, fix: str, extra: str | None = None) -> None:
+    """Raise ConfigError if a package is not installed, which ``setting`` needs.
+
+    Args:
+        extra: the extra that installs the package; default: the one of its name.
+    """
     if find_spec(package) is None:
         raise ConfigError(
             f"{setting} needs {package}, which is not installed",
-            fix=f"run `pip install 'paceline[{package}]'`, or {fix}",
+            fix=f"run `pip install 'paceline[{extra or package}]'`, or {fix}",
+        )
+
+
+def check_loggers(config: Config) -> None:
+    """Raise ConfigError if the package of a logger in ``report_to`` is not installed."""
+    for name in config.report_to:
+        check_package(name, f"`report_to: [{name}]`", f"remove {name} from `report_to`")
+    if config.train_args.trackio_space_id is not None and "trackio" not in config.report_to:
+        raise ConfigError(
+            "`train_args.trackio_space_id` has no effect without trackio",
+            fix="add trackio to `report_to`, or remove it",
         )
 
 
@@ -58,8 +73,9 @@ def unused_in_ranks(config: Config) -> list[str]:
     has_user_code = config.trust_remote_code or ":" in config.parallel.mode
     if config.task not in ("sft", "pretrain") or has_user_code:
         return names
-    uses_scipy = len(names) < 2  # bitsandbytes and torchao may import it
-    uses_boto3 = config.checkpoint_dir is not None
+    # bitsandbytes, torchao and clients of trackers may import it
+    uses_scipy = len(names) < 2 or bool(config.report_to)
+    uses_boto3 = config.checkpoint_dir is not None or bool(config.report_to)
     return [
         *names,
         *([] if uses_scipy else ["scipy"]),

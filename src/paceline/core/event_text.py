@@ -92,9 +92,15 @@ def _eval(event: EvalEvent) -> tuple[str, str]:
     parts = [f"evaluation at step {count(event.get('step'))}: loss {loss(event.get('loss'))}"]
     parts += [f"{name} {loss(value)}" for name, value in (event.get("metrics") or {}).items()]
     if event.get("count") is not None:
-        parts.append(f"over {counted(event['count'], 'target')}")
+        rows = event.get("answered_rows")
+        answers = f" and {counted(rows, 'generated answer')}" if rows else ""
+        parts.append(f"over {counted(event['count'], 'target')}{answers}")
     if event.get("wall_s") is not None:
         parts.append(f"in {duration(event['wall_s'])}")
+    best_step = event.get("best_step")
+    if best_step is not None:
+        is_best = best_step == event.get("step")
+        parts.append("the best so far" if is_best else f"best: step {count(best_step)}")
     return INFO, ", ".join(parts)
 
 

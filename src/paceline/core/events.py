@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypedDict
 
+from paceline.core.row_figures import PackingFigures, SourceFigures, SourceStep
+
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
@@ -66,13 +68,16 @@ class Prediction(TypedDict, total=False):
 
 
 class DataFigures(TypedDict, total=False):
-    """Numbers of samples (``dropped`` by reason), and of turns that are excluded from the loss."""
+    """Numbers of samples (``dropped`` by reason), and of turns that are excluded from the loss. Of
+    streamed data, the numbers so far, with those of tokens."""
 
     read: int
     kept: int
     truncated: int | None
     dropped: dict[str, int]
     excluded_turns: int
+    tokens: int
+    label_tokens: int
 
 
 class PeakRate(TypedDict):
@@ -102,6 +107,8 @@ class RunStartEvent(_Logged, total=False):
     strategy: str
     model: ModelFigures
     data: DataFigures
+    packing: PackingFigures
+    sources: list[SourceFigures]
     versions: dict[str, str]
     pid: int
     launcher: int | None
@@ -276,6 +283,14 @@ class BalanceEvent(_Logged, total=False):
     text: str
 
 
+class DataEvent(_Logged, total=False):
+    """The rows of all ranks up to ``step``, if the data is streamed."""
+
+    type: Literal["data"]
+    step: int
+    data: DataFigures
+
+
 class NoticeEvent(_Logged, total=False):
     """A log message of the run. ``level`` is info or warning."""
 
@@ -330,6 +345,8 @@ class StepFigures(_Logged, total=False):
             with optimal bandwidth sends them. If traffic is periodic (``local_sgd``, ``diloco``),
             the mean over the last complete period, or None before the first.
         devices: read every few seconds, if NVML reports them.
+        fill: with packed rows, the share of their capacity that has tokens.
+        sources: the figures of each source of a mixture.
     """
 
     loss: float
@@ -346,12 +363,14 @@ class StepFigures(_Logged, total=False):
     traffic: dict[str, int] | None
     devices: list[DeviceFigures]
     since_start_s: float
+    fill: float
+    sources: list[SourceStep]
 
 
 class StepEvent(StepFigures, total=False):
     type: Literal["step"]
     step: int
-    epoch: float
+    epoch: float | None
     learning_rate: float | None
 
 
@@ -368,14 +387,18 @@ class MemoryEvent(_Logged, total=False):
 
 class EvalEvent(_Logged, total=False):
     """Loss and metrics over the evaluation set. ``count``: number of targets that they are averaged
-    over, which are label tokens, images or clicks."""
+    over, which are label tokens, images or clicks. ``answered_rows``: number of rows with a
+    generated answer, for metrics of generated text. ``best_step``: step of the best evaluation so
+    far, this one included, if the best model is selected."""
 
     type: Literal["eval"]
     step: int
     loss: float
     count: int
+    answered_rows: int
     wall_s: float
     metrics: dict[str, float]
+    best_step: int
 
 
 class SampleText(TypedDict, total=False):
@@ -446,6 +469,7 @@ Event = (
     | RollbackEvent
     | WorkerLostEvent
     | BalanceEvent
+    | DataEvent
     | NoticeEvent
     | StepEvent
     | MemoryEvent

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.core.events import DataFigures, PeakRate, StepEvent
 from paceline.core.files import human_bytes
+from paceline.core.row_figures import PackingFigures, SourceFigures
 
 
 def edges(total: int, parts: int) -> list[int]:
@@ -242,6 +243,8 @@ def peak_line(peak: PeakRate) -> str:
 def data_line(data: DataFigures) -> str:
     """Summarize the data of a run: ``90 read, 85 kept, 4 truncated, 5 dropped (3 empty, 2 too
     long), 7 turns without loss``."""
+    if data.get("tokens") is not None and not data.get("read"):
+        return "streamed"
     dropped = data.get("dropped") or {}
     reasons = dropped if isinstance(dropped, dict) else {}
     total = sum(reasons.values()) if isinstance(dropped, dict) else dropped
@@ -255,6 +258,22 @@ def data_line(data: DataFigures) -> str:
     if data.get("excluded_turns"):
         parts.append(f"{count(data['excluded_turns'])} turns without loss")
     return ", ".join(parts)
+
+
+def sources_line(sources: Sequence[SourceFigures]) -> str:
+    """Summarize a mixture: ``a.jsonl 70.0 % of the rows (1,200 samples), …``."""
+    return ", ".join(
+        f"{clean(source['name'])} {100 * source['share']:.1f} % of the rows"
+        f" ({counted(source['samples'], 'sample')})"
+        for source in sources
+    )
+
+
+def packing_line(packing: PackingFigures) -> str:
+    """Summarize packed rows: ``bfd: 1,190 rows of at most 1,024 tokens, 96.7 % filled``."""
+    text = f"{packing['strategy']}: {counted(sum(packing['rows']), 'row')} of at most"
+    text += f" {packing['capacity']:,} tokens"
+    return text + (f", {100 * packing['fill']:.1f} % filled" if "fill" in packing else "")
 
 
 def counted(number: int, noun: str) -> str:

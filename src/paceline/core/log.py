@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
@@ -62,6 +63,13 @@ def configure_logging(level: str | None = None, quiet: bool = False) -> None:
     console.setLevel(number)
     console.hidden = frozenset()
     console.is_muted = False
+    ignore_import_warnings()
+
+
+def ignore_import_warnings() -> None:
+    """Suppress warnings at the import of torch that users cannot act on."""
+    # Packages such as swanlab require pynvml, which warns when torch imports it.
+    warnings.filterwarnings("ignore", message="The pynvml package is deprecated")
 
 
 @contextmanager

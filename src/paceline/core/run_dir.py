@@ -56,6 +56,11 @@ class RunDir:
         return self.root / "heartbeats.json"
 
     @property
+    def trackers(self) -> Path:
+        """Identifiers of the run at experiment trackers."""
+        return self.root / "trackers.json"
+
+    @property
     def profile(self) -> Path:
         return self.root / "profile"
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,13 +23,13 @@ FULL_HASH_BYTES = 256 << 20
 _END_BYTES = 4 << 20
 
 
-def fingerprint(path: Path) -> list[Any]:
+def fingerprint(path: Path, full_hash_bytes: int = FULL_HASH_BYTES) -> list[Any]:
     """Return values that identify the version of a file: the hash of its content or, for a large
     file, its size, its modification time and both ends."""
     size = path.stat().st_size
     digest = hashlib.blake2b(digest_size=20)
     with open(path, "rb") as handle:
-        if size <= FULL_HASH_BYTES:
+        if size <= full_hash_bytes:
             while chunk := handle.read(1 << 20):
                 digest.update(chunk)
             return [digest.hexdigest()]
@@ -49,7 +50,9 @@ def build_once(final: Path, mark: str, build: Callable[[Path], None]) -> bool:
 
     ``build`` fills an empty staging folder, which is then renamed. An entry exists if it has the
     file ``mark``. If several processes call this, one builds and the others wait. The lock of a
-    killed process is released, and the next build removes its staging folder.
+    killed process is released, and the next build on its host removes its staging folder. If the
+    hosts that share a cache cannot see each other's locks, each of them builds, and the first one
+    to finish provides the entry.
 
     Raises:
         ConfigError: the cache is not writable.
@@ -63,12 +66,14 @@ def build_once(final: Path, mark: str, build: Callable[[Path], None]) -> bool:
             if (final / mark).is_file():
                 return False
             if is_locked:
-                for stale in final.parent.glob(f".{final.name}.*.tmp"):
+                for stale in final.parent.glob(f"{_staging_prefix(final)}*.tmp"):
                     shutil.rmtree(stale, ignore_errors=True)
-            staging = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+            staging = final.with_name(f"{_staging_prefix(final)}{os.getpid()}.tmp")
             staging.mkdir()
             try:
                 build(staging)
+                if (final / mark).is_file():
+                    return False
                 replace_dir(staging, final)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -77,6 +82,11 @@ def build_once(final: Path, mark: str, build: Callable[[Path], None]) -> bool:
             raise
         raise _cannot_write(final, error) from error
     return True
+
+
+def _staging_prefix(final: Path) -> str:
+    """Return how the names of this host's staging folders for an entry begin."""
+    return f".{final.name}.{socket.gethostname()}."
 
 
 @contextmanager

@@ -5,7 +5,7 @@ next token has a loss, so a batch lists these positions, and the other logits ar
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -38,6 +38,43 @@ class TokenBatch(TypedDict, total=False):
     max_seqlen: int
     num_labels: int
     num_tokens: int
+    noise_keys: torch.Tensor
+    noise_scales: torch.Tensor
+    target_sources: torch.Tensor
+    source_losses: "SourceLosses"
+
+
+class SourceLosses:
+    """The losses of a micro-batch by source, once its loss has been computed.
+
+    Args:
+        num_sources: number of sources in the mixture.
+    """
+
+    def __init__(self, num_sources: int) -> None:
+        self.num_sources = num_sources
+        #: float32 [2, sources]: the sum of the losses, and the number of label tokens.
+        self.sums: torch.Tensor | None = None
+
+    def record(self, losses: torch.Tensor, sources: torch.Tensor, has_loss: torch.Tensor) -> None:
+        """Sum the losses of tokens by source; each argument is [tokens]."""
+        numbers = torch.arange(self.num_sources, device=sources.device)
+        is_of_source = (sources == numbers.unsqueeze(1)) & has_loss  # [sources, tokens]
+        sums = torch.where(is_of_source, losses.detach().float(), 0.0).sum(1)
+        self.sums = torch.stack([sums, is_of_source.sum(1).float()])
+
+
+def add_sources(batch: TokenBatch, samples: Sequence[TokenSample], num_sources: int) -> None:
+    """Add the source of each target to the batch of samples of a mixture: ``target_sources``, int64
+    in the shape of ``targets``."""
+    sources = np.array([sample["source"] for sample in samples], dtype=np.int64)
+    if "segment_lengths" in batch:
+        of_tokens = np.repeat(sources, batch["segment_lengths"])
+        of_targets = torch.from_numpy(of_tokens)[batch["keep"] + 1]
+    else:
+        of_targets = torch.from_numpy(sources).unsqueeze(1).expand_as(batch["targets"]).clone()
+    batch["target_sources"] = of_targets
+    batch["source_losses"] = SourceLosses(num_sources)
 
 
 def collate_packed(samples: Sequence[TokenSample]) -> TokenBatch:
@@ -59,7 +96,7 @@ def collate_packed(samples: Sequence[TokenSample]) -> TokenBatch:
     mask[positions == 0] = False  # no token precedes the first one
     targets = np.flatnonzero(mask)
     segments = segment_inputs([len(sample["input_ids"]) for sample in samples])
-    return {
+    batch: TokenBatch = {
         "input_ids": torch.from_numpy(ids).unsqueeze(0),
         "position_ids": torch.from_numpy(positions).unsqueeze(0),
         "keep": torch.from_numpy(targets - 1),
@@ -70,6 +107,24 @@ def collate_packed(samples: Sequence[TokenSample]) -> TokenBatch:
         "num_labels": len(targets),
         "num_tokens": len(ids),
     }
+    if "seed" in samples[0]:
+        noise = [noise_inputs(sample["seed"], len(sample["input_ids"])) for sample in samples]
+        keys, scales = (torch.from_numpy(np.concatenate(part)) for part in zip(*noise, strict=True))
+        batch["noise_keys"], batch["noise_scales"] = keys.unsqueeze(0), scales.unsqueeze(0)
+    return batch
+
+
+def noise_inputs(seed: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return what the noise of a sample's embeddings depends on; see
+    :mod:`paceline.models.transforms.embedding_noise`.
+
+    Returns:
+        A key for each token, int32 [tokens], and the scale of its noise before it is divided by
+        the square root of the width, float32 [tokens].
+    """
+    keys = (np.arange(num_tokens, dtype=np.uint64) * 0x27D4EB2F + seed).astype(np.uint32)
+    scales = np.full(num_tokens, num_tokens**-0.5, dtype=np.float32)
+    return keys.view(np.int32), scales
 
 
 def segment_inputs(lengths: Sequence[int], device: torch.device | str = "cpu") -> SegmentInputs:
@@ -102,7 +157,7 @@ def collate_padded(samples: Sequence[TokenSample], pad_token_id: int) -> TokenBa
         next_targets[row, positions] = tokens[positions + 1]
     keep = np.flatnonzero((next_targets != -100).any(axis=0))
     targets = next_targets[:, keep]
-    return {
+    batch: TokenBatch = {
         "input_ids": torch.from_numpy(ids),
         "attention_mask": torch.from_numpy(attention),
         "keep": torch.from_numpy(keep),
@@ -110,6 +165,26 @@ def collate_padded(samples: Sequence[TokenSample], pad_token_id: int) -> TokenBa
         "num_labels": int((targets != -100).sum()),
         "num_tokens": int(attention.sum()),
     }
+    if "seed" in samples[0]:
+        keys = np.zeros((len(samples), longest), dtype=np.int32)
+        scales = np.zeros((len(samples), longest), dtype=np.float32)
+        for row, sample in enumerate(samples):
+            count = len(sample["input_ids"])
+            keys[row, :count], scales[row, :count] = noise_inputs(sample["seed"], count)
+        batch["noise_keys"], batch["noise_scales"] = (
+            torch.from_numpy(keys),
+            torch.from_numpy(scales),
+        )
+    return batch
+
+
+def pad_tokens(rows: Iterable[np.ndarray], value: int) -> np.ndarray:
+    """Return the rows padded on the right to the longest: int64 [rows, longest]."""
+    rows = list(rows)
+    padded = np.full((len(rows), max(map(len, rows))), value, dtype=np.int64)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return padded
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

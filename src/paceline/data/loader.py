@@ -7,29 +7,34 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.config.schema.train_args import TrainArgs
+from paceline.core.errors import PacelineError, RunError
 from paceline.core.processes import end_by_parent_alone, end_with_parent
 from paceline.data.collate import map_tensors
-from paceline.data.order import SampleOrder, split_by_length, split_even
+from paceline.data.counts import StreamCounts
+from paceline.data.order.base import Order, split_by_length, split_even
 from paceline.distributed.seeds import seed_everything
 
-# A sample's key within a micro-batch: (epoch, index).
-Key = tuple[int, int]
+# A sample's key within a micro-batch: (epoch, index), or (epoch, index, start, stop) for a part of
+# its tokens.
+Key = tuple[int, ...]
 
 
 @dataclass
 class MicroBatch:
     """A collated batch. ``samples`` is 0 for a filler, which a rank gets if a short global batch
-    has no samples for it."""
+    has no samples for it. ``counts`` are those of its rows, if the data is streamed."""
 
     data: Any
     samples: int
+    counts: StreamCounts | None = None
 
     @property
     def weight(self) -> float:
@@ -37,7 +42,51 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         data = map_tensors(self.data, lambda tensor: tensor.to(device, non_blocking=True))
-        return MicroBatch(data, self.samples)
+        return replace(self, data=data)
+
+
+@runtime_checkable
+class StreamedDataset(Protocol):
+    """A dataset that reads the rows of a micro-batch at once, and may drop some of them.
+
+    Attributes:
+        filler: the only sample of a micro-batch without usable rows.
+    """
+
+    filler: Any
+
+    def order(self, batch_size: int, args: TrainArgs) -> Order:
+        """Return the order of the rows."""
+
+    def read(self, keys: Sequence[Key]) -> tuple[list[Any], StreamCounts]:
+        """Return the samples of these rows, without those that are dropped, and the counts."""
+
+
+class _Streamed(Dataset):  # type: ignore[type-arg]
+    """Read the rows of a micro-batch at once. An error of the input is passed on as a value,
+    because the loader would add the traceback of its process to the message."""
+
+    def __init__(self, dataset: StreamedDataset) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, keys: list[Key]) -> tuple[list[Any], StreamCounts] | PacelineError:
+        try:
+            return self.dataset.read(keys)
+        except PacelineError as error:
+            return error
+
+
+class _StreamedCollate:
+    """Collate what :class:`_Streamed` returns to (batch, number of samples, counts)."""
+
+    def __init__(self, collate: Callable[[Sequence[Any]], Any], filler: Any) -> None:
+        self.collate, self.filler = collate, filler
+
+    def __call__(self, result: tuple[list[Any], StreamCounts] | PacelineError) -> Any:
+        if isinstance(result, PacelineError):
+            return result
+        samples, counts = result
+        return self.collate(samples or [self.filler]), len(samples), counts
 
 
 class _KeyedDataset(Dataset):  # type: ignore[type-arg]
@@ -51,10 +100,10 @@ class _KeyedDataset(Dataset):  # type: ignore[type-arg]
         self.seeded = not getattr(dataset, "deterministic", False)
 
     def __getitem__(self, key: Key) -> Any:
-        epoch, index = key
+        epoch, index, *span = key
         if self.seeded:
             seed_everything(self.seed, self.purpose, epoch, index)
-        return self.dataset[index]
+        return self.dataset.piece(index, *span) if span else self.dataset[index]
 
 
 @dataclass
@@ -74,10 +123,14 @@ def _loader(
     seed: int,
     purpose: str,
 ) -> DataLoader[Any]:
+    keyed: Dataset[Any] = _KeyedDataset(dataset, seed, purpose)
+    collate_loaded: Callable[[Any], Any] = collate
+    if isinstance(dataset, StreamedDataset):
+        keyed, collate_loaded = _Streamed(dataset), _StreamedCollate(collate, dataset.filler)
     return DataLoader(
-        _KeyedDataset(dataset, seed, purpose),
+        keyed,
         batch_sampler=batches,
-        collate_fn=collate,
+        collate_fn=collate_loaded,
         num_workers=options.num_workers,
         prefetch_factor=options.prefetch_factor if options.num_workers else None,
         pin_memory=options.pin_memory,
@@ -100,7 +153,7 @@ def _loader_process_start(_worker: int) -> None:
 
 def train_steps(
     dataset: Any,
-    order: SampleOrder,
+    order: Order,
     collate: Callable[[Sequence[Any]], Any],
     *,
     rank: int,
@@ -121,18 +174,30 @@ def train_steps(
     if shares is not None:
         num_parts, first, accumulation = sum(shares), sum(shares[:rank]), shares[rank]
 
-    def keys() -> Iterator[list[Key]]:
+    def micro_batch_keys() -> Iterator[list[Key]]:
         for step in range(first_step, last_step):
-            epoch = step // order.steps_per_epoch
             parts = order.micro_batches(step, num_parts)
             for part in parts[first : first + accumulation]:
                 sizes.append(len(part))
-                yield [(epoch, int(index)) for index in part] or [(epoch, 0)]
+                keys: list[Key] = [tuple(key) for key in part.tolist()]
+                yield keys or [(order.position(step)[0], 0, 0, 2)[: part.shape[1]]]
 
     sizes: deque[int] = deque()  # the loader requests keys before it returns their batches
-    loader = iter(_loader(dataset, keys(), collate, options, order.seed, "sample"))
+    loader = iter(_loader(dataset, micro_batch_keys(), collate, options, order.seed, "sample"))
     for _ in range(first_step, last_step):
-        yield [MicroBatch(next(loader), sizes.popleft()) for _ in range(accumulation)]
+        yield [_micro_batch(next(loader), sizes.popleft()) for _ in range(accumulation)]
+
+
+def _micro_batch(loaded: Any, size: int) -> MicroBatch:
+    """Return what the loader has loaded for ``size`` keys as a micro-batch."""
+    if isinstance(loaded, PacelineError):
+        raise RunError(loaded.what, allowed=loaded.allowed, fix=loaded.fix) from loaded
+    if isinstance(loaded, tuple) and isinstance(loaded[-1], StreamCounts):
+        data, samples, counts = loaded
+        if not size:  # a short global batch has no rows for this rank
+            return MicroBatch(data, 0, StreamCounts())
+        return MicroBatch(data, samples, counts)
+    return MicroBatch(loaded, size)
 
 
 def eval_batches(
@@ -163,10 +228,12 @@ def eval_batches(
         split = (
             split_even(chunk, world_size)
             if lengths is None
-            else split_by_length(chunk, lengths, world_size)
+            else split_by_length(chunk, lengths[chunk], world_size)
         )
         shares.append(split[rank])
-    keys = ([(0, int(index)) for index in share] or [(0, 0)] for share in shares)
+    keys: Iterator[list[Key]] = (
+        [(0, int(index)) for index in share] or [(0, 0)] for share in shares
+    )
     loader = _loader(dataset, keys, collate, options, seed, "eval")
     for data, share in zip(loader, shares, strict=True):
         yield MicroBatch(data, len(share))

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from paceline.data.loader import LoaderOptions, MicroBatch, train_steps
-from paceline.data.order import SampleOrder
+from paceline.data.counts import StreamCounts
+from paceline.data.loader import LoaderOptions, MicroBatch, StreamedDataset, train_steps
+from paceline.data.order.base import Order
 
 
 class DataPipeline:
@@ -25,7 +26,7 @@ class DataPipeline:
         self,
         train_dataset: Any,
         eval_dataset: Any | None,
-        order: SampleOrder,
+        order: Order,
         collate: Callable[[Sequence[Any]], Any],
         options: LoaderOptions,
         *,
@@ -47,6 +48,10 @@ class DataPipeline:
         self.shares: tuple[int, ...] | None = None
         #: Called with the micro-batches of each step, before they are used.
         self.observers: list[Callable[[list[MicroBatch]], None]] = []
+        #: The counts of the rows of all ranks so far, if the data is streamed.
+        self.counts: StreamCounts | None = None
+        if isinstance(train_dataset, StreamedDataset):
+            self.counts = StreamCounts()
         self._step = 0  # the step of the next call of :meth:`next`
         self._iterator: Iterator[list[MicroBatch]] | None = None
 

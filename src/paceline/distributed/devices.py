@@ -202,6 +202,13 @@ def with_precision(
     )
 
 
+def with_capability(device_type: str, capability: tuple[int, int] | None) -> str:
+    """Return the name of a device type for messages, with the compute capability, if any."""
+    if capability is None:
+        return f"`{device_type}`"
+    return "`{}` with compute capability {}.{}".format(device_type, *capability)
+
+
 def check_tf32(config: Config, device_type: str, capability: tuple[int, int] | None) -> None:
     """Raise ConfigError if `train_args.tf32` is true and these devices have no TensorFloat-32.
 
@@ -210,9 +217,7 @@ def check_tf32(config: Config, device_type: str, capability: tuple[int, int] | N
     """
     if not config.train_args.tf32 or (capability is not None and capability >= TF32_CAPABILITY):
         return
-    shown = f"`{device_type}`"
-    if capability is not None:
-        shown += " with compute capability {}.{}".format(*capability)
+    shown = with_capability(device_type, capability)
     raise ConfigError(
         f"`train_args.tf32: true` is not supported on {shown}: the devices have no TensorFloat-32",
         allowed="NVIDIA GPUs of compute capability 8.0 and higher",

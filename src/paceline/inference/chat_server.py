@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.core.errors import EXIT_DONE, ConfigError, PacelineError, RunError
-from paceline.inference.generate import encode_chat, generate_tokens, load_model, model_folder
+from paceline.inference.generate import encode_chat, generate_tokens, load_generator, model_folder
 
 _MAX_NEW_TOKENS = 4096
 
@@ -52,7 +52,7 @@ class Models:
         )
         self.run = run
         self.adapted = (model_folder(run) / "adapter_config.json").is_file()
-        self.tuned, self.tokenizer = load_model(run)
+        self.tuned, self.tokenizer = load_generator(run)
         self.tuned.to(self.device)
 
     @property

@@ -10,6 +10,8 @@ from paceline.checkpoint.writer import reason_of
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import replace_dir
 from paceline.inference.generate import load_model, model_folder
+from paceline.launch.after_training.hub_upload import upload_model
+from paceline.models.language import copy_processor
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -51,6 +53,7 @@ def export(
         staging_dir.mkdir(parents=True)
         model.save_pretrained(str(staging_dir))
         tokenizer.save_pretrained(str(staging_dir))
+        copy_processor(source, staging_dir)
         replace_dir(staging_dir, final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(staging_dir, ignore_errors=True)
@@ -59,3 +62,16 @@ def export(
             fix="free some space, or give another folder with --output DIR",
         ) from error
     return final
+
+
+def push(
+    run: Path, repository: str, folder: Path | None = None, private: bool | None = None
+) -> tuple[str, str]:
+    """Upload the model of ``run`` with a model card to the Hugging Face hub; see
+    :func:`paceline.launch.after_training.hub_upload.upload_model`.
+
+    Args:
+        folder: folder with another form of the model, such as the merged one; default: the model
+            as the run wrote it.
+    """
+    return upload_model(folder or model_folder(run), run, repository, private)

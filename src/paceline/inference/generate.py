@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, first_line
 from paceline.models.blocks import base_model
+from paceline.models.kinds import LANGUAGE, saved_kind
 from paceline.models.language import qwen_folder
 from paceline.models.qwen import CONVERTED_KEY, converted_folder
 
@@ -32,9 +33,29 @@ def model_folder(run: Path) -> Path:
     )
 
 
+def load_generator(run: Path) -> tuple[Any, Any]:
+    """Return what :func:`load_model` does.
+
+    Raises:
+        ConfigError: the model is of another kind.
+    """
+    kind = saved_kind(folder := model_folder(run))
+    if kind != LANGUAGE:
+        raise ConfigError(
+            f"the model in {folder} is a {kind.noun}; questions can be put only to causal language"
+            " models",
+            allowed="the folder of a run with `task: sft` or `task: pretrain`",
+            fix=(
+                f"load it with `transformers.{kind.auto_class}`; run `paceline export RUN --merge`"
+                " first if it is an adapter"
+            ),
+        )
+    return load_model(run)
+
+
 def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
     """Return (model in eval mode on the CPU, tokenizer), with adapters on their base model."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
     from transformers.utils import logging
 
     from paceline.models.weights import load_pretrained
@@ -42,6 +63,7 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
     folder = model_folder(run)
+    kind = saved_kind(folder)
     if (folder / "config.json").is_file() and (original := qwen_folder(str(folder))) is not None:
         folder = converted_folder(original)
     base = folder
@@ -50,12 +72,17 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
             json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
         )
     try:
-        model: Any = load_pretrained(AutoModelForCausalLM, str(base), dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        model: Any = load_pretrained(
+            getattr(transformers, kind.auto_class),
+            str(base),
+            dtype=dtype,
+            ignore_mismatched_sizes=kind.has_new_head,
+            **dict[str, Any](kind.settings),
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the model in {folder} cannot be loaded as a causal language model:"
-            f" {first_line(error)}",
+            f"the model in {folder} cannot be loaded as a {kind.noun}: {first_line(error)}",
             fix=f"check that {base} exists" if base != folder else None,
         ) from error
     if base != folder:
@@ -146,7 +173,7 @@ def generate(
     the most likely token each time."""
     import torch
 
-    model, tokenizer = load_model(run)
+    model, tokenizer = load_generator(run)
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())
     messages = [{"role": "user", "content": question}]

@@ -47,7 +47,7 @@ def largest_that_fits(config: Config, layout: ParallelLayout, machine: Machine) 
         if mode.fits:
             needed = f"{human_bytes(mode.total)} of {human_bytes(machine.memory_bytes)} per rank"
             reason = f"the largest that are predicted to fit ({needed})"
-            if mode.cost.activations == 0:
+            if not profile.knows_activations:
                 reason = (
                     f"all samples of a rank; the memory of activations is not predicted (the rest:"
                     f" {needed}), and smaller ones are tried if a rank runs out of memory"

@@ -17,6 +17,7 @@ from paceline.config.packages import unused_in_ranks
 from paceline.config.schema import Config
 from paceline.core.files import Scratch
 from paceline.core.processes import temporary_environment
+from paceline.tasks import uses_transformers
 
 
 def start_fork_server(config: Config) -> None:
@@ -25,7 +26,7 @@ def start_fork_server(config: Config) -> None:
     modules = ["paceline.launch.worker", "torch._dynamo"]
     if config.parallel.mode in ("zero2", "zero3", "fsdp") or config.parallel.shard:
         modules.append("torch.distributed.fsdp")
-    if config.task in ("sft", "pretrain"):
+    if uses_transformers(config):
         from paceline.models.builtin import model_type
 
         modules += ["transformers.models.auto.modeling_auto", "transformers.optimization"]

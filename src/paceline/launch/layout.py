@@ -141,14 +141,14 @@ def sharing_text(config: Config, derived: ResolvedValues) -> str | None:
     return f"{replicas}: {batch} of the global batch as {shares}" if shares else None
 
 
-def check_sizes(derived: ResolvedValues, samples: int, mode: str) -> list[Notice]:
+def check_sizes(derived: ResolvedValues, samples: int | None, mode: str) -> list[Notice]:
     """Check that every replica gets part of the run's global batch.
 
     Args:
         mode: name of the strategy.
-        samples: number of training samples. It may be smaller than the global batch or the number
-            of replicas: missing rows are padded with zero weight, which changes neither the loss
-            nor the gradient.
+        samples: number of training samples; None if it is unknown. It may be smaller than the
+            global batch or the number of replicas: missing rows are padded with zero weight, which
+            changes neither the loss nor the gradient.
 
     Returns:
         The notices to log.
@@ -157,6 +157,8 @@ def check_sizes(derived: ResolvedValues, samples: int, mode: str) -> list[Notice
         ConfigError: if there are no training samples, or more replicas than samples in the global
             batch of a resumed run or, in a mode whose replicas train separately, in the dataset.
     """
+    if samples is None:
+        samples = derived.global_batch_size
     if samples == 0:
         raise ConfigError(
             "the dataset contains no training sample", fix="check `dataset` and `max_length`"

@@ -59,9 +59,11 @@ def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
     from paceline.models.language import language_model_on_meta
     from paceline.models.positions import check_length
     from paceline.models.transforms.activation_offloading import reduce_activations
+    from paceline.models.transforms.parameters import parameter_settings
 
     model: Any = language_model_on_meta(config)
     check_length(config, model.config.to_dict())
+    parameter_settings(model, config, 0.0)
     reduce_activations(model, config)
     if layout.axes.tensor > 1:
         from paceline.models.tensor_plan.plan import find_tensor_plan
@@ -111,6 +113,10 @@ def _cache_file(config: Config, layout: ParallelLayout) -> Path | None:
             metadata.version(name) for name in ("torch", "transformers", "peft", "paceline")
         ]
     except metadata.PackageNotFoundError:
+        return None
+    args = config.train_args
+    selected = [args.freeze, args.trainable, args.trainable_layers, args.parameter_groups]
+    if any(selected):
         return None
     lora = {**config.lora.model_dump(mode="json"), "set": sorted(config.lora.model_fields_set)}
     settings = [

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,11 @@ from paceline.checkpoint.format import name_of
 from paceline.checkpoint.reader import read_meta
 from paceline.checkpoint.remote import check_url, is_url
 from paceline.config.derive import ResolvedValues, derive
+from paceline.config.evaluation_metrics import check_lm_eval, check_metrics, idle_notice
 from paceline.config.load import Loaded
-from paceline.config.packages import check_optimizer_package
+from paceline.config.packages import check_loggers, check_optimizer_package
 from paceline.config.schema import Config
+from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import (
     EXIT_DONE,
     EXIT_SIGINT,
@@ -44,6 +47,7 @@ from paceline.distributed.devices import (
     without_idle_offload,
 )
 from paceline.distributed.environment import outer_launcher
+from paceline.launch.after_training.hub_upload import check_hub_upload
 from paceline.launch.batch_size import largest_that_fits
 from paceline.launch.host_checks import quick_checks
 from paceline.launch.layout import check_sizes, sharing_text
@@ -70,6 +74,7 @@ from paceline.planner.choose import device_memory, local_machine
 from paceline.planner.devices import peak_rate
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared, Task
+from paceline.train.answers.text_metrics import load_user_metrics
 from paceline.train.run_spec import RunSpec
 
 if TYPE_CHECKING:
@@ -126,11 +131,12 @@ def check_early(config: Config) -> None:
             allowed=f"auto, never, or a checkpoint such as RUN/checkpoints/{name_of(40)}",
             fix="check the path, or remove `resume`: the default resumes the latest checkpoint",
         )
-    if "tensorboard" in config.report_to:
-        from paceline.observe.tensorboard import check_tensorboard
-
-        check_tensorboard()
+    check_loggers(config)
     check_optimizer_package(config.train_args.optim)
+    check_metrics(config)
+    load_user_metrics(config)
+    check_hub_upload(config)
+    check_lm_eval(config)
 
 
 def prepare_run(
@@ -166,6 +172,10 @@ def prepare_run(
     if leader is None:
         check_run_folder(loaded, run_dir, is_first_attempt)
     task = load_task(config)
+    if config.callbacks:
+        from paceline.train.callbacks.user import check_callbacks  # not needed by most runs
+
+        check_callbacks(config)
     data = _prepare_data(task, config, layout, dry_run)
     if config.train_args.auto_find_batch_size:
         dtype = config.train_args.compute_format
@@ -220,20 +230,23 @@ def _resolve_sizes(
     derived = derive(
         config,
         world_size=layout.world_size,
-        num_train=data.num_train,
+        rows_per_epoch=partial(data.rows_per_epoch, config),
         num_eval=data.num_eval,
         default_learning_rate=task.default_learning_rate,
-        train_tokens=data.train_tokens,
+        tokens_per_row=data.tokens_per_row(config),
         replicas=layout.axes.replicas,
         global_batch_size=global_batch_size,
     )
-    log_notices(logger, check_sizes(derived, data.num_train, layout.strategy))
+    num_rows = data.rows_per_epoch(config, derived.global_batch_size)
+    log_notices(logger, check_sizes(derived, num_rows, layout.strategy))
     shared = sharing_text(config, derived)
     if shared is not None:
         logger.info(shared)
     unbalanced = equal_notice(config, derived)
     log_notices(logger, [] if unbalanced is None else [unbalanced])
     check_steps(layout.strategy, config, derived.steps)
+    if not derived.eval_every_steps:
+        _check_selection_is_off(config.train_args)
     profile = config.train_args.profile
     if profile is not None and profile.last_step > derived.steps:
         raise ConfigError(
@@ -250,10 +263,30 @@ def _resolve_sizes(
     return derived
 
 
+def _check_selection_is_off(args: TrainArgs) -> None:
+    """Raise ConfigError for settings that require validation data, which there is none of."""
+    settings = {
+        "load_best_model_at_end": args.load_best_model_at_end,
+        "save_best": args.save_best,
+        "early_stopping": args.early_stopping is not None,
+    }
+    names = [f"`train_args.{name}`" for name, is_set in settings.items() if is_set]
+    if names:
+        raise ConfigError(
+            f"{' and '.join(names)} compare evaluations, and there is no validation data",
+            fix="set `val_dataset` or `split_dataset_ratio`, or remove these settings",
+        )
+    if args.metric_for_best_model is not None:
+        logger.warning("`train_args.metric_for_best_model` has no effect without validation data")
+
+
 def _warn_about_idle_settings(
     config: Config, layout: ParallelLayout, devices: Devices | None
 ) -> None:
     """Warn about settings that have no effect or slow the run down."""
+    idle_metrics = idle_notice(config)
+    if idle_metrics is not None:
+        logger.warning(idle_metrics)
     num_ranks = layout.num_processes
     if devices is not None:
         num_ranks = min(devices.count, num_ranks)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from paceline.config.packages import hide_packages
+from paceline.core.log import ignore_import_warnings
 
 
 def _import_modules() -> None:
@@ -26,5 +27,6 @@ def _import_modules() -> None:
 
 for package in ("bitsandbytes", "torchao"):  # they warn about optional kernels
     logging.getLogger(package).setLevel(logging.ERROR)
+ignore_import_warnings()
 hide_packages(os.environ.get("PACELINE_HIDDEN_PACKAGES", "").split())
 _import_modules()

@@ -15,7 +15,7 @@ from paceline.checkpoint.format import CheckpointMeta
 from paceline.checkpoint.integrity import foreign_files, verify
 from paceline.checkpoint.remote import CheckpointStore, check_url, fetch_checkpoint, is_url
 from paceline.config.derive import ResolvedValues
-from paceline.config.diff import changes_training
+from paceline.config.diff import changes_training, has_same_end
 from paceline.config.load import Loaded, diff_configs, load_config, load_stored
 from paceline.config.schema import Config
 from paceline.config.yaml_read import YamlValue
@@ -131,7 +131,10 @@ def check_resume(
             fix="raise `max_steps` or `num_train_epochs`, or set another `output_dir`",
         )
     run_dir = RunDir(Path(config.output_dir))
-    finished = _finished_report(run_dir, derived) if config.resume == "auto" else None
+    finished = None
+    if config.resume == "auto":
+        may_end_early = has_same_end(meta["config"], config)
+        finished = _finished_report(run_dir, derived, meta["step"] if may_end_early else None)
     if finished is None:
         # The event log contains this in its `resume` event.
         logger.info(
@@ -214,14 +217,19 @@ def _check_same_data(data: Prepared, meta: CheckpointMeta, path: Path, allow_cha
     )
 
 
-def _finished_report(run_dir: RunDir, derived: ResolvedValues) -> dict[str, JsonValue] | None:
+def _finished_report(
+    run_dir: RunDir, derived: ResolvedValues, early_end: int | None
+) -> dict[str, JsonValue] | None:
+    """Return the report of the run if it is complete. ``early_end`` is a step at which a callback
+    may have ended it."""
     try:
         report = json.loads(run_dir.report.read_text())
     except (OSError, ValueError):
         return None
+    last_step = early_end if report.get("stop_reason") else derived.steps
     done = (
         report.get("status") == "done"
-        and report.get("steps") == derived.steps
+        and report.get("steps") == last_step
         and os.path.isdir(run_dir.model)
     )
     return dict(report) if done else None

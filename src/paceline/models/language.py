@@ -1,4 +1,5 @@
-"""Load and save Hugging Face causal language models."""
+"""Load and save models of transformers that read text: causal language models, and those with
+another head."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from paceline.models.hub_configs import (
     read_raw_config,
 )
 from paceline.models.kernels.liger import install_liger
+from paceline.models.kinds import ModelKind, frozen_parts, kind_of
 from paceline.models.positions import check_length
 
 if TYPE_CHECKING:
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
 _DOWNLOAD = "download the model where there is a network and set `model=/path/to/folder`"
 
 
-def load_language_model(config: Config) -> nn.Module:
-    """Load the model to train, on the CPU.
+def load_language_model(config: Config, kind: ModelKind | None = None) -> nn.Module:
+    """Load the model to train, on the CPU, or build it if the default device is the meta device.
 
     Weights are float32, unless their conversion is deferred (see :mod:`paceline.models.weights`).
     With ``precision: bf16-true``, weights are bfloat16. With LoRA and mixed precision, the frozen
@@ -44,11 +46,14 @@ def load_language_model(config: Config) -> nn.Module:
         ConfigError: the model cannot be loaded, or frozen weights are not finite in float16.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     from paceline.models import attention
     from paceline.models.weights import load_pretrained
 
+    kind = kind or kind_of(config)
+    if torch.get_default_device().type == "meta":
+        return language_model_on_meta(config, kind=kind)
     name = str(Path(resolve_model(config.model)).expanduser())
     go_offline_if_unreachable(name)
     if (original := qwen_folder(name)) is not None:
@@ -58,13 +63,16 @@ def load_language_model(config: Config) -> nn.Module:
     trained = getattr(torch, config.train_args.weight_dtype)
     dtype = low if config.lora.enable else trained
     try:
-        model_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        model_config = transformers.AutoConfig.from_pretrained(
+            name, trust_remote_code=config.trust_remote_code, **kind.settings
+        )
         model: Any = load_pretrained(
-            AutoModelForCausalLM,
+            getattr(transformers, kind.auto_class),
             name,
             config=model_config,
             dtype=dtype,
-            shares=config.lora.enable,
+            shares=config.lora.enable and not kind.has_new_head,
+            ignore_mismatched_sizes=kind.has_new_head,
             trust_remote_code=config.trust_remote_code,
             **attention.own_attention(config),
         )
@@ -72,7 +80,7 @@ def load_language_model(config: Config) -> nn.Module:
         if _is_about_attention(config, error):
             raise attention.unsupported_attention(config) from error
         raise ConfigError(
-            f"`model: {config.model}` cannot be loaded: {first_line(error)}",
+            f"`model: {config.model}` cannot be loaded as a {kind.noun}: {first_line(error)}",
             allowed=(
                 "a folder with config.json and weights, a hub id that this machine can download, or"
                 " builtin:qwen2-tiny"
@@ -84,6 +92,7 @@ def load_language_model(config: Config) -> nn.Module:
     if config.train_args.use_liger_kernel:
         install_liger(model, config)
     model.config.use_cache = False
+    freeze(model, config)
     if not config.lora.enable:
         return model  # type: ignore[no-any-return]
     check_finite(model, config)
@@ -94,7 +103,9 @@ def load_language_model(config: Config) -> nn.Module:
     return add_adapters(model, config)
 
 
-def language_model_on_meta(config: Config, device: str | torch.device = "meta") -> nn.Module:
+def language_model_on_meta(
+    config: Config, device: str | torch.device = "meta", kind: ModelKind | None = None
+) -> nn.Module:
     """Build the model of :func:`load_language_model` on the meta device, from its config.json.
 
     Args:
@@ -104,20 +115,22 @@ def language_model_on_meta(config: Config, device: str | torch.device = "meta") 
         ConfigError: there is no config.json, or transformers does not support the model.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     from paceline.models import attention
     from paceline.models.adapters.lora import add_adapters
     from paceline.models.adapters.quantize import quantize_layers
+    from paceline.models.transforms.parameters import freeze_parameters
 
-    args = config.train_args
+    args, kind = config.train_args, kind or kind_of(config)
     name = str(Path(resolve_model(config.model)).expanduser())
     low = getattr(torch, args.mixed_dtype or "float32")
     with _quiet():
         try:
             model_config = _config_of(name, config.trust_remote_code)
+            model_config.update(dict(kind.settings))
             with torch.device(device):
-                model: Any = AutoModelForCausalLM.from_config(
+                model: Any = getattr(transformers, kind.auto_class).from_config(
                     model_config,
                     dtype=low if config.lora.enable else getattr(torch, args.weight_dtype),
                     trust_remote_code=config.trust_remote_code,
@@ -126,9 +139,11 @@ def language_model_on_meta(config: Config, device: str | torch.device = "meta") 
                 attention.check_model_attention(config, model)
                 if config.train_args.use_liger_kernel:
                     install_liger(model, config)
+                freeze(model, config)
                 if config.lora.enable:
                     quantize_layers(model, config)
                     model = add_adapters(model, config, read_weights=False)
+                freeze_parameters(model, args)
         except ConfigError:
             raise
         except Exception as error:  # transformers raises many types for an inconsistent config.json
@@ -138,7 +153,7 @@ def language_model_on_meta(config: Config, device: str | torch.device = "meta") 
                 f"`model: {config.model}` cannot be built from its config.json:"
                 f" {first_line(error)}",
                 allowed=(
-                    "a folder with the config.json of a causal language model, one of the"
+                    f"a folder with the config.json of a {kind.noun}, one of the"
                     f" {len(known_ids())} hub ids whose config.json is part of Paceline, another"
                     " hub id that can be downloaded, or builtin:qwen2-tiny"
                 ),
@@ -148,6 +163,14 @@ def language_model_on_meta(config: Config, device: str | torch.device = "meta") 
                 ),
             ) from error
     return model  # type: ignore[no-any-return]
+
+
+def freeze(model: nn.Module, config: Config) -> None:
+    """Freeze the parts of a vision-language model that the config does not train."""
+    parts = set(frozen_parts(config))
+    for name, parameter in model.named_parameters() if parts else ():
+        if parts.intersection(name.split(".")[:2]):
+            parameter.requires_grad_(False)
 
 
 def _is_about_attention(config: Config, error: Exception) -> bool:
@@ -291,6 +314,12 @@ def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) ->
         model.config.use_cache = use_cache
     if tokenizer_path is not None:
         copy_tokenizer(tokenizer_path, folder)
+
+
+def copy_processor(source: Path, folder: Path) -> None:
+    """Copy the files of a vision-language model's processor, except those of its tokenizer."""
+    for file in source.glob("*processor_config.json"):
+        shutil.copyfile(file, folder / file.name)
 
 
 def copy_tokenizer(source: str, folder: Path) -> None:

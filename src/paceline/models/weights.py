@@ -59,7 +59,8 @@ def load_pretrained(auto_class: Any, name: str, *, shares: bool = False, **optio
         shares: whether the ranks of a host share converted weights, because they are not trained.
     """
     model = copy = None
-    if _defers.get() and options.get("dtype") == torch.float32 and "config" in options:
+    is_causal = auto_class.__name__ == "AutoModelForCausalLM"
+    if _defers.get() and options.get("dtype") == torch.float32 and is_causal:
         model, info = _load_unconverted(name, **options)
     elif shares and from_environment().local_world_size > 1:
         copy = converted_copy(auto_class, name, **options)

@@ -188,6 +188,10 @@ def start_lines(event: RunStartEvent) -> list[tuple[str, str]]:
         lines.append(("peak", formatting.peak_line(peak)))
     if event.get("data"):
         lines.append(("data", formatting.data_line(event["data"])))
+    if event.get("sources"):
+        lines.append(("sources", formatting.sources_line(event["sources"])))
+    if event.get("packing"):
+        lines.append(("packing", formatting.packing_line(event["packing"])))
     lines += derived_lines(event.get("derived") or {})
     if event.get("output_dir"):
         command = f"paceline watch {shlex.quote(str(event['output_dir']))}"
@@ -217,14 +221,15 @@ def derived_lines(derived: Mapping[str, float | None]) -> list[tuple[str, str]]:
         batch += f", about {count(get('tokens_per_step'))} tokens per step"
     epochs = formatting.finite(get("epochs"))
     epochs_text = f", {epochs:.3g} epochs" if epochs is not None else ""
-    steps = f"{count(get('steps'))} ({count(get('steps_per_epoch'))} per epoch"
+    per_epoch = get("steps_per_epoch")
+    steps = "epoch of unknown size" if per_epoch is None else f"{count(per_epoch)} per epoch"
     warmup = "no warm-up"
     if get("warmup_steps"):
         warmup = f"after {count(get('warmup_steps'))} steps of warm-up"
     every = get("eval_every_steps")
     return [
         ("batch", batch),
-        ("steps", f"{steps}{epochs_text})"),
+        ("steps", f"{count(get('steps'))} ({steps}{epochs_text})"),
         ("rate", f"{formatting.rate(get('learning_rate'))}, {warmup}"),
         ("evaluation", f"every {count(every)} steps" if every else "none"),
     ]
@@ -248,6 +253,15 @@ def _factors(derived: Mapping[str, float | None]) -> str:
     return f"{count(micro)} per micro-batch × {count(accumulation)} accumulation × {ranks}"
 
 
+def _answers_text(config: Mapping[str, JsonValue]) -> bool:
+    """Return whether `paceline generate` answers with the trained model."""
+    # Imports the config's schema, which `paceline watch` does not need until a run is done.
+    from paceline.models.kinds import vision_family
+
+    is_language_task = config.get("task") in ("sft", "pretrain")
+    return is_language_task and vision_family(str(config.get("model"))) is None
+
+
 def end_lines(progress: Progress, event: RunEndEvent) -> list[tuple[str, str]]:
     """Return (label, text) of each line at the end of a run: its result, its files, and the next
     commands."""
@@ -255,7 +269,11 @@ def end_lines(progress: Progress, event: RunEndEvent) -> list[tuple[str, str]]:
     root = str(start.get("output_dir") or "")
     config = start.get("config") or {}
     lines = [(status, _result(progress, event))]
-    if event.get("reason") and status != "done":
+    sources = (progress.step or {}).get("sources")
+    if sources:
+        losses = [f"{row['name']} {formatting.loss(row['loss'])}" for row in sources]
+        lines.append(("by source", f"training loss {', '.join(losses)}"))
+    if event.get("reason"):
         lines.append(("reason", str(event["reason"])))
     if event.get("network"):
         lines.append(("network", str(event["network"])))
@@ -264,7 +282,7 @@ def end_lines(progress: Progress, event: RunEndEvent) -> list[tuple[str, str]]:
     quoted = shlex.quote(root)
     if status == "done":
         lines += [("report", f"{root}/report.html"), ("model", f"{root}/model/")]
-        if config.get("task") in ("sft", "pretrain"):
+        if _answers_text(config):
             lines.append(("try it", f'paceline generate {quoted} "…"'))
         lines.append(("show again", f"paceline watch {quoted}"))
     else:

@@ -14,11 +14,21 @@ from torch import nn
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
 from paceline.core.event_log import EventLog
-from paceline.core.events import DataFigures, Fault, Mesh, MeshRank, PeakRate, Prediction
+from paceline.core.events import (
+    DataFigures,
+    Fault,
+    Mesh,
+    MeshRank,
+    PeakRate,
+    Prediction,
+    RunStartEvent,
+)
 from paceline.core.log import log_notices
 from paceline.core.processes import host_name
+from paceline.core.row_figures import PackingFigures, SourceFigures
 from paceline.core.run_dir import RunDir
-from paceline.data.order import SampleOrder
+from paceline.data.order.base import Order
+from paceline.data.order.build import SourceSize, first_shares, tokens_per_row
 from paceline.models.attention import attention_of, kernel_of
 from paceline.models.blocks import base_model
 from paceline.models.kernels.attention_choice import SDPA
@@ -43,7 +53,9 @@ class RunInfo:
     """The parts of a run that its events and its report describe.
 
     Args:
-        data_counts: how many rows of the training data were read, kept and dropped.
+        sources: the sizes of the sources; empty if samples have no tokens.
+        data_counts: how many rows of the training data were read, kept and dropped; if the data is
+            streamed, up to now.
         started_at: when the command began, in seconds since the epoch.
         model: the model as the strategy has set it up.
         shape: the shape of the model as the task has built it.
@@ -61,14 +73,22 @@ class RunInfo:
     model: nn.Module
     shape: ModelShape
     train_dataset: Any
-    order: SampleOrder
+    order: Order
+    sources: tuple[SourceSize, ...]
     predicts_activations: bool
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether rows are tokenized while the run trains."""
+        return "tokens" in self.data_counts
 
     def workload(self, step: int) -> Workload:
         """Return the mean workload of a replica per step, as far as it is known at ``step``."""
         derived = self.derived
         lengths = getattr(self.train_dataset, "lengths", None)
         mean_length = 1.0 if lengths is None else float(np.mean(lengths))
+        if self.config.train_args.packs_rows and self.sources:
+            mean_length = tokens_per_row(self.config, self.sources)
         return Workload(
             derived.gradient_accumulation_steps,
             derived.samples_per_micro_batch * mean_length,
@@ -86,7 +106,7 @@ class RunInfo:
         micro_batches = (
             batch for step in steps for batch in self.order.micro_batches(step, num_parts)
         )
-        counts = [count_ids(batch) for batch in micro_batches if len(batch)]
+        counts = [count_ids(batch[:, 1]) for batch in micro_batches if len(batch)]
         return distinct_ids(
             counts, self.train_dataset.tables, self.config.parameter_server.num_servers
         )
@@ -119,34 +139,37 @@ def emit_run_start(
     if not info.strategy.world.is_rank_zero:
         return
     config = info.config
-    events.emit(
-        {
-            "type": "run_start",
-            "config": config.model_dump(mode="json"),
-            "derived": info.derived.as_dict(),
-            "world_size": info.derived.world_size,
-            "axes": asdict(info.layout.axes),
-            "mesh": mesh,
-            "predicted": _predicted(info, 0 if resumed is None else resumed[1]),
-            "device": str(info.strategy.world.device.type),
-            "peak": peak,
-            "precision": config.train_args.precision,
-            "strategy": info.strategy.name,
-            "model": {
-                "name": config.model,
-                "parameters": info.shape.num_parameters,
-                "trainable_parameters": sum(param.numel for param in info.shape.trained),
-                "attention": kernel_of(base_model(info.model)),
-            },
-            "data": info.data_counts,
-            "versions": _versions(),
-            "pid": os.getpid(),
-            "launcher": launcher_pid,
-            "host": host_name(),
-            "output_dir": str(info.run_dir.root),
-            "resumed_from_step": None if resumed is None else resumed[1],
-        }
-    )
+    start: RunStartEvent = {
+        "type": "run_start",
+        "config": config.model_dump(mode="json"),
+        "derived": info.derived.as_dict(),
+        "world_size": info.derived.world_size,
+        "axes": asdict(info.layout.axes),
+        "mesh": mesh,
+        "predicted": _predicted(info, 0 if resumed is None else resumed[1]),
+        "device": str(info.strategy.world.device.type),
+        "peak": peak,
+        "precision": config.train_args.precision,
+        "strategy": info.strategy.name,
+        "model": {
+            "name": config.model,
+            "parameters": info.shape.num_parameters,
+            "trainable_parameters": sum(param.numel for param in info.shape.trained),
+            "attention": kernel_of(base_model(info.model)),
+        },
+        "data": info.data_counts,
+        "versions": _versions(),
+        "pid": os.getpid(),
+        "launcher": launcher_pid,
+        "host": host_name(),
+        "output_dir": str(info.run_dir.root),
+        "resumed_from_step": None if resumed is None else resumed[1],
+    }
+    if config.train_args.packs_rows and info.sources:
+        start["packing"] = _packing(info)
+    if config.mixing != "concat":
+        start["sources"] = _sources(info)
+    events.emit(start)
     if failure is not None:
         events.emit({"type": "fault", **failure}, file_only=True)
     for level, text in launcher_notices:
@@ -155,6 +178,30 @@ def emit_run_start(
     if resumed is not None:
         path, step = resumed
         events.emit({"type": "resume", "step": step, "path": path})
+
+
+def _packing(info: RunInfo) -> PackingFigures:
+    args, rows = info.config.train_args, [source.num_rows for source in info.sources]
+    tokens = sum(source.tokens for source in info.sources)
+    return {
+        "strategy": args.packing_strategy,
+        "rows": rows,
+        "capacity": args.max_length,
+        "fill": tokens / (sum(rows) * args.max_length),
+    }
+
+
+def _sources(info: RunInfo) -> list[SourceFigures]:
+    shares = first_shares(info.config, info.sources)
+    return [
+        {
+            "name": source.name,
+            "samples": source.num_samples,
+            "tokens": source.tokens,
+            "share": share,
+        }
+        for source, share in zip(info.sources, shares, strict=True)
+    ]
 
 
 def _mesh(info: RunInfo) -> Mesh:
@@ -221,6 +268,8 @@ def _activations(info: RunInfo) -> Activations | None:
     longest = np.partition(lengths, len(lengths) - num_samples)[-num_samples:]
     is_packed = train_args.packing is not False
     tokens = float(longest.sum() if is_packed else num_samples * longest.max())
+    if train_args.packs_rows:
+        tokens = info.derived.samples_per_micro_batch * train_args.max_length
     return language_activations(
         dims,
         info.config,
@@ -228,7 +277,7 @@ def _activations(info: RunInfo) -> Activations | None:
         tokens * float(labels.sum() / lengths.sum()),
         mask_bytes=4 if info.strategy.world.device.type == "cpu" else 1,
         fused_attention=attention_of(base) != "eager",
-        longest=min(tokens, train_args.max_length),
+        row=tokens if is_packed else float(longest.max()),
         joined=kernel_of(base) == SDPA,
         low_weights=info.layout.has_low_weights,
         tensor_ranks=info.layout.axes.tensor,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 
+from paceline.config.evaluation_metrics import generated_metrics
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
@@ -73,6 +74,16 @@ def get_setting(config: Config, key: str) -> object:
     return reduce(getattr, key.split("."), config)
 
 
+def with_setting(key: str, *values: str) -> Subject:
+    """Return a subject for configs in which a setting has one of these values."""
+
+    def subject(config: Config, dims: ParallelDims) -> str | None:
+        value = get_setting(config, key)
+        return f"`{key}: {value}`" if value in values else None
+
+    return subject
+
+
 def check_limits(mode: str, capabilities: Capabilities, config: Config, dims: ParallelDims) -> None:
     """Raise ConfigError for the first setting that the strategy does not support."""
     for limit in capabilities.limits:
@@ -93,6 +104,30 @@ def check_features(
     mode: str, capabilities: Capabilities, config: Config, dims: ParallelDims
 ) -> None:
     """Raise ConfigError if the strategy does not support the config's compression, all-reduce
-    algorithm or unequal shares."""
+    algorithm, unequal shares or metrics of generated text."""
+    check_generation(config, dims)
     check_compression(config, mode, capabilities.reduces_in_buckets, dims)
     check_balance(config, mode, capabilities.unequal_shares, capabilities.equal_shares_reason, dims)
+
+
+def reason_against_generation(config: Config, dims: ParallelDims) -> str | None:
+    """Return why the model cannot generate text during training; None if it can."""
+    if dims.pipeline > 1:
+        return "each token would have to pass through all stages of the pipeline"
+    if config.parallel.sequence_parallel and dims.tensor > 1:
+        return "`parallel.sequence_parallel` cannot split a single token"
+    return None
+
+
+def check_generation(config: Config, dims: ParallelDims) -> None:
+    """Raise ConfigError if metrics are computed from generated text and the strategy cannot
+    generate it."""
+    names = generated_metrics(config.evaluation.metrics)
+    reason = reason_against_generation(config, dims) if names else None
+    if reason is not None:
+        raise ConfigError(
+            f"`evaluation.metrics: [{', '.join(names)}]` is not supported here, because the model"
+            f" cannot generate answers during training: {reason}",
+            allowed="`evaluation.metrics: [token_accuracy, perplexity]`",
+            fix="remove these metrics, or set `parallel.mode: zero3` or `ddp`",
+        )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.models.shape.activations import NO_ACTIVATIONS, Activations
+from paceline.models.shape.activations import NO_ACTIVATIONS, Activations, trained_matrices
 from paceline.models.shape.record import ModelShape, TensorShape, total_bytes
 
 
@@ -28,10 +28,10 @@ class Workload:
     host_activation_bytes: int = 0
     distinct: tuple[tuple[float, ...], ...] = ()
 
-    @property
-    def activation_bytes(self) -> int:
-        """Peak bytes of the activations of one micro-batch."""
-        return self.activations.total
+    def activation_bytes(self, shape: ModelShape) -> int:
+        """Return the peak bytes of the activations of one micro-batch, with what the trained
+        matrices of a rank that holds ``shape`` in full add to them."""
+        return self.activations.peak(trained_matrices(shape))
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,16 @@ class SupportsElasticWorkers(Protocol):
         The result is the same on every rank at the same point of the same step."""
 
 
-def elastic_workers(strategy: Strategy) -> SupportsElasticWorkers | None:
-    """Return the strategy if it can continue after ranks were lost, else None."""
-    return strategy if isinstance(strategy, SupportsElasticWorkers) else None
+def set_token_counts(strategy: Strategy, local: float, total: Callable[[], torch.Tensor]) -> None:
+    """Call ``set_token_counts`` if the strategy can continue after ranks were lost."""
+    if isinstance(strategy, SupportsElasticWorkers):
+        strategy.set_token_counts(local, total)
+
+
+def poll_rank_losses(strategy: Strategy) -> list[RankLoss]:
+    """Return the ranks lost since the last call: none, if the strategy cannot continue without
+    them."""
+    return strategy.poll_rank_losses() if isinstance(strategy, SupportsElasticWorkers) else []
 
 
 def replica_of(strategy: Strategy) -> tuple[int, int]:

@@ -15,9 +15,10 @@ from paceline.core.formatting import counted
 from paceline.core.user_code import import_user_module
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.record import ModelShape
-from paceline.parallel import limits
 from paceline.parallel.capabilities import Capabilities, check_features, check_limits
 from paceline.parallel.cost import Cost, Workload
+from paceline.parallel.limits import precision, training
+from paceline.parallel.limits import strategies as limits
 from paceline.parallel.offload import ACTIVATION_OFFLOAD
 from paceline.parallel.parameter_server import roles
 
@@ -88,6 +89,13 @@ class StrategySpec:
     expendable_ranks: Callable[[Config, ParallelDims], frozenset[int]] = no_ranks
 
 
+#: What no strategy supports.
+_FOR_ALL = (
+    *precision.PURE_BFLOAT16,
+    *precision.FLOAT8,
+    *ACTIVATION_OFFLOAD,
+    *training.AVERAGE,
+)
 _HYBRID = Capabilities(limits.HYBRID, reduces_in_buckets=True)
 _WORKERS_COUNT_EQUALLY = (
     "every worker counts equally in the average, so unequal shares would change the training"
@@ -389,7 +397,7 @@ def check_strategy(mode: str, config: Config, dims: ParallelDims, installed: boo
             made for another machine.
     """
     spec = get_spec(mode)
-    for_all = Capabilities(limits=(*limits.PURE_BFLOAT16, *limits.FLOAT8, *ACTIVATION_OFFLOAD))
+    for_all = Capabilities(limits=_FOR_ALL)
     check_limits(spec.name, for_all, config, dims)
     check_limits(spec.name, spec.capabilities, config, dims)
     if spec.check_sizes is not None:

@@ -10,12 +10,9 @@ from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
 from paceline.models.builtin import resolve_model
 from paceline.models.kernels.attention_choice import joins_samples
-from paceline.models.shape.activations import (
-    Activations,
-    TrainedMatrices,
-    language_activations,
-    trained_matrices,
-)
+from paceline.models.kinds import reads_images
+from paceline.models.shape.activations import Activations, WeightPrecision, language_activations
+from paceline.models.shape.block_memory import FLOAT32_BYTES
 from paceline.models.shape.flops import float8_flops, language_flops
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Cost, Workload
@@ -78,6 +75,8 @@ def micro_batch(config: Config) -> MicroBatchProfile:
     from paceline.data.text.prepare import TextTask, cached_lengths
 
     task: TextTask = "pretrain" if config.task == "pretrain" else "sft"
+    if reads_images(config):
+        task = "vision"
     cached = cached_lengths(config, task, resolve_model)
     if cached is None or len(cached[0]) == 0:
         longest = float(size * args.max_length)
@@ -92,6 +91,11 @@ def micro_batch(config: Config) -> MicroBatchProfile:
     is_packed = args.packing is not False
     fullest = float(sum(longest_samples) if is_packed else size * longest_samples[-1])
     label_share = float(labels.sum() / lengths.sum())
+    if args.packs_rows:
+        # Rows are almost full, whatever the lengths of the samples are.
+        fullest = float(size * args.max_length)
+        mean = float(args.max_length)
+        longest_samples = [args.max_length] * size
     return MicroBatchProfile(
         mean * size, fullest, label_share, mean, lengths=tuple(longest_samples)
     )
@@ -105,13 +109,15 @@ def workload(
     is_cpu: bool,
 ) -> Workload:
     """Return what a strategy's cost depends on besides the model's shape."""
-    work = Workload(
-        micro_batches=config.train_args.gradient_accumulation_steps,
-        positions=batch.positions,
-        activations=Activations(ends=profile.activation_bytes, peaks=(profile.activation_bytes,)),
-    )
+    work = Workload(config.train_args.gradient_accumulation_steps, batch.positions)
     if profile.dims is None:
-        return work
+        copies = _weight_copies(profile.shape, layout)
+        return replace(
+            work,
+            activations=Activations(
+                ends=profile.activation_bytes + copies, precision=WeightPrecision(FLOAT32_BYTES)
+            ),
+        )
     activations = language_activations(
         profile.dims,
         config,
@@ -119,20 +125,14 @@ def workload(
         batch.fullest * batch.label_share,
         mask_bytes=4 if is_cpu else 1,
         fused_attention=profile.fused_attention,
-        longest=min(batch.fullest, config.train_args.max_length),
+        row=batch.fullest if config.train_args.packing is not False else max(batch.lengths),
         joined=joins_samples(config, "cpu" if is_cpu else "cuda"),
         low_weights=layout.has_low_weights,
-        matrices=_full_matrices(profile.shape, layout),
         tensor_ranks=layout.axes.tensor,
     )
     activations = activations.of_model(len(profile.shape.blocks))
-    if not config.parallel.offloads_activations:
-        return replace(work, activations=activations)
-    return replace(
-        work,
-        activations=replace(activations, blocks=activations.on_device),
-        host_activation_bytes=activations.on_host,
-    )
+    on_host = activations.on_host if activations.offloads else 0
+    return replace(work, activations=activations, host_activation_bytes=on_host)
 
 
 def micro_batch_flops(config: Config, profile: ModelProfile, batch: MicroBatchProfile) -> float:
@@ -189,8 +189,6 @@ class ModeEstimate:
         settings: the keys of the section ``parallel`` that select it.
         cost: None if this run is not possible with the layout, because of ``reason``.
         shared_bytes: bytes of frozen weights that this rank shares with others, less its part.
-        weight_copies: bytes of the low-precision copies of float32 weights that autocast retains
-            from forward to backward.
         step_time_s: estimated; None if the device's rates are not known.
         per_second: estimated samples per second over all ranks; if ``step_time_s`` is None, it only
             serves to rank modes.
@@ -202,7 +200,6 @@ class ModeEstimate:
     fits: bool
     reason: str
     cost: Cost | None = None
-    weight_copies: int = 0
     shared_bytes: int = 0
     step_time_s: float | None = None
     per_second: float = 0.0
@@ -212,7 +209,7 @@ class ModeEstimate:
     def total(self) -> int:
         if self.cost is None:
             return 0
-        return self.cost.total + self.weight_copies - self.shared_bytes
+        return self.cost.total - self.shared_bytes
 
     def as_dict(self) -> ModeReport:
         cost = self.cost
@@ -223,7 +220,7 @@ class ModeEstimate:
                 parameters=None if cost is None else cost.parameters - self.shared_bytes,
                 gradients=None if cost is None else cost.gradients,
                 optimizer=None if cost is None else cost.optimizer,
-                activations=None if cost is None else cost.activations + self.weight_copies,
+                activations=None if cost is None else cost.activations,
                 total=None if cost is None else self.total,
             ),
             traffic_bytes_per_step=None if cost is None else cost.traffic_per_step,
@@ -270,11 +267,6 @@ def estimate(
     if cost.on_accelerator is not None and not machine.is_cpu:
         cost = cost.on_accelerator
     cost = _with_host_activations(cost, work)
-    copies = 0
-    if profile.dims is None or _is_split(layout):  # else these are part of the activations
-        copies = _weight_copies(profile.shape, layout)
-        tied = _tied_gradients(profile.shape, layout)
-        cost = replace(cost, activations=max(cost.activations, tied - copies))
     replicas = layout.axes.replicas
     step_s = step_time(
         layout, config, work, cost, machine, micro_batch_flops(config, profile, batch)
@@ -283,9 +275,7 @@ def estimate(
     shown_step_s = step_s if machine.rates_known else None
     shared = _shared_bytes(layout, profile, machine)
     rate = samples / step_s
-    mode = ModeEstimate(
-        name, layout, settings, True, "", cost, copies, shared, shown_step_s, rate, samples
-    )
+    mode = ModeEstimate(name, layout, settings, True, "", cost, shared, shown_step_s, rate, samples)
     usable = USABLE * machine.memory_bytes
     if mode.total <= usable:
         return replace(mode, reason=f"{mode.total / machine.memory_bytes:.0%} of the memory")
@@ -362,21 +352,9 @@ def _shared_bytes(layout: ParallelLayout, profile: ModelProfile, machine: Machin
     return profile.mapped_bytes - profile.mapped_bytes // machine.count
 
 
-def _full_matrices(shape: ModelShape, layout: ParallelLayout) -> TrainedMatrices | None:
-    """Return the trained matrices of a rank, unless it holds or gathers parts of the model."""
-    if _is_split(layout) or layout.axes.shard > 1:
-        return None
-    return shape.memoize("trained matrices", lambda: trained_matrices(shape))
-
-
-def _is_split(layout: ParallelLayout) -> bool:
-    """Return whether the ranks compute different parts of the model."""
-    return layout.axes.tensor > 1 or layout.axes.pipeline > 1
-
-
 def _weight_copies(shape: ModelShape, layout: ParallelLayout) -> int:
-    """Return the bytes of the low-precision copies of float32 weights that autocast makes:
-    backward needs them, so all exist when it starts."""
+    """Return the bytes of the low-precision copies that autocast makes of the float32 weights of a
+    model without known dimensions: backward needs them, so all exist when it starts."""
     axes = layout.axes
     if not shape.low_bytes or layout.has_low_weights:
         return 0
@@ -386,17 +364,6 @@ def _weight_copies(shape: ModelShape, layout: ParallelLayout) -> int:
         if len(tensor.shape) > 1 and tensor.element_bytes > shape.low_bytes
     )
     return shape.low_bytes * matrices // (axes.tensor * axes.pipeline)
-
-
-def _tied_gradients(shape: ModelShape, layout: ParallelLayout) -> int:
-    """Return the bytes of the gradients of a tied embedding at the end of backward, when most
-    activations are freed: that of the head, that of the embedding, and their sum. Strategies that
-    shard gradients count them in their cost."""
-    if layout.axes.shard > 1:
-        return 0
-    tied = set(shape.aliases.values())
-    sizes = [tensor.size_bytes for tensor in shape.trained if tensor.name in tied]
-    return 3 * max(sizes, default=0)
 
 
 def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfile) -> None:

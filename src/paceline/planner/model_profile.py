@@ -10,6 +10,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, first_line
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import config_folder
+from paceline.models.kinds import reads_images
 from paceline.models.shape.dims import LanguageDims, dims_of
 from paceline.models.shape.record import ModelShape, total_bytes
 
@@ -40,6 +41,11 @@ class ModelProfile:
     mapped_bytes: int = 0
     notes: tuple[str, ...] = ()
 
+    @property
+    def knows_activations(self) -> bool:
+        """Whether the memory of activations is known."""
+        return self.dims is not None or self.activation_bytes > 0
+
     def scaled(self, share: float) -> Self:
         """Return the profile for a micro-batch of ``share`` times the size."""
         activation_bytes = round(self.activation_bytes * share)
@@ -52,7 +58,7 @@ def describe(config: Config) -> ModelProfile:
     Raises:
         ConfigError: there is no such model, or the task's code fails to build it.
     """
-    if config.task in ("sft", "pretrain"):
+    if config.task in ("sft", "pretrain") and not reads_images(config):
         return _language(config)
     from paceline.tasks import load_task
 
@@ -139,9 +145,12 @@ def _build(task: Task) -> tuple[nn.Module, bool]:
     """Return the task's model, and whether it is on the meta device."""
     import torch
 
+    from paceline.models.transforms.parameters import freeze_parameters
+
     try:
         with torch.device("meta"):
             model = task.build_model()
+        freeze_parameters(model, task.config.train_args)
         if all(parameter.device.type == "meta" for parameter in model.parameters()):
             return model, True
     except ConfigError:
@@ -149,7 +158,9 @@ def _build(task: Task) -> tuple[nn.Module, bool]:
     except Exception:  # code that reads values; the second try, on the CPU, reports real errors
         pass
     try:
-        return task.build_model(), False
+        model = task.build_model()
+        freeze_parameters(model, task.config.train_args)
+        return model, False
     except ConfigError:
         raise
     except Exception as error:

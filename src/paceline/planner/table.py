@@ -136,7 +136,7 @@ def _row(plan: Plan, mode: ModeEstimate) -> list[str]:
         cost.parameters - mode.shared_bytes,
         cost.gradients,
         cost.optimizer,
-        cost.activations + mode.weight_copies,
+        cost.activations,
         mode.total,
     )
     share = mode.total / plan.machine.memory_bytes

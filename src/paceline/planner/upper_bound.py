@@ -5,11 +5,12 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
-from paceline.config.derive import optimizer_bytes_per_element
+from paceline.config.derive import average_bytes_per_element, optimizer_bytes_per_element
 from paceline.config.schema import Config
 from paceline.models.builtin import resolve_model
 from paceline.models.files import read_header
 from paceline.models.hub_configs import config_folder, read_config
+from paceline.models.kinds import reads_images
 from paceline.models.shape.activations import language_activations
 from paceline.models.shape.dims import LanguageDims, dims_of
 
@@ -17,6 +18,8 @@ from paceline.models.shape.dims import LanguageDims, dims_of
 def upper_bound(config: Config) -> int | None:
     """Return an upper bound on the bytes of state and activations of a rank with a full replica;
     None if the files do not determine one."""
+    if reads_images(config):
+        return None  # the size of the vision tower is not known before it is built
     if config.task in ("sft", "pretrain"):
         return _language(config)
     if config.task == "classify" and config.model.startswith("builtin:"):
@@ -37,13 +40,14 @@ def _language(config: Config) -> int | None:
     args = config.train_args
     tokens = float(args.per_device_train_batch_size * args.max_length)
     activations = language_activations(dims, config, tokens, tokens, mask_bytes=4)
-    return _state(config, dims, parameters) + activations.total
+    return _state(config, dims, parameters) + activations.peak()
 
 
 def _state(config: Config, dims: LanguageDims, parameters: int) -> int:
     args, lora = config.train_args, config.lora
     weight_bytes = 2 if args.weight_dtype == "bfloat16" else 4
     each = 2 * weight_bytes + optimizer_bytes_per_element(args) + (2 if args.mixed_dtype else 0)
+    each += average_bytes_per_element(args)
     if not lora.enable:
         return parameters * each
     # inputs and outputs of the four attention projections

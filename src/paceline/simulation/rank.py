@@ -38,7 +38,7 @@ from paceline.simulation.records import (
 )
 from paceline.simulation.torch_internals import FakeStore, FakeTensorMode, unset_fake_temporarily
 from paceline.tasks.language import LanguageTask
-from paceline.train.setup import distribute, quiet_libraries
+from paceline.train.components import distribute, quiet_libraries
 from paceline.train.state import TrainComponents
 
 T = TypeVar("T")
@@ -120,7 +120,7 @@ def _build(job: RankJob, config: Config, world: Communicator) -> tuple[TrainComp
     derived = derive(
         config,
         world_size=axes.size,
-        num_train=1 << 40,
+        rows_per_epoch=lambda batch_size: 1 << 40,
         num_eval=0,
         default_learning_rate=task.default_learning_rate,
         replicas=axes.replicas,

@@ -14,6 +14,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted, rank_names
 from paceline.distributed.devices import cpu_cores
+from paceline.models.kinds import reads_images
 from paceline.parallel.registry import ParallelLayout
 from paceline.planner.api import Plan
 from paceline.planner.estimate import MicroBatchProfile, ModeEstimate
@@ -113,6 +114,8 @@ def check_simulated(config: Config, layout: ParallelLayout, machine: Machine) ->
         raise ConfigError(
             f"`task: {config.task}` is not simulated", allowed="language models: `sft`, `pretrain`"
         )
+    if reads_images(config):
+        raise ConfigError("vision-language models are not simulated", fix="leave `--simulate` out")
     if machine.device is None:
         raise ConfigError(
             f"{machine.name} is not simulated",

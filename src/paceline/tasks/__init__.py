@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError, did_you_mean
+from paceline.data.sources.kinds import classifies_images
+from paceline.models.kinds import reads_images
 
 if TYPE_CHECKING:
     from paceline.config.schema import Config
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 BUILT_IN = {
     "sft": "language models, loss on the answers",
     "pretrain": "language models, loss on every token",
-    "classify": "images into classes",
+    "classify": "images or texts into classes",
     "recommend": "click prediction with embedding tables",
 }
 
@@ -28,14 +30,22 @@ def load_task(config: Config) -> Task:
         ConfigError: the task does not exist, or the user's file or class cannot be used.
     """
     name = config.task.strip()
+    if reads_images(config):
+        from paceline.tasks.vision_language import VisionLanguageTask
+
+        return VisionLanguageTask(config)
     if name in ("sft", "pretrain"):
         from paceline.tasks.language import LanguageTask
 
         return LanguageTask(config)
-    if name == "classify":
+    if name == "classify" and classifies_images(config):
         from paceline.tasks.classify import ClassifyTask
 
         return ClassifyTask(config)
+    if name == "classify":
+        from paceline.tasks.text_classify import TextClassifyTask
+
+        return TextClassifyTask(config)
     if name == "recommend":
         from paceline.tasks.recommend import RecommendTask
 
@@ -50,3 +60,10 @@ def load_task(config: Config) -> Task:
         allowed=f"{built_in}; your own as ./file.py:Class or package.module:Class",
         fix=did_you_mean(name.lower(), BUILT_IN, "choose one of these", form="`task: {}`"),
     )
+
+
+def uses_transformers(config: Config) -> bool:
+    """Return whether the task trains a model of transformers that reads text."""
+    if config.task == "classify":
+        return not classifies_images(config)
+    return config.task in ("sft", "pretrain")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from paceline.config.schema import Config
 from paceline.config.schema.train_args import TrainArgs
 from paceline.data.counts import DataCounts
+from paceline.data.order.build import SourceSize, rows_per_epoch, tokens_per_row
 
 if TYPE_CHECKING:
     import torch
@@ -29,10 +30,12 @@ _LANGUAGE_ARGS = (
     "max_length",
     "truncation_strategy",
     "packing",
+    "packing_strategy",
     "attn_implementation",
     "use_liger_kernel",
     "train_on_inputs",
     "train_on_turns",
+    "neftune_noise_alpha",
 )
 _LANGUAGE_SOURCE_KEYS = ("columns", "name", "ignore_columns", "roles")
 
@@ -53,27 +56,48 @@ class Prepared:
     is sent to every rank.
 
     Args:
-        num_train: number of training samples.
+        num_train: number of training samples; None if it is unknown.
         num_eval: number of validation samples (0: no evaluation).
         counts: how many rows of the training data (and of the split held out from it) were used or
             dropped.
-        train_tokens: number of tokens in one epoch, or None if samples have no tokens.
+        train_tokens: number of tokens in one epoch, or None if samples have no tokens or the number
+            is unknown.
         label_tokens: number of tokens with loss in one epoch, or None.
         notices: messages as (level, text), with level "info" or "warning".
+        sources: sizes of the sources, for an order that mixes them or packs rows; empty if samples
+            have no tokens.
         fingerprint: hash of the data, or None if unknown. A run cannot be resumed with a different
             one.
         handle: the object by which ``build_datasets`` finds the prepared data, such as a cache
             folder.
+        mean_tokens: mean number of tokens of a sample; None if samples have no tokens. By default
+            that of ``train_tokens``.
     """
 
-    num_train: int
+    num_train: int | None
     num_eval: int = 0
     counts: DataCounts = field(default_factory=DataCounts)
     train_tokens: int | None = None
     label_tokens: int | None = None
     notices: list[Notice] = field(default_factory=list)
+    sources: tuple[SourceSize, ...] = ()
     fingerprint: str | None = None
     handle: Any = None
+    mean_tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mean_tokens is None and self.train_tokens is not None and self.num_train:
+            self.mean_tokens = self.train_tokens / self.num_train
+
+    def rows_per_epoch(self, config: Config, batch_size: int) -> int | None:
+        """Return the number of rows that the batch size counts per epoch; None if unknown."""
+        if not self.sources:
+            return self.num_train
+        return rows_per_epoch(config, self.sources, batch_size)
+
+    def tokens_per_row(self, config: Config) -> float | None:
+        """Return the mean number of tokens of a row, or None if samples have no tokens."""
+        return tokens_per_row(config, self.sources) if self.sources else self.mean_tokens
 
 
 class Task:
@@ -108,6 +132,8 @@ class Task:
     additive = True
     #: Whether the model generates text from the samples of :class:`LanguageTask`.
     is_language_model = False
+    #: Whether :meth:`prepare` tokenizes texts, with :attr:`num_prepare_workers` processes.
+    tokenizes = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -116,6 +142,10 @@ class Task:
     def check(self) -> None:
         """Raise :class:`~paceline.core.errors.ConfigError` for errors that can be found without
         reading the data."""
+
+    #: Number of processes that tokenize the data in ``prepare``, or None to choose it by the amount
+    #: of text.
+    num_prepare_workers: int | None = None
 
     def prepare(self) -> Prepared:
         """Read, tokenize and cache the data. Called once per host, before the process group

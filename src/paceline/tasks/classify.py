@@ -15,8 +15,8 @@ from paceline.data.cache import key_of
 from paceline.data.counts import DataCounts
 from paceline.data.images import DIGITS, ImageDataset, ImageForm, ImageIndex, open_images
 from paceline.data.text.prepare import split_indices, split_notice
-from paceline.models import vision
 from paceline.models.blocks import BATCH_NORMS
+from paceline.models.classifiers import images as image_models
 from paceline.tasks.base import Notice, Prepared, Task, dropped_notice, language_settings_notices
 
 
@@ -33,14 +33,15 @@ class ClassifyTask(Task):
     """Trains an image classifier, built-in or from Hugging Face, on scikit-learn's digits or on a
     folder with one subfolder per class.
 
-    The loss is cross entropy in nats, summed over images; validation adds the accuracy.
+    The loss is cross entropy in nats, summed over images; validation adds the accuracy and the F1.
     """
 
     unit = "images"
+    gathers = ("predicted", "label")
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.default_learning_rate = 1e-3 if vision.is_builtin(config.model) else 2e-5
+        self.default_learning_rate = 1e-3 if image_models.is_builtin(config.model) else 2e-5
 
     def check(self) -> None:
         if self.config.lora.enable:
@@ -55,7 +56,7 @@ class ClassifyTask(Task):
                     f"several sources in `{key}` are not supported with `task: classify`",
                     fix="put the images into one folder, with one subfolder per class",
                 )
-        vision.check_image_model(self.config)
+        image_models.check_image_model(self.config)
 
     def prepare(self) -> Prepared:
         """Find the images and read their headers.
@@ -73,7 +74,7 @@ class ClassifyTask(Task):
                 f"`dataset: {source}` has a single class, {index.classes[0]}",
                 allowed="at least two subfolders with images, one per class",
             )
-        form, form_notices = vision.find_form(self.config, digits=index.source == DIGITS)
+        form, form_notices = image_models.find_form(self.config, digits=index.source == DIGITS)
         notices += form_notices
         counts = DataCounts(
             read=len(index) + sum(index.dropped.values()),
@@ -135,7 +136,7 @@ class ClassifyTask(Task):
 
     def build_model(self) -> nn.Module:
         handle: ClassifyData = self._handle
-        return vision.load_image_model(self.config, handle.form, handle.train.classes)
+        return image_models.load_image_model(self.config, handle.form, handle.train.classes)
 
     def setup(self, model: nn.Module) -> list[Notice]:
         num_norms = sum(
@@ -155,24 +156,38 @@ class ClassifyTask(Task):
         """Return the cross entropy in nats, summed over the images. ``batch`` is (images [N, C, H,
         W], classes int64 [N])."""
         images, labels = batch
-        logits = vision.logits_of(model(images)).float()
-        return functional.cross_entropy(logits, labels, reduction="sum")
+        logits = image_models.logits_of(model(images)).float()
+        smoothing = self.config.train_args.label_smoothing_factor
+        return functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
 
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Return sums over the images: ``loss`` (cross entropy in nats) and ``accuracy`` (number of
-        images whose most likely class is correct)."""
+        images whose most likely class is correct), and the classes of each image, ``predicted`` and
+        ``label``."""
         images, labels = batch
-        logits = vision.logits_of(model(images)).float()
+        logits = image_models.logits_of(model(images)).float()
+        predicted = logits.argmax(dim=-1)
         return {
             "loss": functional.cross_entropy(logits, labels, reduction="sum"),
-            "accuracy": (logits.argmax(dim=-1) == labels).sum(),
+            "accuracy": (predicted == labels).sum(),
+            "predicted": predicted,
+            "label": labels,
         }
+
+    def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Return ``f1``: the mean of the F1 of the classes that occur or are predicted."""
+        predicted, labels = gathered["predicted"].long(), gathered["label"].long()
+        num_classes = len(self._handle.train.classes)
+        hits = torch.bincount(labels[predicted == labels], minlength=num_classes)
+        totals = torch.bincount(torch.cat([predicted, labels]), minlength=num_classes)
+        occurs = totals > 0
+        return {"f1": float((2 * hits[occurs] / totals[occurs]).mean())}
 
     def save_model(self, model: nn.Module, folder: Path) -> None:
         """Write the weights, the input format and the class names, so that
-        :func:`paceline.models.vision.load_classifier` can load the model."""
+        :func:`paceline.models.classifiers.images.load_classifier` can load the model."""
         handle: ClassifyData = self._handle
-        vision.save_image_model(model, self.config, handle.form, handle.train.classes, folder)
+        image_models.save_image_model(model, self.config, handle.form, handle.train.classes, folder)
 
 
 def _summary(name: str, index: ImageIndex) -> list[Notice]:

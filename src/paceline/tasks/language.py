@@ -1,18 +1,28 @@
 """Causal language models: `task: sft` (loss on the answers) and `task: pretrain` (loss on every
 token)."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.collate import SegmentInputs, TokenBatch, collate_packed, collate_padded
+from paceline.data.collate import (
+    SegmentInputs,
+    TokenBatch,
+    add_sources,
+    collate_packed,
+    collate_padded,
+)
 from paceline.data.sources.resolve import check_hub_sources
-from paceline.data.text.prepare import prepare_tokens
+from paceline.data.text.prepare import PreparedTokens, TextTask, prepare_tokens
 from paceline.data.text.templates import save_template
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
 from paceline.models import attention, language
@@ -21,11 +31,15 @@ from paceline.models.adapters.lora import adapter_notices
 from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.files import check_files, check_hub
-from paceline.models.head.chunked_loss import ChunkedLoss, LogitTransform, chunked_loss
+from paceline.models.head.chunked_loss import IGNORED, ChunkedLoss, LogitTransform, chunked_loss
 from paceline.models.head.transform import find_transform, output_head
 from paceline.models.packing import choose_packing
 from paceline.models.qwen import CONVERTED_KEY, module_notice
+from paceline.models.transforms.embedding_noise import add_embedding_noise, noisy_embeddings
 from paceline.tasks.base import Notice, Prepared, Task
+
+if TYPE_CHECKING:
+    from paceline.data.streaming.prepare import PreparedStream
 
 
 class LanguageTask(Task):
@@ -34,6 +48,7 @@ class LanguageTask(Task):
 
     unit = "label tokens"
     is_language_model = True
+    tokenizes = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -56,9 +71,17 @@ class LanguageTask(Task):
         check_hub_sources(self.config)
 
     def prepare(self) -> Prepared:
-        tokens = prepare_tokens(
-            self.config, "pretrain" if self.config.task == "pretrain" else "sft", resolve_model
-        )
+        task: TextTask = "pretrain" if self.config.task == "pretrain" else "sft"
+        if self.config.streaming:
+            from paceline.data.streaming.prepare import is_streamed, prepare_stream
+
+            if is_streamed(self.config):
+                self._check_noise_of_streams()
+                return _prepared_stream(prepare_stream(self.config, task, resolve_model))
+        tokens = prepare_tokens(self.config, task, resolve_model, self.num_prepare_workers)
+        return self._prepared_from(tokens)
+
+    def _prepared_from(self, tokens: PreparedTokens) -> Prepared:
         return Prepared(
             num_train=tokens.num_train,
             num_eval=tokens.num_eval,
@@ -66,19 +89,42 @@ class LanguageTask(Task):
             train_tokens=tokens.train_tokens,
             label_tokens=tokens.label_tokens,
             notices=list(tokens.notices),
+            sources=tokens.source_sizes,
             fingerprint=f"{tokens.train_folder.name}/{tokens.num_train}",
             handle=tokens,
         )
 
+    def _check_noise_of_streams(self) -> None:
+        alpha = self.config.train_args.neftune_noise_alpha
+        if alpha is not None:
+            raise ConfigError(
+                f"`train_args.neftune_noise_alpha: {alpha:g}` is not supported with streaming: the"
+                " noise depends on the number of a sample in the dataset, and dropped rows have"
+                " none",
+                fix="set `streaming: false`, or leave `train_args.neftune_noise_alpha` out",
+            )
+
     def build_datasets(self) -> tuple[Any, Any | None]:
         tokens = self._handle
-        train = TokenDataset(tokens.train_folder, tokens.train_indices)
+        has_noise = self.config.train_args.neftune_noise_alpha is not None
+        train: Any
+        if isinstance(tokens, PreparedTokens):
+            ends: tuple[int, ...] = ()
+            if self.config.mixing != "concat":
+                ends = tuple(accumulate(source.num_samples for source in tokens.source_sizes))
+            train = TokenDataset(tokens.train_folder, tokens.train_indices, has_noise, ends)
+        else:
+            train = tokens.dataset
         if tokens.eval_folder is None:
             return train, None
         return train, TokenDataset(tokens.eval_folder, tokens.eval_indices)
 
     def build_model(self) -> Any:
-        return language.load_language_model(self.config)
+        model: Any = language.load_language_model(self.config)
+        alpha = self.config.train_args.neftune_noise_alpha
+        if alpha is not None:
+            add_embedding_noise(base_model(model).get_input_embeddings(), alpha)
+        return model
 
     def setup(self, model: Any) -> list[Notice]:
         """Choose between packed and padded rows by a test on the model. Called with the model on
@@ -135,11 +181,20 @@ class LanguageTask(Task):
                 " not mix)"
             )
             return "info", text
-        if self.config.train_args.packing is True:
+        args = self.config.train_args
+        if args.packs_rows or args.packing is True:
+            setting = (
+                f"packing_strategy: {args.packing_strategy}"
+                if args.packs_rows
+                else ("packing: true")
+            )
             raise ConfigError(
-                "`train_args.packing: true` is not supported with this model: it mixes samples that"
+                f"`train_args.{setting}` is not supported with this model: it mixes samples that"
                 " share a row",
-                fix="set `train_args.packing: auto` or `false`: the same loss, with padding",
+                fix=(
+                    "set `train_args.packing: auto` or `false` without `packing_strategy`: rows are"
+                    " padded"
+                ),
             )
         self.packed = False
         text = (
@@ -149,9 +204,14 @@ class LanguageTask(Task):
         return "warning", text
 
     def collate(self, samples: Sequence[TokenSample]) -> TokenBatch:
-        if self.packed:
-            return collate_packed(samples)
-        return collate_padded(samples, self._handle.pad_token_id)
+        batch = (
+            collate_packed(samples)
+            if self.packed
+            else collate_padded(samples, self._handle.pad_token_id)
+        )
+        if "source" in samples[0]:
+            add_sources(batch, samples, len(self._handle.source_sizes))
+        return batch
 
     def count(self, batch: TokenBatch) -> int:
         return int(batch["num_labels"])
@@ -161,34 +221,89 @@ class LanguageTask(Task):
 
     def loss(self, model: Any, batch: TokenBatch) -> Any:
         """Return the cross entropy in nats, summed over the tokens with loss."""
-        with attention.known_padding(batch.get("attention_mask"), batch["num_tokens"]):
-            return self._loss(model, batch)
+        return self._sums(model, batch, counts_correct=False)["loss"]
 
-    def _loss(self, model: Any, batch: TokenBatch) -> Any:
-        names = ["input_ids", "attention_mask", "position_ids"]
-        if self._passes_segments:
-            names += SegmentInputs.__annotations__
-        inputs: dict[str, Any] = {name: value for name, value in batch.items() if name in names}
-        inputs["use_cache"] = False
+    def evaluate(self, model: Any, batch: TokenBatch) -> dict[str, Any]:
+        """Return sums over the tokens with loss: ``loss`` and, with that metric,
+        ``token_accuracy`` (number of tokens that the model predicts)."""
+        return self._sums(model, batch, "token_accuracy" in self.config.evaluation.metrics)
+
+    def _sums(self, model: Any, batch: TokenBatch, counts_correct: bool) -> dict[str, Any]:
+        with (
+            attention.known_padding(batch.get("attention_mask"), batch["num_tokens"]),
+            noisy_embeddings(batch.get("noise_keys"), batch.get("noise_scales")),
+        ):
+            loss, num_correct = self._loss(model, batch, counts_correct)
+        return {"loss": loss, "token_accuracy": num_correct} if counts_correct else {"loss": loss}
+
+    def _loss(self, model: Any, batch: TokenBatch, counts_correct: bool) -> tuple[Any, Any]:
+        """Return the sum of the losses and, if counted, the number of correct predictions."""
+        inputs = self._inputs(batch)
         keep, targets = batch["keep"], batch["targets"]
+        smoothing = self.config.train_args.label_smoothing_factor if model.training else 0.0
         if self.picks_logits:
             inputs["logits_to_keep"] = keep
         if self._transform is not None and targets.numel() > self._chunk_tokens:
             selected = None if self.picks_logits else keep
-            loss = ChunkedLoss(
-                output_head(model), self._transform, targets, selected, self._chunk_tokens
+            has_sources = "source_losses" in batch
+            chunks = ChunkedLoss(
+                output_head(model),
+                self._transform,
+                targets,
+                selected,
+                self._chunk_tokens,
+                smoothing,
+                counts_correct,
+                targets.new_zeros(targets.numel(), dtype=torch.float32) if has_sources else None,
             )
-            with chunked_loss(loss):
-                return loss.result(model(**inputs).logits)
+            with chunked_loss(chunks):
+                loss = chunks.result(model(**inputs).logits)
+            if chunks.token_losses is not None:
+                _record_sources(batch, chunks.token_losses)
+            return loss, chunks.num_correct
         logits = model(**inputs).logits
         if not self.picks_logits:
             logits = logits[:, keep]
-        return functional.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
+        logits, targets = logits.flatten(0, 1).float(), targets.flatten()
+        has_sources = "source_losses" in batch
+        loss = functional.cross_entropy(
+            logits,
+            targets,
+            reduction="none" if has_sources else "sum",
+            label_smoothing=smoothing,
         )
+        if has_sources:
+            _record_sources(batch, loss)
+            loss = loss.sum()
+        return loss, (logits.argmax(-1) == targets).sum() if counts_correct else None
+
+    def _inputs(self, batch: TokenBatch) -> dict[str, Any]:
+        """Return the arguments of the model."""
+        names = ["input_ids", "attention_mask", "position_ids"]
+        if self._passes_segments:
+            names += SegmentInputs.__annotations__
+        inputs: dict[str, Any] = {name: value for name, value in batch.items() if name in names}
+        return {**inputs, "use_cache": False}
 
     def save_model(self, model: Any, folder: Path) -> None:
         tokenizer = None if self.prepared is None else self.prepared.handle.tokenizer_path
         language.save_language_model(model, tokenizer, folder)
         if tokenizer is not None and self.config.chat_template is not None:
             save_template(self.config, folder)
+
+
+def _prepared_stream(stream: PreparedStream) -> Prepared:
+    return Prepared(
+        num_train=stream.num_train,
+        num_eval=stream.num_eval,
+        mean_tokens=float(stream.sample_lengths.mean()),
+        notices=list(stream.notices),
+        fingerprint=stream.fingerprint,
+        handle=stream,
+    )
+
+
+def _record_sources(batch: TokenBatch, losses: torch.Tensor) -> None:
+    """Record the losses of the targets by source."""
+    targets = batch["targets"].flatten()
+    batch["source_losses"].record(losses, batch["target_sources"].flatten(), targets != IGNORED)

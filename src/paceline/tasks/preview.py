@@ -15,19 +15,24 @@ import torch
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.images import ImageDataset
+from paceline.data.sources.kinds import classifies_images
 from paceline.data.sources.resolve import ResolvedSource, open_source
 from paceline.data.sources.rows import MalformedRow, Unsupported
 from paceline.data.text.chunks import (
     NO_ANSWER,
     TOO_LONG,
+    AnyEncoder,
+    convert_row,
     make_converter,
     make_encoder,
     unsupported_row,
 )
-from paceline.data.text.encode import Encoded, Encoder
+from paceline.data.text.encode import Encoded
+from paceline.data.text.labels import LabelConverter
 from paceline.data.text.templates import template_choice
 from paceline.data.text.tokenizer import LoadedTokenizer, find_tokenizer, load_tokenizer
 from paceline.models.builtin import resolve_model
+from paceline.models.kinds import reads_images
 from paceline.tasks.base import Notice
 from paceline.tasks.classify import ClassifyTask
 from paceline.tasks.recommend import RecommendTask
@@ -115,13 +120,14 @@ def preview(config: Config, rows: int = 5) -> Preview:
             allowed="`task: sft`, `pretrain`, `classify` and `recommend`",
             fix="check with `paceline sft CONFIG --dry-run` that the data can be read",
         )
-    tokenizer = load_tokenizer(
-        find_tokenizer(resolve_model(config.tokenizer or config.model), config.trust_remote_code),
-        config.trust_remote_code,
+    folder = find_tokenizer(
+        resolve_model(config.tokenizer or config.model), config.trust_remote_code
     )
+    tokenizer = load_tokenizer(folder, config.trust_remote_code)
     choice = template_choice(config)
     template, template_notices = choice.choose(tokenizer)
-    encoder = make_encoder(config, config.task, tokenizer, template, choice.for_tools(tokenizer))
+    task = "vision" if reads_images(config) else config.task
+    encoder = make_encoder(config, task, tokenizer, template, choice.for_tools(tokenizer), folder)
     sources = [open_source(source) for source in config.sources()]
     shown = [row for source in sources for row in _rows(source, rows, encoder, tokenizer, config)]
     notices = [*template_notices, *(notice for source in sources for notice in source.notices)]
@@ -135,14 +141,18 @@ def preview(config: Config, rows: int = 5) -> Preview:
 
 
 def _rows(
-    source: ResolvedSource, rows: int, encoder: Encoder, tokenizer: LoadedTokenizer, config: Config
+    source: ResolvedSource,
+    rows: int,
+    encoder: AnyEncoder,
+    tokenizer: LoadedTokenizer,
+    config: Config,
 ) -> list[PreviewRow]:
     converter = make_converter(source, encoder, config)
     shown = []
     for place, raw_row in islice(source.rows(config.train_args.seed), rows):
         formats_before = converter.seen.copy()
         try:
-            encoded = encoder([converter(raw_row)])[0]
+            encoded = encoder([convert_row(converter, raw_row, place, config)])[0]
         except MalformedRow as reason:
             encoded = str(reason)
         except Unsupported as error:
@@ -266,8 +276,33 @@ def _clicks(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]:
     return shown, task.prepared.notices
 
 
+def _labeled(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]:
+    if classifies_images(config):
+        return _images(config, rows)
+    sources = [open_source(source) for source in config.sources()]
+    shown = []
+    for source in sources:
+        converter = LabelConverter(source.label, source.spec.columns, source.spec.ignore_columns)
+        for place, raw_row in islice(source.rows(config.train_args.seed), rows):
+            try:
+                sample = converter(raw_row)
+            except MalformedRow as reason:
+                shown.append(PreviewRow(place=place, label=f"none; the row is dropped: {reason}"))
+                continue
+            except Unsupported as error:
+                raise unsupported_row(error, place) from None
+            texts = sample.pair or (sample.text or "",)
+            fields = [
+                Field(name=name, value=text)
+                for name, text in zip(("text", "pair"), texts, strict=False)
+            ]
+            label = ", ".join(map(str, sample.labels)) or "no class"
+            shown.append(PreviewRow(place=place, label=label, fields=fields))
+    return shown, [notice for source in sources for notice in source.notices]
+
+
 _WITHOUT_TOKENS: dict[str, Callable[[Config, int], tuple[list[PreviewRow], list[Notice]]]] = {
-    "classify": _images,
+    "classify": _labeled,
     "recommend": _clicks,
 }
 

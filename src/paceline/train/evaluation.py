@@ -1,6 +1,7 @@
 """Evaluation over all ranks. Sums and counts are added up over the ranks and divided once, so that
 the result is exact even if ranks have different numbers of rows."""
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.config.evaluation_metrics import generated_metrics
 from paceline.config.schema import Config
 from paceline.core.events import EvalEvent
 from paceline.data.loader import LoaderOptions, eval_batches
@@ -17,21 +19,26 @@ from paceline.parallel.base import Strategy
 from paceline.parallel.protocols import evaluate as run_evaluation
 from paceline.parallel.protocols import has_data, replica_of
 from paceline.tasks.base import Task
+from paceline.train.answers.generation import AnswerGenerator
+from paceline.train.answers.metrics import answer_metrics
 from paceline.train.precision import Precision
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvalResult:
     """Means over the evaluation set. ``count`` is the number of label tokens or images that the
-    sums were divided by."""
+    sums were divided by, ``answered_rows`` that of rows with a generated answer, and ``best_step``
+    the step of the best evaluation so far, if the best model is selected."""
 
     loss: float
     metrics: dict[str, float]
     count: int
     wall_s: float
+    answered_rows: int = 0
+    best_step: int | None = None
 
     def event(self, step: int) -> EvalEvent:
-        return {
+        event: EvalEvent = {
             "type": "eval",
             "step": step,
             "loss": self.loss,
@@ -39,6 +46,11 @@ class EvalResult:
             "count": self.count,
             "wall_s": self.wall_s,
         }
+        if self.answered_rows:
+            event["answered_rows"] = self.answered_rows
+        if self.best_step is not None:
+            event["best_step"] = self.best_step
+        return event
 
 
 def evaluate(
@@ -57,6 +69,7 @@ def evaluate(
     start = time.perf_counter()
     comm, args = strategy.world, config.train_args
     on_rank_zero = config.evaluation.mode == "rank0"
+    batch_size = args.per_device_eval_batch_size or args.per_device_train_batch_size
     sums: dict[str, torch.Tensor] = {}
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in task.gathers}
     count = 0
@@ -68,7 +81,7 @@ def evaluate(
             batches = eval_batches(
                 dataset,
                 task.collate,
-                batch_size=args.per_device_eval_batch_size or args.per_device_train_batch_size,
+                batch_size=batch_size,
                 rank=rank,
                 world_size=num_replicas,
                 seed=args.seed,
@@ -101,7 +114,22 @@ def evaluate(
     loss = means.pop("loss")
     if rows:
         means |= task.metrics({name: _gather(values, comm) for name, values in rows.items()})
-    return EvalResult(loss, means, int(total), time.perf_counter() - start)
+    if "perplexity" in config.evaluation.metrics:
+        means["perplexity"] = _perplexity(loss)
+    answered_rows = 0
+    generated = generated_metrics(config.evaluation.metrics)
+    if generated:
+        generator = AnswerGenerator(task, model, strategy, precision, config, progress)
+        metrics, answered_rows = answer_metrics(generator, dataset, generated, batch_size)
+        means |= metrics
+    return EvalResult(loss, means, int(total), time.perf_counter() - start, answered_rows)
+
+
+def _perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def _gather(values: list[torch.Tensor], comm: Communicator) -> torch.Tensor:

@@ -12,6 +12,7 @@ from paceline.config.derive import ResolvedValues
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.formatting import counted
 from paceline.models.shape.record import QUANTIZED_BLOCK, QUANTIZED_MINIMUM, OptimizerMemory
+from paceline.models.transforms.parameters import ParameterSettings
 from paceline.train.optimizers.rounding import StochasticRounding
 
 #: ``train_args.lr_scheduler_type`` → name of the function in transformers.
@@ -41,12 +42,12 @@ def build_optimizer(
     named: list[tuple[str, nn.Parameter]],
     matrices: frozenset[str],
     hidden: frozenset[str] = frozenset(),
-    rate_factors: Mapping[str, float] | None = None,
+    settings: Mapping[str, ParameterSettings] | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer for the (name, parameter) pairs ``named``. Weight decay applies to the
     names in ``matrices`` (from :func:`matrices_of`): the shape of a shard does not show whether
-    its parameter is a matrix. Muon updates the names in ``hidden``. The learning rate of the
-    names in ``rate_factors`` is multiplied by a factor."""
+    its parameter is a matrix. Muon updates the names in ``hidden``. The names in ``settings`` have
+    their own learning rate or weight decay."""
     updated_by_muon = [param for name, param in named if name in hidden]
     decayed = [param for name, param in named if name in matrices - hidden]
     not_decayed = [param for name, param in named if name not in matrices]
@@ -59,9 +60,9 @@ def build_optimizer(
         )
         if params
     ]
-    if rate_factors:
-        factors = {param: rate_factors.get(name, 1.0) for name, param in named}
-        groups = list(_split_by_rate(groups, factors, learning_rate))
+    if settings:
+        by_param = {param: settings.get(name, ParameterSettings()) for name, param in named}
+        groups = list(_split_by_settings(groups, by_param, learning_rate))
     betas = (args.adam_beta1, args.adam_beta2)
     can_fuse = all(
         param.device.type in ("cpu", "cuda", "xpu", "mps") and param.is_floating_point()
@@ -115,14 +116,24 @@ def build_optimizer(
     return Adafactor(groups, lr=learning_rate, scale_parameter=False, relative_step=False)
 
 
-def _split_by_rate(
-    groups: list[dict[str, Any]], factors: Mapping[nn.Parameter, float], learning_rate: float
+def _split_by_settings(
+    groups: list[dict[str, Any]],
+    settings: Mapping[nn.Parameter, ParameterSettings],
+    learning_rate: float,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the groups, divided so that the parameters of each have one learning rate."""
+    """Yield the groups, divided so that the parameters of each have one learning rate and one
+    weight decay."""
     for group in groups:
-        for factor in sorted({factors[param] for param in group["params"]}):
-            params = [param for param in group["params"] if factors[param] == factor]
-            yield {**group, "params": params, "lr": learning_rate * factor}
+        parts: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for param in group["params"]:
+            rate, decay = settings[param].learning_rate, settings[param].weight_decay
+            key = (
+                learning_rate if rate is None else rate,
+                group["weight_decay"] if decay is None else decay,
+            )
+            parts.setdefault(key, []).append(param)
+        for rate, decay in sorted(parts):
+            yield {**group, "params": parts[rate, decay], "lr": rate, "weight_decay": decay}
 
 
 class Schedule:

@@ -11,7 +11,7 @@ from paceline.core.event_log import EventLog, read_events
 from paceline.core.events import Event
 from paceline.core.formatting import counted
 from paceline.core.run_dir import RunDir, lock_run
-from paceline.data.order import SampleOrder
+from paceline.data.order.base import Order
 from paceline.observe.console import Console
 from paceline.parallel.protocols import RankLoss
 from paceline.train.run_spec import RunSpec
@@ -23,15 +23,18 @@ logger = logging.getLogger(__name__)
 def event_listeners(config: Config, run_dir: RunDir) -> list[Callable[[Event], None]]:
     """Return the functions that receive each event on the rank that writes the event log."""
     listeners: list[Callable[[Event], None]] = [Console()]
-    if "tensorboard" in config.report_to:
-        from paceline.observe.tensorboard import TensorBoardListener
+    if config.report_to:
+        from paceline.observe.loggers.registry import open_loggers  # not needed by most runs
 
-        listeners.append(TensorBoardListener(run_dir.root))
+        listeners += open_loggers(config, run_dir)
     return listeners
 
 
 def take_over_log(config: Config, ctx: RankContext, checkpoints: CheckpointManager) -> None:
-    """Take over the event log and the uploads from a rank 0 that was lost."""
+    """Take over the event log and the uploads from a rank 0 that was lost, unless this rank has
+    them already."""
+    if ctx.events.path is not None:
+        return
     ctx.cleanup.callback(lock_run(ctx.run_dir, wait_s=20.0).close)
     listeners = event_listeners(config, ctx.run_dir)
     console = next((listener for listener in listeners if isinstance(listener, Console)), None)
@@ -49,7 +52,7 @@ def report_rank_losses(
     spec: RunSpec,
     ctx: RankContext,
     state: TrainState,
-    order: SampleOrder,
+    order: Order,
     num_left: int,
 ) -> None:
     """Emit the ``worker_lost`` event and the notice of each lost rank.
@@ -65,7 +68,7 @@ def report_rank_losses(
 def _report_rank_loss(
     loss: RankLoss,
     state: TrainState,
-    order: SampleOrder,
+    order: Order,
     accumulation: int,
     num_left: int,
     events: EventLog,

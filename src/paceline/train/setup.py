@@ -5,94 +5,77 @@ model folder and the report.
 """
 
 import logging
-import os
-import sys
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from pydantic import JsonValue
-from torch import nn
 
 from paceline.checkpoint.remote import CheckpointStore
 from paceline.checkpoint.saver import CheckpointManager
-from paceline.checkpoint.train_state import check_same_model, frozen_digest
+from paceline.checkpoint.train_state import check_same_model
 from paceline.checkpoint.transfer import open_checkpoint, transfer_notices
-from paceline.config.derive import ResolvedValues
 from paceline.config.load import to_yaml
-from paceline.config.schema import Config
-from paceline.core.errors import Outcome, PacelineError, RunError
+from paceline.core.errors import Outcome, PacelineError
 from paceline.core.event_log import EventLog
 from paceline.core.events import RunEndEvent
 from paceline.core.files import write_atomic
 from paceline.core.log import log_to_events
 from paceline.core.run_dir import RunDir, clear_debris, lock_run
 from paceline.core.stop import StopFlag
-from paceline.data.loader import LoaderOptions
-from paceline.data.order import SampleOrder
 from paceline.data.pipeline import DataPipeline
-from paceline.distributed.communicator import Communicator, init_communicator
+from paceline.distributed.communicator import init_communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.progress import PROGRESS
-from paceline.distributed.seeds import seed_everything
 from paceline.distributed.side_group import SideGroup
 from paceline.health.anomalies import AnomalyDetector
 from paceline.health.loss_spikes import LossSpikeDetector
 from paceline.health.watchdog import Watchdog
-from paceline.models.adapters.lora import learning_rate_factors
-from paceline.models.adapters.quantize import move_scales
-from paceline.models.shape.outline import Probe, outline
-from paceline.models.transforms.activation_offloading import reduce_activations
-from paceline.models.transforms.compile import compile_blocks, compile_times
-from paceline.models.transforms.float8 import convert_to_float8
-from paceline.models.weights import converted_weights, move_model
+from paceline.models.transforms.compile import compile_times
 from paceline.observe.comm_advisor import CommAdvisor, make_advisor
 from paceline.observe.device_stats import DeviceMonitor
+from paceline.observe.loggers.metric_logger import MetricLogger
 from paceline.observe.metrics import StepMetrics
 from paceline.observe.out_of_memory import is_out_of_memory, out_of_memory
 from paceline.observe.report.build import build_report
 from paceline.observe.report.html import write_reports
 from paceline.observe.run_start import RunInfo, emit_run_start
 from paceline.observe.throughput import mean_peak, model_flops
-from paceline.parallel.base import Strategy, make_strategy
+from paceline.parallel.base import Strategy
 from paceline.parallel.protocols import (
     close_servers,
     has_data,
-    model_init_context,
-    replica_of,
+    reports_loss,
     traffic_period,
 )
-from paceline.tasks import load_task
-from paceline.tasks.base import Task
-from paceline.tasks.user import UserTask, guard_model
-from paceline.train.balance import Balancer
-from paceline.train.callbacks import (
-    Callback,
+from paceline.train.callbacks.balance import Balancer
+from paceline.train.callbacks.base import Callback, TrainingInfo
+from paceline.train.callbacks.callback_list import CallbackList
+from paceline.train.callbacks.monitoring import (
     CommAdvice,
     CompileReport,
     MemoryReport,
     ReplicaCheck,
     StepLogger,
 )
+from paceline.train.callbacks.profiler import StepProfiler
+from paceline.train.callbacks.row_counts import RowCounter
+from paceline.train.callbacks.sampling import SampleGenerator
+from paceline.train.callbacks.selection import ModelSelection, selects_best_model
+from paceline.train.callbacks.sources import SourceRecorder
+from paceline.train.components import build_components, build_model
 from paceline.train.final_model import save_model_folder
 from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
-from paceline.train.optimizer import Schedule, build_optimizer, matrices_of, optimizer_notices
-from paceline.train.optimizers.host_state import offload_state
-from paceline.train.optimizers.rounding import add_rounding
-from paceline.train.precision import Precision, check_same_precision
-from paceline.train.profiler import StepProfiler
+from paceline.train.precision import check_same_precision
 from paceline.train.rank_loss import event_listeners
 from paceline.train.run_spec import RunSpec
-from paceline.train.sampling import SampleGenerator
 from paceline.train.state import (
     RankContext,
     TrainComponents,
     claim_store,
-    initialize_adapters,
     open_side_group,
     resume,
 )
@@ -170,7 +153,9 @@ def _run(trainer: Trainer) -> Outcome:
     spec, ctx, strategy = trainer.spec, trainer.ctx, trainer.strategy
     state, events = trainer.state, ctx.events
     advisor = make_advisor(strategy, trainer.metrics, state.first_step, spec.derived.steps)
-    trainer.callbacks += _monitoring(trainer, advisor)
+    trainer.callbacks.add(*_monitoring(trainer, advisor))
+    selection = _selection(trainer)
+    _add_user_callbacks(trainer)
     with trainer.checkpoints:  # waits for the last save, however the training ends
         try:
             status = trainer.train()
@@ -185,9 +170,14 @@ def _run(trainer: Trainer) -> Outcome:
         trainer.data.close()
         ctx.progress.enter("saving")
     if status == "done":
-        build_model = partial(_build_model, trainer.components.task, spec.config)
+        rebuild_model = partial(build_model, trainer.components.task, spec.config)
+        final_step = None if selection is None else selection.final_step
         save_model_folder(
-            ctx, trainer.components, build_model, state.step, trainer.handle_rank_loss
+            ctx,
+            trainer.components,
+            rebuild_model,
+            state.step if final_step is None else final_step,
+            trainer.handle_rank_loss,
         )
     report = build_report(
         _run_info(spec, ctx, trainer.components, trainer.data),
@@ -198,10 +188,15 @@ def _run(trainer: Trainer) -> Outcome:
         resumed_from_step=state.first_step if spec.resume_from is not None else None,
         skipped_batches=state.skipped_batches,
         shares=None if trainer.balancer.is_equal else trainer.balancer.counts,
+        best=None if selection is None else selection.report(),
+        stop_reason=state.stop_reason,
     )
     if ctx.comm.is_rank_zero:
         write_reports(ctx.run_dir, report)
-        reason = None
+        for listener in ctx.events.listeners:
+            if isinstance(listener, MetricLogger):
+                listener.finish(report)
+        reason = state.stop_reason
         if status == "stopped":
             reason = "stopped by a signal" if ctx.stop.wanted else "another rank was stopped"
         end: RunEndEvent = {
@@ -243,6 +238,25 @@ def _monitoring(trainer: Trainer, advisor: CommAdvisor | None) -> list[Callback]
     return callbacks if advisor is None else [*callbacks, CommAdvice(advisor)]
 
 
+def _selection(trainer: Trainer) -> ModelSelection | None:
+    """Add the callback that selects the best model, if the config asks for one."""
+    spec, ctx = trainer.spec, trainer.ctx
+    if not selects_best_model(spec.config.train_args) or not spec.derived.eval_every_steps:
+        return None
+    selection = ModelSelection(
+        spec.config.train_args, spec.derived, ctx.comm, trainer.components, trainer.checkpoints
+    )
+    trainer.callbacks.add(selection)
+    return selection
+
+
+def _add_user_callbacks(trainer: Trainer) -> None:
+    if trainer.spec.config.callbacks:
+        from paceline.train.callbacks.user import load_callbacks  # not needed by most runs
+
+        trainer.callbacks.add_user(load_callbacks(trainer.spec.config))
+
+
 def _open_run(spec: RunSpec, run_dir: RunDir, events: EventLog, cleanup: ExitStack) -> None:
     """Lock the run's folder, so that no other run writes to it, and start its event log."""
     run_dir.root.mkdir(parents=True, exist_ok=True)
@@ -250,141 +264,6 @@ def _open_run(spec: RunSpec, run_dir: RunDir, events: EventLog, cleanup: ExitSta
     clear_debris(run_dir)
     write_atomic(run_dir.config, to_yaml(spec.config))
     events.open(run_dir.events, event_listeners(spec.config, run_dir))
-
-
-def build_components(
-    spec: RunSpec,
-    comm: Communicator,
-    adjust: Callable[[nn.Module], object] | None = None,
-    side: SideGroup | None = None,
-) -> tuple[TrainComponents, DataPipeline, list[tuple[str, str]]]:
-    """Build the model and the data pipeline, seeded by ``train_args.seed``.
-
-    The order is the same for every strategy: activation checkpointing and offloading wrap the
-    forward of the blocks, so that the hooks run outside of it; then the strategy sets up the model.
-
-    Args:
-        adjust: function that may change the model before the strategy sets it up.
-        side: the group through which checkpoints are read, if some rank does not see the folder.
-
-    Returns:
-        The components, the data pipeline, and notices as (level, text).
-    """
-    quiet_libraries(spec.config, comm.device.type)
-    task = load_task(spec.config)
-    task.prepared = spec.data
-    task.device_type = comm.device.type
-    strategy = make_strategy(spec.layout.strategy, spec.config, comm)
-    with model_init_context(strategy):
-        model = _build_model(task, spec.config)
-    if adjust is not None:
-        adjust(model)
-    initialize_adapters(model, spec, comm, side)
-    strategy.num_devices = spec.layout.axes.replicas if spec.layout.num_processes == 1 else 1
-    if not any(param.requires_grad for param in model.parameters()):
-        raise RunError(
-            "the model has no trainable parameters: every parameter is frozen",
-            fix="set requires_grad of the parameters to train",
-        )
-    if strategy.rank0_has_full_model:
-        # Otherwise it stays on the CPU until it is split: it may not fit on one device.
-        move_model(model, comm.device)
-        move_scales(model, comm.device)
-    with converted_weights(model):
-        notices = task.setup(model)
-    datasets = task.build_datasets()
-    if isinstance(task, UserTask) and spec.resume_from is None:
-        from paceline.tasks.additivity import check_additive  # not imported for built-in tasks
-
-        # Runs on every rank, because the loss may issue collectives.
-        seed = spec.config.train_args.seed
-        notices += check_additive(task.task, model, datasets[0], seed)
-    probe = None
-    if spec.layout.axes.pipeline > 1:
-        # The loss of one sample shows which tensors the stages must send to each other.
-        probe = Probe(lambda model: task.loss(model, task.collate([datasets[0][0]])), rows=1)
-    strategy.probe = None if probe is None else probe.run
-    digest = frozen_digest(model)
-    components = distribute(task, model, strategy, spec.config, spec.derived, probe, digest)
-    notices += strategy.notices
-    return components, _build_data(spec, components, *datasets), notices
-
-
-def distribute(
-    task: Task,
-    model: nn.Module,
-    strategy: Strategy,
-    config: Config,
-    derived: ResolvedValues,
-    probe: Probe | None = None,
-    digest: str | None = None,
-) -> TrainComponents:
-    """Distribute the model over the ranks, and build the optimizer. A collective.
-
-    Args:
-        digest: digest of the frozen weights.
-    """
-    with converted_weights(model):
-        shape, decayed = outline(model, config, probe), matrices_of(model)
-    rate_factors = learning_rate_factors(model, config)
-    strategy.notices += convert_to_float8(model, config.train_args)
-    placed = strategy.setup(model)
-    move_scales(model, strategy.world.device)
-    args = config.train_args
-    optimizer = strategy.setup_optimizer(
-        lambda named: build_optimizer(
-            args, derived.learning_rate, named, decayed, shape.optimizer.matrices, rate_factors
-        )
-    )
-    strategy.notices += optimizer_notices(args, shape.optimizer, optimizer)
-    if args.weight_dtype == "bfloat16":
-        add_rounding(optimizer, args.seed, strategy.tensor_shards())
-    offload_state(optimizer, strategy)
-    precision = Precision(args, strategy.world)
-    strategy.scaler = precision.scaler
-    schedule = Schedule(optimizer, args, derived)
-    return TrainComponents(task, placed, shape, strategy, optimizer, schedule, precision, digest)
-
-
-def _build_data(
-    spec: RunSpec, components: TrainComponents, train_dataset: Any, eval_dataset: Any | None
-) -> DataPipeline:
-    args, strategy, task = spec.config.train_args, components.strategy, components.task
-    replica, num_replicas = replica_of(strategy)
-    accumulation = spec.derived.gradient_accumulation_steps
-    if spec.layout.num_processes == 1:  # this process runs the micro-batches of all devices
-        accumulation *= spec.layout.axes.replicas
-    return DataPipeline(
-        train_dataset,
-        eval_dataset,
-        SampleOrder(
-            len(train_dataset),
-            spec.derived.global_batch_size,
-            args.seed,
-            # Padded rows need equal counts per rank; packed rows need equal tokens.
-            getattr(train_dataset, "lengths", None) if getattr(task, "packed", True) else None,
-            args.shuffle,
-        ),
-        task.collate,
-        LoaderOptions(
-            args.dataloader_num_workers,
-            args.dataloader_prefetch_factor,
-            args.dataloader_pin_memory and strategy.world.device.type != "cpu",
-        ),
-        last_step=spec.derived.steps,
-        accumulation=accumulation if has_data(strategy) else 0,
-        replica=replica,
-        num_replicas=num_replicas,
-    )
-
-
-def _build_model(task: Task, config: Config) -> nn.Module:
-    seed_everything(config.train_args.seed, "init")
-    model = task.build_model()
-    guard_model(model)
-    compile_blocks(model, config.train_args)
-    reduce_activations(model, config)
-    return model
 
 
 def build_trainer(
@@ -406,7 +285,7 @@ def build_trainer(
         ctx.comm,
         # When the command was started or, after a restart, when the failure was detected.
         spec.started_at if spec.failure is None else float(spec.failure["seen_at"]),
-        spec.data.train_tokens is not None,
+        spec.data.mean_tokens is not None,
         traffic_period(strategy),
         serves=not has_data(strategy),
         devices=DeviceMonitor(ctx.device),
@@ -432,7 +311,9 @@ def build_trainer(
     data.seek(state.step)
     # These are about state that the checkpoint lacks or that this run does not use.
     resume_notices = strategy.notices[num_notices:]
-    resume_notices += transfer_notices(strategy, side, components.shape.optimizer.element_bytes)
+    memory = components.shape.optimizer
+    state_bytes = memory.element_bytes + memory.average_bytes
+    resume_notices += transfer_notices(strategy, side, state_bytes)
     balancer = Balancer(spec.config, ctx, strategy, data, metrics, checkpoints)
     balancer.begin(state.step, meta.get("balance"))
     emit_run_start(
@@ -447,6 +328,20 @@ def build_trainer(
     )
     balancer.announce()
     anomalies = AnomalyDetector(settings, strategy, components.precision.scaler, events)
+    info = TrainingInfo(
+        ctx.comm.rank,
+        spec.derived.world_size,
+        ctx.run_dir.root,
+        spec.derived.steps,
+        components.model,
+    )
+    row_tokens = args.max_length if args.packs_rows and spec.data.sources else None
+    sources = _source_recorder(spec, strategy, data)
+    callbacks = CallbackList(ctx.comm, info, meta.get("callbacks", {}))
+    callbacks.add(StepLogger(metrics, anomalies, data.order, ctx, row_tokens, sources))
+    if data.counts is not None:
+        callbacks.add(RowCounter(ctx, strategy, data))
+    checkpoints.on_saved = callbacks.on_checkpoint_saved
     return Trainer(
         spec,
         ctx,
@@ -458,9 +353,26 @@ def build_trainer(
         anomalies,
         LossSpikeDetector(settings),
         balancer,
+        callbacks,
         resumed_from=path,
-        callbacks=[StepLogger(metrics, anomalies, data.order, ctx)],
     )
+
+
+def _source_recorder(
+    spec: RunSpec, strategy: Strategy, data: DataPipeline
+) -> SourceRecorder | None:
+    """Return the recorder of the sources of a mixture, which sees every micro-batch."""
+    if spec.config.mixing == "concat":
+        return None
+    recorder = SourceRecorder(
+        spec.data.sources,
+        data.order,
+        data.train_dataset.lengths,
+        reports_loss(strategy),
+        strategy.world.device,
+    )
+    data.observers.append(recorder.observe)
+    return recorder
 
 
 def _run_info(
@@ -470,7 +382,7 @@ def _run_info(
         config=spec.config,
         derived=spec.derived,
         layout=spec.layout,
-        data_counts=spec.data.counts.as_dict(),
+        data_counts=(spec.data.counts if data.counts is None else data.counts).as_dict(),
         started_at=spec.started_at,
         run_dir=ctx.run_dir,
         strategy=components.strategy,
@@ -478,23 +390,6 @@ def _run_info(
         shape=components.shape,
         train_dataset=data.train_dataset,
         order=data.order,
+        sources=spec.data.sources,
         predicts_activations=components.task.is_language_model,
     )
-
-
-def quiet_libraries(config: Config, device_type: str) -> None:
-    """Suppress messages of libraries that users cannot act on."""
-    if device_type == "cpu":
-        # transformers imports DeepSpeed if it is installed, which would search for accelerators and
-        # print that it found none.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # peft calls deprecated functions of transformers, which users cannot change.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
-    # The launcher prints this warning once for all ranks.
-    warnings.filterwarnings("ignore", message="This DataLoader will create")
-    if "transformers" in sys.modules or config.task in ("sft", "pretrain"):
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()
-        transformers_logging.set_verbosity_error()
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from pydantic import JsonValue
 from torch import nn
 
 from paceline.checkpoint import store
@@ -20,8 +21,10 @@ from paceline.checkpoint.remote import CheckpointStore
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.checkpoint.train_state import load_train_state
 from paceline.checkpoint.transfer import open_checkpoint
+from paceline.config.diff import has_same_end
 from paceline.config.schema.recovery import RecoveryConfig
 from paceline.core.event_log import EventLog
+from paceline.core.events import StepFigures
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.distributed.communicator import Communicator
@@ -91,6 +94,7 @@ class TrainState:
         skipped_batches: steps (from 0) whose batch is skipped after a loss spike.
         recent_losses: mean losses of the last steps, to detect loss spikes.
         eval_losses: evaluation loss by step.
+        stop_reason: why a callback ended the training before its last step, or None.
     """
 
     step: int = 0
@@ -98,6 +102,11 @@ class TrainState:
     skipped_batches: set[int] = field(default_factory=set)
     recent_losses: deque[float] = field(default_factory=deque)
     eval_losses: dict[int, float] = field(default_factory=dict)
+    stop_reason: str | None = None
+
+    def is_complete(self, last_step: int) -> bool:
+        """Return whether the training has reached ``last_step``, or was ended before it."""
+        return self.step >= last_step or self.stop_reason is not None
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,7 @@ class StepResult:
         learning_rate: learning rate of the update, or None unless ``outcome`` is ``updated``.
         stop: whether a stop of any rank was requested.
         is_logged: whether a ``step`` event is emitted for this step.
+        figures: figures of a logged step over all ranks, which :class:`StepLogger` adds.
     """
 
     outcome: Literal["updated", "batch_skipped", "rolled_back"]
@@ -116,6 +126,7 @@ class StepResult:
     grad_norm: torch.Tensor | None = None
     learning_rate: float | None = None
     is_logged: bool = False
+    figures: StepFigures = field(default_factory=StepFigures)
 
 
 @dataclass(frozen=True)
@@ -196,7 +207,11 @@ def report_rollback(events: EventLog, step: int, spike: LossSpike, target: Rollb
 
 
 def checkpoint_meta(
-    state: TrainState, spec: RunSpec, components: TrainComponents, balance: BalanceRecord | None
+    state: TrainState,
+    spec: RunSpec,
+    components: TrainComponents,
+    balance: BalanceRecord | None,
+    callbacks: dict[str, dict[str, JsonValue]],
 ) -> CheckpointMeta:
     """Return the content of a checkpoint's ``meta.json``, except its step."""
     meta: CheckpointMeta = {
@@ -214,6 +229,10 @@ def checkpoint_meta(
         meta["recent_losses"] = list(state.recent_losses)
     if balance is not None:
         meta["balance"] = balance
+    if callbacks:
+        meta["callbacks"] = callbacks
+    if state.stop_reason is not None:
+        meta["stop_reason"] = state.stop_reason
     return meta
 
 
@@ -290,4 +309,6 @@ def resume(
         skipped_batches=set(opened.meta.get("skipped_batches", ())),
         recent_losses=recent_losses_from(opened.meta, settings),
     )
+    if has_same_end(opened.meta["config"], spec.config):
+        state.stop_reason = opened.meta.get("stop_reason")
     return state, path, opened.meta

@@ -13,10 +13,8 @@ from paceline.data.loader import MicroBatch
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.host_copies import HostCopy, tensor_of
 from paceline.observe.metrics import StepMetrics
-from paceline.parallel.base import Strategy
 from paceline.parallel.protocols import count_group, max_count_lag, reports_loss
-from paceline.tasks.base import Task
-from paceline.train.state import RankContext
+from paceline.train.state import RankContext, TrainComponents
 
 
 class StepCounts:
@@ -86,14 +84,13 @@ class CountQueue:
 
     def __init__(
         self,
-        task: Task,
-        strategy: Strategy,
+        components: TrainComponents,
         ctx: RankContext,
         checkpoints: CheckpointManager,
         metrics: StepMetrics,
     ) -> None:
-        self.task = task
-        self.strategy = strategy
+        self.task = components.task
+        self.strategy = components.strategy
         self.ctx = ctx
         self.checkpoints = checkpoints
         self.metrics = metrics

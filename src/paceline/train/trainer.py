@@ -3,7 +3,7 @@
 import logging
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -26,13 +26,15 @@ from paceline.parallel.base import MicroStep
 from paceline.parallel.protocols import (
     averaged_weights,
     consolidated,
-    elastic_workers,
+    poll_rank_losses,
     replica_of,
     reports_loss,
+    set_token_counts,
     unscale_grads,
 )
-from paceline.train.balance import Balancer, ComputeTimer
-from paceline.train.callbacks import Callback
+from paceline.train.callbacks.balance import Balancer, ComputeTimer
+from paceline.train.callbacks.base import Requests
+from paceline.train.callbacks.callback_list import CallbackList
 from paceline.train.evaluation import EvalResult, evaluate
 from paceline.train.rank_loss import report_rank_losses, take_over_log
 from paceline.train.run_spec import RunSpec
@@ -55,13 +57,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Trainer:
-    """Runs the training loop on one rank. Built by :mod:`paceline.train.setup`.
-
-    Args:
-        resumed_from: path of the checkpoint that this attempt resumed from, or None.
-        callbacks: callbacks in the order in which they are called; see
-            :class:`~paceline.train.callbacks.Callback`.
-    """
+    """Runs the training loop on one rank. Built by :mod:`paceline.train.setup`. ``resumed_from`` is
+    the path of the checkpoint that this attempt resumed from, or None."""
 
     spec: RunSpec
     ctx: RankContext
@@ -73,49 +70,57 @@ class Trainer:
     anomalies: AnomalyDetector
     spikes: LossSpikeDetector
     balancer: Balancer
+    callbacks: CallbackList
     resumed_from: str | None = None
-    callbacks: list[Callback] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        parts, ctx = self.components, self.ctx
-        self.strategy = parts.strategy
-        self.counts = CountQueue(parts.task, parts.strategy, ctx, self.checkpoints, self.metrics)
+        self.strategy = self.components.strategy
+        self.counts = CountQueue(self.components, self.ctx, self.checkpoints, self.metrics)
         self._has_reported_no_rollback = False
 
     def train(self) -> Literal["done", "stopped"]:
         """Train to the last step or until a stop is requested, and save the state in both cases."""
         self.components.model.train()
-        state, last_step = self.state, self.spec.derived.steps
-        eval_every_steps = self.spec.derived.eval_every_steps
-        while state.step < last_step:
+        state, derived = self.state, self.spec.derived
+        self.callbacks.on_train_begin(state)
+        self.handle_requests(self.callbacks.take_requests())
+        while not state.is_complete(derived.steps):
             result = self.run_step()
             self.checkpoints.poll()
-            if state.step == last_step or result.stop or self.anomalies.is_exhausted:
+            requests, step = self.callbacks.take_requests(), state.step
+            state.stop_reason = requests.stop
+            if state.is_complete(derived.steps) or result.stop or self.anomalies.is_exhausted:
                 break
-            if eval_every_steps and state.step % eval_every_steps == 0:
-                self.evaluate()
-            if self.checkpoints.is_due(state.step):
-                self.save(must_succeed=False)
+            due = Requests(None, derived.is_eval_step(step), self.checkpoints.is_due(step))
+            self.handle_requests(requests | due)
         self.save(must_succeed=True)
         self.anomalies.raise_if_exhausted()
         self.handle_rank_loss()
-        if state.step < last_step:
+        if not state.is_complete(derived.steps):
             return "stopped"
         self.evaluate()
+        self.callbacks.on_train_end(state)
         return "done"
+
+    def handle_requests(self, requests: Requests) -> None:
+        """Evaluate, save a checkpoint, or end the training, as callbacks request. A collective."""
+        if requests.evaluate:
+            self.evaluate()
+            requests |= self.callbacks.take_requests()
+        self.state.stop_reason = requests.stop or self.state.stop_reason
+        if requests.save:
+            self.save(must_succeed=False)
 
     def run_step(self) -> StepResult:
         """Run one step, or skip its batch after a rollback, and call the callbacks."""
-        for callback in self.callbacks:
-            callback.on_step_begin(self.state)
+        self.callbacks.on_step_begin(self.state)
         if self.state.step in self.state.skipped_batches:
             self.data.next()
             self.state.step += 1
             result = StepResult("batch_skipped")
         else:
             result = self.step()
-        for callback in self.callbacks:
-            callback.on_step_end(result, self.state)
+        self.callbacks.on_step_end(result, self.state)
         return result
 
     def step(self) -> StepResult:
@@ -129,9 +134,7 @@ class Trainer:
         counts = self.counts.start(batches)  # all-reduced during the first forward pass
         losses = LossAccumulator(self.ctx.device)
         timer = self.balancer.begin_step(batches)
-        elastic = elastic_workers(strategy)
-        if elastic is not None:
-            elastic.set_token_counts(counts.local_count, counts.denominator)
+        set_token_counts(strategy, counts.local_count, counts.denominator)
         strategy.forward_backward(self.micro_step(batches, counts, losses, timer), len(batches))
         counts.denominator()  # pipeline stages that compute no loss wait for the counts here
         progress.enter("optimizer")
@@ -240,8 +243,8 @@ class Trainer:
         state.step = opened.meta["step"]
         state.first_step = min(state.first_step, state.step)
         state.recent_losses = recent_losses_from(opened.meta, self.spec.config.recovery)
-        for step in [step for step in state.eval_losses if step > state.step]:
-            del state.eval_losses[step]
+        self.callbacks.load_states(opened.meta.get("callbacks", {}))
+        state.eval_losses = {at: loss for at, loss in state.eval_losses.items() if at <= state.step}
         self.checkpoints.resume_at(state.step, target.is_own)
         self.data.seek(state.step)
         self.ctx.events.emit({"type": "resume", "step": state.step, "path": target.path})
@@ -250,15 +253,13 @@ class Trainer:
     def handle_rank_loss(self) -> bool:
         """Continue without ranks that were lost, and return whether there were any. The result is
         the same on every rank at the same point of the same step."""
-        elastic = elastic_workers(self.strategy)
-        losses = elastic.poll_rank_losses() if elastic is not None else []
+        losses = poll_rank_losses(self.strategy)
         if not losses:
             return False
         replica, num_left = replica_of(self.strategy)
         self.data.reshard(replica, num_left)
         if self.ctx.comm.is_rank_zero:
-            if self.ctx.events.path is None:
-                take_over_log(self.spec.config, self.ctx, self.checkpoints)
+            take_over_log(self.spec.config, self.ctx, self.checkpoints)
             report_rank_losses(losses, self.spec, self.ctx, self.state, self.data.order, num_left)
         return True
 
@@ -280,8 +281,7 @@ class Trainer:
                     self.data.options,
                     self.ctx.progress,
                 )
-                for callback in self.callbacks:
-                    callback.on_evaluation_end(result, state)
+                self.callbacks.on_evaluation_end(result, state)
         state.eval_losses[state.step] = result.loss
         self.ctx.events.emit(result.event(state.step))
 
@@ -290,10 +290,10 @@ class Trainer:
         for it, and raise RunError on every rank if it fails; otherwise it continues in the
         background, and a failure is logged as a warning."""
         self.anomalies.flush()
-        for callback in self.callbacks:
-            callback.before_checkpoint(self.state)
+        self.callbacks.before_checkpoint(self.state)
         step, scaler = self.state.step, self.components.precision.scaler
         collect = partial(collect_train_state, self.strategy, step, self.data.order, scaler)
-        meta = checkpoint_meta(self.state, self.spec, self.components, self.balancer.record())
+        states, shares = self.callbacks.states(), self.balancer.record()
+        meta = checkpoint_meta(self.state, self.spec, self.components, shares, states)
         with averaged_weights(self.strategy):
             self.checkpoints.save(step, collect, meta, must_succeed=must_succeed)

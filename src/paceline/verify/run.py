@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -288,10 +289,10 @@ def _trial(number: int, mode: VerifyMode, config: Config, base: RunSpec) -> Tria
     derived = derive(
         config,
         world_size=mode.layout.world_size,
-        num_train=base.data.num_train,
+        rows_per_epoch=partial(base.data.rows_per_epoch, base.config),
         num_eval=0,
         default_learning_rate=base.derived.learning_rate,
-        train_tokens=base.data.train_tokens,
+        tokens_per_row=base.data.tokens_per_row(base.config),
         replicas=mode.layout.axes.replicas,
         global_batch_size=base.derived.global_batch_size,
     )

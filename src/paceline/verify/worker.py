@@ -38,8 +38,9 @@ from paceline.parallel.registry import estimate_cost
 from paceline.parallel.save_load import memory_bytes, state_shards
 from paceline.parallel.state import TensorShard
 from paceline.tasks.base import num_positions
+from paceline.train.components import build_components
 from paceline.train.run_spec import RunSpec
-from paceline.train.setup import build_components, build_trainer
+from paceline.train.setup import build_trainer
 from paceline.train.state import RankContext
 from paceline.verify.certificate import RankResult
 

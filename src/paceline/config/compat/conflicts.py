@@ -4,7 +4,7 @@ exclude each other when one comes from the file and one from an override."""
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from paceline.config.compat.conversion import Notice, UnsupportedValue
 from paceline.config.compat.datasets import limit, with_fields
@@ -13,6 +13,7 @@ from paceline.config.compat.merge import RESET, Assignment, Merge
 from paceline.config.compat.precision import resolve_precision
 from paceline.config.compat.values import split_beside_all
 from paceline.config.entries import OVERRIDE, Problem, quoted_names, short
+from paceline.config.schema.base import Logger
 from paceline.config.schema.lora import ALL_LINEAR
 from paceline.config.schema.train_args import TrainArgs
 from paceline.config.yaml_read import YamlValue
@@ -124,6 +125,11 @@ def _save_strategy(merge: Merge, by: Assignment) -> Notice:
         return "info", "is read as `train_args.save_steps: 0`: one checkpoint, at the end"
     if by.value == "steps":
         return "info", "is the default: a checkpoint every `save_steps`"
+    if by.value == "best":
+        _set(merge, "train_args.save_best", True, by)
+        if not _is_overridden(merge, "train_args.save_steps", by):
+            _set(merge, "train_args.save_steps", 0, by)
+        return "info", "is read as `train_args.save_best: true` and `train_args.save_steps: 0`"
     if by.value == "epoch" and not merge.value_of("train_args.max_steps"):
         save_steps = None
         if merge.layer_of("train_args.save_steps") == by.entry.layer:
@@ -158,6 +164,17 @@ def _per_epoch(merge: Merge, by: Assignment, target: str, count: float | None = 
     _set(merge, target, 1 / times, by)
     fraction = f"`{target}: {short(round(1 / times, 6))}`, a fraction of all steps"
     return "info", f"is read as {fraction}: {short(count)} in each of {short(epochs)} epochs"
+
+
+def _use_logger(merge: Merge, by: Assignment, name: str) -> Notice:
+    """Add a logger to `report_to`, for keys that turn on one of them."""
+    if _is_overridden(merge, "report_to", by):
+        return _OVERRIDDEN
+    names = list(merge.value_of("report_to") or [])
+    if by.value is True and name not in names:
+        names.append(name)
+        _set(merge, "report_to", names, by)
+    return "info", f"is read as `report_to: {short(names)}`"
 
 
 def _eval_strategy(merge: Merge, by: Assignment) -> Notice:
@@ -313,6 +330,44 @@ def _listed_configs(merge: Merge, by: Assignment) -> Notice:
     return "info", f"is read as the `name` of each source: {short(merge.value_of('dataset'))}"
 
 
+def _interleave_probs(merge: Merge, by: Assignment) -> Notice:
+    """Apply the probabilities of LLaMA-Factory and ms-swift as the weight of each source."""
+    if by.entry.name == "interleave_probs" and merge.value_of("mixing") in (None, "concat"):
+        return "info", "has no effect without `mix_strategy: interleave_...`"
+    values = by.value.split(",") if isinstance(by.value, str) else _as_list(by.value)
+    try:
+        weights = [float(value) for value in values]
+    except (TypeError, ValueError):
+        raise UnsupportedValue(
+            f"{short(by.value)} are not probabilities", "set one number for each source"
+        ) from None
+    count = len(_as_list(merge.value_of("dataset")))
+    if len(weights) != count:
+        raise UnsupportedValue(
+            f"expected one probability for each of {count} sources, got {len(weights)}",
+            "set one number for each source",
+        )
+
+    def change(sources: list[Any]) -> list[Any]:
+        pairs = zip(with_fields(sources, {}), weights, strict=True)
+        return [{**source, "weight": weight} for source, weight in pairs]
+
+    if not _change_sources(merge, by, change):
+        return _OTHER_DATA
+    _set(merge, "mixing", "weights", by)
+    return "info", f"is read as the `weight` of each source, with `mixing: weights`: {weights}"
+
+
+def _packing_strategy(merge: Merge, by: Assignment) -> Notice:
+    """Apply TRL's strategy, which has an effect only with `packing: true`."""
+    if _is_overridden(merge, "train_args.packing_strategy", by):
+        return _OVERRIDDEN
+    if merge.value_of("train_args.packing") is not True:
+        return "info", "has no effect without `packing: true`"
+    _set(merge, "train_args.packing_strategy", by.value, by)
+    return "info", f"is read as `train_args.packing_strategy: {by.value}`"
+
+
 #: In this order, as some read what others set.
 _ACTIONS: dict[str, _Action] = {
     "_target_linear": _target_linear,
@@ -330,7 +385,10 @@ _ACTIONS: dict[str, _Action] = {
     "_split": partial(_set_field, name="split"),
     "_text_field": partial(_set_field, name="text"),
     "_max_samples": _max_samples,
+    "_interleave_probs": _interleave_probs,
+    "_packing_strategy": _packing_strategy,
     "_eval_strategy": _eval_strategy,
+    **{f"_use_{name}": partial(_use_logger, name=name) for name in get_args(Logger)},
 }
 
 

@@ -40,7 +40,7 @@ _COLUMNS = {  # key of the other tool → the column it names
 }  # fmt: skip
 #: Ignored keys that change the training, and those that do not.
 _IGNORED_WITH_WARNING = {
-    "conversation", "weight", "revision", "shards", "skip", "drop_system_message",
+    "conversation", "revision", "shards", "skip", "drop_system_message",
     "split_thinking", "input_transform",
 }  # fmt: skip
 _IGNORED = _IGNORED_WITH_WARNING | {
@@ -96,8 +96,25 @@ def mixture(value: Any) -> Conversion:
         raise UnsupportedValue(
             "`dataset_mixture` has no `datasets`", "write dataset: [{path: ..., split: ...}]"
         )
-    result = _all(value["datasets"], "dataset")
+    listed = [value["datasets"]] if isinstance(value["datasets"], dict) else value["datasets"]
+    shares = [
+        item["weight"]
+        for item in listed
+        if isinstance(item, dict) and item.get("weight") not in (None, 1)
+    ]
+    result = _all(
+        [
+            {key: field for key, field in item.items() if key != "weight"}
+            if isinstance(item, dict)
+            else item
+            for item in listed
+        ],
+        "dataset",
+    )
     sets, notices = dict(result.sets), result.notices
+    if shares:
+        text = "`weight` of a source is the share of its rows that is used; all rows are used"
+        notices = (*notices, ("warning", text))
     if value.get("test_split_size") is not None:
         sets.update(ratio(value["test_split_size"]).sets)
     rest = [key for key in value if key not in ("datasets", "test_split_size", "streaming")]
@@ -194,11 +211,7 @@ def _mapping(item: dict[str, Any], notices: list[Notice]) -> list[Source]:
         columns |= {"conversations": turns} if turns != "conversations" else {}
     if columns:
         source["columns"] = {**columns, **source.get("columns", {})}
-    ignored = [
-        key
-        for key in item
-        if key in _IGNORED and item[key] is not None and (key, item[key]) != ("weight", 1)
-    ]
+    ignored = [key for key in item if key in _IGNORED and item[key] is not None]
     if ignored:
         level = "warning" if _IGNORED_WITH_WARNING & set(ignored) else "info"
         notices.append((level, f"{quoted_names(ignored)} of a source: no effect"))

@@ -31,8 +31,9 @@ _ALPACA = {
     "history": "history",
     "system": "system",
     "tools": "tools",
+    "images": "images",
 }
-_MEDIA = ("images", "videos", "audios")
+_MEDIA = ("videos", "audios")
 _ROLES = {
     "user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool",
     "function_tag": CALL, "system_tag": "system",
@@ -197,7 +198,9 @@ def _shape(entry: _Entry, pretrain: bool) -> tuple[str, dict[str, str]]:
     content = entry.tags.get("content_tag", "content" if form == "openai" else "value")
     messages = entry.columns.get("messages", "messages" if form == "openai" else "conversations")
     columns = {
-        key: entry.columns[key] for key in ("system", "tools") if entry.columns.get(key, key) != key
+        key: entry.columns[key]
+        for key in ("system", "tools", "images")
+        if entry.columns.get(key, key) != key
     }
     if (role, content) == ("role", "content"):
         return "messages", columns | ({"messages": messages} if messages != "messages" else {})

@@ -3,7 +3,7 @@ them."""
 
 import json
 import re
-from typing import Any
+from typing import Any, get_args
 
 from paceline.config.chat_names import (
     FALLBACK,
@@ -25,6 +25,7 @@ from paceline.config.compat.conversion import (
     warning,
 )
 from paceline.config.entries import quoted_names
+from paceline.config.schema.base import Logger
 from paceline.config.schema.lora import ALL_LINEAR, is_regex
 from paceline.config.yaml_read import YamlValue
 
@@ -79,6 +80,15 @@ def profiler_start(value: Any) -> Conversion:
     return Conversion({"train_args.profile.start_step": value + 1})
 
 
+def early_stopping(name: str) -> Convert:
+    """Return a converter for a key that sets ``name`` of `train_args.early_stopping`."""
+
+    def convert(value: Any) -> Conversion:
+        return Conversion({} if is_off(value) else {f"train_args.early_stopping.{name}": value})
+
+    return convert
+
+
 def ratio(value: Any) -> Conversion:
     """Convert a fraction of the rows (below 1) or a number of rows."""
     is_count = isinstance(value, float) and value >= 1 and value == int(value)
@@ -118,15 +128,36 @@ def report_to(value: Any) -> Conversion:
         return Conversion({"report_to": []})
     names = [name.lower() for name in as_names(value)]
     if "all" in names:
-        return info("only TensorBoard is available", {"report_to": ["tensorboard"]})
-    sets: dict[str, YamlValue] = {"report_to": [name for name in names if name == "tensorboard"]}
-    unsupported = [name for name in names if name not in ("tensorboard", "none")]
+        return info("name the other loggers to use them", {"report_to": ["tensorboard"]})
+    known = get_args(Logger)
+    sets: dict[str, YamlValue] = {"report_to": [name for name in names if name in known]}
+    unsupported = [name for name in names if name not in (*known, "none")]
     if not unsupported:
         return Conversion(sets)
     return warning(
-        f"{', '.join(unsupported)} is not supported; use report.html, events.jsonl or TensorBoard",
-        sets,
+        f"{', '.join(unsupported)} is not supported; supported are {', '.join(known)}", sets
     )
+
+
+def tracker_project(logger: str) -> Convert:
+    """Return a converter for the project of a tracker, which some tools use as a switch."""
+
+    def convert(value: Any) -> Conversion:
+        if is_off(value):
+            return Conversion()
+        return Conversion({f"_use_{logger}": True}, weak={"train_args.project": value})
+
+    return convert
+
+
+def axolotl_metrics(value: Any) -> Conversion:
+    """Convert axolotl's names of metrics of generated text."""
+    names = ["bleu" if name == "sacrebleu" else name for name in as_names(value)]
+    kept: list[YamlValue] = [name for name in names if name != "comet"]
+    sets: dict[str, YamlValue] = {"evaluation.metrics": kept}
+    if len(kept) == len(names):
+        return Conversion(sets)
+    return warning("`comet` is left out: it downloads a model of its own", sets)
 
 
 def chat_template(value: Any) -> Conversion:
@@ -223,3 +254,58 @@ def _regex(target: str, text: str) -> Conversion:
             f"invalid regular expression: {error}", "fix it, or list the names"
         ) from None
     return Conversion({target: text})
+
+
+def module_names(value: Any) -> Conversion:
+    """Convert names of modules to patterns of the names of their parameters."""
+    return _patterns("train_args.trainable", [re.escape(name) for name in _names(value)])
+
+
+def name_prefixes(value: Any) -> Conversion:
+    """Convert ms-swift's prefixes of the names of frozen parameters."""
+    return _patterns("train_args.freeze", [f"^{re.escape(name)}" for name in _names(value)])
+
+
+def unfrozen(value: Any) -> Conversion:
+    """Convert axolotl's patterns of trained parameters, which match at the start of a name."""
+    patterns = _names(value)
+    partial = [pattern for pattern in patterns if re.search(r"\[\d*:\d*\]$", pattern)]
+    if partial:
+        raise UnsupportedValue(
+            f"`{partial[0]}`: training a range of rows is not supported",
+            "remove the range, which trains the whole parameter",
+        )
+    return _patterns("train_args.trainable", [f"^(?:{pattern})" for pattern in patterns])
+
+
+def _names(value: Any) -> list[str]:
+    return [] if is_off(value) else as_names(value)
+
+
+def _patterns(target: str, patterns: list[str]) -> Conversion:
+    return Conversion({target: [*patterns]} if patterns else {})
+
+
+def lr_groups(value: Any) -> Conversion:
+    """Convert axolotl's learning rates of modules."""
+    if is_off(value):
+        return Conversion()
+    groups: list[YamlValue] = []
+    for group in value if isinstance(value, list) else [value]:
+        if not isinstance(group, dict) or "modules" not in group or "lr" not in group:
+            raise UnsupportedValue(
+                "expected a list of mappings with `modules` and `lr`",
+                "write lr_groups: [{name: NAME, modules: [NAME], lr: 1e-5}]",
+            )
+        patterns: list[YamlValue] = [re.escape(name) for name in as_names(group["modules"])]
+        groups.append({"params": patterns, "learning_rate": group["lr"]})
+    return Conversion({"train_args.parameter_groups": groups})
+
+
+def embedding_lr(value: Any) -> Conversion:
+    """Convert axolotl's learning rate of the embeddings and the output layer."""
+    if is_off(value):
+        return Conversion()
+    names: list[YamlValue] = ["embed_tokens", "lm_head"]
+    group: dict[str, YamlValue] = {"params": names, "learning_rate": value}
+    return Conversion({"train_args.parameter_groups": [group]})

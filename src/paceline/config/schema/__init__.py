@@ -10,14 +10,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.config.schema.base import Names, Section, Text
+from paceline.config.schema.base import Auto, Logger, Names, Section, Text
 from paceline.config.schema.compression import Compression
 from paceline.config.schema.data import DatasetSource, modelscope_sources
+from paceline.config.schema.evaluation import Evaluation
 from paceline.config.schema.lora import Lora
 from paceline.config.schema.parallel import LocalSgd, Parallel, ParameterServer
 from paceline.config.schema.recovery import RecoveryConfig
 from paceline.config.schema.tasks import Classify, Recommend
-from paceline.config.schema.train_args import Evaluation, TrainArgs
+from paceline.config.schema.train_args import TrainArgs
+from paceline.config.schema.vision import Vision
 from paceline.core.hub import modelscope_name
 
 
@@ -50,6 +52,32 @@ class Config(Section):
             " `rejected` or `images`."
         ),
     )
+    mixing: Literal["concat", "weights", "temperature"] = Field(
+        "concat",
+        description=(
+            "How several sources are mixed. `concat`: each row of all sources once per epoch."
+            " `weights`: in proportion to the `weight` of each source. `temperature`: in proportion"
+            " to its number of rows to the power 1/`mixing_temperature`."
+        ),
+    )
+    mixing_temperature: float = Field(
+        2.0,
+        gt=0,
+        description=(
+            "With `mixing: temperature`: 1 reads each source in proportion to its size; the higher,"
+            " the more equally."
+        ),
+    )
+    stopping_strategy: Literal[
+        "first_exhausted", "all_exhausted", "all_exhausted_without_replacement"
+    ] = Field(
+        "first_exhausted",
+        description=(
+            "End of an epoch of mixed sources: when the first source, or when every source has been"
+            " read once. `all_exhausted_without_replacement`: every row once; a source without rows"
+            " left is not read again before the end."
+        ),
+    )
     val_dataset: Text | DatasetSource | list[Text | DatasetSource] | None = Field(
         None, description="Validation data, in the same forms as `dataset`."
     )
@@ -58,6 +86,13 @@ class Config(Section):
         description=(
             "Validation split: a fraction of the dataset, or a number of samples from 1"
             " on; not with `val_dataset`."
+        ),
+    )
+    streaming: Auto | bool = Field(
+        False,
+        description=(
+            "Tokenize rows while training runs, instead of all rows before it; `auto`: if the"
+            " training data has more than 1 GiB of text."
         ),
     )
     system: Text | None = Field(None, description="System message for samples that have none.")
@@ -117,6 +152,9 @@ class Config(Section):
     classify: Classify = Field(
         default_factory=Classify, description="Settings of `task: classify`."
     )
+    vision: Vision = Field(
+        default_factory=Vision, description="Settings of vision-language models."
+    )
     recommend: Recommend = Field(
         default_factory=Recommend, description="Settings of `task: recommend`."
     )
@@ -127,10 +165,17 @@ class Config(Section):
     recovery: RecoveryConfig = Field(default_factory=RecoveryConfig, description="Fault handling.")
     task_args: dict[str, object] = Field(
         default_factory=dict,
-        description=("Free-form settings of a custom task, available as `self.config.task_args`."),
+        description=(
+            "Free-form settings of a custom task or callback, available as `self.config.task_args`."
+        ),
     )
-    report_to: list[Literal["tensorboard"]] = Field(
-        default_factory=list, description="Additional metric loggers."
+    callbacks: list[Text] = Field(
+        default_factory=list,
+        description="Callbacks of your own, as `./file.py:Class` or `package.module:Class`.",
+    )
+    report_to: list[Logger] = Field(
+        default_factory=list,
+        description="Loggers that receive the figures of the run; each needs its package.",
     )
 
     @field_validator("report_to", mode="before")
@@ -164,14 +209,80 @@ class Config(Section):
                     "train_on_turns: last is not supported with task: pretrain: it computes the"
                     " loss on every token"
                 )
+        for key in ("trainable", "trainable_layers"):
+            if self.lora.enable and getattr(self.train_args, key):
+                raise ValueError(
+                    f"train_args.{key} is not supported with lora.enable: true: adapters are"
+                    " trained instead of the model's own weights; list modules to train in full in"
+                    " lora.modules_to_save"
+                )
         if isinstance(self.dataset, list) and not self.dataset:
             raise ValueError("dataset is an empty list")
+        self._check_mixing()
+        if self.train_args.packs_rows and self.train_args.packing is False:
+            raise ValueError(
+                f"packing_strategy: {self.train_args.packing_strategy} is not supported with"
+                " packing: false, which pads rows; keep one of them"
+            )
         if self.val_dataset is not None and self.split_dataset_ratio > 0:
             raise ValueError(
                 "split_dataset_ratio is not supported with val_dataset: both choose the validation"
                 " data; keep one of them"
             )
+        if self.streaming is True and self.split_dataset_ratio > 0:
+            raise ValueError(
+                "split_dataset_ratio is not supported with streaming: true: the rows that are held"
+                " out would have to be selected and tokenized before the start; set val_dataset"
+            )
+        if (
+            self.streaming is True
+            and self.parallel.mode == "parameter_server"
+            and self.parameter_server.on_worker_failure == "continue"
+        ):
+            raise ValueError(
+                "streaming: true is not supported with parameter_server.on_worker_failure:"
+                " continue: the counts of the rows that a lost worker has read would be missing;"
+                " set it to restart"
+            )
+        if self.streaming is True and (self.mixing != "concat" or self.train_args.packs_rows):
+            setting = f"mixing: {self.mixing}"
+            if self.mixing == "concat":
+                setting = f"packing_strategy: {self.train_args.packing_strategy}"
+            raise ValueError(
+                f"{setting} is not supported with streaming: true: the numbers of samples and"
+                " tokens of the sources must be known; set streaming: false"
+            )
+        if self.streaming is True and self.task not in ("sft", "pretrain"):
+            raise ValueError(
+                f"streaming: true is not supported with task: {self.task}; set it to false, or use"
+                " task: sft or task: pretrain"
+            )
         return self
+
+    def _check_mixing(self) -> None:
+        sources = self.sources()
+        if self.mixing != "concat" and self.task not in ("sft", "pretrain"):
+            raise ValueError(
+                f"mixing: {self.mixing} is not supported with task: {self.task}: only text sources"
+                " are mixed (sft, pretrain)"
+            )
+        if self.mixing != "weights":
+            if any(source.weight != 1 for source in sources):
+                raise ValueError(
+                    f"the weight of a source is not supported with mixing: {self.mixing}: set"
+                    " mixing: weights, or remove it"
+                )
+            return
+        by_step = [
+            source.weight if isinstance(source.weight, dict) else {0: source.weight}
+            for source in sources
+        ]
+        for step in sorted({step for weights in by_step for step in weights}):
+            if all(_weight_at(weights, step) == 0 for weights in by_step):
+                raise ValueError(
+                    f"mixing: weights requires a weight above 0 at every step, and at step {step}"
+                    " all weights are 0"
+                )
 
     def sources(self, validation: bool = False) -> list[DatasetSource]:
         """Return the sources of the training or validation data as :class:`DatasetSource` objects.
@@ -191,3 +302,11 @@ class Config(Section):
                 source = source.model_copy(update={"ignore_columns": names})
             out.append(source)
         return out
+
+
+def _weight_at(weights: dict[int, float], step: int) -> float:
+    """Return the weight at a step of :attr:`DatasetSource.weight`, or a positive number between two
+    steps of which one has a positive weight."""
+    before = max((point for point in weights if point <= step), default=min(weights))
+    after = min((point for point in weights if point >= step), default=max(weights))
+    return weights[step] if step in weights else weights[before] + weights[after]

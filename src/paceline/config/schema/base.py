@@ -1,10 +1,13 @@
 """The base class and the shared field types of the schema's sections."""
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 Auto = Literal["auto"]
+#: What `report_to` may name.
+Logger = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet_ml"]
 
 
 def _only_str(value: object) -> object:
@@ -26,6 +29,24 @@ def _as_names(value: object) -> object:
 
 #: A list of names, which may also be written as comma-separated text.
 Names = Annotated[list[Text], BeforeValidator(_as_names)]
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _check_patterns(patterns: list[str]) -> list[str]:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"`{pattern}` is not a valid regular expression: {error}") from None
+    return patterns
+
+
+#: Regular expressions that are searched for in the names of parameters; one may be written without
+#: a list.
+Patterns = Annotated[list[Text], BeforeValidator(_as_list), AfterValidator(_check_patterns)]
 
 
 class Section(BaseModel):

@@ -1,11 +1,14 @@
 """The mapping form of a data source."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from paceline.config.schema.base import Names, Section, Text
 from paceline.core.hub import modelscope_name
+
+#: A weight of a source in a mixture.
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class DatasetSource(Section):
@@ -41,6 +44,21 @@ class DatasetSource(Section):
             " `user`, `assistant`, `tool` and `tool_call`."
         ),
     )
+    weight: Weight | dict[Annotated[int, Field(ge=0)], Weight] = Field(
+        1.0,
+        description=(
+            "With `mixing: weights`: how many rows are read from this source, relative to the"
+            " weights of the others. Weights by step as `{0: 0.9, 1000: 0.5}` are linear between"
+            " these steps and constant after the last."
+        ),
+    )
+
+    @field_validator("weight")
+    @classmethod
+    def _has_steps(cls, value: float | dict[int, float]) -> float | dict[int, float]:
+        if value == {}:
+            raise ValueError("weights by step are empty: write e.g. {0: 0.9, 1000: 0.5}")
+        return value
 
 
 Sources = Text | DatasetSource | list[Text | DatasetSource]

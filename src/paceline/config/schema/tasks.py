@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paceline.config.schema.base import Section, Text
+from paceline.config.schema.base import Names, Section, Text
 
 
 class Classify(Section):
@@ -18,6 +18,13 @@ class Classify(Section):
         False,
         description=(
             "Apply random shifts and flips to training images (reproducible from the seed)."
+        ),
+    )
+    labels: Names = Field(
+        default_factory=list,
+        description=(
+            "Names of the classes of texts, in the order of their numbers. Default: those of the"
+            " model if the data's labels are among them, else the labels of the data."
         ),
     )
 

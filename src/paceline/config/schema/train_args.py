@@ -1,11 +1,19 @@
-"""The sections ``train_args`` and ``evaluation``."""
+"""The section ``train_args``."""
 
 import math
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from paceline.config.schema.base import Auto, Section
+from paceline.config.schema.base import Auto, Patterns, Section, Text
+from paceline.config.schema.train_args_sections import (
+    AttentionName,
+    EarlyStopping,
+    LearningRateSchedule,
+    OptimizerName,
+    ParameterGroup,
+    Profile,
+)
 
 #: A fraction of all steps of a run, as transformers accepts it for `save_steps`, `eval_steps` and
 #: `logging_steps`.
@@ -14,19 +22,6 @@ ShareOfSteps = Annotated[float, Field(gt=0, lt=1)]
 #: Size of the logits of a chunk of the loss, in float32. With smaller chunks, the gradient of the
 #: head's weight is read and written more often, which takes longer.
 _CHUNK_BYTES = 256 << 20
-
-
-class Profile(Section):
-    """Which steps torch's profiler records."""
-
-    start_step: int = Field(
-        10, ge=1, description="First step to record; the first steps of a run are not typical."
-    )
-    num_steps: int = Field(3, ge=1, le=100, description="Number of steps to record.")
-
-    @property
-    def last_step(self) -> int:
-        return self.start_step + self.num_steps - 1
 
 
 class TrainArgs(Section):
@@ -70,35 +65,14 @@ class TrainArgs(Section):
     warmup_steps: int | None = Field(
         None, ge=0, description="Number of warm-up steps; overrides warmup_ratio."
     )
-    lr_scheduler_type: Literal[
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "cosine_with_min_lr",
-        "polynomial",
-        "constant",
-        "constant_with_warmup",
-        "inverse_sqrt",
-        "warmup_stable_decay",
-    ] = Field("cosine", description="Learning rate schedule (transformers' schedules).")
+    lr_scheduler_type: LearningRateSchedule = Field(
+        "cosine", description="Learning rate schedule (transformers' schedules)."
+    )
     lr_scheduler_kwargs: dict[str, float | int | str] = Field(
         default_factory=dict,
         description="Additional arguments of the schedule, e.g. `{min_lr: 1e-6}`.",
     )
-    optim: Literal[
-        "adamw",
-        "adam",
-        "sgd",
-        "rmsprop",
-        "adagrad",
-        "adafactor",
-        "lion",
-        "adamw_8bit",
-        "paged_adamw_8bit",
-        "adamw_torchao_8bit",
-        "muon",
-        "schedule_free_adamw",
-    ] = Field(
+    optim: OptimizerName = Field(
         "adamw",
         description=(
             "Optimizer: torch's (fused if available), transformers' Adafactor, `lion`, AdamW with"
@@ -123,6 +97,41 @@ class TrainArgs(Section):
     adam_epsilon: float = Field(1e-8, gt=0, description="Adam's epsilon.")
     momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of `sgd` and `rmsprop`.")
     muon_momentum: float = Field(0.95, ge=0, lt=1, description="Momentum of `muon`.")
+    ema_decay: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description=(
+            "Decay of an exponential moving average of the trained weights, e.g. 0.999, updated"
+            " after each step. Evaluation uses the average, and it is the trained model."
+        ),
+    )
+    parameter_groups: list[ParameterGroup] = Field(
+        default_factory=list,
+        description=(
+            "Parameters with another `learning_rate` or `weight_decay` (also of biases and norms),"
+            " named by regular expressions, e.g. `[{params: [embed_tokens], learning_rate: 1e-5}]`."
+            " Of the groups that name a parameter, the first one applies."
+        ),
+    )
+    freeze: Patterns = Field(
+        default_factory=list,
+        description=(
+            "Parameters that are not trained, as regular expressions that are searched for in their"
+            " names, e.g. `[embed_tokens, 'layers\\.[0-3]\\.']`."
+        ),
+    )
+    trainable: Patterns = Field(
+        default_factory=list,
+        description="Train only these parameters (regular expressions); not with LoRA.",
+    )
+    trainable_layers: int | None = Field(
+        None,
+        description=(
+            "Train only the last N layers (the first ones, if N is negative) and the parameters in"
+            " `trainable`; not with LoRA."
+        ),
+    )
     max_grad_norm: float = Field(
         1.0, ge=0, description="Maximum global gradient norm for clipping; 0 disables it."
     )
@@ -206,15 +215,17 @@ class TrainArgs(Section):
             " a check at startup."
         ),
     )
-    attn_implementation: Literal[
-        "auto",
-        "sdpa",
-        "eager",
-        "flex_attention",
-        "flash_attention_2",
-        "flash_attention_3",
-        "flash_attention_4",
-    ] = Field(
+    packing_strategy: Literal["micro_batch", "bfd", "wrapped"] = Field(
+        "micro_batch",
+        description=(
+            "What the batch size counts with packed rows. `micro_batch`: samples; those of a"
+            " micro-batch share a row. `bfd`: rows of up to `max_length` tokens, into which whole"
+            " samples are packed by best-fit decreasing. `wrapped`: rows of exactly `max_length`"
+            " tokens, cut from the documents one after the other. Samples do not attend to each"
+            " other."
+        ),
+    )
+    attn_implementation: AttentionName = Field(
         "auto",
         description=(
             "Attention of language models, named as in transformers. `auto`: the model's default,"
@@ -237,6 +248,24 @@ class TrainArgs(Section):
             "Tokens whose logits are in memory at the same time (language models). `auto`: as"
             " many as take 256 MiB in float32, 384 with a vocabulary of 152,000. 0: all of the"
             " micro-batch."
+        ),
+    )
+    label_smoothing_factor: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description=(
+            "Share of the target that is spread evenly over the vocabulary (language models), or"
+            " over the classes. Evaluation computes the loss without it."
+        ),
+    )
+    neftune_noise_alpha: float | None = Field(
+        None,
+        gt=0,
+        description=(
+            "Add uniform noise to the embeddings in training (NEFTune, language models), of at most"
+            " this value divided by the square root of the sample's tokens times the width of an"
+            " embedding; 5 is usual."
         ),
     )
     train_on_inputs: bool = Field(
@@ -275,6 +304,37 @@ class TrainArgs(Section):
             " of each epoch."
         ),
     )
+    metric_for_best_model: Text | None = Field(
+        None,
+        description=(
+            "Metric by which evaluations are compared: `loss` (the default), or the name of an"
+            " evaluation metric; the prefix `eval_` may be left out."
+        ),
+    )
+    greater_is_better: bool | None = Field(
+        None,
+        description=(
+            "Whether a higher metric is better. Default: false if the name of the metric ends with"
+            " `loss`, `perplexity` or `error`."
+        ),
+    )
+    load_best_model_at_end: bool = Field(
+        False,
+        description=(
+            "Write the weights of the best evaluation to `model/`, instead of the last ones;"
+            " includes `save_best`."
+        ),
+    )
+    save_best: bool = Field(
+        False,
+        description=(
+            "Save a checkpoint at each evaluation that is the best so far, and keep the best one"
+            " in addition to those that `save_total_limit` keeps."
+        ),
+    )
+    early_stopping: EarlyStopping | None = Field(
+        None, description="End the training when evaluations no longer improve."
+    )
     seed: int = Field(
         42,
         ge=0,
@@ -287,8 +347,21 @@ class TrainArgs(Section):
             " order of the dataset."
         ),
     )
+    shuffle_buffer_size: int = Field(
+        16384,
+        ge=1,
+        description=(
+            "Number of rows that are shuffled among each other, if the data is streamed and its"
+            " rows cannot be read in any order."
+        ),
+    )
     dataloader_num_workers: int = Field(
-        0, ge=0, description="Data loader processes per rank, each of which prefetches batches."
+        0,
+        ge=0,
+        description=(
+            "Data loader processes per rank, each of which prefetches batches; at least 1 with"
+            " `streaming`."
+        ),
     )
     dataloader_prefetch_factor: int = Field(
         2, ge=1, description="Batches that each loader process prefetches."
@@ -296,11 +369,42 @@ class TrainArgs(Section):
     dataloader_pin_memory: bool = Field(
         True, description="Use page-locked batches for faster copies to a GPU."
     )
+    run_name: Text | None = Field(
+        None,
+        description="Name of the run in `report_to`. Default: the last part of `output_dir`.",
+    )
+    project: Text | None = Field(
+        None,
+        description=(
+            "Project of the run in `report_to` (the experiment in MLflow). Default: what the"
+            " tracker's own environment variable names, else `paceline`."
+        ),
+    )
+    trackio_space_id: Text | None = Field(
+        None, description="Space on the Hugging Face hub to which trackio sends the figures."
+    )
     profile: Profile | None = Field(
         None,
         description=(
             "Record these steps with torch's profiler: each rank writes a Chrome trace and, on"
             " CUDA, a memory snapshot into the folder `profile` of the run."
+        ),
+    )
+    push_to_hub: bool = Field(
+        False,
+        description=(
+            "Upload `model/` with a model card to the Hugging Face hub when the run is done. The"
+            " token is read from `HF_TOKEN` or from `hf auth login`."
+        ),
+    )
+    hub_model_id: str | None = Field(
+        None,
+        description="Repository to upload to. Default: the name of `output_dir`, in your account.",
+    )
+    hub_private_repo: bool | None = Field(
+        None,
+        description=(
+            "Whether a new repository is private. null: as the account or organization is set up."
         ),
     )
 
@@ -313,6 +417,11 @@ class TrainArgs(Section):
     @classmethod
     def _zero_keeps_all(cls, value: object) -> object:
         return None if value in (0, -1) and not isinstance(value, bool) else value
+
+    @field_validator("neftune_noise_alpha", "trainable_layers", mode="before")
+    @classmethod
+    def _zero_is_off(cls, value: object) -> object:
+        return None if value == 0 and not isinstance(value, bool) else value
 
     @field_validator("gradient_checkpointing", mode="before")
     @classmethod
@@ -330,6 +439,17 @@ class TrainArgs(Section):
     @classmethod
     def _number_is_text(cls, value: object) -> object:
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @property
+    def packs_rows(self) -> bool:
+        """Return whether the batch size counts packed rows instead of samples."""
+        return self.packing_strategy != "micro_batch"
+
+    @property
+    def max_sample_length(self) -> int | None:
+        """Return the number of tokens to which samples are limited, or None if rows are cut from
+        samples of any length."""
+        return None if self.packing_strategy == "wrapped" else self.max_length
 
     def loss_chunk_tokens(self, vocabulary: int) -> int | None:
         """Return the number of tokens per chunk of the loss, or None for all at once.
@@ -374,28 +494,3 @@ class TrainArgs(Section):
         if self.weight_dtype == "bfloat16":
             return "bfloat16"
         return self.mixed_dtype or ("tf32" if self.tf32 else None)
-
-
-class Evaluation(Section):
-    """Evaluation on the validation data."""
-
-    mode: Literal["distributed", "rank0"] = Field(
-        "distributed",
-        description=(
-            "`distributed`: every rank evaluates a part, exact to the last row. `rank0`: rank 0"
-            " evaluates everything, for comparison."
-        ),
-    )
-    num_samples: int = Field(
-        3,
-        ge=0,
-        le=100,
-        description=(
-            "Answers generated for held-out prompts at each evaluation and recorded with"
-            " their references (`sft`, `pretrain`); training is not affected. 0 disables"
-            " them."
-        ),
-    )
-    max_new_tokens: int = Field(
-        64, ge=1, description="Maximum length of a generated answer in tokens."
-    )

@@ -77,12 +77,13 @@ _OPENINGS = {
 
 
 #: Names of the built-in datasets, without the prefix ``builtin:``.
-BUILTIN_DATASETS = ("python-docs", "python-source")
+LABELED_DATASETS = ("python-kinds",)
+BUILTIN_DATASETS = ("python-docs", "python-source", *LABELED_DATASETS)
 
 
 def builtin_dataset(name: str) -> Path:
-    """Return the JSONL file of ``builtin:NAME``, made on first use. Its rows are ``{"messages"}``
-    or ``{"text"}``.
+    """Return the JSONL file of ``builtin:NAME``, made on first use. Its rows are ``{"messages"}``,
+    ``{"text"}`` or ``{"text", "label"}``.
 
     Raises:
         ConfigError: the name is unknown, or this Python has no sources of its standard library.
@@ -101,9 +102,13 @@ def python_version() -> str:
 
 
 def _write(name: str, path: Path) -> None:
-    rows = python_docs() if name == "python-docs" else python_source()
+    make = {
+        "python-docs": python_docs,
+        "python-source": python_source,
+        "python-kinds": python_kinds,
+    }[name]
     with open(path, "w", encoding="utf-8") as handle:
-        for row in rows:
+        for row in make():
             handle.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
@@ -144,6 +149,18 @@ def python_source() -> Iterator[Row]:
             document += ("\n" if document else "") + block
         if document.strip():
             yield {"text": document}
+
+
+def python_kinds() -> Iterator[Row]:
+    """Yield labeled texts: the description of each documented public function, method, class and
+    module, and which of these it is."""
+    seen: set[str] = set()
+    for module, path in stdlib_modules():
+        tree = _parse(path)
+        for kind, _, _, text in _documented(module, tree) if tree is not None else ():
+            if text not in seen:
+                seen.add(text)
+                yield {"text": text, "label": kind}
 
 
 def stdlib_modules(packages: bool = True) -> list[tuple[str, Path]]:

@@ -91,7 +91,7 @@ def read_file(
     """
     suffix, position = data_suffix(path), position or Position()
     if suffix in (".jsonl", ".ndjson"):
-        if _first_char(_head(path), path) == "[":
+        if first_char(_head(path), path) == "[":
             return _json(path, split, notices, position)
         return _json_lines(path, position)
     if suffix == ".json":
@@ -144,7 +144,8 @@ def _head(path: Path) -> bytes:
         return handle.read(HEAD_BYTES)
 
 
-def _first_char(head: bytes, path: Path) -> str:
+def first_char(head: bytes, path: Path) -> str:
+    """Return the first character of a text that is not white space, or an empty string."""
     text = head.decode(encoding_of(head, path), errors="ignore") if head else ""
     return text.removeprefix("\ufeff").lstrip()[:1]
 
@@ -166,7 +167,7 @@ def line_blocks(path: Path, position: Position) -> Iterator[LineBlock] | None:
     if data_suffix(path) not in (".jsonl", ".ndjson"):
         return None
     head = _head(path)
-    if not encoding_of(head, path).startswith("utf-8") or _first_char(head, path) == "[":
+    if not encoding_of(head, path).startswith("utf-8") or first_char(head, path) == "[":
         return None
     return _line_blocks(path, position)
 
@@ -323,13 +324,17 @@ def _length(rows: Any) -> int:
     return len(columns[0]) if columns and isinstance(columns[0], list) else len(rows)
 
 
+def csv_delimiter(header: str, suffix: str) -> str:
+    """Return the delimiter of a CSV file, from its first line."""
+    return "\t" if suffix == ".tsv" else max((",", ";", "\t"), key=header.count)
+
+
 def _csv(path: Path, suffix: str, position: Position) -> NumberedRows:
     csv.field_size_limit(1 << 30)
     with open_data(path, position) as handle:
         lines = text_lines(handle, path)
         header = next(lines, "")
-        delimiter = "\t" if suffix == ".tsv" else max((",", ";", "\t"), key=header.count)
-        reader = csv.DictReader(chain([header], lines), delimiter=delimiter)
+        reader = csv.DictReader(chain([header], lines), delimiter=csv_delimiter(header, suffix))
         try:
             for row in reader:
                 # The key None means more fields than the header has columns.

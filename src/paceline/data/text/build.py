@@ -1,10 +1,12 @@
 """Tokenize sources into one entry of the token cache, and account for every row."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -16,21 +18,24 @@ from paceline.data.sources.resolve import ResolvedSource
 from paceline.data.text.chunks import (
     NO_ANSWER,
     TOO_LONG,
+    AnyConverter,
+    AnyEncoder,
     EncodedChunk,
     RowCounts,
-    Setup,
     encode_chunks,
     make_chunks,
     make_converter,
     make_encoder,
+    make_setup,
     start_workers,
 )
-from paceline.data.text.encode import Encoder
-from paceline.data.text.formats import FORMATS, RowConverter, matching_formats
+from paceline.data.text.formats import matching_formats
+from paceline.data.text.labels import LABEL_LISTS
 from paceline.data.text.refused_rows import MEDIA
 from paceline.data.text.templates import TemplateChoice
-from paceline.data.text.token_dataset import TokenWriter
+from paceline.data.text.token_dataset import LabelWriter, TokenWriter
 from paceline.data.text.tokenizer import load_tokenizer
+from paceline.data.vision_language.dataset import ImageWriter
 from paceline.distributed.devices import cpu_cores
 
 #: For less text, starting worker processes takes longer than encoding.
@@ -39,6 +44,15 @@ _MAX_WORKERS = 32
 _COLUMNS_FIX = (
     "map the columns: `dataset: {path: ..., columns: {prompt: YOURS, completion: YOURS}}`"
 )
+
+
+class SourceMeta(TypedDict):
+    """The samples of a source. Those of an entry are in the order of its sources."""
+
+    dataset: str
+    samples: int
+    tokens: int
+    label_tokens: int
 
 
 class EntryMeta(TypedDict):
@@ -50,6 +64,8 @@ class EntryMeta(TypedDict):
     pad_token_id: int
     counts: DataFigures
     notices: list[Notice]
+    #: Missing in entries of earlier versions.
+    sources: NotRequired[list[SourceMeta]]
 
 
 def build_entry(
@@ -73,17 +89,9 @@ def build_entry(
     num_workers = _num_workers(sources) if workers is None else workers
     with start_workers(num_workers) as pool:
         tokenizer = load_tokenizer(tokenizer_folder, config.trust_remote_code)
-        text, notices = template.choose(tokenizer)
-        for_tools = template.for_tools(tokenizer)
-        encoder = make_encoder(config, task, tokenizer, text, for_tools)
-        setup = Setup(
-            config,
-            task,
-            tokenizer_folder,
-            None if tokenizer.python is not None else tokenizer,
-            text,
-            for_tools,
-            tuple(source.spec for source in sources),
+        setup, notices = make_setup(config, task, tokenizer_folder, tokenizer, template, sources)
+        encoder = make_encoder(
+            config, task, tokenizer, setup.template, setup.for_tools, tokenizer_folder
         )
         results = [
             _SourceResult(source, make_converter(source, encoder, config)) for source in sources
@@ -94,14 +102,43 @@ def build_entry(
             for chunk in make_chunks(index, source, config.train_args.seed)
         )
         encoded = encode_chunks(chunks, setup, encoder, pool, num_workers, folder / "setup.pickle")
-        writer = TokenWriter(folder)
+        writers = _Writers(
+            TokenWriter(folder),
+            LabelWriter(folder) if task == "classify" else None,
+            ImageWriter(folder) if task == "vision" else None,
+        )
         progress = Progress(_text_bytes(sources))
         try:
-            _write_all(encoded, results, encoder, config, writer, progress)
+            _write_all(encoded, results, encoder, config, writers, progress)
         finally:
             progress.close()
-            writer.close()
-    return _entry_meta(results, notices, writer, encoder, config, tokenizer.pad_token_id)
+            writers.close(has_lists=encoder.facts[LABEL_LISTS] > 0)
+    return _entry_meta(results, notices, writers.tokens, encoder, config, tokenizer.pad_token_id)
+
+
+@dataclass
+class _Writers:
+    """The writers of an entry's files: tokens, and those that only some tasks have."""
+
+    tokens: TokenWriter
+    labels: LabelWriter | None
+    images: ImageWriter | None
+
+    def add(self, encoded: EncodedChunk) -> None:
+        """Append the samples of a chunk."""
+        self.tokens.extend(encoded.tokens, encoded.mask, encoded.lengths, encoded.label_counts)
+        if self.labels is not None:
+            self.labels.extend(encoded.labels)
+        if self.images is not None:
+            self.images.extend(encoded.images)
+
+    def close(self, has_lists: bool) -> None:
+        """Write the files. ``has_lists`` states whether a label is a list."""
+        self.tokens.close()
+        if self.labels is not None:
+            self.labels.close(is_multi=has_lists)
+        if self.images is not None:
+            self.images.close()
 
 
 @dataclass
@@ -109,16 +146,36 @@ class _SourceResult:
     """The counts of a source's rows. The converter has further counters."""
 
     source: ResolvedSource
-    converter: RowConverter
+    converter: AnyConverter
     counts: RowCounts = field(default_factory=RowCounts)
+    samples: int = 0
+    tokens: int = 0
+    label_tokens: int = 0
+
+    def add(self, encoded: EncodedChunk) -> None:
+        """Add the counts of a chunk."""
+        self.samples += len(encoded.lengths)
+        self.tokens += sum(encoded.lengths)
+        self.label_tokens += sum(encoded.label_counts)
+        self.counts.add(encoded.counts)
+        for name, counter in encoded.converted.items():
+            getattr(self.converter, name).update(counter)
+
+    def meta(self) -> SourceMeta:
+        return {
+            "dataset": self.source.label,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "label_tokens": self.label_tokens,
+        }
 
 
 def _write_all(
     chunks: Iterable[EncodedChunk],
     results: list[_SourceResult],
-    encoder: Encoder,
+    encoder: AnyEncoder,
     config: Config,
-    writer: TokenWriter,
+    writers: _Writers,
     progress: Progress,
 ) -> None:
     """Write all samples, sum the counts, and check after each source that some of its rows were
@@ -134,7 +191,7 @@ def _write_all(
                 fix="check the file",
             )
         if result.counts.kept == 0:
-            raise _nothing_kept(result.source, result.converter, encoder, result.counts, config)
+            raise nothing_kept(result.source, result.converter, encoder, result.counts, config)
 
     current = 0
     for encoded in chunks:
@@ -142,10 +199,8 @@ def _write_all(
             finish(result)
         current = encoded.source
         result = results[current]
-        writer.extend(encoded.tokens, encoded.mask, encoded.lengths, encoded.label_counts)
-        result.counts.add(encoded.counts)
-        for name, counter in encoded.converted.items():
-            getattr(result.converter, name).update(counter)
+        writers.add(encoded)
+        result.add(encoded)
         facts.update(encoded.facts)
         refusals.update(encoded.refusals)
         progress.add(encoded.counts.read, encoded.size_bytes)
@@ -157,7 +212,7 @@ def _entry_meta(
     results: list[_SourceResult],
     notices: list[Notice],
     writer: TokenWriter,
-    encoder: Encoder,
+    encoder: AnyEncoder,
     config: Config,
     pad_token_id: int,
 ) -> EntryMeta:
@@ -169,7 +224,7 @@ def _entry_meta(
             text = f"{result.source.label}: {counts.read:,} rows read, {counts.kept:,} kept"
             notices.append(Notice("info", text))
         total.add(result.counts)
-        notices += _column_notices(result.source, result.converter)
+        notices += column_notices(result.source, result.converter)
         formats.update(result.converter.seen)
     notices += _row_notices(total, encoder, formats, config)
     return {
@@ -179,6 +234,7 @@ def _entry_meta(
         "pad_token_id": pad_token_id,
         "counts": total.as_dict(),
         "notices": notices,
+        "sources": [result.meta() for result in results],
     }
 
 
@@ -207,15 +263,16 @@ def _drop_reasons(counts: RowCounts) -> str:
     )
 
 
-def _nothing_kept(
+def nothing_kept(
     source: ResolvedSource,
-    converter: RowConverter,
-    encoder: Encoder,
+    converter: AnyConverter,
+    encoder: AnyEncoder,
     counts: RowCounts,
     config: Config,
 ) -> ConfigError:
+    """Return the error for a source of which no row can be used."""
     dropped = counts.dropped
-    formats = "; ".join(f"{name}: {columns}" for name, columns in FORMATS.items())
+    formats = "; ".join(f"{name}: {columns}" for name, columns in converter.formats.items())
     if converter.unmatched and converter.unmatched.total() == dropped.total():
         columns = next(iter(converter.unmatched))
         shown = f"`{source.label}` ({', '.join(columns) or 'none'})"
@@ -246,7 +303,8 @@ def _nothing_kept(
     )
 
 
-def _column_notices(source: ResolvedSource, converter: RowConverter) -> list[Notice]:
+def column_notices(source: ResolvedSource, converter: AnyConverter) -> list[Notice]:
+    """Return messages about the format of a source and its unused columns."""
     infos = []
     if len(converter.seen) > 1:
         counts = (f"{name} ({num_rows:,} rows)" for name, num_rows in converter.seen.most_common())
@@ -283,7 +341,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _row_notices(
-    counts: RowCounts, encoder: Encoder, formats: Counter[str], config: Config
+    counts: RowCounts, encoder: AnyEncoder, formats: Counter[str], config: Config
 ) -> list[Notice]:
     limit, facts = config.train_args.max_length, encoder.facts
     has_answers = not encoder.pretrain

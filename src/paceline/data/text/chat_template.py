@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +98,13 @@ class ChatTemplate:
         return raw.replace(_OPEN, "").replace(_CLOSE, "")
 
     def _raw(self, messages: list[Message], add_generation_prompt: bool, tools: Tools) -> str:
+        return self._run(self._converted(messages), add_generation_prompt, tools)
+
+    def _converted(self, messages: list[Message]) -> Sequence[object]:
+        """Return the messages as the template gets them."""
+        return messages
+
+    def _run(self, messages: Sequence[object], add_generation_prompt: bool, tools: Tools) -> str:
         try:
             return self._template(
                 messages=messages,

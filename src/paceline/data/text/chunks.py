@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import pickle
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy as np
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
+from paceline.core.log import Notice
 from paceline.core.stop import poll
 from paceline.data.counts import DataCounts
 from paceline.data.sources.readers import DOCUMENT, LineBlock
@@ -30,13 +32,22 @@ from paceline.data.sources.rows import MalformedRow, Unsupported
 from paceline.data.text.chat_template import ChatTemplate
 from paceline.data.text.encode import Encoded, Encoder
 from paceline.data.text.formats import RowConverter, Sample
+from paceline.data.text.labels import LabelConverter, LabelEncoder
+from paceline.data.text.templates import TemplateChoice
+from paceline.data.text.token_dataset import Label
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
+from paceline.data.vision_language.encode import ImageChatTemplate, ImageEncoder
+from paceline.data.vision_language.images import ImageProcessor
+from paceline.data.vision_language.rows import ImageRowConverter, with_paths
 from paceline.data.worker_pool import worker_pool
 
 TOO_LONG, NO_ANSWER = "longer than max_length", "no answer left after truncation"
 NO_LABELS = "no trainable tokens"
 _CHUNK_ROWS, _CHUNK_CHARS = 256, 2 << 20
 _CHUNKS_AHEAD = 4  # number of chunks per worker that may wait for an earlier chunk
+
+AnyEncoder = Encoder | LabelEncoder
+AnyConverter = RowConverter | LabelConverter
 
 
 @dataclass
@@ -49,14 +60,15 @@ class RowCounts(DataCounts):
     dropped: Counter[str] = field(default_factory=Counter)
     first: dict[str, Place] = field(default_factory=dict)
 
-    def add(self, other: RowCounts) -> None:
-        """Add the counts of later rows."""
-        for name in ("read", "kept", "truncated", "documents_cut", "lone_tokens", "excluded_turns"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        lengths = (self.shortest_overlong, other.shortest_overlong)
-        self.shortest_overlong = min((length for length in lengths if length), default=None)
-        self.dropped.update(other.dropped)
-        self.first = {**other.first, **self.first}
+    def add(self, other: DataCounts) -> None:
+        super().add(other)
+        self.dropped = Counter(self.dropped)
+        if isinstance(other, RowCounts):
+            self.documents_cut += other.documents_cut
+            self.lone_tokens += other.lone_tokens
+            lengths = (self.shortest_overlong, other.shortest_overlong)
+            self.shortest_overlong = min((length for length in lengths if length), default=None)
+            self.first = {**other.first, **self.first}
 
     def drop(self, reason: str, place: Place) -> None:
         self.dropped[reason] += 1
@@ -118,22 +130,27 @@ class EncodedChunk:
     """The samples of a chunk, with counters.
 
     Args:
-        max_length, drops_overlong: the limit of a sample, and whether longer ones are dropped.
+        max_length, drops_overlong: the limit of a sample in tokens, if any, and whether longer ones
+            are dropped.
         tokens, mask: int32 and bool values of each sample as bytes.
         lengths, label_counts: of each sample, as in
             :class:`paceline.data.text.token_dataset.TokenDataset`.
+        labels: those of each labeled text.
+        images: those of each sample.
         converted: the counters of the :class:`RowConverter`, by name.
         facts, refusals: those of the :class:`Encoder`.
     """
 
     source: int
     size_bytes: int
-    max_length: int
+    max_length: int | None
     drops_overlong: bool
     tokens: list[bytes] = field(default_factory=list)
     mask: list[bytes] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     label_counts: list[int] = field(default_factory=list)
+    labels: list[tuple[Label, ...]] = field(default_factory=list)
+    images: list[tuple[str | bytes, ...]] = field(default_factory=list)
     counts: RowCounts = field(default_factory=RowCounts)
     converted: dict[str, Counter[Any]] = field(default_factory=dict)
     facts: Counter[str] = field(default_factory=Counter)
@@ -142,12 +159,15 @@ class EncodedChunk:
     def add(self, encoded: Encoded, place: Place) -> None:
         """Add a sample, truncate or drop it."""
         ids, mask, counts = encoded.input_ids, encoded.labels_mask, self.counts
+        if encoded.labels is not None:
+            self._add_labeled(encoded, encoded.labels, place)
+            return
         if not mask[1:].any():
             counts.drop(NO_LABELS, place)
             return
-        if len(ids) > self.max_length:
+        if self.max_length is not None and len(ids) > self.max_length:
             counts.shortest_overlong = min(len(ids), counts.shortest_overlong or len(ids))
-            if self.drops_overlong:
+            if self.drops_overlong or encoded.min_length > self.max_length:
                 counts.drop(TOO_LONG, place)
                 return
             ids, mask = ids[: self.max_length], mask[: self.max_length]
@@ -157,21 +177,37 @@ class EncodedChunk:
             counts.truncated += 1
         counts.kept += 1
         counts.excluded_turns += encoded.excluded_turns
-        self._append(ids, mask)
+        self._append(ids, mask, encoded.images)
+
+    def _add_labeled(self, encoded: Encoded, labels: tuple[Label, ...], place: Place) -> None:
+        length = len(encoded.input_ids)
+        # The encoder truncates, unless longer texts are dropped.
+        if self.max_length is not None and length > self.max_length:
+            self.counts.shortest_overlong = min(length, self.counts.shortest_overlong or length)
+            self.counts.drop(TOO_LONG, place)
+            return
+        self.counts.kept += 1
+        self.counts.truncated += encoded.is_truncated
+        self.labels.append(labels)
+        self._append(encoded.input_ids, encoded.labels_mask)
 
     def cut(self, encoded: Encoded) -> None:
         """Cut a document into consecutive samples, the last one shorter. A single token is dropped,
         because it has nothing to predict."""
         self.counts.kept += 1
-        self.counts.documents_cut += len(encoded.input_ids) > self.max_length
-        for start in range(0, len(encoded.input_ids), self.max_length):
-            ids = encoded.input_ids[start : start + self.max_length]
+        limit = self.max_length or max(1, len(encoded.input_ids))
+        self.counts.documents_cut += len(encoded.input_ids) > limit
+        for start in range(0, len(encoded.input_ids), limit):
+            ids = encoded.input_ids[start : start + limit]
             if len(ids) < 2:
                 self.counts.lone_tokens += 1
                 continue
-            self._append(ids, encoded.labels_mask[start : start + self.max_length])
+            self._append(ids, encoded.labels_mask[start : start + limit])
 
-    def _append(self, ids: np.ndarray, mask: np.ndarray) -> None:
+    def _append(
+        self, ids: np.ndarray, mask: np.ndarray, images: tuple[str | bytes, ...] = ()
+    ) -> None:
+        self.images.append(images)
         self.tokens.append(np.ascontiguousarray(ids, dtype=np.int32).tobytes())
         self.mask.append(np.ascontiguousarray(mask, dtype=np.bool_).tobytes())
         self.lengths.append(len(ids))
@@ -198,17 +234,50 @@ class Setup:
     sources: tuple[Any, ...]  # DatasetSource
 
 
+def make_setup(
+    config: Config,
+    task: str,
+    tokenizer_folder: Path,
+    tokenizer: LoadedTokenizer,
+    template: TemplateChoice,
+    sources: Iterable[ResolvedSource],
+) -> tuple[Setup, list[Notice]]:
+    """Return the settings of the worker processes, and messages about the chat template."""
+    text, notices = template.choose(tokenizer)
+    setup = Setup(
+        config,
+        task,
+        tokenizer_folder,
+        None if tokenizer.python is not None else tokenizer,
+        text,
+        template.for_tools(tokenizer),
+        tuple(source.spec for source in sources),
+    )
+    return setup, notices
+
+
 def make_encoder(
     config: Config,
     task: str,
     tokenizer: LoadedTokenizer,
     template: str | None,
     for_tools: str | None = None,
-) -> Encoder:
-    """Return the encoder for a config. ``template`` and ``for_tools`` are as in :class:`Setup`."""
-    return Encoder(
+    folder: Path | None = None,
+) -> AnyEncoder:
+    """Return the encoder for a config. ``template`` and ``for_tools`` are as in :class:`Setup`;
+    ``folder``: that of the tokenizer, with the processor of a vision-language model."""
+    if task == "classify":
+        truncates = config.train_args.truncation_strategy == "truncate"
+        return LabelEncoder(tokenizer, config.train_args.max_length if truncates else None)
+    kind: Callable[..., Encoder] = Encoder
+    template_kind = ChatTemplate
+    if task == "vision":
+        assert folder is not None
+        images = ImageProcessor(folder, config.vision.max_pixels, config.trust_remote_code)
+        kind, template_kind = partial(ImageEncoder, images=images), ImageChatTemplate
+    return kind(
         tokenizer,
-        ChatTemplate(template, tokenizer.special_tokens, for_tools) if template else None,
+        template_kind(template, tokenizer.special_tokens, for_tools) if template else None,
         pretrain=task == "pretrain",
         train_on_inputs=config.train_args.train_on_inputs,
         last_turn_only=config.train_args.train_on_turns == "last",
@@ -216,13 +285,29 @@ def make_encoder(
     )
 
 
-def make_converter(source: ResolvedSource, encoder: Encoder, config: Config) -> RowConverter:
+def make_converter(source: ResolvedSource, encoder: AnyEncoder, config: Config) -> AnyConverter:
     """Return the converter from rows of ``source`` to samples for ``encoder``."""
     spec = source.spec
-    return RowConverter(
+    if isinstance(encoder, LabelEncoder):
+        return LabelConverter(source.label, spec.columns, spec.ignore_columns)
+    kind: Callable[..., RowConverter] = RowConverter
+    if isinstance(encoder, ImageEncoder):
+        kind = partial(ImageRowConverter, max_images=config.vision.max_images)
+    return kind(
         source.label, spec.format, spec.columns, config.system, encoder.pretrain,
         ignore_columns=spec.ignore_columns, roles=spec.roles, template=encoder.template,
     )  # fmt: skip
+
+
+def convert_row(converter: AnyConverter, row: Any, place: Place, config: Config) -> Sample:
+    """Convert a row to a sample, with the paths of its images.
+
+    Raises:
+        MalformedRow: the row cannot be used.
+        Unsupported: the dataset needs another kind of training.
+    """
+    sample = converter(row)
+    return with_paths(sample, place, config.vision.images_folder)
 
 
 def unsupported_row(error: Unsupported, place: Place) -> ConfigError:
@@ -252,16 +337,30 @@ def make_chunks(index: int, source: ResolvedSource, seed: int) -> Iterator[Chunk
 
 
 class ChunkEncoder:
-    """Encode chunks, each with a new converter."""
+    """Encode chunks, each with a new converter.
 
-    def __init__(self, setup: Setup, encoder: Encoder | None = None) -> None:
+    Args:
+        cuts_documents: whether a document becomes several samples; otherwise it is truncated as any
+            other sample.
+    """
+
+    def __init__(
+        self, setup: Setup, encoder: AnyEncoder | None = None, *, cuts_documents: bool = True
+    ) -> None:
         config = setup.config
         if encoder is None:
             tokenizer = setup.tokenizer or load_tokenizer(
                 setup.tokenizer_folder, config.trust_remote_code
             )
-            encoder = make_encoder(config, setup.task, tokenizer, setup.template, setup.for_tools)
-        self.config, self.encoder = config, encoder
+            encoder = make_encoder(
+                config,
+                setup.task,
+                tokenizer,
+                setup.template,
+                setup.for_tools,
+                setup.tokenizer_folder,
+            )
+        self.config, self.encoder, self.cuts_documents = config, encoder, cuts_documents
         self.sources = [ResolvedSource(spec) for spec in setup.sources]
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
@@ -269,14 +368,17 @@ class ChunkEncoder:
         self.encoder.facts, self.encoder.refusals = Counter(), Counter()
         args = self.config.train_args
         result = EncodedChunk(
-            chunk.source, chunk.size_bytes, args.max_length, args.truncation_strategy == "drop"
+            chunk.source,
+            chunk.size_bytes,
+            args.max_sample_length,
+            args.truncation_strategy == "drop",
         )
         places: list[Place] = []
         samples: list[Sample] = []
         for place, row in chunk.rows():
             result.counts.read += 1
             try:
-                samples.append(converter(row))
+                samples.append(convert_row(converter, row, place, self.config))
                 places.append(place)
             except MalformedRow as reason:
                 result.counts.drop(str(reason), place)
@@ -285,7 +387,7 @@ class ChunkEncoder:
         for place, encoded in zip(places, self.encoder(samples), strict=True):
             if isinstance(encoded, str):
                 result.counts.drop(encoded, place)
-            elif encoded.is_document:
+            elif encoded.is_document and self.cuts_documents:
                 result.cut(encoded)
             else:
                 result.add(encoded, place)
@@ -297,7 +399,7 @@ class ChunkEncoder:
 def encode_chunks(
     chunks: Iterable[Chunk],
     setup: Setup,
-    encoder: Encoder,
+    encoder: AnyEncoder,
     pool: ProcessPoolExecutor | None,
     num_workers: int,
     setup_file: Path,

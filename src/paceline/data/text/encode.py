@@ -12,6 +12,7 @@ from paceline.config.chat_names import TEMPLATE_NAMES
 from paceline.core.errors import ConfigError
 from paceline.data.text.chat_template import ChatTemplate, Rendered, Span, TemplateRefused
 from paceline.data.text.formats import Sample, as_chat
+from paceline.data.text.token_dataset import Label
 from paceline.data.text.tokenizer import LoadedTokenizer
 
 #: Documents are tokenized in pieces of about this many characters, split at line ends, to bound
@@ -30,12 +31,21 @@ class Encoded:
     Args:
         is_document: the sample is to be cut, never truncated.
         excluded_turns: number of assistant turns whose loss is disabled.
+        labels: of a labeled text, which has no label tokens.
+        is_truncated: the sample was longer before it was encoded.
+        images: those of a chat.
+        min_length: number of tokens up to the last one of an image; a sample that is truncated to
+            fewer is dropped.
     """
 
     input_ids: np.ndarray
     labels_mask: np.ndarray
     is_document: bool = False
     excluded_turns: int = 0
+    labels: tuple[Label, ...] | None = None
+    is_truncated: bool = False
+    images: tuple[str | bytes, ...] = ()
+    min_length: int = 0
 
 
 @dataclass

@@ -29,6 +29,7 @@ from paceline.data.text.refused_rows import (
     check_text,
     check_without_format,
 )
+from paceline.data.text.token_dataset import Label
 from paceline.data.text.tool_calls import Message, read_tools
 
 
@@ -42,6 +43,9 @@ class Sample:
         trailing_turns: number of turns after the last answer, which are removed.
         tools: passed to the chat template as `tools`.
         excluded: indices of the messages whose loss the data disables.
+        labels: classes of a text or a pair of texts, which has no answer then.
+        has_list: the labels are a list, of any length.
+        images: paths or contents of the images of a chat, in the order of their places in it.
     """
 
     messages: list[Message] | None = None
@@ -51,6 +55,9 @@ class Sample:
     trailing_turns: int = 0
     tools: list[Row] | None = None
     excluded: frozenset[int] = frozenset()
+    labels: tuple[Label, ...] = ()
+    has_list: bool = False
+    images: tuple[str | bytes, ...] = ()
 
 
 #: Accepted names of each column, the usual one first.
@@ -171,6 +178,7 @@ class RowConverter:
     ignore_columns: Collection[str] = ()
     roles: Mapping[str, str | list[str]] = field(default_factory=dict)
     template: ChatTemplate | None = None
+    formats = FORMATS
     seen: Counter[str] = field(default_factory=Counter)
     unused: Counter[str] = field(default_factory=Counter)
     unmatched: Counter[tuple[str, ...]] = field(default_factory=Counter)

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,16 +15,18 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
-from paceline.data.cache import build_once, key_of
+from paceline.data.cache import build_once, fingerprint, key_of
 from paceline.data.counts import DataCounts
+from paceline.data.order.build import SourceSize, source_sizes
 from paceline.data.sources.resolve import open_source
 from paceline.data.text.templates import template_choice
+from paceline.data.text.token_dataset import LABEL_COUNTS, LENGTHS
 from paceline.data.text.tokenizer import find_tokenizer, tokenizer_fingerprint
 
 if TYPE_CHECKING:
-    from paceline.data.text.build import EntryMeta
+    from paceline.data.text.build import EntryMeta, SourceMeta
 
-TextTask = Literal["sft", "pretrain"]
+TextTask = Literal["sft", "pretrain", "classify", "vision"]
 ResolveModel = Callable[[str], str]
 
 _META = "meta.json"
@@ -38,11 +41,14 @@ class PreparedTokens:
             :class:`paceline.data.text.token_dataset.TokenDataset`.
         eval_folder, eval_indices: the same for the validation data; the folder is None without it.
         counts: accounting of the rows of ``dataset``, including those held out for validation.
+        sources: the samples of each source of ``dataset``, including those held out; empty if the
+            entry of the cache does not contain them.
         eval_counts: accounting of the rows of ``val_dataset``, or None.
         train_tokens, label_tokens: number of tokens of the training samples, and of those that
             carry loss.
         num_train, num_eval: number of samples.
         notices: messages to log.
+        source_sizes: the sizes of the sources of the training samples, for the order.
         tokenizer_path: local folder of the tokenizer.
     """
 
@@ -56,17 +62,22 @@ class PreparedTokens:
     label_tokens: int
     num_train: int
     num_eval: int
+    sources: list["SourceMeta"] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
+    source_sizes: tuple[SourceSize, ...] = ()
     tokenizer_path: str = ""
     pad_token_id: int = 0
 
 
-def prepare_tokens(config: Config, task: TextTask, resolve_model: ResolveModel) -> PreparedTokens:
+def prepare_tokens(
+    config: Config, task: TextTask, resolve_model: ResolveModel, workers: int | None = None
+) -> PreparedTokens:
     """Tokenize the config's data, or find it in the token cache. Several processes may call it at
     the same time.
 
     Args:
         resolve_model: converts the name of a model in the config to a local folder or a hub id.
+        workers: number of processes that tokenize; None to choose it by the amount of text.
 
     Raises:
         ConfigError: the data, the tokenizer or the chat template is invalid.
@@ -74,12 +85,12 @@ def prepare_tokens(config: Config, task: TextTask, resolve_model: ResolveModel) 
     tokenizer = find_tokenizer(
         resolve_model(config.tokenizer or config.model), config.trust_remote_code
     )
-    train = _Entry(config, task, tokenizer, validation=False)
-    train.build()
+    train = TokenEntry(config, task, tokenizer, validation=False)
+    train.build(workers)
     evaluation = None
     if config.val_dataset is not None:
-        evaluation = _Entry(config, task, tokenizer, validation=True)
-        evaluation.build()
+        evaluation = TokenEntry(config, task, tokenizer, validation=True)
+        evaluation.build(workers)
     notices = [*train.notices, *(evaluation.notices if evaluation else [])]
     lengths, labels = train.arrays()
     train_indices = eval_indices = None
@@ -110,7 +121,9 @@ def prepare_tokens(config: Config, task: TextTask, resolve_model: ResolveModel) 
             if evaluation
             else 0
         ),
+        sources=train.meta.get("sources", []),
         notices=list(dict.fromkeys(notices)),
+        source_sizes=train.sizes_of(train_indices, lengths, labels),
         tokenizer_path=str(tokenizer),
         pad_token_id=train.meta["pad_token_id"],
     )
@@ -131,7 +144,7 @@ def cached_lengths(
         tokenizer = find_tokenizer(
             resolve_model(config.tokenizer or config.model), config.trust_remote_code
         )
-        entry = _Entry(config, task, tokenizer, validation=False)
+        entry = TokenEntry(config, task, tokenizer, validation=False)
         return entry.arrays() if (entry.folder / _META).is_file() else None
     except (ConfigError, OSError, ValueError):
         return None
@@ -182,7 +195,22 @@ def split_notice(held_out: int, total: int, ratio: float, noun: str = "sample") 
     return Notice("info", text)
 
 
-class _Entry:
+def _image_settings(config: Config, folder: Path) -> list[object]:
+    """Return what determines the tokens of images."""
+    files = sorted(folder.glob("*processor_config.json"))
+    vision = config.vision
+    return [
+        [[file.name, *fingerprint(file)] for file in files],
+        [vision.max_pixels, vision.max_images, vision.images_folder],
+        # Relative paths of images depend on the folder of the data.
+        [
+            str(Path(source.path).expanduser().absolute())
+            for source in (*config.sources(), *config.sources(validation=True))
+        ],
+    ]
+
+
+class TokenEntry:
     """The cache entry of the training or the validation sources. :meth:`build` sets ``meta``."""
 
     meta: "EntryMeta"
@@ -212,20 +240,23 @@ class _Entry:
                 "settings": [
                     task,
                     config.system,
-                    args.max_length,
+                    args.max_sample_length,
                     args.truncation_strategy,
                     args.train_on_inputs,
                     args.train_on_turns,
+                    # Entries of earlier versions do not have the sizes of the sources.
+                    *(["sources"] if config.mixing != "concat" else []),
                 ],
+                **({"images": _image_settings(config, tokenizer)} if task == "vision" else {}),
             }
         )
         self.folder = cache_dir() / "tokens" / key
         self.notices: list[Notice] = []
 
-    def build(self) -> None:
+    def build(self, workers: int | None) -> None:
         started = time.perf_counter()
         source_notices = [notice for source in self.sources for notice in source.notices]
-        is_new = build_once(self.folder, _META, self._fill)
+        is_new = build_once(self.folder, _META, partial(self._fill, workers=workers))
         self.meta = json.loads((self.folder / _META).read_text(encoding="utf-8"))
         label = "validation data" if self.validation else "data"
         size = f"{counted(self.samples, 'sample')}, {self.meta['tokens']:,} tokens"
@@ -238,13 +269,13 @@ class _Entry:
             Notice("info", f"{label}: {size}; {origin}"),
         ]
 
-    def _fill(self, staging: Path) -> None:
+    def _fill(self, staging: Path, workers: int | None) -> None:
         # A start from the cache does not need these imports.
         from paceline.data.text.build import build_entry
 
         num_notices = [len(source.notices) for source in self.sources]
         meta = build_entry(
-            staging, self.sources, self.config, self.task, self.tokenizer, self.template
+            staging, self.sources, self.config, self.task, self.tokenizer, self.template, workers
         )
         late: list[Notice] = []
         for source, number in zip(self.sources, num_notices, strict=True):
@@ -271,6 +302,31 @@ class _Entry:
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Return (tokens, label tokens) of each sample, int64 [num_samples]."""
-        from paceline.data.text.token_dataset import LABEL_COUNTS, LENGTHS
-
         return np.load(self.folder / LENGTHS), np.load(self.folder / LABEL_COUNTS)
+
+    def sizes_of(
+        self, indices: np.ndarray | None, lengths: np.ndarray, labels: np.ndarray
+    ) -> tuple[SourceSize, ...]:
+        """Return the sizes of the sources.
+
+        Args:
+            indices: the samples that are used, sorted; None for all.
+            lengths, labels: their numbers of tokens and label tokens.
+
+        Raises:
+            ConfigError: a source of a mixture has no sample among them.
+        """
+        ends = np.array([len(lengths)])
+        if self.config.mixing != "concat":
+            ends = np.cumsum([source["samples"] for source in self.meta["sources"]])
+            if indices is not None:
+                ends = np.searchsorted(indices, ends)
+        names = [source.label for source in self.sources]
+        sizes = source_sizes(self.config, names, lengths, labels, ends)
+        for size in sizes:
+            if not size.num_samples:
+                raise ConfigError(
+                    f"`split_dataset_ratio`: no sample of `{size.name}` is left for training",
+                    fix="add rows to it, or set `val_dataset` instead of `split_dataset_ratio`",
+                )
+        return sizes

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import random
 from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -14,14 +18,30 @@ TOKENS, MASK, LENGTHS, LABEL_COUNTS = (
     "lengths.npy",
     "label_counts.npy",
 )
+#: Of labeled texts: numbers of the labels of all samples, the end of each sample among them, and
+#: the labels by number.
+LABELS, LABEL_ENDS, LABEL_NAMES = "labels.npy", "label_ends.npy", "label_names.json"
+
+#: A label as it is in the data.
+Label = int | str
 
 
 class TokenSample(TypedDict):
     """``input_ids`` int32 [tokens]; ``labels_mask`` bool [tokens], true where the token carries
-    loss."""
+    loss; ``seed``: of the sample's noise, if there is any, an unsigned 32-bit number; ``source``:
+    index of its source, if several are mixed."""
 
     input_ids: np.ndarray
     labels_mask: np.ndarray
+    seed: NotRequired[int]
+    source: NotRequired[int]
+
+
+class LabeledSample(TokenSample):
+    """A text with its classes, int64 [labels]. ``labels_mask`` is true for the tokens of the second
+    text of a pair."""
+
+    classes: np.ndarray
 
 
 class TokenDataset:
@@ -32,18 +52,27 @@ class TokenDataset:
         folder: an entry of the cache, written by :class:`TokenWriter`.
         indices: int array of the entry's samples that belong to this dataset, in order; None for
             all of them.
+        with_seeds: whether samples have a seed, drawn from Python's random state.
+        source_ends: with mixed sources, the index of the first sample after each of them.
 
     Attributes:
+        deterministic: whether samples do not depend on random state, so that the loader need not
+            set it.
         lengths: int64 [num_samples], tokens of each sample.
         label_counts: int64 [num_samples], positions of each sample that carry loss. The first
             position never does, because no token precedes it.
     """
 
-    # Samples do not depend on random state, so the loader does not need to set it.
-    deterministic = True
-
-    def __init__(self, folder: Path, indices: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        indices: np.ndarray | None = None,
+        with_seeds: bool = False,
+        source_ends: tuple[int, ...] = (),
+    ) -> None:
+        self.source_ends = source_ends
         self.folder = Path(folder)
+        self.deterministic = not with_seeds
         self.indices = None if indices is None else np.asarray(indices, dtype=np.int64)
         lengths = np.load(self.folder / LENGTHS)
         label_counts = np.load(self.folder / LABEL_COUNTS)
@@ -54,24 +83,35 @@ class TokenDataset:
         self._tokens = np.memmap(self.folder / TOKENS, dtype=np.int32, mode="r")
         self._mask = np.memmap(self.folder / MASK, dtype=np.bool_, mode="r")
 
-    def __reduce__(self) -> tuple[type[TokenDataset], tuple[Path, np.ndarray | None]]:
-        return TokenDataset, (self.folder, self.indices)
+    def __reduce__(self) -> tuple[type[TokenDataset], tuple[Any, ...]]:
+        arguments = (self.folder, self.indices, not self.deterministic, self.source_ends)
+        return TokenDataset, arguments
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> TokenSample:
-        start = int(self._starts[index])
-        end = start + int(self.lengths[index])
-        return {
-            "input_ids": np.array(self._tokens[start:end]),
-            "labels_mask": np.array(self._mask[start:end]),
+        return self.piece(index, 0, int(self.lengths[index]))
+
+    def piece(self, index: int, start: int, stop: int) -> TokenSample:
+        """Return the tokens [start, stop) of a sample."""
+        first = int(self._starts[index])
+        tokens = slice(first + start, first + stop)
+        sample: TokenSample = {
+            "input_ids": np.array(self._tokens[tokens]),
+            "labels_mask": np.array(self._mask[tokens]),
         }
+        if not self.deterministic:
+            sample["seed"] = random.getrandbits(32)
+        if self.source_ends:
+            sample["source"] = bisect_right(self.source_ends, index)
+        return sample
 
     def subset(self, indices: Any) -> TokenDataset:
         """Return the samples at ``indices`` as a dataset over the same files."""
         chosen = np.asarray(indices, dtype=np.int64)
-        return TokenDataset(self.folder, chosen if self.indices is None else self.indices[chosen])
+        indices = chosen if self.indices is None else self.indices[chosen]
+        return TokenDataset(self.folder, indices, not self.deterministic)
 
 
 class TokenWriter:
@@ -103,3 +143,58 @@ class TokenWriter:
         self._mask.close()
         np.save(self.folder / LENGTHS, np.array(self.lengths, dtype=np.int64))
         np.save(self.folder / LABEL_COUNTS, np.array(self.label_counts, dtype=np.int64))
+
+
+class LabeledDataset(TokenDataset):
+    """Map-style dataset of labeled texts.
+
+    Args:
+        folder, indices: as in :class:`TokenDataset`.
+        numbers: the class of each label of the entry.
+    """
+
+    def __init__(
+        self, folder: Path, indices: np.ndarray | None = None, numbers: Sequence[int] = ()
+    ) -> None:
+        super().__init__(folder, indices)
+        self.numbers = np.asarray(numbers, dtype=np.int64)
+        self._labels = np.load(self.folder / LABELS, mmap_mode="r")
+        self._ends = np.load(self.folder / LABEL_ENDS, mmap_mode="r")
+
+    def __reduce__(self) -> Any:
+        return LabeledDataset, (self.folder, self.indices, self.numbers)
+
+    def __getitem__(self, index: int) -> LabeledSample:
+        row = index if self.indices is None else int(self.indices[index])
+        start = int(self._ends[row - 1]) if row else 0
+        classes = self.numbers[self._labels[start : int(self._ends[row])]]
+        return {**super().__getitem__(index), "classes": classes}
+
+    def subset(self, indices: Any) -> LabeledDataset:
+        """Return the samples at ``indices`` as a dataset over the same files."""
+        chosen = super().subset(indices).indices
+        return LabeledDataset(self.folder, chosen, self.numbers.tolist())
+
+
+class LabelWriter:
+    """Append the labels of samples to the files that :class:`LabeledDataset` reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._numbers: dict[Label, int] = {}
+        self._flat = array("q")
+        self._ends = array("q")
+
+    def extend(self, samples: Iterable[Sequence[Label]]) -> None:
+        """Append the labels of several samples."""
+        numbers = self._numbers
+        for labels in samples:
+            self._flat.extend(numbers.setdefault(label, len(numbers)) for label in labels)
+            self._ends.append(len(self._flat))
+
+    def close(self, is_multi: bool) -> None:
+        """Write the files. ``is_multi`` states whether a sample may have several labels."""
+        np.save(self.folder / LABELS, np.array(self._flat, dtype=np.int64))
+        np.save(self.folder / LABEL_ENDS, np.array(self._ends, dtype=np.int64))
+        content = {"labels": list(self._numbers), "is_multi": is_multi}
+        (self.folder / LABEL_NAMES).write_text(json.dumps(content), encoding="utf-8")

@@ -120,6 +120,7 @@ def _from_hub(name: str, trust_remote_code: bool) -> Path:
     patterns = [
         *(pattern for pattern in _PATTERNS if trust_remote_code or not pattern.endswith(".py")),
         "config.json",
+        "*processor_config.json",
     ]
     try:
         revision = HfApi().model_info(name, timeout=_HUB_TIMEOUT_S).sha

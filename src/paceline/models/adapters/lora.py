@@ -23,6 +23,7 @@ from paceline.models.adapters.targets import (
     short_names,
     target_names,
 )
+from paceline.models.kinds import frozen_parts
 
 Notice = tuple[str, str]
 
@@ -132,11 +133,14 @@ def _peft_config(model: Any, config: Config) -> Any:
     lora = config.lora
     targets, init = lora.target_modules, lora.init_lora_weights
     bypassed = bypassed_modules(model) if selects_all_linear(config) else []
+    excluded = [pattern_of(bypassed)] if bypassed else []
+    excluded += [rf"(?:.*\.)?{part}\..*" for part in frozen_parts(config)]
     shared: dict[str, Any] = {
         "r": lora.rank,
         "modules_to_save": list(lora.modules_to_save) or None,
         "bias": "none",
-        "task_type": "CAUSAL_LM",
+        # With "SEQ_CLS", peft also trains the head of a classifier in full, and saves it.
+        "task_type": "SEQ_CLS" if config.task == "classify" else "CAUSAL_LM",
     }
     if lora.method == "vera":
         if bypassed:  # VeraConfig cannot exclude modules
@@ -152,7 +156,7 @@ def _peft_config(model: Any, config: Config) -> Any:
     return LoraConfig(
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         target_modules=targets if isinstance(targets, str) else list(targets),
-        exclude_modules=pattern_of(bypassed) if bypassed else None,
+        exclude_modules="|".join(excluded) or None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
         # The others read the weights, which a model on the meta device does not have.
@@ -231,7 +235,8 @@ def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
         )
         notices.append(("info", text))
     if selects_all_linear(config) and lora.adapter is None:
-        notices += _left_out(adapted.get_base_model(), lora.modules_to_save)
+        saved = adapted.peft_config[_ADAPTER].modules_to_save or []
+        notices += _left_out(adapted.get_base_model(), [*saved, *frozen_parts(config)])
     elif ineffective := ineffective_adapters(adapted):
         names = short_names(ineffective)
         notices.append(

@@ -63,6 +63,9 @@ class ChunkedLoss:
         keep: positions whose hidden states have a target, if the model passes all of them to the
             head; else None.
         chunk_tokens: number of tokens per chunk.
+        label_smoothing: share of each target that is spread evenly over the vocabulary.
+        counts_correct: whether to count the correct predictions, without gradients.
+        token_losses: receives the loss of each token, float32 [tokens], unless None.
     """
 
     head: nn.Module
@@ -70,6 +73,11 @@ class ChunkedLoss:
     targets: torch.Tensor
     keep: torch.Tensor | None
     chunk_tokens: int
+    label_smoothing: float = 0.0
+    counts_correct: bool = False
+    token_losses: torch.Tensor | None = None
+    #: The number of targets that have the highest logit, once the head has run.
+    num_correct: torch.Tensor | int = field(default=0, init=False)
     #: The sum of the losses, once the head has run.
     total: torch.Tensor | None = field(default=None, init=False)
 
@@ -97,6 +105,12 @@ class ChunkedLoss:
         results = _ChunkedFunction.apply(flat, zeros, job, *self.weights)  # type: ignore[no-untyped-call]
         self.total, zeros = results
         return zeros
+
+    def record(self, rows: slice, losses: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the losses of the tokens in ``rows``."""
+        if self.token_losses is not None:
+            self.token_losses[rows] = losses
+        return losses.sum()
 
     def result(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the sum of the losses. Call it once.
@@ -159,12 +173,14 @@ class _Job:
         """Return the sum of the losses, without gradients."""
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.no_grad():
-            for _, x, targets in self.chunks(hidden):
+            for chunk, x, targets in self.chunks(hidden):
                 output = self.forward(x.unsqueeze(0)).squeeze(0)
                 losses = output.new_empty(len(output), dtype=torch.float32)
                 for rows, logits in self._float_logits(output):
-                    losses[rows] = _softmax_(logits, targets[rows])
-                total += losses.sum()
+                    if self.loss.counts_correct:
+                        self.loss.num_correct += (logits.argmax(1) == targets[rows]).sum()
+                    losses[rows] = _softmax_(logits, targets[rows], self.loss.label_smoothing)
+                total += self.loss.record(chunk, losses)
         return total
 
     def gradients(
@@ -196,9 +212,10 @@ class _Job:
                 into = None if inputs is None else inputs[rows]
                 if is_plain:
                     x = _cast(x, self.low_dtype)
-                    total += self._linear_gradients(x, targets, values, bias, into, sums, scale)
+                    losses = self._linear_gradients(x, targets, values, bias, into, sums, scale)
                 else:
-                    total += self._module_gradients(x, targets, weights, into, sums, scale)
+                    losses = self._module_gradients(x, targets, weights, into, sums, scale)
+                total += self.loss.record(rows, losses)
         return total, inputs, sums
 
     def _linear_gradients(
@@ -212,7 +229,7 @@ class _Job:
         scale: torch.Tensor | None,
     ) -> torch.Tensor:
         """Add the gradients of a chunk for a linear layer, if possible without a copy of the
-        weight's; return its loss.
+        weight's; return its losses.
 
         Args:
             inputs: receives the gradient of ``x``.
@@ -220,13 +237,13 @@ class _Job:
         """
         bias_sum = next((total for total in sums if total.dim() == 1), None)
         output = functional.linear(x, weight, bias)
-        loss, gradient = self._gradient_of(output, targets, scale, output, bias_sum)
+        losses, gradient = self._gradient_of(output, targets, scale, output, bias_sum)
         if inputs is not None:
             inputs.copy_(gradient @ weight)
         for total in sums:
             if total.dim() == 2:
                 _add_product_(total, gradient.t(), x)
-        return loss
+        return losses
 
     def _module_gradients(
         self,
@@ -238,13 +255,13 @@ class _Job:
         scale: torch.Tensor | None,
     ) -> torch.Tensor:
         """Add the gradients of a chunk for any head (an adapter, a split layer); return its
-        loss."""
+        losses."""
         with torch.enable_grad():
             x = x.unsqueeze(0).requires_grad_(inputs is not None)
             output = self.forward(x)
         values = output.detach().squeeze(0)
         into = values if values.dtype == torch.float32 else torch.empty_like(values)
-        loss, gradient = self._gradient_of(values, targets, scale, into)
+        losses, gradient = self._gradient_of(values, targets, scale, into)
         wanted = [*weights] if inputs is None else [x, *weights]
         gradients = [
             *torch.autograd.grad(output, wanted, gradient.unsqueeze(0), materialize_grads=True)
@@ -253,7 +270,7 @@ class _Job:
             inputs.copy_(gradients.pop(0).squeeze(0))
         for total, part in zip(sums, gradients, strict=True):
             total += part
-        return loss
+        return losses
 
     def _gradient_of(
         self,
@@ -263,7 +280,7 @@ class _Job:
         into: torch.Tensor,
         row_sum: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss of a chunk and its gradient with respect to the head's output.
+        """Return the losses of a chunk and their gradient with respect to the head's output.
 
         Args:
             output: of the head [tokens, vocabulary].
@@ -281,7 +298,7 @@ class _Job:
                 row_sum += logits.sum(0)
             if not is_in_place:
                 into[rows] = logits
-        return losses.sum(), into
+        return losses, into
 
     def _changes_in_place(self, output: torch.Tensor) -> bool:
         """Return whether changes of :meth:`_float_logits` change ``output``."""
@@ -306,10 +323,13 @@ class _Job:
         """Replace logits by the gradient with respect to the head's output; return the losses."""
         transform = self.loss.transform
         slope = transform.slope(logits)
-        losses = _softmax_(logits, targets)
+        smoothing = self.loss.label_smoothing
+        losses = _softmax_(logits, targets, smoothing)
         has_loss = (targets != IGNORED).unsqueeze(1)
         picked = targets.clamp(min=0).unsqueeze(1)
-        logits.scatter_add_(1, picked, logits.new_full(picked.shape, -1.0))
+        logits.scatter_add_(1, picked, logits.new_full(picked.shape, smoothing - 1.0))
+        if smoothing:
+            logits.sub_(smoothing / logits.shape[1])
         factor = transform.scale if scale is None else scale * transform.scale
         logits.mul_(has_loss * factor)
         if slope is not None:
@@ -352,10 +372,16 @@ class _ChunkedFunction(torch.autograd.Function):
         return hidden_gradient, None, None, *others
 
 
-def _softmax_(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Replace logits [tokens, vocabulary] by probabilities; return the losses [tokens]."""
+def _softmax_(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """Replace logits [tokens, vocabulary] by probabilities; return the losses [tokens].
+
+    Args:
+        smoothing: share of each target that is spread evenly over the vocabulary.
+    """
     highest = logits.amax(1, keepdim=True)
     picked = logits.gather(1, targets.clamp(min=0).unsqueeze(1))
+    if smoothing:
+        picked = (1 - smoothing) * picked + smoothing * logits.mean(1, keepdim=True)
     sums = logits.sub_(highest).exp_().sum(1, keepdim=True)
     losses = sums.log() + highest - picked
     logits.div_(sums)

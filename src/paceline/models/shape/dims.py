@@ -23,6 +23,8 @@ _NORMS = {"gemma2": 4, "gemma3_text": 4, "phi": 1, "gptj": 1, "codegen": 1, "coh
 _FUSED_QKV = {
     "gpt2", "gpt_neox", "bloom", "falcon", "mpt", "codegen", "gpt_bigcode", "phi3",
 }  # fmt: skip
+#: Model types without rotary position embeddings.
+_UNROTATED = {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "mpt", "xglm", "biogpt"}
 #: Model types with one linear layer for the gate and the up projection.
 _FUSED_GATE = {"phi3", "glm"}
 #: Activation functions that transformers computes in several operations.
@@ -48,6 +50,7 @@ class LanguageDims:
         float32_norms: whether norms multiply by their weight in float32.
         fused_qkv, fused_gate: whether queries, keys and values (gate and up projection) have one
             linear layer.
+        rotates: whether queries and keys are rotated by their position.
         composed_activation: whether the activation of the MLP is a chain of operations.
         softcaps_scores, softcaps_logits: whether ``cap · tanh(x / cap)`` of attention scores (of
             the head's output) is computed.
@@ -72,6 +75,7 @@ class LanguageDims:
     float32_norms: bool = False
     fused_qkv: bool = False
     fused_gate: bool = False
+    rotates: bool = True
     composed_activation: bool = False
     softcaps_scores: bool = False
     softcaps_logits: bool = False
@@ -172,6 +176,7 @@ def dims_of(config: JsonObject) -> LanguageDims | None:
         float32_norms=kind in _FLOAT32_NORMS,
         fused_qkv=kind in _FUSED_QKV,
         fused_gate=kind in _FUSED_GATE,
+        rotates=kind not in _UNROTATED,
         composed_activation=any(
             config.get(name) in _COMPOSED for name in ("hidden_act", "activation_function")
         ),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.config.derive import optimizer_bytes_per_element
+from paceline.config.derive import average_bytes_per_element, optimizer_bytes_per_element
 from paceline.config.schema import Config
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
@@ -74,6 +74,7 @@ def _optimizer_memory(model: nn.Module, args: TrainArgs) -> OptimizerMemory:
         quantizes=args.optim in ("adamw_8bit", "paged_adamw_8bit", "adamw_torchao_8bit"),
         quantizes_whole_blocks=is_torchao,
         table_bytes=2 * 256 * 4 if is_torchao else 0,
+        average_bytes=average_bytes_per_element(args),
         matrices=hidden_matrices(model) if args.optim == "muon" else frozenset(),
     )
 

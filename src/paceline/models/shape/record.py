@@ -48,6 +48,7 @@ class OptimizerMemory:
             Parts of a tensor with fewer than 4096 elements stay in 32 bit.
         quantizes_whole_blocks: whether only multiples of 256 elements are quantized.
         table_bytes: bytes per quantized tensor for its tables of the 8-bit values.
+        average_bytes: bytes per trained element of the average of the weights.
         matrices: parameters that Muon updates, with one moment; the others have those of Adam.
     """
 
@@ -56,14 +57,16 @@ class OptimizerMemory:
     quantizes: bool = False
     quantizes_whole_blocks: bool = False
     table_bytes: int = 0
+    average_bytes: int = 0
     matrices: frozenset[str] = frozenset()
 
     def moment_bytes(self, name: str, numel: int) -> int:
-        """Return the bytes of the moments for a part of a parameter with ``numel`` elements."""
+        """Return the bytes of the moments, and of the average of the weights, for a part of a
+        parameter with ``numel`` elements."""
         if name in self.matrices:
-            return 4 * numel
+            return (4 + self.average_bytes) * numel
         if not self.is_quantized(numel):
-            return self.element_bytes * numel
+            return (self.element_bytes + self.average_bytes) * numel
         moments = self.element_bytes // 4
         return moments * (numel + 4 * math.ceil(numel / QUANTIZED_BLOCK)) + self.table_bytes
 

@@ -3,6 +3,7 @@
 from paceline.config.packages import check_package
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.distributed.devices import with_capability
 
 #: Lowest compute capability of GPUs that multiply float8 matrices (Ada).
 _CAPABILITY = (8, 9)
@@ -40,9 +41,7 @@ def check_float8(
         return
     if capability is not None and capability >= _CAPABILITY:
         return
-    shown = f"`{device_type}`"
-    if capability is not None:
-        shown += " with compute capability {}.{}".format(*capability)
+    shown = with_capability(device_type, capability)
     raise ConfigError(
         f"{what} is not supported on {shown}: the devices have no float8 products",
         allowed="NVIDIA GPUs of compute capability 8.9 and higher, such as L40S, H100 and B200",

@@ -4,18 +4,20 @@ are None."""
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
 
 from paceline.core.event_log import effective_events, effective_steps, read_events
-from paceline.core.events import Event, WorkerLostEvent
-from paceline.data.order import SampleOrder
+from paceline.core.events import Event, StepEvent, WorkerLostEvent
+from paceline.core.row_figures import PackingFigures
+from paceline.data.order.base import sample_shares
 from paceline.health.anomalies import skipped_steps
 from paceline.models.transforms.compile import compile_times
 from paceline.observe.comm_advisor import CommAdvisor
 from paceline.observe.metrics import StepMetrics, memory_peak
-from paceline.observe.report.record import DataReport, Report
+from paceline.observe.report.record import BestModel, DataReport, Report, SourceReport
 from paceline.observe.run_start import RunInfo
 from paceline.parallel.protocols import report_metrics, sent_in_a_step
 from paceline.parallel.registry import estimate_cost
@@ -32,6 +34,8 @@ def build_report(
     resumed_from_step: int | None,
     skipped_batches: Collection[int],
     shares: tuple[int, ...] | None,
+    best: BestModel | None,
+    stop_reason: str | None,
 ) -> Report:
     """Return the report. A collective; only the result of rank 0 is complete.
 
@@ -44,6 +48,8 @@ def build_report(
         resumed_from_step: the step of the checkpoint from which the run was resumed, or None.
         skipped_batches: the steps, counted from 0, whose batch was skipped after a loss spike.
         shares: number of micro-batches of each rank, or None with ``parallel.balance: equal``.
+        best: the best evaluation, or None if none is selected.
+        stop_reason: why a callback ended the run before its last step, or None.
     """
     strategy, config, order = info.strategy, info.config, info.order
     comm = strategy.world
@@ -62,9 +68,9 @@ def build_report(
     )
     losses = workers_lost(events, step)
     num_skipped_samples = sum(len(order.global_batch(step)) for step in skipped_batches)
-    seen = samples_seen(order, step) - sum(loss["samples_unseen"] for loss in losses)
-    seen -= num_skipped_samples
-    tokens, labels = _tokens_seen(info, step, skipped_batches)
+    times_read = None if info.is_streamed else _times_read(info, step, skipped_batches)
+    seen, tokens, labels = _seen(info, times_read)
+    seen -= sum(loss["samples_unseen"] for loss in losses)
     evals = [event for event in events if event["type"] == "eval" and event["step"] <= step]
     starts = sum(1 for event in events if event["type"] == "run_start")
     report: Report = {
@@ -76,7 +82,7 @@ def build_report(
         "tf32": config.train_args.tf32,
         "fp8": config.train_args.fp8,
         "steps": step,
-        "epochs": step / order.steps_per_epoch,
+        "epochs": order.epochs(step),
         "samples_seen": seen,
         "train_tokens": tokens,
         "label_tokens": labels,
@@ -102,6 +108,10 @@ def build_report(
         "resumed_from_step": resumed_from_step,
         "data": cast(DataReport, {**info.data_counts}),
     }
+    if config.train_args.packs_rows and info.sources:
+        report["packing"] = _packing(info, step, report["train_tokens"])
+    if config.mixing != "concat" and times_read is not None:
+        report["sources"] = _sources(info, times_read, steps)
     if cost.traffic_is_bound:
         report["traffic_bytes_per_step"]["bound"] = True
     if communication:
@@ -114,6 +124,10 @@ def build_report(
         report["workers_lost"] = losses
     if shares is not None:
         report["balance"] = {"shares": list(shares)}
+    if best is not None:
+        report["best"] = best
+    if stop_reason is not None:
+        report["stop_reason"] = stop_reason
     times = compile_times()
     if times is not None:
         report["compile"] = {
@@ -127,11 +141,75 @@ def build_report(
     return report
 
 
-def samples_seen(order: SampleOrder, step: int) -> int:
-    """Return the number of samples up to ``step``, over all attempts of the run."""
-    epochs, position = divmod(step, order.steps_per_epoch)
-    in_epoch = min(position * order.batch_size, order.num_samples)
-    return epochs * order.num_samples + in_epoch
+def _seen(info: RunInfo, times_read: np.ndarray | None) -> tuple[int, int | None, int | None]:
+    """Return the numbers of samples, tokens and label tokens so far; None if samples have no
+    tokens.
+
+    Args:
+        times_read: the result of :func:`_times_read`; None for streamed data.
+    """
+    if times_read is None:
+        counts = info.data_counts
+        return counts["kept"], counts["tokens"], counts["label_tokens"]
+    dataset, labels = info.train_dataset, None
+    # A part of a sample has as many labels as its mask, which the order does not know.
+    if info.config.train_args.packing_strategy != "wrapped":
+        labels = _total(dataset, "label_counts", times_read)
+    return round(times_read.sum()), _total(dataset, "lengths", times_read), labels
+
+
+def _times_read(info: RunInfo, step: int, skipped_batches: Collection[int]) -> np.ndarray:
+    """Return how often each sample was trained on up to ``step``, over all attempts of the run:
+    [num_samples]."""
+    times = info.order.times_read(step)
+    for skipped in skipped_batches:
+        keys = info.order.global_batch(skipped)
+        shares = sample_shares(keys, getattr(info.train_dataset, "lengths", times))
+        np.subtract.at(times, keys[:, 1], shares)
+    return times
+
+
+def _total(dataset: Any, name: str, times: np.ndarray) -> int | None:
+    """Return the sum of an attribute of the samples, each as often as it was read; None if samples
+    do not have it."""
+    values = getattr(dataset, name, None)
+    return None if values is None else round(np.asarray(values) @ times)
+
+
+def _packing(info: RunInfo, step: int, tokens: int | None) -> PackingFigures:
+    args, rows = info.config.train_args, info.order.rows_read(step)
+    figures: PackingFigures = {
+        "strategy": args.packing_strategy,
+        "rows": [rows],
+        "capacity": args.max_length,
+    }
+    if rows and tokens is not None:
+        figures["fill"] = tokens / (rows * args.max_length)
+    return figures
+
+
+def _sources(
+    info: RunInfo, times_read: np.ndarray, steps: Sequence[StepEvent]
+) -> list[SourceReport]:
+    """Return the figures of each source of a mixture."""
+    lengths = info.train_dataset.lengths
+    ends = accumulate(source.num_samples for source in info.sources)
+    reports: list[SourceReport] = []
+    for number, (source, end) in enumerate(zip(info.sources, ends, strict=True)):
+        times = times_read[end - source.num_samples : end]
+        losses = [event["sources"][number]["loss"] for event in steps if "sources" in event]
+        known = [loss for loss in losses if loss is not None]
+        reports.append(
+            {
+                "name": source.name,
+                "samples": round(times.sum()),
+                "tokens": round(times @ lengths[end - source.num_samples : end]),
+                "epochs": float(times.sum()) / source.num_samples,
+                "first_loss": known[0] if known else None,
+                "final_loss": known[-1] if known else None,
+            }
+        )
+    return reports
 
 
 def workers_lost(events: Sequence[Event], step: int) -> list[WorkerLostEvent]:
@@ -148,28 +226,3 @@ def workers_lost(events: Sequence[Event], step: int) -> list[WorkerLostEvent]:
         for event in effective_events(events)
         if event["type"] == "worker_lost" and event["step"] <= step
     ]
-
-
-def _tokens_seen(
-    info: RunInfo, step: int, skipped_batches: Collection[int]
-) -> tuple[int | None, int | None]:
-    """Return the numbers of tokens and of label tokens up to ``step`` in all attempts, or None if
-    samples have no tokens."""
-    dataset, order = info.train_dataset, info.order
-    lengths, labels = getattr(dataset, "lengths", None), getattr(dataset, "label_counts", None)
-    if lengths is None:
-        return None, None
-    epochs, position = divmod(step, order.steps_per_epoch)
-    in_epoch = order.epoch_order(epochs)[: position * order.batch_size]
-    skipped = [order.global_batch(skipped_step) for skipped_step in sorted(skipped_batches)]
-
-    def total(values: Any) -> int | None:
-        if values is None:
-            return None
-        return int(
-            epochs * np.sum(values)
-            + np.sum(values[in_epoch])
-            - sum(np.sum(values[batch]) for batch in skipped)
-        )
-
-    return total(lengths), total(labels)

@@ -23,7 +23,12 @@ from paceline.core.run_dir import RunDir
 from paceline.observe.report.certificate import Certificate, certificate_page
 from paceline.observe.report.charts import draw_plots
 from paceline.observe.report.record import Report, SkippedBatches, check_report
-from paceline.observe.report.tables import communication_rows, memory_table, rank_table
+from paceline.observe.report.tables import (
+    communication_rows,
+    memory_table,
+    rank_table,
+    source_table,
+)
 
 
 def render_report(
@@ -49,6 +54,7 @@ def render_report(
     attempts = _attempts(events, str(report.get("status")))
     resumed_from = [attempt.first_step for attempt in attempts if attempt.first_step]
     data, peak = report.get("data") or {}, report.get("peak")
+    packing = report.get("packing")
     output_dir = start.get("output_dir") or config.get("output_dir") or "run"
     page = {
         "name": Path(str(output_dir)).name or "run",
@@ -68,6 +74,8 @@ def render_report(
         "peak": peak and formatting.peak_line(peak),
         "plots": draw_plots(steps, evals, start, resumed_from),
         "data": _data_rows(data or start.get("data") or {}, data.get("skipped_batches")),
+        "packing": packing and formatting.packing_line(packing),
+        "sources": source_table(report),
         "predictions": _predictions(report),
         "communication": communication_rows(report),
         "certificate": certificate and certificate_page(certificate),
@@ -124,6 +132,8 @@ def _utc(pattern: str, event: Event) -> str | None:
 
 def _reason(events: list[Event], report: Report) -> str:
     ends = [event for event in events if event["type"] == "run_end"]
+    if report.get("stop_reason"):
+        return str(report["stop_reason"])
     return str(ends[-1].get("reason") or "") if ends and report.get("status") != "done" else ""
 
 
@@ -141,6 +151,7 @@ def _cards(report: Report, start: RunStartEvent) -> list[dict[str, str]]:
         ("Training loss", fmt.loss(get("final_train_loss")),
          f"from {fmt.loss(get('first_train_loss'))}"),
         ("Evaluation loss", fmt.loss(get("final_eval_loss")), metrics or "at the last evaluation"),
+        ("Best evaluation", *_best(report)),
         ("Throughput", fmt.short_count(rate), unit),
         ("Compute rate", fmt.flops(get("flops_per_device_s"), get("mfu")) or fmt.UNKNOWN,
          "per device, without recomputation"),
@@ -159,8 +170,37 @@ def _cards(report: Report, start: RunStartEvent) -> list[dict[str, str]]:
          f"{fmt.short_count(model.get('trainable_parameters'))} trained"),
         ("Resumed at", fmt.UNKNOWN if resumed is None else f"step {fmt.count(resumed)}",
          f"restarts: {fmt.count(get('restarts'))}"),
+        *_benchmark_cards(report),
     ]  # fmt: skip
-    return [{"label": label, "value": value, "note": note} for label, value, note in cards]
+    if "hub" in report:
+        hub = report["hub"]
+        cards.append(("Uploaded to", _text(hub.get("repository")), hub.get("error") or ""))
+    shown = [card for card in cards if card[0] != "Best evaluation" or report.get("best")]
+    return [{"label": label, "value": value, "note": note} for label, value, note in shown]
+
+
+def _best(report: Report) -> tuple[str, str]:
+    """Return the value and the note of the card of the best evaluation."""
+    best = report.get("best")
+    if not best:
+        return "", ""
+    text = f"{best['metric']} at step {formatting.count(best['step'])}"
+    in_model = "its weights are in model/" if best["is_final"] else "model/ has later weights"
+    return formatting.loss(best["value"]), f"{text}; {in_model}"
+
+
+def _benchmark_cards(report: Report) -> list[tuple[str, str, str]]:
+    """Return a card for each task of lm-evaluation-harness, with its metrics but not their standard
+    errors."""
+    results: Any = (report.get("lm_eval") or {}).get("results") or {}
+    cards = []
+    for task, metrics in results.items():
+        (first, value), *others = [
+            (name, number) for name, number in metrics.items() if "_stderr" not in name
+        ] or [("", None)]
+        note = ", ".join([first, *(f"{name} {formatting.loss(number)}" for name, number in others)])
+        cards.append((task, formatting.loss(value), note))
+    return cards
 
 
 def _text(value: Any) -> str:

@@ -6,6 +6,7 @@ from typing import TypedDict
 from pydantic import JsonValue
 
 from paceline.core.events import DataFigures, PeakRate, WorkerLostEvent
+from paceline.core.row_figures import PackingFigures
 
 
 class Predicted(TypedDict):
@@ -28,10 +29,31 @@ class SkippedBatches(TypedDict):
     samples: int
 
 
+class BestModel(TypedDict):
+    """The best evaluation. ``is_final``: the weights in ``model/`` are those of this step."""
+
+    step: int
+    metric: str
+    value: float
+    is_final: bool
+
+
 class DataReport(DataFigures, total=False):
     """Numbers of rows of the training data, and the batches that were skipped after loss spikes."""
 
     skipped_batches: SkippedBatches
+
+
+class SourceReport(TypedDict):
+    """A source of a mixture. ``epochs`` counts those of the source; ``first_loss`` and
+    ``final_loss`` are those of its tokens at the first and the last logged step that had some."""
+
+    name: str
+    samples: int
+    tokens: int
+    epochs: float
+    first_loss: float | None
+    final_loss: float | None
 
 
 class _AlwaysReported(TypedDict):
@@ -40,7 +62,7 @@ class _AlwaysReported(TypedDict):
     world_size: int
     device: str
     steps: int
-    epochs: float
+    epochs: float | None
     samples_seen: int
     train_tokens: int | None
     label_tokens: int | None
@@ -60,7 +82,9 @@ class _AlwaysReported(TypedDict):
 
 class Report(_AlwaysReported, total=False):
     """The content of ``report.json``. Figures that were not measured are None. ``communication``,
-    ``link`` and ``staleness`` depend on the strategy; ``balance`` has the shares of the ranks."""
+    ``link`` and ``staleness`` depend on the strategy; ``balance`` has the shares of the ranks;
+    ``best`` the best evaluation, if it is selected; ``stop_reason`` why the run ended before its
+    last step."""
 
     samples_per_second: float | None
     flops_per_device_s: float | None
@@ -77,6 +101,14 @@ class Report(_AlwaysReported, total=False):
     fp8: str
     balance: dict[str, list[int]]
     compile: dict[str, float]
+    best: BestModel
+    stop_reason: str
+    #: Results of lm-evaluation-harness after training, or the error.
+    lm_eval: dict[str, JsonValue]
+    #: The repository that the model was uploaded to, with the URL of the commit or the error.
+    hub: dict[str, str | None]
+    packing: PackingFigures
+    sources: list[SourceReport]
 
 
 REPORT_KEYS = tuple(_AlwaysReported.__annotations__)

@@ -52,6 +52,22 @@ def rank_table(steps: Sequence[StepEvent]) -> Table:
     return Table([_NAMES.get(key, key) for key in keys], cells, last.get("step"))
 
 
+def source_table(report: Report) -> Table:
+    """Return the figures of each source of a mixture; empty without a mixture."""
+    rows = [
+        [
+            source["name"],
+            formatting.count(source["samples"]),
+            formatting.count(source["tokens"]),
+            f"{source['epochs']:.3g}",
+            formatting.loss(source["first_loss"]),
+            formatting.loss(source["final_loss"]),
+        ]
+        for source in report.get("sources", [])
+    ]
+    return Table(["samples", "tokens", "epochs", "first loss", "final loss"], rows)
+
+
 def memory_table(events: Sequence[Event], start: RunStartEvent) -> Table:
     """Return the predicted maximum memory and the measured memory of each rank. Empty if memory was
     not measured.

@@ -30,7 +30,7 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
         parameters=shape.parameter_bytes + shape.buffer_bytes,
         gradients=gradients,
         optimizer=optimizer - on_host,
-        activations=max(work.activation_bytes, at_once),
+        activations=max(work.activation_bytes(shape), at_once),
         traffic=traffic,
         host=on_host,
         host_traffic={"optimizer": 2 * on_host} if on_host else {},
@@ -53,6 +53,6 @@ def estimate_threaded(
         # each gradient starts at a multiple of 64 bytes in its bucket
         gradients=sum(-(-tensor.size_bytes // 64) * 64 for tensor in shape.trained),
         optimizer=shape.moment_bytes,
-        activations=work.activation_bytes,
+        activations=work.activation_bytes(shape),
         traffic={"copy": (axes.data - 1) * (2 * gradients + shape.buffer_bytes)},
     )

@@ -75,7 +75,7 @@ def _stages_1_and_2(
         parameters=sum(padded) * width + frozen + shape.buffer_bytes,
         gradients=gradients,
         optimizer=0 if offload != "none" else partition,
-        activations=work.activation_bytes,
+        activations=work.activation_bytes(shape),
         traffic={
             "all_reduce": all_reduce_bytes(reduced, ranks),
             "all_gather": sum(scatter_bytes(size * width, ranks) for size in padded),
@@ -136,7 +136,7 @@ def _stage_3(
         parameters=(0 if offload == "all" else weights) + persistent + shape.buffer_bytes,
         gradients=partition * width + bucket,
         optimizer=0 if offload != "none" else partition * (4 + shape.optimizer.element_bytes),
-        activations=work.activation_bytes,
+        activations=work.activation_bytes(shape),
         traffic={
             "reduce_scatter": scatter_bytes(partition * ranks * width * work.micro_batches, ranks),
             "all_gather": scatter_bytes(gathered, ranks),

@@ -65,15 +65,20 @@ def _blocks_by_parameter(shape: ModelShape) -> dict[str, str]:
 
 
 def _reached_by_backward(shape: ModelShape, blocks: Mapping[str, str]) -> set[str]:
-    """Return the parameters of the blocks that take part in backward: those from the first trained
-    parameter on, and the root."""
+    """Return the parameters of the blocks that are gathered in backward: those from the first
+    trained parameter on, the root, and the block before these, which FSDP prefetches."""
     trained = {blocks[tensor.name] for tensor in shape.trained}
     reached: set[str] = {""}
     begun = False
+    prefetched = ""
     for tensor in shape.parameters:
+        block = blocks[tensor.name]
         begun = begun or tensor.trainable
-        if begun or blocks[tensor.name] in trained:
-            reached.add(blocks[tensor.name])
+        if begun or block in trained:
+            reached.add(block)
+        elif block and reached == {""}:
+            prefetched = block
+    reached.add(prefetched)
     return {name for name, block in blocks.items() if block in reached}
 
 
@@ -131,21 +136,35 @@ class _Timeline:
         FSDP frees the message of a unit when the weights of the next have been copied out of
         theirs, or at the end of the forward.
         """
-        kept = 0 if self.reshards else sum(block.weights for block in self.blocks)
-        first, last = (self.blocks[index].weights if self.blocks else 0 for index in (0, -1))
-        begin = 2 * self.root.weights + 2 * first
+        first, before, last = (self._block(index) for index in (0, -2, -1))
+        begin = 2 * self.root.weights + 2 * first.weights
         gradients = self._all_shards() if self.work.micro_batches > 1 else 0
-        present, activations = self.root.weights + kept + last, self.work.activations
-        block = activations.other_micro_batches + sum(activations.blocks) + activations.temporary
-        block += last if self.reshards else 0
-        return gradients + max(begin, present + block, present + activations.peaks[0])
+        activations = self.work.activations
+        saved = activations.other_micro_batches + activations.at_loss
+        with_message = self._gathered() + last.weights
+        in_block = with_message + saved + (last.weights if self.reshards else 0)
+        saved += activations.ends
+        moments = [
+            begin,
+            # The weights of the last block are copied out.
+            in_block + before.weights - last.activations,
+            in_block + activations.temporary,
+            with_message + saved + activations.loss.in_model,
+            # Unless the head computes the loss, stage 3 has freed the weights before.
+            saved + activations.loss.forward + (0 if self.reshards else self._gathered()),
+        ]
+        return gradients + max(moments)
+
+    def _block(self, index: int) -> _Unit:
+        """Return a block, or the root if there is no such block."""
+        return self.blocks[index] if -len(self.blocks) <= index < len(self.blocks) else self.root
 
     def _backward(self, frees: bool, accumulates: bool) -> float:
         """Return the peak of a backward.
 
-        The root is gathered first and until the end, each block when backward reaches it, while the
-        next one's message arrives. The gradients of a block exist in full at its end, with the
-        message of the block before.
+        The root is gathered when backward reaches the output of the model, and until the end; each
+        block when backward reaches it, while the next one's message arrives. The gradients of a
+        block exist in full at its end, with the message of the block before.
 
         Args:
             frees: whether the weights of a block are freed after its backward.
@@ -153,15 +172,9 @@ class _Timeline:
         """
         root, blocks, activations = self.root, self.blocks, self.work.activations
         shards = self._all_shards() if accumulates else 0
-        gathered = root.weights
-        if not self.reshards:
-            gathered += sum(block.weights for block in blocks)
-        prefetched = blocks[-1].weights if blocks and self.reshards else 0
-        moments: list[float] = [
-            shards + activations.saved + gathered + (root.weights if self.reshards else 0),
-            shards + activations.total + gathered + prefetched,
-        ]
-        saved: float = sum(block.activations for block in blocks) + activations.other_micro_batches
+        gathered = self._gathered()
+        moments = [shards + self._backward_of_loss()]
+        saved = activations.other_micro_batches + sum(block.activations for block in blocks)
         message = 0
         for number in reversed(range(len(blocks))):
             block = blocks[number]
@@ -169,7 +182,9 @@ class _Timeline:
             if self.reshards:
                 weights += block.weights + (blocks[number - 1].weights if number else 0)
             present = shards + weights + root.largest + message
-            moments.append(present + saved + activations.recomputed + activations.temporary)
+            # Backward computes the gradient of the largest matrix first.
+            computing = activations.recomputed + activations.temporary + block.largest
+            moments.append(present + saved + computing)
             saved -= block.activations
             moments.append(present + saved + block.gradients)
             message = block.message
@@ -187,6 +202,27 @@ class _Timeline:
         moments.append(saved + shards + gathered + root.gradients + root.message)
         moments.append(saved + shards + gathered + root.message + received + last)
         return max(moments)
+
+    def _backward_of_loss(self) -> float:
+        """Return the peak from the start of a backward to the last block."""
+        root, activations, loss = self.root, self.work.activations, self.work.activations.loss
+        saved = activations.other_micro_batches + activations.at_loss + activations.ends
+        gathered, message = self._gathered(), root.weights if self.reshards else 0
+        prefetched = self.blocks[-1].weights if self.blocks and self.reshards else 0
+        head = loss.output_gradient + root.largest + loss.input_gradient
+        moments = [
+            loss.output_gradient + gathered + message,
+            (loss.backward if loss.in_chunks else head) + gathered + prefetched,
+        ]
+        if not loss.in_chunks:  # before the root is gathered
+            moments.append(loss.backward + gathered - message)
+        return saved + max(moments)
+
+    def _gathered(self) -> int:
+        """Return the bytes of the weights that are gathered when backward reaches the head."""
+        return self.root.weights + (
+            0 if self.reshards else sum(block.weights for block in self.blocks)
+        )
 
     def _all_shards(self) -> int:
         return self.root.shards + sum(block.shards for block in self.blocks)
@@ -229,7 +265,7 @@ def _estimate(
     blocks = shape.memoize("blocks by parameter", lambda: _blocks_by_parameter(shape))
     backward = _reached_by_backward(shape, blocks)
     on_host = config.parallel.state_offload == "all"
-    saved = work.activations.blocks or (0,) * len(shape.blocks)
+    saved = work.activations.on_device or (0,) * len(shape.blocks)
     units = {name: _Unit(activations=size) for name, size in zip(shape.blocks, saved, strict=True)}
     root = units[""] = _Unit()
     for tensor in shape.parameters:

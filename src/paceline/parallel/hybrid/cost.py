@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from paceline.config.schema import Config
 from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
 from paceline.distributed.mesh import ParallelDims
-from paceline.models.shape.activations import NO_ACTIVATIONS, Activations
+from paceline.models.shape.activations import NO_ACTIVATIONS, Activations, trained_matrices
 from paceline.models.shape.record import ModelShape, TensorShape, modules_around
 from paceline.models.tensor_plan.style import (
     COLUMN,
@@ -113,7 +113,8 @@ def _stage_cost(
         stage_work = replace(work, activations=stage.activations)
         base = estimate_zero3(part, sharded, stage_work, config)
     else:
-        base = replace(_replicated(part, axes, config), activations=stage.activations.total)
+        activations = stage.activations.peak(trained_matrices(part))
+        base = replace(_replicated(part, axes, config), activations=activations)
     added: dict[str, int] = {}
     if axes.tensor > 1:
         added = _tensor_traffic(stage.shape, model, part, axes, work, config)

@@ -54,13 +54,15 @@ def estimate(
             traffic.update(mean_traffic(size, workers, dtype))
             traffic["all_gather"] += scatter_bytes(4 * size * ranks, ranks)
     outer = 8 * sum(shares) if name == "diloco" else 0
+    # The activations are freed before the workers are synchronized.
+    synchronizing = _sync_bytes(name, max(shares), ranks, workers, config)
     return Cost(
         parameters=shape.parameter_bytes + shape.buffer_bytes,
         gradients=gradients,
         optimizer=shape.moment_bytes
         + outer
         + _pending_bytes(name, schedule, shares, workers, dtype),
-        activations=work.activation_bytes,
+        activations=max(work.activation_bytes(shape), synchronizing),
         traffic={key: round(size / schedule.period) for key, size in traffic.items() if size},
     )
 
@@ -73,6 +75,29 @@ def mean_bytes(shares: Sequence[int], workers: int, dtype: str) -> int:
     """Return the bytes that a rank sends to the other workers for one synchronization of fragments
     of which it has ``shares`` elements."""
     return sum(sum(mean_traffic(size, workers, dtype).values()) for size in shares)
+
+
+def _sync_bytes(name: str, size: int, ranks: int, workers: int, config: Config) -> int:
+    """Return the bytes that exist only while a fragment is synchronized, after the update of the
+    weights: the message, the result that the ranks of a worker gather, and a copy of the local
+    parameters with which a late result is combined. `diloco` computes the message and the update
+    of the outer parameters from one more vector.
+
+    Args:
+        size: number of elements of the fragment that the rank exchanges.
+        ranks: number of ranks of a worker.
+    """
+    settings, is_diloco = config.local_sgd, name == "diloco"
+    dtype = settings.outer_dtype if is_diloco else "float32"
+    message = max(mean_memory(size, workers, dtype, second=second) for second in (False, True))
+    gathered = 4 * size * (1 + ranks) if ranks > 1 else 0
+    local = 4 * size * ranks if settings.fragment_sync_delay else 0
+    if settings.fragment_sync_delay:  # it is among the pending ones
+        message = 0
+    if is_diloco:
+        return message + max(4 * size, gathered + 2 * local)
+    moments = 4 * size if settings.average_optimizer_state else 0
+    return message + gathered + local + moments
 
 
 def _pending_bytes(

@@ -57,7 +57,7 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
         parameters=weights,
         gradients=gradients,
         optimizer=worker_state,
-        activations=work.activation_bytes,
+        activations=work.activation_bytes(shape),
         traffic=worker_traffic if worker_sends_more else {"pull": answered},
         traffic_is_bound=not work.distinct,
     )

@@ -93,6 +93,7 @@ def _activations(
     outputs = num_unfinished * (len(local) - is_last)
     return work.activations.of_stages(
         [number for stage in local for number in range(*stages[stage])],
+        has_embedding=0 in local,
         has_head=is_last,
         num_unfinished=num_unfinished,
         messages=outputs + (0 not in local),

@@ -72,7 +72,7 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
         parameters=frozen + weights + masters + shape.buffer_bytes,
         gradients=weights,
         optimizer=max(state) - on_host,
-        activations=max(work.activation_bytes, at_once),
+        activations=max(work.activation_bytes(shape), at_once),
         traffic={"reduce_scatter": traffic, "all_gather": traffic}
         | statistics_traffic(shape, num_ranks),
         host=on_host,

@@ -41,6 +41,7 @@ BUILT_IN = {
     "builtin:python-docs": "sft",
     "builtin:python-source": "pretrain",
     "builtin:digits": "classify",
+    "builtin:python-kinds": "classify",
     "builtin:clicks": "recommend",
 }
 _UPLOADS = "datasets"

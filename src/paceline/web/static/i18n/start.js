@@ -61,6 +61,7 @@ const en = {
   "group.train_args": "train_args",
   "group.evaluation": "evaluation",
   "group.classify": "classify",
+  "group.vision": "vision",
   "group.recommend": "recommend",
   "group.parameter_server": "parameter_server",
   "group.recovery": "recovery",

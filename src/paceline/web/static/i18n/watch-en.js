@@ -3,6 +3,7 @@ export const en = {
   "run.tabs": "Sections of this run",
   "run.back": "Back to the list of runs",
   "run.at_step": "step {step}",
+  "run.at_step_best": "step {step}; best: step {best}",
   "run.no_eval": "no evaluation yet",
   "run.running": "running for {wall}",
   "run.last_event": "updated live",

@@ -3,6 +3,7 @@ export const zh = {
   "run.tabs": "本次训练的各部分",
   "run.back": "返回训练列表",
   "run.at_step": "第 {step} 步",
+  "run.at_step_best": "第 {step} 步；最好：第 {best} 步",
   "run.no_eval": "尚未评估",
   "run.running": "已运行 {wall}",
   "run.last_event": "实时更新",

@@ -242,9 +242,7 @@ function drawHeader(header, store, ctx) {
       figure(
         "f.eval_loss",
         format.loss(run.eval_loss),
-        run.evals?.length
-          ? t("run.at_step", { step: format.count(run.evals.at(-1).step) })
-          : t("run.no_eval"),
+        describeEvaluation(run.evals?.at(-1)),
       ),
       figure("f.rate", format.short(run.tokens_per_second), [
         t("unit.tokens_s"),
@@ -341,4 +339,12 @@ async function stop(store, ctx, endsNow) {
     await store.renew().catch(() => {});
     document.querySelector(".run-head")?.append(errorState(error));
   }
+}
+
+/** The step of the latest evaluation, and that of the best one if the run selects it. */
+function describeEvaluation(evaluation) {
+  if (!evaluation) return t("run.no_eval");
+  const step = format.count(evaluation.step);
+  if (evaluation.best_step === undefined) return t("run.at_step", { step });
+  return t("run.at_step_best", { step, best: format.count(evaluation.best_step) });
 }

@@ -138,6 +138,7 @@ export async function show(root, store, ctx) {
         chart.node,
       );
     });
+    const evalCards = (state.evalNames = evalNames()).map((name) => evalCard(name, x, zoomed));
     put(
       chartsNode,
       h(
@@ -146,10 +147,39 @@ export async function show(root, store, ctx) {
         h("div", { class: "card-head" }, h("h2", {}, termOf("m.loss")), note),
         loss.node,
       ),
-      h("div", { class: "grid" }, metricCards),
+      h("div", { class: "grid" }, evalCards, metricCards),
     );
     draw();
   }
+
+  /** Build the chart of a metric of the evaluations. */
+  function evalCard(name, x, zoomed) {
+    const chart = lineChart({
+      name,
+      height: 150,
+      x,
+      y: { format: format.digits },
+      series: [{ name, color: "--s2", dash: [6, 4], points: true, width: 1.5 }],
+      zoomed,
+      sync: store.id,
+    });
+    charts.push({
+      chart,
+      fill: () => {
+        const evals = state.answer.evals.filter(({ metrics }) => Number.isFinite(metrics?.[name]));
+        return [
+          evals.map((evaluation) => eventX(evaluation, state.answer, state.x, started())),
+          evals.map((evaluation) => evaluation.metrics[name]),
+        ];
+      },
+    });
+    return card(name, h("span", { class: "muted small" }, t("line.eval")), chart.node);
+  }
+
+  const evalNames = () => [
+    ...new Set(state.answer.evals.flatMap(({ metrics }) => Object.keys(metrics ?? {}))),
+  ];
+  const hasNewMetrics = () => evalNames().some((name) => !state.evalNames?.includes(name));
 
   const hasSeries = (name) => state.answer.series[name]?.mean.some((value) => value !== null);
   const mean = (name) =>
@@ -212,7 +242,7 @@ export async function show(root, store, ctx) {
           response.series[metric.name]?.mean.some((value) => value !== null),
       );
     state.answer = response;
-    if (seriesChanged) buildCharts();
+    if (seriesChanged || hasNewMetrics()) buildCharts();
     else draw();
     if (response.read < 1) setTimeout(() => thisLoad === loadCount && load(), 2000);
   }
@@ -248,7 +278,7 @@ export async function show(root, store, ctx) {
       if (state.end !== null) return;
       const previousCount = state.answer.step.length;
       if (!appendEvents(state.answer, events)) load();
-      else if (previousCount === 0 && state.answer.step.length) buildCharts();
+      else if ((previousCount === 0 && state.answer.step.length) || hasNewMetrics()) buildCharts();
       else drawSoon();
     }),
     store.on("reload", load),

@@ -1,0 +1,103 @@
+"""The names in ``evaluation.metrics``, and what they need. Imports no torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.config.packages import check_package
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError, did_you_mean
+
+#: Metrics of the predictions of the next token, over all label tokens.
+LABEL_METRICS = ("token_accuracy", "perplexity")
+#: Metrics that compare generated answers with their references → the module that they need.
+GENERATED_METRICS = {
+    "exact_match": None,
+    "f1": None,
+    "rouge": "rouge_score",
+    "bleu": "sacrebleu",
+    "chrf": "sacrebleu",
+    "ter": "sacrebleu",
+}
+_FORM = "./metrics.py:function"
+
+
+def is_user_metric(name: str) -> bool:
+    """Return whether a metric is a function of the user, as ``./metrics.py:function``."""
+    return ":" in name
+
+
+def generated_metrics(names: Sequence[str]) -> list[str]:
+    """Return the metrics that are computed from generated answers."""
+    return [name for name in names if name in GENERATED_METRICS or is_user_metric(name)]
+
+
+def check_metrics(config: Config) -> None:
+    """Raise ConfigError if a metric does not exist, if it does not fit the task, or if its package
+    is not installed."""
+    names = config.evaluation.metrics
+    if not names:
+        return
+    known = (*LABEL_METRICS, *GENERATED_METRICS)
+    for name in names:
+        if name not in known and not is_user_metric(name):
+            raise ConfigError(
+                f"`evaluation.metrics` names `{name}`, which does not exist",
+                allowed=f"{', '.join(known)}; your own function as {_FORM}",
+                fix=did_you_mean(name.lower(), known, "choose one of these"),
+            )
+    _check_task(config, names)
+    for name in names:
+        module = GENERATED_METRICS.get(name)
+        if module is not None:
+            check_package(
+                module, f"`evaluation.metrics: {name}`", "remove the metric", extra="metrics"
+            )
+
+
+def check_lm_eval(config: Config) -> None:
+    """Raise ConfigError if lm-evaluation-harness cannot evaluate the model."""
+    settings = config.evaluation.lm_eval
+    if settings is None:
+        return
+    if config.task not in ("sft", "pretrain"):
+        raise ConfigError(
+            f"`evaluation.lm_eval` is not supported with `task: {config.task}`: it evaluates"
+            " language models",
+            allowed="`task: sft` or `pretrain`",
+            fix="remove it",
+        )
+    if settings.include_path is not None and not Path(settings.include_path).is_dir():
+        raise ConfigError(
+            f"`evaluation.lm_eval.include_path: {settings.include_path}` is not a folder",
+            fix="give the folder with the YAML files of the tasks",
+        )
+    check_package("lm_eval", "`evaluation.lm_eval`", "remove it", extra="lm-eval")
+
+
+def idle_notice(config: Config) -> str | None:
+    """Return a warning if there are metrics but no validation data."""
+    has_data = config.val_dataset is not None or config.split_dataset_ratio > 0
+    if has_data or not config.evaluation.metrics:
+        return None
+    return (
+        "`evaluation.metrics` has no effect without validation data: set `val_dataset`, or"
+        " `split_dataset_ratio: 0.05`"
+    )
+
+
+def _check_task(config: Config, names: Sequence[str]) -> None:
+    if config.task not in ("sft", "pretrain"):
+        raise ConfigError(
+            f"`evaluation.metrics: [{', '.join(names)}]` is not supported with `task:"
+            f" {config.task}`: these are metrics of text",
+            allowed="`task: sft` or `pretrain`; other tasks report their own metrics",
+            fix="remove `evaluation.metrics`",
+        )
+    generated = generated_metrics(names)
+    if generated and config.task == "pretrain":
+        raise ConfigError(
+            f"`evaluation.metrics: [{', '.join(generated)}]` is not supported with `task:"
+            " pretrain`: its rows have no answers to compare with",
+            allowed=", ".join(LABEL_METRICS),
+            fix="remove these metrics, or set `task: sft`",
+        )

@@ -1,0 +1,96 @@
+"""The sections within ``train_args``."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from paceline.config.schema.base import Patterns, Section
+
+LearningRateSchedule = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+
+OptimizerName = Literal[
+    "adamw",
+    "adam",
+    "sgd",
+    "rmsprop",
+    "adagrad",
+    "adafactor",
+    "lion",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "adamw_torchao_8bit",
+    "muon",
+    "schedule_free_adamw",
+]
+
+AttentionName = Literal[
+    "auto",
+    "sdpa",
+    "eager",
+    "flex_attention",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+]
+
+
+class Profile(Section):
+    """Which steps torch's profiler records."""
+
+    start_step: int = Field(
+        10, ge=1, description="First step to record; the first steps of a run are not typical."
+    )
+    num_steps: int = Field(3, ge=1, le=100, description="Number of steps to record.")
+
+    @property
+    def last_step(self) -> int:
+        return self.start_step + self.num_steps - 1
+
+
+class EarlyStopping(Section):
+    """When training ends before its last step."""
+
+    patience: int = Field(
+        3, ge=1, description="Number of evaluations in a row without an improvement."
+    )
+    min_delta: float = Field(
+        0.0,
+        ge=0,
+        description="Change of the metric above which an evaluation counts as an improvement.",
+    )
+
+
+class ParameterGroup(Section):
+    """Parameters with their own learning rate or weight decay."""
+
+    params: Patterns = Field(
+        min_length=1,
+        description="Regular expressions that are searched for in the names of parameters.",
+    )
+    learning_rate: float | None = Field(
+        None, ge=0, description="Peak learning rate. Default: that of `train_args`."
+    )
+    weight_decay: float | None = Field(
+        None,
+        ge=0,
+        description=(
+            "Weight decay of all these parameters, also of biases and norms. Default: that of"
+            " `train_args`, for matrices only."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> Self:
+        if self.learning_rate is None and self.weight_decay is None:
+            raise ValueError("a parameter group needs a learning_rate or a weight_decay")
+        return self

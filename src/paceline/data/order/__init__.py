@@ -1,0 +1,1 @@
+"""The order of samples: which samples each micro-batch of each step has."""

@@ -1,0 +1,142 @@
+"""Orders of rows: of all sources together, and of a mixture of sources."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.data.order.base import Keys, Order, split_by_length, split_even
+from paceline.data.order.mixture import Mixture
+from paceline.data.order.rows import Rows
+
+
+class _RowOrder(Order):
+    """Global batches of rows.
+
+    Args:
+        num_samples: size of the dataset.
+        batch_size: number of rows of a global batch.
+        seed: the run's seed.
+        lengths: number of tokens of each sample, to balance micro-batches of single samples by
+            tokens; None to split by number of rows, in order.
+    """
+
+    def __init__(
+        self, num_samples: int, batch_size: int, seed: int, lengths: np.ndarray | None
+    ) -> None:
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self._seed = seed
+        self.lengths = lengths
+
+    @property
+    def seed(self) -> int:
+        return self._seed
+
+    @property
+    @abstractmethod
+    def steps_per_epoch(self) -> int:
+        """Number of steps of an epoch."""
+
+    @abstractmethod
+    def rows(self, step: int) -> list[Keys]:
+        """Return the keys of the samples of each row of a step."""
+
+    def epochs(self, step: int) -> float:
+        return step / self.steps_per_epoch
+
+    def position(self, step: int) -> tuple[int, int]:
+        epoch, epoch_step = divmod(step, self.steps_per_epoch)
+        return epoch, epoch_step * self.batch_size
+
+    def global_batch(self, step: int) -> Keys:
+        return np.concatenate(self.rows(step))
+
+    def micro_batches(self, step: int, parts: int) -> list[Keys]:
+        rows = self.rows(step)
+        if self.lengths is not None:
+            batch = np.concatenate(rows)
+            return split_by_length(batch, self.lengths[batch[:, 1]], parts)
+        none = rows[0][:0]
+        return [
+            np.concatenate([none, *(rows[number] for number in part)])
+            for part in split_even(np.arange(len(rows)), parts)
+        ]
+
+
+class RowOrder(_RowOrder):
+    """The order in which each epoch has each row of all sources once. The last global batch of an
+    epoch may be short."""
+
+    def __init__(self, rows: Rows, num_samples: int, batch_size: int, seed: int) -> None:
+        super().__init__(num_samples, batch_size, seed, None)
+        self._rows = rows
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self._rows.num_rows // self.batch_size)
+
+    def rows(self, step: int) -> list[Keys]:
+        epoch, start = self.position(step)
+        stop = min(start + self.batch_size, self._rows.num_rows)
+        return self._rows.keys(epoch, np.arange(start, stop))
+
+    def rows_read(self, step: int) -> int:
+        epoch, position = self.position(step)
+        return epoch * self._rows.num_rows + position
+
+    def times_read(self, step: int) -> np.ndarray:
+        times = np.zeros(self.num_samples)
+        self._rows.add_times(times, *self.position(step))
+        return times
+
+
+class MixedOrder(_RowOrder):
+    """The order of a mixture of sources. Its epochs do not interrupt those of the sources, and
+    every global batch is full.
+
+    Args:
+        sources: the rows of each source.
+        mixture: the source of each position.
+        steps_per_epoch: number of steps in which the mixture reads the rows of an epoch.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Rows],
+        mixture: Mixture,
+        num_samples: int,
+        steps_per_epoch: int,
+        lengths: np.ndarray | None,
+    ) -> None:
+        super().__init__(num_samples, mixture.batch_size, mixture.seed, lengths)
+        self.sources = sources
+        self.mixture = mixture
+        self._steps_per_epoch = steps_per_epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._steps_per_epoch
+
+    def rows(self, step: int) -> list[Keys]:
+        start = step * self.batch_size
+        sources, ordinals = self.mixture.read(start, start + self.batch_size)
+        result: dict[int, Keys] = {}
+        for number, source in enumerate(self.sources):
+            places = np.flatnonzero(sources == number)
+            epochs, positions = np.divmod(ordinals[places], source.num_rows)
+            for epoch in np.unique(epochs).tolist():
+                is_in_epoch = epochs == epoch
+                keys = source.keys(epoch, positions[is_in_epoch])
+                result |= zip(places[is_in_epoch].tolist(), keys, strict=True)
+        return [result[place] for place in range(self.batch_size)]
+
+    def rows_read(self, step: int) -> int:
+        return step * self.batch_size
+
+    def times_read(self, step: int) -> np.ndarray:
+        times = np.zeros(self.num_samples)
+        counts = self.mixture.counts(step * self.batch_size).tolist()
+        for source, count in zip(self.sources, counts, strict=True):
+            source.add_times(times, *divmod(count, source.num_rows))
+        return times

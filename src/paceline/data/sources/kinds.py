@@ -1,0 +1,30 @@
+"""Whether the data of `task: classify` are images or texts. Reads no data and imports no torch."""
+
+from pathlib import Path
+
+from paceline.config.schema import Config
+from paceline.data.sources.builtin import LABELED_DATASETS
+from paceline.data.sources.opening import take_count
+from paceline.data.sources.readers import is_table, is_text
+
+
+def classifies_images(config: Config) -> bool:
+    """Return whether ``dataset`` has images: the digits, or a folder with subfolders or without
+    data files.
+
+    Files, folders of data files, patterns, hub IDs and built-in datasets of labeled texts have
+    texts.
+    """
+    name, _ = take_count(config.sources()[0].path, "images or texts")
+    if name.startswith("builtin:"):
+        return name.removeprefix("builtin:") not in LABELED_DATASETS
+    path = Path(name).expanduser()
+    if path.is_dir():
+        entries = list(path.iterdir())
+        return any(entry.is_dir() for entry in entries) or not any(map(is_table, entries))
+    if path.exists():
+        return not (is_table(path) or is_text(path))
+    if any(character in name for character in "*?["):
+        return False
+    # A name that does not exist: a hub ID has one slash.
+    return name.startswith((".", "/", "~")) or name.count("/") != 1

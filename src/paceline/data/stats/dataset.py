@@ -1,0 +1,344 @@
+"""Compute the statistics of a dataset: lengths, duplicates, languages, vocabulary, and the
+effect of `max_length`.
+
+Everything is read from the token cache, with the same preparation as for training. If samples were
+cut at the `max_length` of the config, the dataset is tokenized again without a limit, into a
+separate entry, because the removed tokens are not stored.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+import numpy as np
+
+from paceline.config.packages import check_package
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.core.events import DataFigures
+from paceline.core.log import Notice
+from paceline.data.sources.readers import is_text
+from paceline.data.sources.resolve import open_source
+from paceline.data.text.chunks import NO_ANSWER, TOO_LONG
+from paceline.data.text.prepare import PreparedTokens, ResolveModel, TextTask, prepare_tokens
+from paceline.data.text.token_dataset import TokenDataset
+from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from paceline.data.stats.languages import LanguageShare
+    from paceline.data.stats.near_duplicates import NearDuplicates
+    from paceline.data.text.build import SourceMeta
+
+LIMITS = (128, 256, 512, 1024, 2048, 4096, 8192)
+#: A limit that no sample reaches and that fits in a signed 32-bit integer.
+NO_LIMIT = 2**31 - 1
+_MAX_BINS = 40
+_REPEATS_SHOWN = 5
+_TEXT_TOKENS = 24
+_PERCENTILES = (1, 10, 50, 90, 95, 99)
+
+
+#: Samples with ``from`` ≤ tokens < ``to``.
+Bin = TypedDict("Bin", {"from": int, "to": int, "samples": int})
+
+
+class Repeat(TypedDict):
+    """A sample with the same tokens as ``times - 1`` later ones. ``text``: its first tokens."""
+
+    sample: int
+    times: int
+    text: str
+
+
+class Duplicates(TypedDict):
+    """Samples with the same tokens as an earlier one. ``repeated``: number of samples that
+    occur again."""
+
+    samples: int
+    share: float
+    distinct: int
+    repeated: int
+    most_repeated: list[Repeat]
+
+
+class LimitStats(TypedDict):
+    """The loss of data in training with ``max_length``."""
+
+    max_length: int
+    samples_cut: int
+    share_cut: float
+    samples_left_out: int
+    tokens_lost: int
+    share_lost: float
+
+
+class VocabularyUse(TypedDict):
+    """Number of tokens in the vocabulary, number of those in the data, and their ratio."""
+
+    size: int
+    used: int
+    coverage: float
+
+
+class DatasetStats(TypedDict):
+    """Statistics of a dataset. ``lengths``: min, mean, max and percentiles (``p50``) in tokens.
+    ``near_duplicates`` and ``languages``: None unless requested."""
+
+    dataset: str
+    samples: int
+    tokens: int
+    label_tokens: int
+    held_out: int
+    rows: DataFigures
+    sources: "list[SourceMeta]"
+    lengths: dict[str, float]
+    histogram: list[Bin]
+    duplicates: Duplicates
+    near_duplicates: "NearDuplicates | None"
+    languages: "list[LanguageShare] | None"
+    vocabulary: VocabularyUse
+    max_length: int
+    overlong: str
+    limits: list[LimitStats]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Uncut samples.
+
+    Args:
+        lengths: int64 [num_samples], in tokens.
+        first_label: int64 [num_samples], index of the first token that carries loss, or the length.
+        digests: uint64 [num_samples, 2], a hash of the token ids (BLAKE2b, 128 bits).
+        vocabulary: int64 [ids], number of occurrences of each token id.
+    """
+
+    lengths: np.ndarray
+    first_label: np.ndarray
+    digests: np.ndarray
+    vocabulary: np.ndarray
+
+
+def dataset_stats(
+    config: Config,
+    resolve_model: ResolveModel,
+    *,
+    near_duplicates: bool = False,
+    languages: bool = False,
+) -> tuple[DatasetStats, PreparedTokens]:
+    """Return the statistics of the config's `dataset`, including the samples held out for
+    validation, and its preparation for training. ``resolve_model``: see :func:`prepare_tokens`.
+
+    Args:
+        near_duplicates: whether to search for similar samples, which needs datasketch.
+        languages: whether to identify the languages, which needs py3langid.
+
+    Raises:
+        ConfigError: the samples of the task have no tokens, the data is invalid, or a package is
+            not installed.
+    """
+    if near_duplicates:
+        check_package("datasketch", "`--near-duplicates`", "leave the option out", "data")
+    if languages:
+        check_package("py3langid", "`--languages`", "leave the option out", "data")
+    if config.task not in ("sft", "pretrain"):
+        raise ConfigError(
+            f"the samples of `task: {config.task}` have no tokens",
+            allowed="sft, pretrain",
+            fix="use a config with one of these tasks",
+        )
+    task: TextTask = "pretrain" if config.task == "pretrain" else "sft"
+    prepared = prepare_tokens(config, task, resolve_model)
+    uncut = prepared
+    if _was_cut(prepared, config):
+        args = config.train_args.model_copy(
+            update={"max_length": NO_LIMIT, "truncation_strategy": "truncate"}
+        )
+        uncut = prepare_tokens(
+            config.model_copy(update={"train_args": args, "val_dataset": None}), task, resolve_model
+        )
+    dataset = TokenDataset(uncut.train_folder)
+    samples = read_samples(dataset)
+    tokenizer = load_tokenizer(Path(prepared.tokenizer_path), config.trust_remote_code)
+    documents = task == "pretrain" or all(_are_documents(config))
+    if not documents and any(_are_documents(config)):
+        text = (
+            "text files are mixed with other data: the lost tokens are computed as if they were"
+            " truncated, although they are cut into samples"
+        )
+        prepared.notices.append(Notice("warning", text))
+    limit, overlong = config.train_args.max_length, config.train_args.truncation_strategy
+    used = int(np.count_nonzero(samples.vocabulary))
+    repeats = duplicates(samples)
+    for repeat in repeats["most_repeated"]:
+        repeat["text"] = _first_tokens(dataset, repeat["sample"], tokenizer)
+    figures: DatasetStats = {
+        "dataset": ", ".join(source.path for source in config.sources()),
+        "samples": len(samples.lengths),
+        "tokens": int(samples.lengths.sum()),
+        "label_tokens": int(dataset.label_counts.sum()),
+        "held_out": 0 if prepared.eval_indices is None else len(prepared.eval_indices),
+        "rows": prepared.counts.as_dict(),
+        "sources": uncut.sources,
+        "lengths": {
+            "min": int(samples.lengths.min()),
+            "mean": float(samples.lengths.mean()),
+            **{
+                f"p{percent}": int(np.percentile(samples.lengths, percent, method="inverted_cdf"))
+                for percent in _PERCENTILES
+            },
+            "max": int(samples.lengths.max()),
+        },
+        "histogram": histogram(samples.lengths),
+        "duplicates": repeats,
+        "near_duplicates": _similar_samples(dataset, tokenizer) if near_duplicates else None,
+        "languages": _languages(dataset, tokenizer) if languages else None,
+        "vocabulary": {
+            "size": tokenizer.vocab_size,
+            "used": used,
+            "coverage": used / tokenizer.vocab_size,
+        },
+        "max_length": limit,
+        "overlong": "cut into samples" if documents else overlong,
+        "limits": [
+            cut_by(max_length, samples, overlong, documents)
+            for max_length in sorted({limit, *LIMITS})
+        ],
+    }
+    return figures, prepared
+
+
+def _first_tokens(dataset: TokenDataset, index: int, tokenizer: LoadedTokenizer) -> str:
+    return tokenizer.decode(dataset[index]["input_ids"][:_TEXT_TOKENS].tolist())
+
+
+def _first_labels(dataset: TokenDataset, index: int, tokenizer: LoadedTokenizer) -> str:
+    sample = dataset[index]
+    return tokenizer.decode(sample["input_ids"][sample["labels_mask"]][:_TEXT_TOKENS].tolist())
+
+
+def _similar_samples(dataset: TokenDataset, tokenizer: LoadedTokenizer) -> "NearDuplicates":
+    from paceline.data.stats.near_duplicates import near_duplicates
+
+    result = near_duplicates(dataset)
+    for group in result["largest"]:
+        group["texts"] = [_first_labels(dataset, each, tokenizer) for each in group["samples"]]
+    return result
+
+
+def _languages(dataset: TokenDataset, tokenizer: LoadedTokenizer) -> "list[LanguageShare]":
+    from paceline.data.stats.languages import languages
+
+    return languages(dataset, tokenizer)
+
+
+def _was_cut(prepared: PreparedTokens, config: Config) -> bool:
+    """Return whether the entry for training lacks some tokens. A document that was cut leaves a
+    sample of full length."""
+    limit = config.train_args.max_length
+    longest = int(TokenDataset(prepared.train_folder).lengths.max(initial=0))
+    return (
+        prepared.counts.truncated > 0
+        or longest >= limit
+        or any(reason in prepared.counts.dropped for reason in (TOO_LONG, NO_ANSWER))
+    )
+
+
+def _are_documents(config: Config) -> list[bool]:
+    """Return whether each file is a document, which is cut into samples and never truncated (also
+    with `sft`). Plain text is; a hub dataset has rows."""
+    sources = [open_source(source) for source in config.sources()]
+    return [
+        is_document
+        for source in sources
+        for is_document in [is_text(file) for file in source.files] or [False]
+    ]
+
+
+def read_samples(dataset: TokenDataset) -> Samples:
+    """Read a dataset's tokens in one pass, with one sample in memory at a time."""
+    count = len(dataset)
+    digests = np.zeros((count, 2), dtype=np.uint64)
+    first = np.array(dataset.lengths)
+    vocabulary = np.zeros(1, dtype=np.int64)
+    for index in range(count):
+        sample = dataset[index]
+        ids, mask = sample["input_ids"], sample["labels_mask"]
+        digests[index] = np.frombuffer(
+            hashlib.blake2b(ids.tobytes(), digest_size=16).digest(), dtype=np.uint64
+        )
+        labeled = np.flatnonzero(mask[1:])
+        if len(labeled):
+            first[index] = labeled[0] + 1
+        missing = int(ids.max(initial=0)) + 1 - len(vocabulary)
+        if missing > 0:
+            vocabulary = np.pad(vocabulary, (0, missing))
+        if len(ids) > len(vocabulary):
+            vocabulary += np.bincount(ids, minlength=len(vocabulary))
+        else:
+            np.add.at(vocabulary, ids, 1)
+    return Samples(np.array(dataset.lengths), first, digests, vocabulary)
+
+
+def duplicates(samples: Samples) -> Duplicates:
+    """Count the samples with the same tokens as an earlier one."""
+    _, first, times = np.unique(samples.digests, axis=0, return_index=True, return_counts=True)
+    order = np.lexsort((first, -times))[:_REPEATS_SHOWN]
+    return {
+        "samples": int(len(samples.lengths) - len(first)),
+        "share": float(1 - len(first) / len(samples.lengths)),
+        "distinct": len(first),
+        "repeated": int(np.count_nonzero(times > 1)),
+        "most_repeated": [
+            Repeat(sample=int(first[group]), times=int(times[group]), text="")
+            for group in order
+            if times[group] > 1
+        ],
+    }
+
+
+def cut_by(limit: int, samples: Samples, overlong: str, documents: bool) -> LimitStats:
+    """Return the loss of data in training with ``max_length=limit``.
+
+    As in :mod:`paceline.data.text.chunks`, documents are cut into samples and lose only a single
+    last token. Other samples are truncated, or dropped if no token that carries loss remains or if
+    ``truncation_strategy`` is `drop`.
+    """
+    lengths = samples.lengths
+    over = lengths > limit
+    if documents:
+        dropped = np.zeros(len(lengths), dtype=bool)
+        lost = np.where(over & (lengths % limit == 1), 1, 0)
+    else:
+        dropped = over if overlong == "drop" else over & (samples.first_label >= limit)
+        lost = np.where(dropped, lengths, np.maximum(lengths - limit, 0))
+    return {
+        "max_length": limit,
+        "samples_cut": int(over.sum()),
+        "share_cut": float(over.mean()),
+        "samples_left_out": int(dropped.sum()),
+        "tokens_lost": int(lost.sum()),
+        "share_lost": float(lost.sum() / lengths.sum()),
+    }
+
+
+def histogram(lengths: np.ndarray) -> list[Bin]:
+    """Return at most 41 bins of equal width (1, 2 or 5 times a power of ten) up to the 99th
+    percentile, and one for the rest: ``from`` ≤ tokens < ``to``."""
+    reach = int(np.percentile(lengths, 99, method="inverted_cdf"))
+    width = next(
+        unit * 10**power
+        for power in range(12)
+        for unit in (1, 2, 5)
+        if unit * 10**power * _MAX_BINS > reach
+    )
+    edges = list(range(int(lengths.min()) // width * width, reach + width + 1, width))
+    longest = int(lengths.max())
+    if longest >= edges[-1]:
+        edges.append(longest + 1)
+    counts, _ = np.histogram(lengths, bins=np.array([*edges[:-1], edges[-1] - 0.5]))
+    return [
+        {"from": a, "to": b, "samples": int(n)}
+        for a, b, n in zip(edges, edges[1:], counts, strict=False)
+    ]

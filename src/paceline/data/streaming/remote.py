@@ -1,0 +1,95 @@
+"""Files at a URL (through fsspec) and on the Hugging Face hub: list them, and download one."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from paceline.core.errors import ConfigError, RunError, first_line
+from paceline.core.files import cache_dir
+from paceline.data.cache import build_once, key_of
+from paceline.data.sources.readers import is_table
+
+_FILE = "data"
+HUB = "hf://"
+
+
+def is_url(text: str) -> bool:
+    """Return whether a source is a URL."""
+    return "://" in text
+
+
+def list_files(url: str) -> list[str]:
+    """Return the URLs of the data files at ``url``: a file, a pattern, or all data files below a
+    folder, sorted.
+
+    Raises:
+        ConfigError: the location cannot be read or has no data files, or a package is missing.
+    """
+    fs, path = _filesystem(url)
+    try:
+        if any(char in path for char in "*?["):
+            paths = fs.glob(path)
+        elif fs.isfile(path):
+            return [url]
+        else:
+            paths = fs.find(path)
+    except Exception as error:  # each store's library raises errors of its own
+        raise _unreachable(url, error) from error
+    files = sorted(str(fs.unstrip_protocol(name)) for name in paths if is_table(Path(name)))
+    if not files:
+        raise ConfigError(f"`{url}` has no data files", fix="check the URL")
+    return files
+
+
+def identity(url: str) -> list[Any]:
+    """Return values that identify the version of a remote file."""
+    fs, path = _filesystem(url)
+    try:
+        info = fs.info(path)
+    except Exception as error:
+        raise _unreachable(url, error) from error
+    marks = [str(info[key]) for key in ("ETag", "etag", "blob_id", "mtime") if info.get(key)]
+    return [url, info.get("size"), marks]
+
+
+def fetch(url: str) -> Path:
+    """Return the local copy of a remote file, which is downloaded if it is not in the cache. One
+    process of a host downloads it, the others wait.
+
+    Raises:
+        RunError: the file cannot be downloaded.
+    """
+    name = PurePosixPath(url).name
+    folder = cache_dir() / "shards" / key_of(identity(url))
+
+    def download(staging: Path) -> None:
+        fs, path = _filesystem(url)
+        try:
+            fs.get_file(path, str(staging / name))
+        except Exception as error:
+            raise RunError(
+                f"`{url}` cannot be downloaded: {first_line(error)}",
+                fix="check the network and run the command again; the run resumes",
+            ) from error
+
+    build_once(folder, name, download)
+    return folder / name
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
+    try:
+        fs, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"`{url}` cannot be opened: {first_line(error)}",
+            fix="install the package that fsspec needs for it, such as `pip install paceline[s3]`",
+        ) from error
+    return fs, path
+
+
+def _unreachable(url: str, error: Exception) -> ConfigError:
+    reason = first_line(error) if str(error) else type(error).__name__
+    return ConfigError(f"`{url}` cannot be read: {reason}", fix="check the URL and the network")

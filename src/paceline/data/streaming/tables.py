@@ -1,0 +1,276 @@
+"""Local files whose rows are read by their number."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.config.schema.train_args import TrainArgs
+from paceline.core.errors import ConfigError, first_line
+from paceline.data.order.base import Order
+from paceline.data.sources.opening import (
+    HEAD_BYTES,
+    compression_of,
+    data_suffix,
+    encoding_of,
+    not_text,
+)
+from paceline.data.sources.readers import LineBlock, csv_delimiter, first_char
+from paceline.data.streaming.line_index import LineIndex, open_index
+from paceline.data.streaming.order import StreamOrder
+
+#: A row that is not parsed yet, or the place and the content of one.
+RawRow = LineBlock | tuple[str, Any]
+
+#: Number of rows of a text file that are one block of the order.
+_BLOCK_ROWS = 4096
+#: Limit of the decoded row groups that a process keeps.
+_CACHE_BYTES = 512 << 20
+
+
+class RowTable(Protocol):
+    """A file whose rows are read by their number. Picklable; files are opened on first use.
+
+    Attributes:
+        num_rows: number of rows.
+        block_sizes: numbers of consecutive rows that are read together: int64 [num_blocks].
+        has_fast_rows: whether reading rows one by one, in any order, is fast.
+    """
+
+    num_rows: int
+    block_sizes: np.ndarray
+    has_fast_rows: bool
+
+    def row(self, number: int) -> RawRow:
+        """Return the row with this number, counted from 0."""
+
+
+class LineTable:
+    """A file of JSON lines, or of CSV."""
+
+    has_fast_rows = True
+
+    def __init__(self, path: Path, index: LineIndex, header: list[str] | None, delimiter: str):
+        self.path, self.index = path, index
+        self.header, self.delimiter = header, delimiter
+        self._first = 0 if header is None else 1
+        self.num_rows = max(0, index.num_rows - self._first)
+        self.block_sizes = _equal_blocks(self.num_rows)
+        self._handle: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_handle": None}
+
+    def row(self, number: int) -> RawRow:
+        start, end = self.index.span(number + self._first)
+        if self._handle is None:
+            self._handle = os.open(self.path, os.O_RDONLY)
+        line = os.pread(self._handle, end - start, start)
+        if start == 0:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        line_number = self.index.line_number(number + self._first)
+        if self.header is None:
+            return LineBlock([line], line_number, self.path)
+        place = f"line {line_number} of {self.path}"
+        try:
+            text = io.StringIO(line.decode("utf-8"), newline="")
+        except UnicodeDecodeError as error:
+            raise not_text(self.path, f"line {line_number}", error) from error
+        row = next(csv.DictReader(text, self.header, delimiter=self.delimiter), None)
+        # The key None means more fields than the header has columns.
+        return place, None if row is None or None in row else row
+
+
+class _GroupTable:
+    """A file of groups of rows, each of which is decoded at once.
+
+    The last decoded groups are kept, because the order shuffles rows among neighboring groups.
+    """
+
+    has_fast_rows = False
+
+    def __init__(self, path: Path, sizes: list[int]) -> None:
+        self.path = path
+        self.block_sizes = np.array(sizes, dtype=np.int64)
+        self._starts = np.concatenate([[0], np.cumsum(self.block_sizes)])
+        self.num_rows = int(self._starts[-1])
+        self._file: Any = None
+        self._groups: OrderedDict[int, Any] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None, "_groups": OrderedDict()}
+
+    def _open(self) -> Any:
+        raise NotImplementedError
+
+    def _read(self, group: int) -> Any:
+        """Return a pyarrow table or record batch with the rows of a group."""
+        raise NotImplementedError
+
+    def row(self, number: int) -> RawRow:
+        group = int(np.searchsorted(self._starts, number, side="right")) - 1
+        rows = self._group(group).slice(number - int(self._starts[group]), 1)
+        return f"row {number + 1} of {self.path}", rows.to_pylist()[0]
+
+    def _group(self, group: int) -> Any:
+        if group in self._groups:
+            self._groups.move_to_end(group)
+            return self._groups[group]
+        import pyarrow as pa
+
+        try:
+            if self._file is None:
+                self._file = self._open()
+            self._groups[group] = self._read(group)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise _unreadable(self.path, error) from error
+        while (
+            len(self._groups) > 2
+            and sum(rows.nbytes for rows in self._groups.values()) > _CACHE_BYTES
+        ):
+            self._groups.popitem(last=False)
+        return self._groups[group]
+
+
+class ParquetTable(_GroupTable):
+    """A Parquet file; its groups are the row groups."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            metadata = pq.read_metadata(path)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise _unreadable(path, error) from error
+        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        super().__init__(path, sizes)
+
+    def _open(self) -> Any:
+        import pyarrow.parquet as pq
+
+        return pq.ParquetFile(self.path)
+
+    def _read(self, group: int) -> Any:
+        return self._file.read_row_group(group)
+
+
+class ArrowTable(_GroupTable):
+    """An Arrow file (also one of Hugging Face datasets); its groups are the record batches, which
+    are mapped into memory and not copied."""
+
+    has_fast_rows = True
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+
+        self.path = path
+        try:
+            sizes = [batch.num_rows for batch in self._open()]
+        except (pa.ArrowInvalid, OSError) as error:
+            raise _unreadable(path, error) from error
+        super().__init__(path, sizes)
+
+    def _open(self) -> Any:
+        import pyarrow as pa
+
+        source = pa.memory_map(str(self.path))
+        try:
+            return pa.ipc.open_stream(source).read_all().to_batches()
+        except pa.ArrowInvalid:
+            file = pa.ipc.open_file(source)
+            return [file.get_batch(number) for number in range(file.num_record_batches)]
+
+    def _read(self, group: int) -> Any:
+        return self._file[group]
+
+
+class TableRows:
+    """The rows of several tables, counted through all of them.
+
+    Args:
+        tables: those with rows, in the order of the config.
+        sources: index of the source of each table.
+    """
+
+    def __init__(self, tables: Sequence[RowTable], sources: Sequence[int]) -> None:
+        self.tables, self.sources = list(tables), list(sources)
+        self.has_fast_rows = all(table.has_fast_rows for table in tables)
+        self._ends = np.cumsum([table.num_rows for table in tables])
+        self.num_rows: int | None = int(self._ends[-1])
+
+    def order(self, batch_size: int, args: TrainArgs) -> Order:
+        """Return the order of the rows."""
+        blocks = None
+        if not self.has_fast_rows:
+            blocks = np.concatenate([table.block_sizes for table in self.tables])
+        num_rows = int(self._ends[-1])
+        window = args.shuffle_buffer_size
+        return StreamOrder(num_rows, batch_size, args.seed, args.shuffle, blocks, window)
+
+    def row(self, index: int) -> tuple[int, RawRow]:
+        """Return the index of the row's source, and the row."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        table = self.tables[number]
+        return self.sources[number], table.row(index - int(self._ends[number]) + table.num_rows)
+
+    def checked_rows(self, num_rows: int) -> list[int]:
+        """Return rows to check before the start: ``num_rows`` of each source, evenly
+        distributed."""
+        rows: list[int] = []
+        for source in dict.fromkeys(self.sources):
+            owned = np.flatnonzero(np.array(self.sources) == source)
+            first = int(self._ends[owned[0]]) - self.tables[owned[0]].num_rows
+            last = int(self._ends[owned[-1]]) - 1
+            rows += np.unique(np.linspace(first, last, num_rows).astype(int)).tolist()
+        return rows
+
+
+def open_table(path: Path) -> RowTable | None:
+    """Return the rows of a local file, or None if they cannot be read by their number.
+
+    Raises:
+        ConfigError: the file is not text, or it is damaged.
+    """
+    suffix = data_suffix(path)
+    if suffix == ".parquet":
+        return ParquetTable(path)
+    if suffix == ".arrow":
+        return ArrowTable(path)
+    if suffix not in (".jsonl", ".ndjson", ".csv", ".tsv") or compression_of(path) is not None:
+        return None
+    with open(path, "rb") as handle:
+        head = handle.read(HEAD_BYTES)
+        handle.seek(0)
+        header = handle.readline()
+    if not encoding_of(head, path).startswith("utf-8"):
+        return None
+    if suffix in (".jsonl", ".ndjson"):
+        if first_char(head, path) == "[":
+            return None
+        return LineTable(path, open_index(path), None, "")
+    text = header.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="replace")
+    delimiter = csv_delimiter(text, suffix)
+    names = next(csv.reader([text], delimiter=delimiter), [])
+    return LineTable(path, open_index(path, quoted=True), names, delimiter)
+
+
+def _equal_blocks(num_rows: int) -> np.ndarray:
+    sizes = np.full(-(-num_rows // _BLOCK_ROWS), _BLOCK_ROWS, dtype=np.int64)
+    if len(sizes):
+        sizes[-1] = num_rows - _BLOCK_ROWS * (len(sizes) - 1)
+    return sizes
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"`{path}` cannot be read: {first_line(error)}", fix="check the file or copy it again"
+    )

@@ -1,0 +1,312 @@
+"""Labeled texts: convert rows to a text, or a pair of texts, with labels; encode them; and number
+their classes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.core.errors import ConfigError, did_you_mean
+from paceline.data.sources.rows import MalformedRow, Row, Unsupported, is_missing
+from paceline.data.text.encode import Encoded
+from paceline.data.text.formats import Sample
+from paceline.data.text.messages import read_text
+from paceline.data.text.token_dataset import LABEL_NAMES, Label
+from paceline.data.text.tokenizer import LoadedTokenizer
+
+#: Accepted names of each column, the usual one first.
+_TEXT = ("text", "sentence", "content", "document", "review", "query", "question", "prompt")
+_PAIRS = (
+    ("text", "text_pair"), ("sentence1", "sentence2"), ("premise", "hypothesis"),
+    ("question1", "question2"), ("text_a", "text_b"), ("query", "passage"),
+    ("question", "sentence"), ("sentence", "sentence_pair"), ("question", "context"),
+)  # fmt: skip
+_LABELS = ("label", "labels", "class", "category")
+_EXPECTED = {*_TEXT, *_LABELS, "messages", *(name for pair in _PAIRS for name in pair)}
+FORMATS = {
+    "text": "text (or sentence), label",
+    "pair": "text, text_pair (or sentence1, sentence2; premise, hypothesis), label",
+    "messages": "messages: a list of {role, content}, label",
+}
+#: Key of the number of rows whose label is a list, in :attr:`LabelEncoder.facts`.
+LABEL_LISTS = "label_lists"
+#: More classes than this are identifiers rather than classes.
+_MAX_CLASSES = 100_000
+
+
+@dataclass
+class LabelConverter:
+    """Convert the rows of one source to labeled texts.
+
+    Args:
+        label: the name of the source, for messages.
+        columns: `{expected name: name in the data}`.
+        ignore_columns: columns to ignore.
+
+    Attributes:
+        seen, unused, unmatched, ignored, binary_labels: as in
+            :class:`paceline.data.text.formats.RowConverter`.
+    """
+
+    label: str
+    columns: dict[str, str] = field(default_factory=dict)
+    ignore_columns: Collection[str] = ()
+    format: str = "auto"
+    formats = FORMATS
+    seen: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
+    unmatched: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
+    binary_labels: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        for name in self.columns:
+            if name not in _EXPECTED:
+                raise ConfigError(
+                    f"`columns: {{{name}: {self.columns[name]}}}` of {self.label}: unknown column"
+                    f" `{name}`",
+                    allowed="`{EXPECTED: YOURS}` with EXPECTED one of "
+                    + ", ".join(sorted(_EXPECTED)),
+                    fix=did_you_mean(name, _EXPECTED),
+                )
+
+    def __call__(self, row: Any) -> Sample:
+        """Convert one row.
+
+        Raises:
+            MalformedRow: the row cannot be used.
+            Unsupported: the labels are not classes.
+        """
+        if not isinstance(row, dict):
+            raise MalformedRow("not an object with columns")
+        row = self._renamed(row)
+        label = next((name for name in _LABELS if name in row), None)
+        kind, texts = _texts_of(row)
+        if label is None or kind is None:
+            self.unmatched[tuple(map(str, row))] += 1
+            raise MalformedRow("columns match no format")
+        self.seen[kind] += 1
+        self.unused.update(
+            name
+            for name in row
+            if name not in (*texts, label, "messages") and not is_missing(row[name])
+        )
+        labels, has_list = _read_labels(row[label])
+        if kind == "messages":
+            return Sample(text=_joined(row["messages"]), labels=labels, has_list=has_list)
+        text = read_text(row, (texts[0],), "text")
+        if kind == "text":
+            return Sample(text=text, labels=labels, has_list=has_list)
+        pair = (text, read_text(row, (texts[1],), "text_pair"))
+        return Sample(pair=pair, labels=labels, has_list=has_list)
+
+    def _renamed(self, row: Row) -> Row:
+        """Return the row under the expected names, without the columns to ignore."""
+        self.ignored.update(name for name in self.ignore_columns if name in row)
+        mapped = set(self.columns.values())
+        kept = {
+            name: value
+            for name, value in row.items()
+            if name not in self.ignore_columns and name not in mapped
+        }
+        renamed = {expected: row[name] for expected, name in self.columns.items() if name in row}
+        return {**kept, **renamed}
+
+
+def _texts_of(row: Row) -> tuple[str | None, tuple[str, ...]]:
+    """Return the format that matches the columns, and the columns of its texts."""
+    for pair in _PAIRS:
+        if all(name in row for name in pair):
+            return "pair", pair
+    for name in _TEXT:
+        if name in row:
+            return "text", (name,)
+    return ("messages", ()) if "messages" in row else (None, ())
+
+
+def _joined(messages: Any) -> str:
+    """Return the text of a chat: the contents of its turns on separate lines."""
+    if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
+        raise MalformedRow("messages are not a list")
+    texts = [turn.get("content") for turn in messages]
+    if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise MalformedRow("empty text")
+    return "\n".join(map(str, texts))
+
+
+def _read_labels(value: Any) -> tuple[tuple[Label, ...], bool]:
+    """Return the labels of a row, and whether it may have several."""
+    if isinstance(value, list):
+        return tuple(dict.fromkeys(_read_label(item) for item in value)), True
+    return (_read_label(value),), False
+
+
+def _read_label(value: Any) -> Label:
+    if is_missing(value):
+        raise MalformedRow("no label")
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise Unsupported(
+                f"the label {value:g} is not a class; regression is not supported",
+                allowed="an integer, a text, or a list of them",
+                fix="divide the values into classes, or write a custom task",
+            )
+        value = int(value)
+    if isinstance(value, int):  # including booleans
+        if value < 0:
+            raise MalformedRow("negative label")
+        return int(value)
+    if not isinstance(value, str) or not value.strip():
+        raise MalformedRow("no label")
+    return value.strip()
+
+
+@dataclass
+class LabelEncoder:
+    """Encode labeled texts as the tokenizer does for sequence classification: with its special
+    tokens, and its way to join two texts.
+
+    Args:
+        tokenizer: see :func:`paceline.data.text.tokenizer.load_tokenizer`.
+        truncate_to: number of tokens to which longer texts are truncated, the longer text of a
+            pair first; None to leave them as they are.
+
+    Attributes:
+        facts, refusals, pretrain, template: as in :class:`paceline.data.text.encode.Encoder`;
+            there is no answer and no chat template.
+    """
+
+    tokenizer: LoadedTokenizer
+    truncate_to: int | None
+    facts: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    pretrain = True
+    template = None
+
+    def __call__(self, samples: list[Sample]) -> list[Encoded | str]:
+        """Return the tokens of each sample. ``labels_mask`` is true for those of the second
+        text."""
+        encode = self._encode_python if self.tokenizer.backend is None else self._encode_batch
+        results: list[Encoded | str] = []
+        self.facts[LABEL_LISTS] += sum(sample.has_list for sample in samples)
+        for sample, (ids, types, is_truncated) in zip(samples, encode(samples), strict=True):
+            encoded = Encoded(
+                np.array(ids, dtype=np.int32),
+                np.array(types, dtype=np.int8) > 0,
+                labels=sample.labels,
+                is_truncated=is_truncated,
+            )
+            results.append(encoded if ids else "no tokens")
+        return results
+
+    def _encode_batch(self, samples: list[Sample]) -> list[tuple[list[int], list[int], bool]]:
+        backend = self.tokenizer.backend
+        if self.truncate_to is not None:
+            backend.enable_truncation(self.truncate_to)
+        encodings = backend.encode_batch([sample.pair or sample.text for sample in samples])
+        return [
+            (encoding.ids, encoding.type_ids, bool(encoding.overflowing)) for encoding in encodings
+        ]
+
+    def _encode_python(self, samples: list[Sample]) -> Iterable[tuple[list[int], list[int], bool]]:
+        for sample in samples:
+            texts = sample.pair or (sample.text,)
+            full = self.tokenizer.python(*texts, return_token_type_ids=True)
+            length = len(full["input_ids"])
+            is_truncated = self.truncate_to is not None and length > self.truncate_to
+            if is_truncated:
+                full = self.tokenizer.python(
+                    *texts,
+                    truncation=True,
+                    max_length=self.truncate_to,
+                    return_token_type_ids=True,
+                )
+            yield list(full["input_ids"]), list(full["token_type_ids"]), is_truncated
+
+
+# -- classes
+@dataclass(frozen=True)
+class StoredLabels:
+    """The distinct labels of a cache entry, in the order of their numbers there.
+
+    Args:
+        is_multi: whether a row may have several classes.
+    """
+
+    labels: tuple[Label, ...]
+    is_multi: bool
+
+    @property
+    def are_numbers(self) -> bool:
+        return _are_numbers(self.labels)
+
+    def numbers(self, classes: Sequence[str], name: str) -> list[int]:
+        """Return the class of each label.
+
+        Args:
+            name: config key of the data, for messages.
+
+        Raises:
+            ConfigError: a label is not one of the classes.
+        """
+        index = {text: number for number, text in enumerate(classes)}
+        if self.are_numbers and not all(text in index for text in map(str, self.labels)):
+            index = {str(number): number for number in range(len(classes))}
+        if unknown := [str(label) for label in self.labels if str(label) not in index]:
+            raise ConfigError(
+                f"`{name}` has labels that are not classes of the model:"
+                f" {', '.join(sorted(unknown)[:5])}",
+                allowed=f"{', '.join(classes[:20])}{' …' if len(classes) > 20 else ''}",
+                fix="correct the labels, or list all classes in `classify.labels`",
+            )
+        return [index[str(label)] for label in self.labels]
+
+
+def read_labels(folder: Path) -> StoredLabels:
+    """Read the labels of an entry of the token cache."""
+    content = json.loads((folder / LABEL_NAMES).read_text(encoding="utf-8"))
+    return StoredLabels(tuple(content["labels"]), content["is_multi"])
+
+
+def class_names(stored: StoredLabels, known: Sequence[str] = ()) -> list[str]:
+    """Return the names of the classes: ``known`` (of the config or the model) if the labels are
+    among them; else the numbers from 0 to the highest label, or the sorted texts.
+
+    Raises:
+        ConfigError: there is one class, or the labels are not classes.
+    """
+    if known and _fits(stored, known):
+        return list(known)
+    if stored.are_numbers:
+        highest = max(int(label) for label in stored.labels)
+        if highest >= _MAX_CLASSES:
+            raise ConfigError(
+                f"the label {highest:,} of `dataset` is not a class",
+                allowed=f"numbers from 0 to {_MAX_CLASSES - 1:,}, or texts",
+                fix="name the column of the classes with `columns: {label: YOURS}`",
+            )
+        names = [str(number) for number in range(highest + 1)]
+    else:
+        names = sorted({str(label) for label in stored.labels})
+    if len(names) < 2:
+        raise ConfigError(
+            f"the rows of `dataset` have a single class, {', '.join(names) or 'none'}",
+            allowed="at least two classes",
+        )
+    return names
+
+
+def _fits(stored: StoredLabels, known: Sequence[str]) -> bool:
+    if {str(label) for label in stored.labels} <= set(known):
+        return True
+    return stored.are_numbers and all(int(label) < len(known) for label in stored.labels)
+
+
+def _are_numbers(labels: Sequence[Label]) -> bool:
+    return bool(labels) and all(isinstance(label, int) or label.isdecimal() for label in labels)

@@ -1,0 +1,1 @@
+"""Chats with images: rows, tokens, and the images of a batch."""

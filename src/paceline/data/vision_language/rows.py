@@ -1,0 +1,149 @@
+"""Rows with images: find the images and their places in the chat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.data.sources.rows import MalformedRow, Unsupported, holds_nothing
+from paceline.data.text.formats import RowConverter, Sample
+from paceline.data.text.tool_calls import Message
+
+#: Path of an image file, or the content of one.
+ImageSource = str | bytes
+
+_COLUMNS = ("images", "image")
+#: The placeholder of an image in a text, as in LLaMA-Factory and ms-swift.
+PLACEHOLDER = "<image>"
+#: A Unicode noncharacter, which does not occur in text, marks the place of an image in a message.
+IMAGE_MARK = "\ufdd2"
+_IMAGE_PARTS = ("image", "image_url", "input_image")
+
+
+@dataclass
+class ImageRowConverter(RowConverter):
+    """Convert rows with images to chats in which :data:`IMAGE_MARK` stands for each image.
+
+    Images are in a column ``images`` (or ``image``), in the order of the placeholders ``<image>``
+    in the turns, or in parts of a message, as in transformers. Images of a chat without
+    placeholders precede its first question.
+
+    Args:
+        max_images: rows with more images are dropped; None for no limit.
+    """
+
+    max_images: int | None = None
+
+    def __call__(self, row: Any) -> Sample:
+        """Convert one row.
+
+        Raises:
+            MalformedRow: the row cannot be used.
+            Unsupported: the dataset needs another kind of training.
+        """
+        if not isinstance(row, dict):
+            return super().__call__(row)
+        named = {name: self.columns.get(name, name) for name in _COLUMNS}
+        columns = [name for name in named.values() if name not in self.ignore_columns]
+        images = [
+            image
+            for name in columns
+            if not holds_nothing(row.get(name))
+            for image in _as_list(row[name])
+        ]
+        in_parts: list[Any] = []
+        text_row = {
+            name: _with_marks(value, in_parts) for name, value in row.items() if name not in columns
+        }
+        if images and in_parts and len(in_parts) != len(images):
+            raise MalformedRow("images in both a column and the messages")
+        # Parts without an image of their own stand for those of the column, as in TRL.
+        sources = images or in_parts
+        if any(source is None for source in sources):
+            raise MalformedRow("an image without a path or content")
+        if self.max_images is not None and len(sources) > self.max_images:
+            raise MalformedRow(f"more than {self.max_images} images")
+        sample = super().__call__(text_row)
+        sample.images = tuple(map(_source, sources))
+        _place(sample)
+        return sample
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _with_marks(value: Any, images: list[Any]) -> Any:
+    """Return texts and turns with :data:`IMAGE_MARK` for each image. Images in parts of a message
+    are appended to ``images``, None for a part without one."""
+    if isinstance(value, str):
+        return value.replace(PLACEHOLDER, IMAGE_MARK)
+    if isinstance(value, list):
+        return [_with_marks(item, images) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") in _IMAGE_PARTS:
+        candidates = (value.get(key) for key in ("image", "image_url", "path", "url", "bytes"))
+        source = next((item for item in candidates if not holds_nothing(item)), None)
+        images.append(source.get("url") if isinstance(source, dict) and "url" in source else source)
+        return {"type": "text", "text": IMAGE_MARK}
+    return {key: _with_marks(item, images) for key, item in value.items()}
+
+
+def _source(value: Any) -> ImageSource:
+    """Return the path or the content of an image: a text, bytes, or ``{bytes, path}`` as in the
+    image columns of parquet files."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str) or not value.strip():
+        raise MalformedRow("an image is neither a path nor bytes")
+    if "://" in value or value.startswith("data:"):
+        raise Unsupported(
+            f"the image `{value[:80]}` is a URL; images are read from files",
+            allowed="paths, absolute or relative to the data file, or bytes in parquet files",
+            fix="download the images and give their paths",
+        )
+    return value
+
+
+def _place(sample: Sample) -> None:
+    """Check that each image has its place in the chat; without places, put all images before the
+    first question.
+
+    Raises:
+        MalformedRow: there are more or fewer places than images.
+    """
+    if sample.pair is not None and (sample.images or IMAGE_MARK in sample.pair[0]):
+        prompt, answer = sample.pair
+        sample.messages = [
+            {"role": "user", "content": prompt},
+            {"role": "assistant", "content": answer},
+        ]
+        sample.pair = None
+    messages: list[Message] = sample.messages or []
+    if sample.images and not messages:
+        raise MalformedRow("images without a chat")
+    num_places = sum(message["content"].count(IMAGE_MARK) for message in messages)
+    if not num_places and sample.images:
+        first = next(message for message in messages if message["role"] == "user")
+        first["content"] = IMAGE_MARK * len(sample.images) + first["content"]
+    elif num_places != len(sample.images):
+        raise MalformedRow("the number of images differs from that of their placeholders")
+
+
+def with_paths(sample: Sample, place: str, images_folder: str | None) -> Sample:
+    """Return the sample with paths that are relative to ``images_folder``, or else to the folder of
+    the data file in ``place``, such as ``line 3 of data/train.jsonl``."""
+    if not sample.images:
+        return sample
+    folder = Path(place.rpartition(" of ")[2]).parent
+    if images_folder is not None:
+        folder = Path(images_folder).expanduser()
+    paths = (
+        str(folder / Path(image).expanduser()) if isinstance(image, str) else image
+        for image in sample.images
+    )
+    return replace(sample, images=tuple(paths))

@@ -1,0 +1,1 @@
+"""What happens with the model when a run is done."""

@@ -1,0 +1,79 @@
+"""What the launcher does with the model when a run is done: evaluate it with lm-evaluation-harness,
+and upload it to the hub. A failure is reported and does not change the outcome of the run."""
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import JsonValue
+
+from paceline.config.schema import Config
+from paceline.core.errors import EXIT_DONE, RunError
+from paceline.core.run_dir import RunDir
+from paceline.launch.preflight import TrainResult
+
+logger = logging.getLogger(__name__)
+
+
+def finish_run(result: TrainResult, config: Config) -> TrainResult:
+    """Evaluate and upload the model of a run that is done, as the config requests. Called by one
+    process, after the ranks have ended.
+
+    Returns:
+        The result, with the report that now has the keys ``lm_eval`` and ``hub``.
+    """
+    is_requested = config.evaluation.lm_eval is not None or config.train_args.push_to_hub
+    if not is_requested or result.report is None or result.exit_code != EXIT_DONE:
+        return result
+    run_dir = RunDir(Path(config.output_dir))
+    report: dict[str, Any] = dict(result.report)
+    if config.evaluation.lm_eval is not None:
+        report["lm_eval"] = _evaluate(run_dir)
+        _write(run_dir, report)
+    if config.train_args.push_to_hub:  # the card has the results of the evaluation
+        report["hub"] = _upload(run_dir, config)
+        _write(run_dir, report)
+    return replace(result, report=cast("dict[str, JsonValue]", report))
+
+
+def _write(run_dir: RunDir, report: dict[str, Any]) -> None:
+    from paceline.observe.report.html import write_reports
+
+    write_reports(run_dir, cast(Any, report))
+
+
+def _evaluate(run_dir: RunDir) -> dict[str, Any]:
+    """Run ``paceline eval`` in a process of its own, which imports torch and frees its memory."""
+    logger.info(f"evaluating {run_dir.model} with lm-evaluation-harness")
+    command = [sys.executable, "-m", "paceline", "eval", str(run_dir.root), "--json"]
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if process.returncode != EXIT_DONE:
+        logger.warning(
+            "lm-evaluation-harness failed, which does not affect the model; `paceline eval"
+            f" {run_dir.root}` repeats the evaluation"
+        )
+        return {"error": f"`paceline eval` ended with exit code {process.returncode}"}
+    results: dict[str, Any] = json.loads(process.stdout)
+    for task, metrics in results["results"].items():
+        values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        logger.info(f"{task}: {values}")
+    return results
+
+
+def _upload(run_dir: RunDir, config: Config) -> dict[str, Any]:
+    from paceline.launch.after_training.hub_upload import repository_of, upload_model
+
+    repository = repository_of(config)
+    try:
+        repository, url = upload_model(
+            run_dir.model, run_dir.root, repository, config.train_args.hub_private_repo
+        )
+    except RunError as error:
+        logger.warning(error.paragraph())
+        return {"repository": repository, "url": None, "error": error.what}
+    logger.info(f"uploaded to {repository}: {url}")
+    return {"repository": repository, "url": url, "error": None}

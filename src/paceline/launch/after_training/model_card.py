@@ -1,0 +1,162 @@
+"""The model card of a trained model: ``README.md`` in its repository. Imports no torch."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paceline.core import formatting
+from paceline.core.event_log import read_events
+from paceline.core.events import RunStartEvent
+from paceline.core.hub import is_hub_id
+from paceline.core.run_dir import RunDir
+
+#: Keys of the config that belong to the machine of the run and not to the training.
+_LOCAL_KEYS = ("output_dir", "checkpoint_dir", "resume")
+_TASK_TAGS = {"sft": "text-generation", "pretrain": "text-generation"}
+
+
+def model_card(run: Path, folder: Path, repository: str) -> str:
+    """Return the card of the model in ``folder`` that the run trained. Figures that are unknown,
+    such as those of a folder without a report, are left out. Paths of models and data are reduced
+    to their names."""
+    files = RunDir(run)
+    report = _read_json(files.report)
+    starts = [event for event in read_events(files.events) if event["type"] == "run_start"]
+    start: RunStartEvent = starts[-1] if starts else {}
+    config: dict[str, Any] = {**(start.get("config") or {})}
+    is_adapter = (folder / "adapter_config.json").is_file()
+    sources = _sources(config)
+    page = {
+        "metadata": yaml.safe_dump(_metadata(config, sources, is_adapter), sort_keys=False),
+        "name": repository.rpartition("/")[2],
+        "repository": repository,
+        "base": _public(str(config.get("model") or "unknown")),
+        "is_adapter": is_adapter,
+        "is_language_model": config.get("task") in _TASK_TAGS,
+        "has_adapters": bool((config.get("lora") or {}).get("enable")),
+        "task": config.get("task"),
+        "sources": [_public(source) for source in sources],
+        "data": report.get("data") or {},
+        "results": _results(report),
+        "benchmarks": _benchmarks(report),
+        "training": _training(report, start),
+        "versions": start.get("versions") or {},
+        "config": _config_text(config),
+    }
+    return str(_template().render(page))
+
+
+@cache
+def _template() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    return environment.get_template("model_card.md.jinja")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content
+
+
+def _sources(config: dict[str, Any]) -> list[str]:
+    data = config.get("dataset") or []
+    items = data if isinstance(data, list) else [data]
+    return [str(item.get("path") if isinstance(item, dict) else item) for item in items]
+
+
+def _is_public(name: str) -> bool:
+    return is_hub_id(name.partition("#")[0]) and name.count("/") == 1
+
+
+def _public(name: str) -> str:
+    """Return a name without the folders of this machine."""
+    if name.startswith(("builtin:", "modelscope:")) or _is_public(name):
+        return name
+    return Path(name).name
+
+
+def _metadata(config: dict[str, Any], sources: list[str], is_adapter: bool) -> dict[str, Any]:
+    base, task = str(config.get("model") or ""), str(config.get("task"))
+    adapters = (config.get("lora") or {}).get("enable")
+    metadata: dict[str, Any] = {
+        "library_name": "peft" if is_adapter else "transformers",
+        "tags": ["paceline", task, *(["lora"] if adapters else [])],
+    }
+    if task in _TASK_TAGS:
+        metadata["pipeline_tag"] = _TASK_TAGS[task]
+    if _is_public(base):
+        metadata["base_model"] = base
+    public = [source.partition("#")[0] for source in sources if _is_public(source)]
+    if public:
+        metadata["datasets"] = public
+    return metadata
+
+
+def _results(report: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("training loss", report.get("final_train_loss")),
+        ("evaluation loss", report.get("final_eval_loss")),
+        *(report.get("final_eval_metrics") or {}).items(),
+    ]
+    return [(name, formatting.loss(value)) for name, value in rows if value is not None]
+
+
+def _benchmarks(report: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return task, metric and value of each result of lm-evaluation-harness."""
+    tasks = (report.get("lm_eval") or {}).get("results") or {}
+    return [
+        (task, metric, formatting.loss(value))
+        for task, metrics in tasks.items()
+        for metric, value in metrics.items()
+    ]
+
+
+def _training(report: dict[str, Any], start: RunStartEvent) -> list[tuple[str, str]]:
+    fmt, get = formatting, report.get
+    derived = start.get("derived") or {}
+    model, mesh = start.get("model") or {}, start.get("mesh") or {}
+    devices = sorted({str(rank.get("device")) for rank in mesh.get("ranks", [])})
+    rows = [
+        ("parameters", fmt.short_count(model.get("parameters"))),
+        ("trained parameters", fmt.short_count(model.get("trainable_parameters"))),
+        ("steps", fmt.count(get("steps"))),
+        ("samples seen", fmt.count(get("samples_seen"))),
+        ("tokens", fmt.short_count(get("train_tokens"))),
+        ("global batch size", fmt.count(derived.get("global_batch_size"))),
+        ("peak learning rate", fmt.rate(derived.get("learning_rate"))),
+        ("precision", get("precision")),
+        ("strategy", get("strategy")),
+        ("ranks", fmt.count(get("world_size"))),
+        ("devices", ", ".join(devices) or get("device")),
+        ("wall time", fmt.duration(get("wall_s"))),
+    ]
+    return [(name, str(value)) for name, value in rows if value not in (None, fmt.UNKNOWN)]
+
+
+def _config_text(config: dict[str, Any]) -> str:
+    """Return the config as YAML, without what belongs to the machine of the run."""
+    kept = {key: value for key, value in config.items() if key not in _LOCAL_KEYS}
+    for key in ("model", "tokenizer", "dataset", "val_dataset"):
+        if kept.get(key):
+            kept[key] = _public_tree(kept[key])
+    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True) if kept else ""
+
+
+def _public_tree(value: Any) -> Any:
+    if isinstance(value, str):
+        return _public(value)
+    if isinstance(value, list):
+        return [_public_tree(item) for item in value]
+    if isinstance(value, dict):
+        return {**value, "path": _public(str(value.get("path")))}
+    return value

@@ -1,0 +1,55 @@
+"""Load models of transformers that classify texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.config.schema import Config
+from paceline.models.blocks import base_model
+from paceline.models.builtin import config_numbers
+from paceline.models.kinds import is_text_classifier, text_classifier
+from paceline.models.language import load_language_model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SINGLE, MULTI = "single_label_classification", "multi_label_classification"
+
+
+def known_classes(model: str) -> list[str]:
+    """Return the names of a model's classes, in order; empty if it is not a text classifier."""
+    content = config_numbers(model)
+    names = content.get("id2label")
+    if not isinstance(names, dict) or not is_text_classifier(content):
+        return []
+    return [str(names[key]) for key in sorted(names, key=int)]
+
+
+def class_settings(classes: Sequence[str], is_multi: bool) -> dict[str, object]:
+    """Return what the config of a text classifier says about its classes."""
+    return {
+        "id2label": dict(enumerate(classes)),
+        "label2id": {name: number for number, name in enumerate(classes)},
+        "problem_type": MULTI if is_multi else SINGLE,
+    }
+
+
+def load_text_classifier(
+    config: Config, classes: Sequence[str], is_multi: bool, pad_token_id: int
+) -> nn.Module:
+    """Load the model to train, on the CPU, or on the meta device if that is the default device.
+
+    Its config has the names of the classes. A head that does not fit them is replaced by an
+    initialized one. With LoRA, the head is trained in full and saved with the adapters.
+
+    Raises:
+        ConfigError: the model cannot be loaded.
+    """
+    kind = text_classifier(class_settings(classes, is_multi), has_new_head=True)
+    model = load_language_model(config, kind)
+    # Decoders classify by the last token of a text, which they find by the padding after it.
+    model_config = base_model(model).config.get_text_config()
+    if model_config.pad_token_id is None:
+        model_config.pad_token_id = pad_token_id
+    return model

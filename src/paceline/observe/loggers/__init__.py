@@ -1,0 +1,1 @@
+"""Metric loggers (``report_to``): TensorBoard, and clients of experiment trackers."""

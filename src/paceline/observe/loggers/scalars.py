@@ -1,0 +1,48 @@
+"""The figures of events and of the report as scalars with a name."""
+
+from collections.abc import Mapping
+
+from paceline.core import formatting
+from paceline.core.events import EvalEvent, StepEvent
+from paceline.observe.loggers.base import flat
+
+
+def step_scalars(step: StepEvent, global_batch_size: float | None) -> dict[str, float]:
+    per_second, unit = formatting.throughput(step, global_batch_size)
+    scalars: dict[str, object] = {
+        "train/loss": step.get("loss"),
+        "train/learning_rate": step.get("learning_rate"),
+        "train/grad_norm": step.get("grad_norm"),
+        "train/epoch": step.get("epoch"),
+        f"train/{unit.replace('/s', '_per_second')}": per_second,
+        "time/step_s": step.get("step_time_s"),
+        "time/data_wait_s": step.get("data_wait_s"),
+        "time/comm_wait_s": step.get("comm_wait_s"),
+    }
+    memory = step.get("memory_bytes")
+    if isinstance(memory, list | tuple):
+        scalars |= {f"memory/rank_{rank}_bytes": value for rank, value in enumerate(memory)}
+    else:
+        scalars["memory/bytes"] = memory
+    return _numbers(scalars)
+
+
+def eval_scalars(event: EvalEvent) -> dict[str, float]:
+    metrics = {f"eval/{name}": value for name, value in (event.get("metrics") or {}).items()}
+    return _numbers({"eval/loss": event.get("loss"), **metrics})
+
+
+def report_scalars(report: Mapping[str, object]) -> dict[str, float]:
+    """Return the figures of a report, such as ``report/tokens_per_second``. Texts and lists are
+    left out."""
+    figures = {
+        f"report/{name}": value
+        for name, value in flat(report, "/").items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return _numbers(figures)
+
+
+def _numbers(values: Mapping[str, object]) -> dict[str, float]:
+    numbers = {name: formatting.number(value) for name, value in values.items()}
+    return {name: number for name, number in numbers.items() if number is not None}

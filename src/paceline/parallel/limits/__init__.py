@@ -1,0 +1,1 @@
+"""Declare the settings that are not supported. Imports no torch."""

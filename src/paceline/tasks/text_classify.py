@@ -1,0 +1,255 @@
+"""`task: classify` with texts."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.data.cache import key_of
+from paceline.data.collate import pad_tokens
+from paceline.data.sources.resolve import check_hub_sources
+from paceline.data.text.labels import class_names, read_labels
+from paceline.data.text.prepare import PreparedTokens, prepare_tokens
+from paceline.data.text.token_dataset import LabeledDataset, LabeledSample
+from paceline.models import attention
+from paceline.models.adapters.check import check_adapters
+from paceline.models.adapters.lora import adapter_notices
+from paceline.models.blocks import base_model
+from paceline.models.builtin import resolve_model
+from paceline.models.classifiers.texts import (
+    class_settings,
+    known_classes,
+    load_text_classifier,
+)
+from paceline.models.files import check_files, check_hub
+from paceline.models.kinds import save_classes
+from paceline.models.language import save_language_model
+from paceline.tasks.base import Notice, Prepared, Task
+
+
+@dataclass(frozen=True)
+class LabeledTexts:
+    """The tokenized texts and their classes.
+
+    Args:
+        classes: names of the classes, by number.
+        is_multi: whether a text may have several classes.
+        train_numbers, eval_numbers: the class of each label in the cache entries.
+    """
+
+    tokens: PreparedTokens
+    classes: list[str]
+    is_multi: bool
+    train_numbers: list[int]
+    eval_numbers: list[int]
+
+
+class TextBatch(TypedDict):
+    """Texts padded on the right: ``input_ids``, ``attention_mask`` and ``token_type_ids`` int64
+    [texts, longest].
+
+    ``targets`` has the class of each text, int64 [texts], or 1 for each of its classes, float32
+    [texts, num_classes].
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    token_type_ids: torch.Tensor
+    targets: torch.Tensor
+    num_tokens: int
+
+
+class TextClassifyTask(Task):
+    """Trains a text classifier of Hugging Face, in full or with LoRA.
+
+    The loss is the cross entropy in nats, summed over texts. If a text may have several classes, it
+    is the mean binary cross entropy over the classes, summed over texts.
+    """
+
+    unit = "texts"
+    packed = False
+    tokenizes = True
+    gathers = ("predictions", "targets")
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.default_learning_rate = 1e-3 if config.model.startswith("builtin:") else 2e-5
+        if config.lora.enable:
+            self.default_learning_rate = 1e-4
+        self._has_types = False
+
+    def check(self) -> None:
+        if self.config.train_args.packing is True:
+            raise ConfigError(
+                "`train_args.packing: true` is not supported with `task: classify`: rows are padded"
+                " to the longest text of a micro-batch",
+                fix="leave `train_args.packing` out",
+            )
+        if self.config.train_args.neftune_noise_alpha is not None:
+            raise ConfigError(
+                "`train_args.neftune_noise_alpha` is not supported with `task: classify`: only"
+                " causal language models are trained with noise",
+                fix="leave `train_args.neftune_noise_alpha` out",
+            )
+        check_adapters(self.config)
+        check_files(self.config)
+        check_hub(self.config)
+        check_hub_sources(self.config)
+
+    def prepare(self) -> Prepared:
+        """Tokenize the texts, or find them in the token cache, and number the classes.
+
+        Raises:
+            ConfigError: the data, the tokenizer or the labels are invalid.
+        """
+        tokens = prepare_tokens(self.config, "classify", resolve_model, self.num_prepare_workers)
+        stored = read_labels(tokens.train_folder)
+        known = self.config.classify.labels or known_classes(self.config.model)
+        classes = class_names(stored, known)
+        if self.config.classify.labels and classes != self.config.classify.labels:
+            stored.numbers(self.config.classify.labels, "dataset")  # raises: a label is missing
+        evaluation = read_labels(tokens.eval_folder) if tokens.eval_folder else stored
+        if evaluation.is_multi != stored.is_multi:
+            raise ConfigError(
+                "`val_dataset` and `dataset` differ: only one of them has lists of labels",
+                fix="give each row a list of labels in both",
+            )
+        texts = LabeledTexts(
+            tokens,
+            classes,
+            stored.is_multi,
+            stored.numbers(classes, "dataset"),
+            evaluation.numbers(classes, "val_dataset"),
+        )
+        return Prepared(
+            num_train=tokens.num_train,
+            num_eval=tokens.num_eval,
+            counts=tokens.counts,
+            train_tokens=tokens.train_tokens,
+            notices=[*tokens.notices, _class_notice(texts)],
+            fingerprint=key_of([tokens.train_folder.name, tokens.num_train, classes]),
+            handle=texts,
+        )
+
+    def build_datasets(self) -> tuple[Any, Any | None]:
+        texts: LabeledTexts = self._handle
+        tokens = texts.tokens
+        train = LabeledDataset(tokens.train_folder, tokens.train_indices, texts.train_numbers)
+        if tokens.eval_folder is None:
+            return train, None
+        return train, LabeledDataset(tokens.eval_folder, tokens.eval_indices, texts.eval_numbers)
+
+    def build_model(self) -> nn.Module:
+        texts: LabeledTexts = self._handle
+        return load_text_classifier(
+            self.config, texts.classes, texts.is_multi, texts.tokens.pad_token_id
+        )
+
+    def setup(self, model: nn.Module) -> list[Notice]:
+        base = base_model(model)
+        parameters = inspect.signature(base.forward).parameters
+        num_types = int(getattr(base.config, "type_vocab_size", 0) or 0)
+        self._has_types = "token_type_ids" in parameters and num_types > 1
+        attention.install_requested(base, self.config)
+        return adapter_notices(model, self.config) if self.config.lora.enable else []
+
+    def collate(self, samples: Sequence[LabeledSample]) -> TextBatch:
+        texts: LabeledTexts = self._handle
+        ids = [sample["input_ids"] for sample in samples]
+        targets: np.ndarray
+        if texts.is_multi:
+            targets = np.zeros((len(samples), len(texts.classes)), dtype=np.float32)
+            for row, sample in enumerate(samples):
+                targets[row, sample["classes"]] = 1
+        else:
+            targets = np.array([sample["classes"][0] for sample in samples], dtype=np.int64)
+        types = [sample["labels_mask"].astype(np.int64) for sample in samples]
+        return {
+            "input_ids": torch.from_numpy(pad_tokens(ids, texts.tokens.pad_token_id)),
+            "attention_mask": torch.from_numpy(pad_tokens(map(np.ones_like, ids), 0)),
+            "token_type_ids": torch.from_numpy(pad_tokens(types, 0)),
+            "targets": torch.from_numpy(targets),
+            "num_tokens": sum(map(len, ids)),
+        }
+
+    def num_tokens(self, batch: TextBatch) -> int:
+        return int(batch["num_tokens"])
+
+    def loss(self, model: nn.Module, batch: TextBatch) -> torch.Tensor:
+        smoothing = self.config.train_args.label_smoothing_factor
+        return self._loss(self._logits(model, batch), batch["targets"], smoothing)
+
+    def _logits(self, model: nn.Module, batch: TextBatch) -> torch.Tensor:
+        """Return the logits, float32 [texts, num_classes]."""
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        if self._has_types:
+            inputs["token_type_ids"] = batch["token_type_ids"]
+        logits: torch.Tensor = model(**inputs).logits
+        return logits.float()
+
+    def _loss(
+        self, logits: torch.Tensor, targets: torch.Tensor, smoothing: float = 0.0
+    ) -> torch.Tensor:
+        if not targets.is_floating_point():
+            return functional.cross_entropy(
+                logits, targets, reduction="sum", label_smoothing=smoothing
+            )
+        targets = targets * (1 - smoothing) + smoothing / 2
+        each = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        return each.mean(dim=-1).sum()
+
+    def evaluate(self, model: nn.Module, batch: TextBatch) -> dict[str, torch.Tensor]:
+        """Return the sum of the loss and of ``accuracy`` (number of texts whose classes are all
+        correct), and the predicted and the correct classes."""
+        logits, targets = self._logits(model, batch), batch["targets"]
+        is_multi = targets.is_floating_point()
+        predictions = (logits > 0).float() if is_multi else logits.argmax(dim=-1)
+        correct = predictions == targets
+        return {
+            "loss": self._loss(logits, targets),
+            "accuracy": (correct.all(dim=-1) if is_multi else correct).sum(),
+            "predictions": predictions,
+            "targets": targets,
+        }
+
+    def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Return the F1 scores of the validation set: ``f1``, the mean over the classes that occur
+        or are predicted, and with several classes per text ``f1_micro``, over all decisions."""
+        texts: LabeledTexts = self._handle
+        size = len(texts.classes)
+        predictions, targets = gathered["predictions"].long(), gathered["targets"].long()
+        if texts.is_multi:
+            predictions, targets = predictions.view(-1, size), targets.view(-1, size)
+        else:
+            predictions = functional.one_hot(predictions, size)
+            targets = functional.one_hot(targets, size)
+        hits = (predictions * targets).sum(dim=0).double()
+        totals = (predictions + targets).sum(dim=0).double()  # 2 · hits + misses + false alarms
+        occurs = totals > 0
+        scores = {"f1": float((2 * hits[occurs] / totals[occurs]).mean())}
+        if texts.is_multi:
+            scores["f1_micro"] = float(2 * hits.sum() / totals.sum().clamp(min=1))
+        return scores
+
+    def save_model(self, model: nn.Module, folder: Path) -> None:
+        """Write the model with the names of its classes, and the tokenizer, as transformers (or,
+        with adapters, peft) loads them."""
+        tokenizer = None if self.prepared is None else self.prepared.handle.tokens.tokenizer_path
+        save_language_model(model, tokenizer, folder)
+        if self.config.lora.enable and self.prepared is not None:
+            texts: LabeledTexts = self._handle
+            save_classes(class_settings(texts.classes, texts.is_multi), folder)
+
+
+def _class_notice(texts: LabeledTexts) -> Notice:
+    shown = ", ".join(texts.classes[:8]) + (" …" if len(texts.classes) > 8 else "")
+    several = "; a text may have several" if texts.is_multi else ""
+    return "info", f"{len(texts.classes)} classes: {shown}{several}"

@@ -1,0 +1,132 @@
+"""`task: sft` with a vision-language model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.data.collate import TokenBatch, collate_padded
+from paceline.data.text.prepare import prepare_tokens
+from paceline.data.text.token_dataset import TokenSample
+from paceline.data.vision_language.dataset import ImageTextDataset
+from paceline.data.vision_language.images import ImageProcessor, ImageTextSample
+from paceline.models.builtin import resolve_model
+from paceline.models.kinds import frozen_parts, vision_family
+from paceline.models.language import copy_processor
+from paceline.tasks.base import Prepared
+from paceline.tasks.language import LanguageTask
+
+#: Modes and settings of `parallel` that divide a model in ways that vision towers do not support.
+_DIVIDING_MODES = ("tensor", "pipeline", "parameter_server")
+
+
+class VisionLanguageTask(LanguageTask):
+    """Trains a vision-language model of Hugging Face on chats with images, with loss on the
+    answers.
+
+    Rows are padded, because the positions of images in a packed row depend on the model.
+    """
+
+    is_language_model = False  # no texts are generated without their images
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        family = vision_family(config.model)
+        assert family is not None, "load_task chooses this task by the model's family"
+        self._family = family
+        self.packed = False
+        trained = {family.tower, family.projector}.difference(frozen_parts(config))
+        self._trains_vision = bool(trained)
+
+    def check(self) -> None:
+        super().check()
+        parallel, args = self.config.parallel, self.config.train_args
+        divided = [mode for mode in _DIVIDING_MODES if parallel.mode == mode]
+        divided += [name for name in ("tensor", "pipeline") if getattr(parallel, name)]
+        refused = (
+            (
+                divided,
+                f"`parallel.mode: {''.join(divided[:1])}`",
+                "set `parallel.mode: ddp`, `zero1`, `zero2` or `zero3`",
+            ),
+            (args.packing is True, "`train_args.packing: true`", "leave `train_args.packing` out"),
+            (
+                self.config.tokenizer,
+                "`tokenizer`",
+                "leave `tokenizer` out: the processor belongs to the model",
+            ),
+            (
+                self.config.lora.enable and self.config.lora.method == "vera",
+                "`lora.method: vera`",
+                "set `lora.method: lora`",
+            ),
+            (args.torch_compile, "`train_args.torch_compile: true`", "leave it out"),
+            (
+                args.neftune_noise_alpha is not None,
+                "`train_args.neftune_noise_alpha`",
+                "leave it out",
+            ),
+            (self.config.streaming is True, "`streaming: true`", "leave `streaming` out"),
+        )
+        for applies, what, fix in refused:
+            if applies:
+                raise ConfigError(
+                    f"{what} is not supported with the vision-language model `{self.config.model}`",
+                    fix=fix,
+                )
+
+    def prepare(self) -> Prepared:
+        tokens = prepare_tokens(self.config, "vision", resolve_model, self.num_prepare_workers)
+        return self._prepared_from(tokens)
+
+    def build_datasets(self) -> tuple[Any, Any | None]:
+        tokens = self._handle
+        processor = ImageProcessor(
+            Path(tokens.tokenizer_path),
+            self.config.vision.max_pixels,
+            self.config.trust_remote_code,
+        )
+        self._processor = processor
+        train = ImageTextDataset(tokens.train_folder, tokens.train_indices, processor)
+        if tokens.eval_folder is None:
+            return train, None
+        return train, ImageTextDataset(tokens.eval_folder, tokens.eval_indices, processor)
+
+    def collate(self, samples: Sequence[TokenSample]) -> TokenBatch:
+        """Return the samples as padded rows, with the inputs of the model for their images.
+
+        If the vision tower or the projector is trained, a batch without images gets a row with a
+        blank image and without label tokens, so that all ranks compute the same gradients.
+        """
+        if self._trains_vision and not any(cast(ImageTextSample, row)["pixels"] for row in samples):
+            samples = [*samples, self._processor.blank_sample()]
+        rows = [cast(ImageTextSample, sample)["pixels"] for sample in samples]
+        batch = collate_padded(samples, self._handle.pad_token_id)
+        names = dict.fromkeys(name for row in rows for name in row)
+        pixels = {name: self._join([row.get(name) for row in rows]) for name in names}
+        return cast(TokenBatch, {**batch, **pixels})
+
+    def _join(self, values: list[torch.Tensor | None]) -> torch.Tensor:
+        """Return an input of all samples as one tensor, padded with zeros. None: a sample without
+        images."""
+        present = [value for value in values if value is not None]
+        if not self._family.has_rows:
+            return torch.cat(present)
+        shape = [max(sizes) for sizes in zip(*(value.shape for value in present), strict=True)]
+        joined = present[0].new_zeros(len(values), *shape[1:])
+        for row, value in enumerate(values):
+            if value is not None:
+                joined[row][tuple(slice(size) for size in value.shape[1:])] = value[0]
+        return joined
+
+    def _inputs(self, batch: TokenBatch) -> dict[str, Any]:
+        pixels = {name: value for name, value in batch.items() if name.startswith("pixel_")}
+        return {**super()._inputs(batch), **pixels}
+
+    def save_model(self, model: Any, folder: Path) -> None:
+        super().save_model(model, folder)
+        if self.prepared is not None:
+            copy_processor(Path(self.prepared.handle.tokenizer_path), folder)

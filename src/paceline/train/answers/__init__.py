@@ -1,0 +1,1 @@
+"""Answers that the model generates during training, and metrics of them."""

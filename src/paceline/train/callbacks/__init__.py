@@ -1,0 +1,1 @@
+"""Callbacks, which the trainer calls at fixed points of the training loop."""

@@ -1,0 +1,85 @@
+"""Count the rows of a run that streams its data."""
+
+import logging
+from collections.abc import Mapping
+from typing import cast
+
+from pydantic import JsonValue
+
+from paceline.core.events import DataFigures
+from paceline.core.formatting import counted
+from paceline.data.counts import StreamCounts
+from paceline.data.loader import MicroBatch
+from paceline.data.pipeline import DataPipeline
+from paceline.distributed.traffic import uncounted
+from paceline.parallel.base import Strategy
+from paceline.parallel.protocols import reports_loss
+from paceline.train.callbacks.base import Callback
+from paceline.train.evaluation import EvalResult
+from paceline.train.state import RankContext, StepResult, TrainState
+
+logger = logging.getLogger(__name__)
+
+#: Steps between two ``data`` events.
+_INTERVAL_STEPS = 100
+
+
+class RowCounter(Callback):
+    """Adds up the counts that come with the micro-batches, and keeps those of all ranks in
+    :attr:`DataPipeline.counts`.
+
+    A batch that is skipped or rolled back is not counted, so the counts are those of the steps
+    whose updates the weights contain.
+    """
+
+    def __init__(self, ctx: RankContext, strategy: Strategy, data: DataPipeline) -> None:
+        self.ctx, self.data = ctx, data
+        self._is_counted = reports_loss(strategy)
+        # Rank 0 also has the counts up to the checkpoint that the run resumed from.
+        self._of_rank = StreamCounts()
+        self._of_step = StreamCounts()
+        self._total = StreamCounts()
+        data.observers.append(self._observe)
+
+    def _observe(self, micro_batches: list[MicroBatch]) -> None:
+        self._of_step = StreamCounts()
+        for batch in micro_batches:
+            if self._is_counted and batch.counts is not None:
+                self._of_step.add(batch.counts)
+
+    def on_step_end(self, result: StepResult, state: TrainState) -> None:
+        if result.outcome == "updated":
+            self._of_rank.add(self._of_step)
+        if state.step == state.first_step + 1 or state.step % _INTERVAL_STEPS == 0:
+            self._gather(state.step)
+
+    def on_evaluation_end(self, result: EvalResult, state: TrainState) -> None:
+        self._gather(state.step)
+
+    def before_checkpoint(self, state: TrainState) -> None:
+        self._gather(state.step)
+
+    def state_dict(self) -> Mapping[str, JsonValue]:
+        return cast("dict[str, JsonValue]", self._total.as_dict())
+
+    def load_state_dict(self, state: Mapping[str, JsonValue]) -> None:
+        counts = StreamCounts.from_dict(cast("DataFigures", state)) if state else StreamCounts()
+        self._of_rank = counts.copy() if self.ctx.comm.is_rank_zero else StreamCounts()
+        self._total = self.data.counts = counts
+
+    def _gather(self, step: int) -> None:
+        """Sum the counts of all ranks and emit a ``data`` event. A collective."""
+        with uncounted():
+            by_rank = self.ctx.comm.gather_objects(self._of_rank)
+        total = StreamCounts()
+        for counts in by_rank:
+            total.add(counts)
+        if total == self._total:
+            return
+        for reason in total.dropped.keys() - self._total.dropped.keys():
+            logger.warning(
+                f"step {step}: {counted(total.dropped[reason], 'row')} of {total.read:,} dropped:"
+                f" {reason} (first: {total.first.get(reason)})"
+            )
+        self._total = self.data.counts = total
+        self.ctx.events.emit({"type": "data", "step": step, "data": total.as_dict()})

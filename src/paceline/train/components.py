@@ -1,0 +1,215 @@
+"""Build the model, its strategy and optimizer, and the data pipeline of a rank."""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from paceline.checkpoint.train_state import frozen_digest
+from paceline.config.derive import ResolvedValues
+from paceline.config.schema import Config
+from paceline.core.errors import RunError
+from paceline.data.loader import LoaderOptions, StreamedDataset
+from paceline.data.order.base import Order
+from paceline.data.order.build import build_order
+from paceline.data.pipeline import DataPipeline
+from paceline.distributed.communicator import Communicator
+from paceline.distributed.seeds import seed_everything
+from paceline.distributed.side_group import SideGroup
+from paceline.models.adapters.quantize import move_scales
+from paceline.models.shape.outline import Probe, outline
+from paceline.models.transforms.activation_offloading import reduce_activations
+from paceline.models.transforms.compile import compile_blocks
+from paceline.models.transforms.float8 import convert_to_float8
+from paceline.models.transforms.parameters import freeze_parameters, parameter_settings
+from paceline.models.weights import converted_weights, move_model
+from paceline.parallel.base import Strategy, make_strategy
+from paceline.parallel.protocols import (
+    has_data,
+    model_init_context,
+    replica_of,
+)
+from paceline.tasks import load_task, uses_transformers
+from paceline.tasks.base import Task
+from paceline.tasks.user import UserTask, guard_model
+from paceline.train.optimizer import Schedule, build_optimizer, matrices_of, optimizer_notices
+from paceline.train.optimizers.averaging import average_weights
+from paceline.train.optimizers.host_state import offload_state
+from paceline.train.optimizers.rounding import add_rounding
+from paceline.train.precision import Precision
+from paceline.train.run_spec import RunSpec
+from paceline.train.state import (
+    TrainComponents,
+    initialize_adapters,
+)
+
+
+def build_components(
+    spec: RunSpec,
+    comm: Communicator,
+    adjust: Callable[[nn.Module], object] | None = None,
+    side: SideGroup | None = None,
+) -> tuple[TrainComponents, DataPipeline, list[tuple[str, str]]]:
+    """Build the model and the data pipeline, seeded by ``train_args.seed``.
+
+    The order is the same for every strategy: activation checkpointing and offloading wrap the
+    forward of the blocks, so that the hooks run outside of it; then the strategy sets up the model.
+
+    Args:
+        adjust: function that may change the model before the strategy sets it up.
+        side: the group through which checkpoints are read, if some rank does not see the folder.
+
+    Returns:
+        The components, the data pipeline, and notices as (level, text).
+    """
+    quiet_libraries(spec.config, comm.device.type)
+    task = load_task(spec.config)
+    task.prepared = spec.data
+    task.device_type = comm.device.type
+    strategy = make_strategy(spec.layout.strategy, spec.config, comm)
+    with model_init_context(strategy):
+        model = build_model(task, spec.config)
+    if adjust is not None:
+        adjust(model)
+    initialize_adapters(model, spec, comm, side)
+    strategy.num_devices = spec.layout.axes.replicas if spec.layout.num_processes == 1 else 1
+    if not any(param.requires_grad for param in model.parameters()):
+        raise RunError(
+            "the model has no trainable parameters: every parameter is frozen",
+            fix="set requires_grad of the parameters to train",
+        )
+    if strategy.rank0_has_full_model:
+        # Otherwise it stays on the CPU until it is split: it may not fit on one device.
+        move_model(model, comm.device)
+        move_scales(model, comm.device)
+    with converted_weights(model):
+        notices = task.setup(model)
+    datasets = task.build_datasets()
+    if isinstance(task, UserTask) and spec.resume_from is None:
+        from paceline.tasks.additivity import check_additive  # not imported for built-in tasks
+
+        # Runs on every rank, because the loss may issue collectives.
+        seed = spec.config.train_args.seed
+        notices += check_additive(task.task, model, datasets[0], seed)
+    probe = None
+    if spec.layout.axes.pipeline > 1:
+        # The loss of one sample shows which tensors the stages must send to each other.
+        probe = Probe(lambda model: task.loss(model, task.collate([datasets[0][0]])), rows=1)
+    strategy.probe = None if probe is None else probe.run
+    digest = frozen_digest(model)
+    components = distribute(task, model, strategy, spec.config, spec.derived, probe, digest)
+    notices += strategy.notices
+    return components, _build_data(spec, components, *datasets), notices
+
+
+def distribute(
+    task: Task,
+    model: nn.Module,
+    strategy: Strategy,
+    config: Config,
+    derived: ResolvedValues,
+    probe: Probe | None = None,
+    digest: str | None = None,
+) -> TrainComponents:
+    """Distribute the model over the ranks, and build the optimizer. A collective.
+
+    Args:
+        digest: digest of the frozen weights.
+    """
+    with converted_weights(model):
+        shape, decayed = outline(model, config, probe), matrices_of(model)
+    settings = parameter_settings(model, config, derived.learning_rate)
+    strategy.notices += convert_to_float8(model, config.train_args)
+    placed = strategy.setup(model)
+    move_scales(model, strategy.world.device)
+    args = config.train_args
+    optimizer = strategy.setup_optimizer(
+        lambda named: build_optimizer(
+            args, derived.learning_rate, named, decayed, shape.optimizer.matrices, settings
+        )
+    )
+    strategy.notices += optimizer_notices(args, shape.optimizer, optimizer)
+    if args.ema_decay is not None:
+        average_weights(optimizer, args.ema_decay)
+    if args.weight_dtype == "bfloat16":
+        add_rounding(optimizer, args.seed, strategy.tensor_shards())
+    offload_state(optimizer, strategy)
+    precision = Precision(args, strategy.world)
+    strategy.scaler = precision.scaler
+    schedule = Schedule(optimizer, args, derived)
+    return TrainComponents(task, placed, shape, strategy, optimizer, schedule, precision, digest)
+
+
+def _build_data(
+    spec: RunSpec, components: TrainComponents, train_dataset: Any, eval_dataset: Any | None
+) -> DataPipeline:
+    args, strategy, task = spec.config.train_args, components.strategy, components.task
+    replica, num_replicas = replica_of(strategy)
+    accumulation = spec.derived.gradient_accumulation_steps
+    if spec.layout.num_processes == 1:  # this process runs the micro-batches of all devices
+        accumulation *= spec.layout.axes.replicas
+    num_workers = args.dataloader_num_workers
+    if isinstance(train_dataset, StreamedDataset):
+        num_workers = max(1, num_workers)  # tokenizes ahead of the step
+    return DataPipeline(
+        train_dataset,
+        eval_dataset,
+        _sample_order(spec, task, train_dataset),
+        task.collate,
+        LoaderOptions(
+            num_workers,
+            args.dataloader_prefetch_factor,
+            args.dataloader_pin_memory and strategy.world.device.type != "cpu",
+        ),
+        last_step=spec.derived.steps,
+        accumulation=accumulation if has_data(strategy) else 0,
+        replica=replica,
+        num_replicas=num_replicas,
+    )
+
+
+def _sample_order(spec: RunSpec, task: Task, dataset: Any) -> Order:
+    args, batch_size = spec.config.train_args, spec.derived.global_batch_size
+    if isinstance(dataset, StreamedDataset):
+        return dataset.order(batch_size, args)
+    return build_order(
+        spec.config,
+        spec.data.sources,
+        batch_size,
+        spec.derived.steps_per_epoch or 1,
+        getattr(dataset, "lengths", None),
+        len(dataset),
+        is_packed=getattr(task, "packed", True),
+    )
+
+
+def build_model(task: Task, config: Config) -> nn.Module:
+    seed_everything(config.train_args.seed, "init")
+    model = task.build_model()
+    guard_model(model)
+    freeze_parameters(model, config.train_args)
+    compile_blocks(model, config.train_args)
+    reduce_activations(model, config)
+    return model
+
+
+def quiet_libraries(config: Config, device_type: str) -> None:
+    """Suppress messages of libraries that users cannot act on."""
+    if device_type == "cpu":
+        # transformers imports DeepSpeed if it is installed, which would search for accelerators and
+        # print that it found none.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # peft calls deprecated functions of transformers, which users cannot change.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
+    # The launcher prints this warning once for all ranks.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    if "transformers" in sys.modules or uses_transformers(config):
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)

@@ -1,0 +1,172 @@
+"""Streamed rows give the samples and counts that tokenizing them ahead gives."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prepared_tokens import CHATS, MODEL, PAIRS, prepare, save, train_set
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError, RunError
+from paceline.core.files import cache_dir
+from paceline.data.collate import collate_packed
+from paceline.data.counts import StreamCounts
+from paceline.data.loader import LoaderOptions, MicroBatch, train_steps
+from paceline.data.streaming.prepare import PreparedStream, is_streamed, prepare_stream
+from paceline.data.text.prepare import TextTask
+from paceline.models.builtin import resolve_model
+
+BAD = [{"prompt": "no answer", "completion": ""}, {"foo": 1}]
+
+
+def config_of(*paths: str, **settings: object) -> Config:
+    return Config(model=MODEL, dataset=list(paths), streaming=True, **settings)  # type: ignore[arg-type]
+
+
+def stream(config: Config, task: TextTask = "sft") -> PreparedStream:
+    return prepare_stream(config, task, resolve_model)
+
+
+def load(
+    prepared: PreparedStream,
+    config: Config,
+    *,
+    world: int = 1,
+    rank: int = 0,
+    accumulation: int = 2,
+    first: int = 0,
+    last: int = 9,
+    workers: int = 0,
+) -> list[list[MicroBatch]]:
+    steps = train_steps(
+        prepared.dataset,
+        prepared.dataset.order(4, config.train_args),
+        collate_packed,
+        rank=rank,
+        world_size=world,
+        accumulation=accumulation,
+        first_step=first,
+        last_step=last,
+        options=LoaderOptions(num_workers=workers),
+    )
+    return list(steps)
+
+
+def as_values(batches: list[MicroBatch]) -> list[tuple[list[int], int, object]]:
+    return [(batch.data["input_ids"][0].tolist(), batch.samples, batch.counts) for batch in batches]
+
+
+def test_samples_and_counts_equal_those_of_tokenizing_ahead(tmp_path: Path) -> None:
+    paths = [save(tmp_path / "a.jsonl", [*PAIRS, *BAD]), save(tmp_path / "b.jsonl", CHATS)]
+    limits = {"max_length": 24}
+    ahead = prepare(paths, train_args=limits)
+    dataset = stream(config_of(*paths, train_args=limits)).dataset
+    samples, counts = dataset.read([(0, index) for index in range(26)])
+    expected = train_set(ahead)
+    assert len(samples) == len(expected)
+    for index, sample in enumerate(samples):
+        for key in ("input_ids", "labels_mask"):
+            assert np.array_equal(sample[key], expected[index][key])  # type: ignore[literal-required]
+    assert {**counts.as_dict()} == {
+        **ahead.counts.as_dict(),
+        "tokens": ahead.train_tokens,
+        "label_tokens": ahead.label_tokens,
+    }
+    assert "line 13 of" in str(counts.first)
+
+
+def test_malformed_line_is_dropped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([json.dumps(PAIRS[0]), "{broken", json.dumps(PAIRS[1])]))
+    samples, counts = stream(config_of(str(path))).dataset.read([(0, 0), (0, 1), (0, 2)])
+    assert len(samples) == counts.kept == 2
+    assert counts.dropped == {"malformed line": 1}
+    assert counts.first == {"malformed line": f"line 2 of {path}"}
+
+
+def test_micro_batches_do_not_depend_on_ranks_workers_or_resuming(tmp_path: Path) -> None:
+    config = config_of(save(tmp_path / "a.jsonl", [*PAIRS, *BAD, *CHATS]))
+    prepared = stream(config)
+    expected = load(prepared, config)
+    flat = [as_values(step) for step in expected]
+    assert [as_values(step) for step in load(prepared, config, workers=2)] == flat
+    assert [as_values(step) for step in load(prepared, config, first=5, workers=1)] == flat[5:]
+    by_rank = [load(prepared, config, world=2, rank=rank, accumulation=1) for rank in range(2)]
+    assert [as_values([*first, *second]) for first, second in zip(*by_rank, strict=True)] == flat
+    total = StreamCounts()
+    for batch in [batch for step in expected[:7] for batch in step]:
+        assert batch.counts is not None
+        total.add(batch.counts)
+    assert (total.read, total.kept) == (26, 24)  # one epoch
+
+
+def test_rows_for_other_training_end_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    rows = [PAIRS[0]] * 3000
+    rows[1240] = pair
+    config = config_of(save(path, rows), train_args={"shuffle": False})
+    prepared = stream(config)  # checks only some of the rows
+    with pytest.raises(RunError, match=r"line 1241 .* preference pairs"):
+        load(prepared, config, first=1240 // 4, last=1240 // 4 + 1)
+    with pytest.raises(ConfigError, match="preference pairs"):
+        stream(config_of(save(path, [pair])))
+
+
+def test_streams_large_data_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "a.jsonl", PAIRS)
+    config = Config(model=MODEL, dataset=path, streaming="auto")
+    assert not is_streamed(config)
+    monkeypatch.setattr("paceline.data.streaming.prepare.AUTO_BYTES", 100)
+    assert is_streamed(config)
+    assert not is_streamed(config.model_copy(update={"split_dataset_ratio": 0.1}))
+    assert not is_streamed(config.model_copy(update={"dataset": f"{path}#3"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.txt", "text", "not supported with"),
+        ("a.jsonl", "\n", "has no rows"),
+        ("a.jsonl", '{"foo": 1}', "match no format"),
+    ],
+)
+def test_unusable_data_is_an_error_before_the_start(
+    name: str, text: str, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=expected):
+        stream(config_of(str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_compressed_and_remote_files_have_one_order(is_remote: bool, tmp_path: Path) -> None:
+    """The order is the same with and without known numbers of rows, and after seeking."""
+    for number in range(3):
+        rows = [{"prompt": f"{number}", "completion": f"{row}"} for row in range(5 + number)]
+        text = "\n\n".join(json.dumps(row) for row in rows)
+        (tmp_path / f"rows-{number}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    path = f"{'file://' if is_remote else ''}{tmp_path}/rows-*.jsonl.gz"
+    config = config_of(path, train_args={"max_steps": 9, "shuffle_buffer_size": 4})
+    prepared = stream(config)
+    assert prepared.num_train is None
+    flat = [as_values(step) for step in load(prepared, config)]
+    assert [as_values(step) for step in load(stream(config), config, first=6)] == flat[6:]
+    shutil.rmtree(cache_dir() / "rows")
+    assert [as_values(step) for step in load(stream(config), config, first=6)] == flat[6:]
+    assert [as_values(step) for step in load(stream(config), config, workers=2)] == flat
+    rows = prepared.dataset.rows
+    epochs = [[str(rows.row(18 * epoch + number)) for number in range(18)] for epoch in range(2)]
+    assert len(set(epochs[0])) == 18
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    assert epochs[0] != epochs[1]
+
+
+def test_unknown_number_of_rows_requires_max_steps(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(PAIRS[0]).encode()))
+    with pytest.raises(ConfigError, match="`max_steps` is required"):
+        stream(config_of(str(path)))

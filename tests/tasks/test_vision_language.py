@@ -1,0 +1,258 @@
+"""`task: sft` with vision-language models: rows, tokens, loss, frozen parts, and saved models."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from vision_models import FAMILIES, make_model
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.data.loader import LoaderOptions, eval_batches
+from paceline.inference.export import export
+from paceline.inference.generate import generate
+from paceline.tasks import load_task
+from paceline.tasks.preview import as_text, preview
+from paceline.tasks.vision_language import VisionLanguageTask
+
+WIDTH = 40
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: make_model(root / family, family) for family in FAMILIES}
+
+
+def make_image(path: Path, seed: int, width: int = WIDTH) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (30, width, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    image.save(path)
+    return image
+
+
+def chat(question: Any, answer: str = "A cat.", **columns: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, **columns}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def make_config(model: Path, dataset: str, **keys: Any) -> Config:
+    values = {"model": str(model), "dataset": dataset, "train_args": {"max_length": 200}, **keys}
+    return Config.model_validate(values)
+
+
+def prepare_task(model: Path, dataset: str, **keys: Any) -> VisionLanguageTask:
+    task = load_task(make_config(model, dataset, **keys))
+    assert isinstance(task, VisionLanguageTask)
+    task.check()
+    task.prepared = task.prepare()
+    return task
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batch_and_loss_equal_those_of_transformers(
+    family: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    images = [
+        make_image(tmp_path / f"{number}.png", number, 40 + 9 * number) for number in range(3)
+    ]
+    rows = [
+        chat("<image>What differs from <image> here?", "A.", images=["0.png", "1.png"]),
+        chat("Hello"),
+        chat([{"type": "text", "text": "Which?"}, {"type": "image", "image": "2.png"}], "A dog."),
+    ]
+    task = prepare_task(models[family], write_rows(tmp_path / "rows.jsonl", rows))
+    dataset = task.build_datasets()[0]
+    batch = task.collate([dataset[0], dataset[1], dataset[2]])
+    processor = AutoProcessor.from_pretrained(models[family])
+    image, text = {"type": "image"}, lambda content: {"type": "text", "text": content}
+    contents = [
+        [image, text("What differs from "), image, text(" here?")],
+        [text("Hello")],
+        [text("Which?"), image],
+    ]
+    answers = ["A.", "A cat.", "A dog."]
+    texts = [
+        processor.apply_chat_template(
+            [
+                {"role": "user", "content": content},
+                {"role": "assistant", "content": [text(answer)]},
+            ]
+        )
+        for content, answer in zip(contents, answers, strict=True)
+    ]
+    expected = processor(
+        text=texts,
+        images=[images[:2], [], images[2:]],
+        padding=True,
+        padding_side="right",
+        return_tensors="pt",
+    )
+    for name in ("input_ids", "attention_mask", "pixel_values"):
+        assert torch.equal(batch[name], expected[name]), name
+    model = task.build_model()
+    task.setup(model)
+    labels = torch.full_like(batch["input_ids"], -100)
+    for row, answer in enumerate(answers):
+        ids = batch["input_ids"][row].tolist()
+        tokens = processor.tokenizer(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"]
+        start = next(at for at in range(len(ids)) if ids[at : at + len(tokens)] == tokens)
+        labels[row, start : start + len(tokens)] = torch.tensor(tokens)
+    logits = model(**expected).logits
+    loss = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
+    assert task.count(batch) == int((labels != -100).sum())
+    assert task.loss(model, batch).item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_rows_that_cannot_be_used_are_counted(models: dict[str, Path], tmp_path: Path) -> None:
+    make_image(tmp_path / "a.png", 0)
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    rows = [
+        chat("Before the question", images=["a.png"]),
+        chat("<image><image>", images=["a.png"]),
+        chat("<image>", images=["missing.png"]),
+        chat("<image>", images=["broken.png"]),
+        chat("Three", images=["a.png"] * 3),
+        chat("word " * 300, images=["a.png"]),
+        chat("<image>" + "word " * 300, images=["a.png"]),
+    ]
+    task = prepare_task(
+        models["llava"], write_rows(tmp_path / "rows.jsonl", rows), vision={"max_images": 2}
+    )
+    assert task.prepared is not None
+    figures = task.prepared.counts.as_dict()
+    assert (figures["read"], figures["kept"]) == (7, 1)
+    assert figures["dropped"] == {
+        "the number of images differs from that of their placeholders": 1,
+        "the image file does not exist": 1,
+        "the image cannot be read": 1,
+        "more than 2 images": 1,
+        "no answer left after truncation": 2,
+    }
+    config = make_config(models["llava"], task.config.dataset)  # type: ignore[arg-type]
+    assert "16 tokens" not in as_text(preview(config, rows=1))
+    assert "Before the question" in as_text(preview(config, rows=1))
+
+
+def test_images_in_parquet_and_urls(models: dict[str, Path], tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    content = io.BytesIO()
+    make_image(tmp_path / "a.png", 3).save(content, "PNG")
+    rows = [chat("Which?", images=[{"bytes": content.getvalue(), "path": "a.png"}])]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    stored = prepare_task(models["idefics3"], str(tmp_path / "rows.parquet"))
+    rows = [chat("Which?", image=str(tmp_path / "a.png"))]
+    linked = prepare_task(models["idefics3"], write_rows(tmp_path / "rows.jsonl", rows))
+    samples = [task.build_datasets()[0][0] for task in (stored, linked)]
+    assert np.array_equal(samples[0]["input_ids"], samples[1]["input_ids"])
+    assert torch.equal(*(sample["pixels"]["pixel_values"] for sample in samples))
+    rows = [chat("Which?", images=["https://example.org/cat.png"])]
+    with pytest.raises(ConfigError, match="is a URL; images are read from files"):
+        prepare_task(models["llava"], write_rows(tmp_path / "urls.jsonl", rows))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_parts_and_adapters(family: str, models: dict[str, Path], tmp_path: Path) -> None:
+    make_image(tmp_path / "a.png", 0)
+    data = write_rows(tmp_path / "rows.jsonl", [chat("Which?", images=["a.png"]), chat("Hello")])
+    names = {"llava": "vision_tower multi_modal_projector", "idefics3": "vision_model connector"}
+    tower, projector = names[family].split()
+    model = prepare_task(models[family], data).build_model()
+    frozen = {name for name, value in model.named_parameters() if not value.requires_grad}
+    assert frozen
+    assert all(f".{tower}." in name or f".{projector}." in name for name in frozen)
+    trains_projector = {"vision": {"freeze_multi_modal_projector": False}}
+    model = prepare_task(models[family], data, **trains_projector).build_model()
+    frozen = {name for name, value in model.named_parameters() if not value.requires_grad}
+    assert all(f".{tower}." in name for name in frozen)
+    task = prepare_task(models[family], data, lora={"enable": True, "dropout": 0})
+    model = task.build_model().eval()
+    task.setup(model)
+    trained = [name for name, value in model.named_parameters() if value.requires_grad]
+    assert trained
+    assert all(tower not in name and projector not in name for name in trained)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    task.save_model(model, tmp_path / "run" / "model")
+    merged = export(tmp_path / "run", merge=True)
+    loaded = AutoModelForImageTextToText.from_pretrained(merged)
+    assert type(AutoProcessor.from_pretrained(merged)).__name__.lower().startswith(family)
+    batch = task.collate([task.build_datasets()[0][0]])
+    torch.testing.assert_close(
+        loaded(**task._inputs(batch)).logits,
+        model(**task._inputs(batch)).logits,
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    with pytest.raises(ConfigError, match="is a vision-language model; questions"):
+        generate(tmp_path / "run", "hello")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches_without_images_give_gradients_to_every_part(
+    family: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    make_image(tmp_path / "a.png", 0)
+    rows = [chat("Hello"), chat("Which?", images=["a.png"])]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    keys = {"vision": {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}}
+    task, frozen = prepare_task(models[family], data, **keys), prepare_task(models[family], data)
+    model = task.build_model()
+    batches = [each.collate([each.build_datasets()[0][0]]) for each in (task, frozen)]
+    assert [len(batch["input_ids"]) for batch in batches] == [2, 1]
+    assert task.count(batches[0]) == frozen.count(batches[1])
+    losses = [task.loss(model, batch) for batch in batches]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+    losses[0].backward()
+    missing = {name for name, value in model.named_parameters() if value.grad is None}
+    model.zero_grad()
+    task.loss(model, task.collate([task.build_datasets()[0][1]])).backward()
+    assert missing == {name for name, value in model.named_parameters() if value.grad is None}
+    weights = [
+        int(batch.weight)
+        for batch in eval_batches(
+            task.build_datasets()[0],
+            task.collate,
+            batch_size=1,
+            rank=0,
+            world_size=1,
+            seed=0,
+            options=LoaderOptions(num_workers=0),
+        )
+    ]
+    assert weights == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"parallel": {"mode": "tensor"}}, "`parallel.mode: tensor` is not supported"),
+        ({"parallel": {"mode": "hybrid", "pipeline": 2}}, "not supported with the vision"),
+        ({"train_args": {"packing": True}}, "`train_args.packing: true` is not supported"),
+        ({"tokenizer": "builtin:qwen2-micro"}, "`tokenizer` is not supported"),
+    ],
+)
+def test_refused(
+    keys: dict[str, Any], message: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [chat("Hello")])
+    with pytest.raises(ConfigError, match=message):
+        prepare_task(models["llava"], data, **keys)
