@@ -63,7 +63,7 @@ def train(
 
 def find_samples(step):
     """Return the samples of each rank in a step, counted from 0."""
-    return [[int(sample) for sample in part] for part in ORDER.micro_batches(step, RANKS)]
+    return [[int(sample) for sample in part[:, 1]] for part in ORDER.micro_batches(step, RANKS)]
 
 
 def samples_unique_to(steps, rank=0, until=24):

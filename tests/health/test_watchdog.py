@@ -19,6 +19,7 @@ from commands import events, find_forked_ranks, start, wait_for_step
 from ranks import run_ranks
 
 from paceline.config.schema.recovery import RecoveryConfig
+from paceline.core.errors import FaultError, RunError
 from paceline.core.event_log import EventLog, read_events
 from paceline.core.stop import StopFlag
 from paceline.distributed.communicator import Communicator
@@ -48,8 +49,9 @@ def _train(
     reports, stop = Reports(), StopFlag()
     log = EventLog(Path(folder) / "events.jsonl" if world.rank == 0 else None)
 
-    def fail(text: str, blamed: Any) -> None:
-        reports.failed.append((text, list(blamed)))
+    def fail(error: RunError) -> None:
+        assert isinstance(error, FaultError)
+        reports.failed.append((str(error), error.ranks))
         dist.distributed_c10d._get_default_store().set("failed", "yes")
 
     stop.fail = fail

@@ -8,7 +8,6 @@ The same code runs under Paceline's own agent (:mod:`paceline.cluster.elastic`),
 import logging
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict, cast
 
@@ -22,7 +21,14 @@ from paceline.cluster.failures import (
 )
 from paceline.cluster.ranks import HostEntry, Round, enter_round
 from paceline.config.schema import Config
-from paceline.core.errors import EXIT_FAILED, EXIT_USAGE, Outcome, failed_outcome
+from paceline.core.errors import (
+    EXIT_FAILED,
+    EXIT_USAGE,
+    Outcome,
+    RunError,
+    failed_outcome,
+    shared_outcome,
+)
 from paceline.core.events import Fault
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import host_name
@@ -57,10 +63,10 @@ class Membership:
         """Return the state of the restart policy after the previous round, or None."""
         return self.folder.read_state().get("recovery")
 
-    def fail(self, text: str, blamed: Sequence[int]) -> None:
-        """Record a fault of the run and exit. Any thread may call this, even while the main thread
-        is blocked."""
-        self.end({**failed_outcome(text), "fault": True, "of_all": True, "blamed": list(blamed)})
+    def fail(self, error: RunError) -> None:
+        """Record an error of all ranks and exit. Any thread may call this, even while the main
+        thread is blocked."""
+        self.end(shared_outcome(error))
         os._exit(EXIT_FAILED)
 
 

@@ -124,6 +124,13 @@ class MismatchError(RunError):
     """The ranks issued different collectives, which may be why other ranks ended without a message.
     A restart would fail in the same way."""
 
+    def __init__(self, what: str) -> None:
+        fix = (
+            "let all ranks of a group call the same collectives, in one order, with tensors of one"
+            " size and dtype"
+        )
+        super().__init__(what, fix=fix)
+
 
 def _sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?", ":")) else text + "."
@@ -214,4 +221,14 @@ def failed_outcome(text: str, exit_code: int = EXIT_FAILED) -> Outcome:
         "text": text,
         "traceback": "",
         "report": None,
+    }
+
+
+def shared_outcome(error: RunError) -> Outcome:
+    """Return the outcome of a rank that ends with an error that describes all ranks."""
+    return {
+        **failed_outcome(error.paragraph()),
+        "fault": isinstance(error, FaultError),
+        "of_all": True,
+        "blamed": getattr(error, "ranks", None),
     }

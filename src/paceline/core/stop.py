@@ -10,11 +10,11 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.core.errors import EXIT_FAILED
+from paceline.core.errors import EXIT_FAILED, RunError
 from paceline.core.log import CONSOLE_ONLY
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,8 @@ class StopFlag:
         self._first_at = 0.0
         self._alone = True
         _FLAGS.add(self)
-        #: Ends this process at once with a fault, from any thread, because the main one is blocked.
-        #: Takes (text, ranks that caused it).
-        self.fail: Callable[[str, Sequence[int]], None] = _end_by_fault
+        #: Ends this process at once with an error, from any thread, as the main one is blocked.
+        self.fail: Callable[[RunError], None] = _end_with_error
         #: Called with the number of a second signal, just before the process ends.
         self.on_second_signal: Callable[[int], None] = lambda number: None
 
@@ -102,8 +101,8 @@ def handlers_restored() -> Iterator[None]:
                     signal.signal(number, handler)
 
 
-def _end_by_fault(text: str, blamed: Sequence[int]) -> None:
-    logger.error(text, extra=CONSOLE_ONLY)
+def _end_with_error(error: RunError) -> None:
+    logger.error(error.paragraph(), extra=CONSOLE_ONLY)
     os._exit(EXIT_FAILED)
 
 

@@ -183,7 +183,7 @@ class Watchdog:
             # Gloo ends the process at once if a message has an unexpected size.
             mismatch = find_mismatch(self._exchange.calls(peer.rank for peer in peers))
             if mismatch is not None:
-                self.stop.fail(mismatch[1], mismatch[0])
+                self.stop.fail(MismatchError(mismatch[1]))
         now = time.perf_counter()
         ranks = [peer.status(now) for peer in peers]
         if self.heartbeat_file is not None:
@@ -270,7 +270,7 @@ class Watchdog:
             text += f". {self._mismatch}"
         blamed = [hang.rank for hang in expired if hang.rank is not None]
         limit = f"the hang lasted longer than {self.timeout_s:.0f} s (`recovery.hang_timeout_s`)"
-        self.stop.fail(f"{text}. All ranks end, because {limit}", blamed)
+        self.stop.fail(FaultError(f"{text}. All ranks end, because {limit}", ranks=blamed))
 
     def _dump_flight_recorder(self) -> Path | None:
         """Write the records of torch's flight recorder, if it is enabled (see
@@ -373,11 +373,7 @@ class Watchdog:
         from_torch = f"(torch: {first_line(error)})"
         mismatch = self._find_mismatch()
         if mismatch is not None:
-            fix = (
-                "let all ranks of a group call the same collectives, in one order, with tensors of"
-                " one size and dtype"
-            )
-            return MismatchError(f"{mismatch}. {from_torch}", fix=fix)
+            return MismatchError(f"{mismatch}. {from_torch}")
         if self.hangs:
             text = "; ".join(hang.text() for hang in self.hangs.values())
             ranks = [rank for rank in self.hangs if rank is not None]

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from paceline.core.errors import (
     Outcome,
     OutOfMemory,
     PacelineError,
+    RunError,
     SaveError,
     failed_outcome,
+    shared_outcome,
 )
 from paceline.core.files import write_atomic
 from paceline.core.log import configure_logging, mute_console
@@ -93,7 +95,7 @@ def worker_main(spec: Any, folder: str, run: RunRank | None = None) -> None:
     os.setpgid(0, 0)  # so that Ctrl-C reaches only the launcher, which forwards it once
     stop = StopFlag()
     stop.install(sigint=False)
-    stop.fail = partial(_end_by_fault, launcher_dir, env)
+    stop.fail = partial(_end_with_error, launcher_dir, env)
     write_atomic(pid_file(launcher_dir, env.local_rank), str(os.getpid()))
     if (launcher_dir / STOP_FILE).exists():
         write_outcome(launcher_dir, env, {"status": "stopped", "report": None})
@@ -170,9 +172,8 @@ def reports_a_link(text: str) -> bool:
     return bool(_LINK_OR_DEVICE_ERROR.search(text))
 
 
-def _end_by_fault(folder: Path, env: RankEnv, text: str, blamed: Sequence[int]) -> None:
-    failed = _failed(env, EXIT_FAILED, text, True)
-    write_outcome(folder, env, {**failed, "traceback": "", "of_all": True, "blamed": list(blamed)})
+def _end_with_error(folder: Path, env: RankEnv, error: RunError) -> None:
+    write_outcome(folder, env, {**shared_outcome(error), "rank": env.rank, "traceback": ""})
     sys.stderr.flush()
     os._exit(EXIT_FAILED)
 
