@@ -23,10 +23,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from run import describe_machine, report_results
+
 MODEL = "builtin:qwen2-tiny"
+TITLES = {
+    "paceline": "Paceline, `streaming: true`",
+    "datasets": "hand-written loop, `load_dataset(streaming=True)`",
+}
 WORLD_SIZE = 2
 PER_DEVICE = 4
 MAX_LENGTH = 1024
@@ -188,26 +196,58 @@ def _figures(
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def as_markdown(result: dict[str, Any]) -> str:
+    """Return the table of a result."""
+    machine = result["machine"]
+    lines = [
+        f"# Training from a file of rows as a stream: {result['date']}",
+        "",
+        f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB; Python"
+        f" {machine['python']}, torch {machine['torch']}, datasets {version('datasets')}. {MODEL},"
+        f" {WORLD_SIZE} CPU ranks, {result['steps']} steps of {WORLD_SIZE * PER_DEVICE} rows from a"
+        f" file of {result['rows']:,} rows ({result['bytes'] / 1e9:.1f} GB) that neither has read"
+        " before; one run each.",
+        "",
+        "| | first step (s) | wait for data | memory after step 100 (MiB) | at the end |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, title in TITLES.items():
+        figures = result[name]
+        lines.append(
+            f"| {title} | {figures['first_step_s']:.1f} | {figures['data_wait_share']:.2%} |"
+            f" {figures['memory_bytes_step_100'] / 2**20:.0f} |"
+            f" {figures['memory_bytes_end'] / 2**20:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size-gb", type=float, default=2.3, help="size of the file in 10^9 bytes")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--output", type=Path, help="folder for the results")
+    parser.add_argument("--json", action="store_true", help="print all measurements as JSON")
+    parser.add_argument(
+        "--output", type=Path, help="write FILE.md (the table) and FILE.json (all measurements)"
+    )
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="paceline-streaming-"))
     try:
         data = folder / "rows.jsonl"
-        num_rows = write_rows(data, int(args.size_gb * 1e9))
-        result: dict[str, Any] = {"rows": num_rows, "bytes": data.stat().st_size}
+        result: dict[str, Any] = {
+            "date": date.today().isoformat(),
+            "machine": describe_machine(),
+            "steps": args.steps,
+            "rows": write_rows(data, int(args.size_gb * 1e9)),
+            "bytes": data.stat().st_size,
+        }
         for name, contender in (("paceline", run_paceline), ("datasets", run_datasets)):
             result[name] = contender(folder, data, args.steps)
-        sys.stdout.write(json.dumps(result, indent=2) + "\n")
-        if args.output is not None:
-            args.output.mkdir(parents=True, exist_ok=True)
-            (args.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    return report_results(args, result, as_markdown(result))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
