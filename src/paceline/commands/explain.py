@@ -11,23 +11,28 @@ from paceline.commands.options import (
     Text,
     write_output,
 )
-from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError
-from paceline.distributed.collectives.schedules import ALGORITHMS, check_algorithm
-from paceline.explain.run import TOPICS, ExplainOptions, record
+from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, unknown_name
+from paceline.explain.draw import draw_picture
+from paceline.explain.page import render_page
+from paceline.explain.run import MAX_RANKS, TOPICS, ExplainOptions, record
+from paceline.explain.text import render_text
 
-_MAX_RANKS = 16
 _MAX_ELEMENTS = 10_000
 
 
 def add_arguments(parser: OptionParser) -> None:
     parser.add_argument(
-        "topic", type=Choice(tuple(TOPICS)), metavar="TOPIC", help="algorithm to explain"
+        "topic",
+        type=Choice(tuple(TOPICS)),
+        metavar="TOPIC",
+        nargs="?",
+        help="algorithm to explain (default: list the topics)",
     )
     parser.add_argument(
         "--ranks",
-        type=Integer(1, _MAX_RANKS),
+        type=Integer(1, MAX_RANKS),
         metavar="N",
-        help="number of ranks (default: 4 for a collective, else 2)",
+        help="number of ranks (default: depends on the topic)",
     )
     parser.add_argument(
         "--elements",
@@ -37,9 +42,9 @@ def add_arguments(parser: OptionParser) -> None:
     )
     parser.add_argument(
         "--algorithm",
-        type=Text(", ".join(ALGORITHMS["all-reduce"])),
+        type=Text("; ".join(dict.fromkeys(_names(topic) for topic in TOPICS if _names(topic)))),
         metavar="NAME",
-        help="algorithm of a collective (default: ring)",
+        help="variant of the algorithm, for topics that have several",
     )
     parser.add_argument(
         "--output",
@@ -47,37 +52,74 @@ def add_arguments(parser: OptionParser) -> None:
         metavar="FILE",
         help="animated HTML page to write",
     )
+    parser.add_argument(
+        "--svg", type=OutputFile("an SVG file"), metavar="FILE", help="static picture to write"
+    )
     parser.example = "paceline explain all-reduce --ranks 4 --algorithm tree --output tree.html"
 
 
+def _names(topic: str) -> str:
+    return ", ".join(TOPICS[topic].algorithms)
+
+
 def run(args: Namespace) -> int:
-    """Record, print, and write the page. Exit code 1: the algorithm gave a wrong result."""
+    """Record, print, and write the page and the picture; without a topic, list the topics. Exit
+    code 1: a check failed."""
+    if args.topic is None:
+        _list_topics(args)
+        return EXIT_DONE
     recording = record(make_options(args))
     if args.output is not None:
-        write_output(args.output, recording.page())
-    print(json.dumps(recording.content) if args.json else recording.text())
+        write_output(args.output, render_page(recording))
+    if args.svg is not None:
+        write_output(args.svg, draw_picture(recording))
+    print(json.dumps(recording.content()) if args.json else render_text(recording))
     return EXIT_DONE if recording.is_correct else EXIT_FAILED
+
+
+def _list_topics(args: Namespace) -> None:
+    for name in ("ranks", "elements", "algorithm", "output", "svg"):
+        if getattr(args, name) is not None:
+            raise ConfigError(
+                f"`--{name}` requires a topic",
+                allowed=", ".join(TOPICS),
+                fix=f"run e.g. `paceline explain all-reduce --{name} …`",
+            )
+    if args.json:
+        topics = [{"name": name, "summary": topic.summary} for name, topic in TOPICS.items()]
+        print(json.dumps({"topics": topics}))
+        return
+    width = max(map(len, TOPICS))
+    print("Topics, in reading order. Run `paceline explain TOPIC`.")
+    for name, topic in TOPICS.items():
+        print(f"  {name:<{width}}  {topic.summary}")
 
 
 def make_options(args: Namespace) -> ExplainOptions:
     """Check the options against the topic.
 
     Raises:
-        ConfigError: the topic does not support an option, or the number of ranks is too small.
+        ConfigError: the topic does not support an option or its value.
     """
-    topic = args.topic
-    if topic in ALGORITHMS:
-        algorithm = "ring" if args.algorithm is None else args.algorithm
-        check_algorithm(algorithm, topic)
-        ranks = args.ranks or 4
-        return ExplainOptions(topic, ranks, args.elements or 2 * ranks, algorithm)
-    for name in ("algorithm", "elements"):
-        if getattr(args, name) is not None:
+    name, topic = args.topic, TOPICS[args.topic]
+    default_ranks, min_ranks, max_ranks = topic.ranks
+    supported = {"algorithm": bool(topic.algorithms), "elements": topic.has_elements}
+    for option, is_supported in supported.items():
+        if getattr(args, option) is not None and not is_supported:
+            others = [f"--{each}" for each, has in supported.items() if has]
             raise ConfigError(
-                f"`paceline explain {topic}` has no option `--{name}`",
-                allowed="--ranks, --output, --json",
+                f"`paceline explain {name}` has no option `--{option}`",
+                allowed=", ".join(["--ranks", *others, "--output", "--svg", "--json"]),
                 fix="omit it",
             )
-    if args.ranks == 1:
-        raise ConfigError("`--ranks 1` is out of range", allowed=f"2 to {_MAX_RANKS}")
-    return ExplainOptions(topic, args.ranks or 2)
+    if args.ranks is not None and not min_ranks <= args.ranks <= max_ranks:
+        raise ConfigError(
+            f"`--ranks {args.ranks}` is out of range for `paceline explain {name}`",
+            allowed=f"{min_ranks} to {max_ranks}",
+        )
+    ranks = args.ranks or default_ranks
+    algorithm = args.algorithm or next(iter(topic.algorithms), "")
+    if algorithm and algorithm not in topic.algorithms:
+        raise unknown_name(f"{name} algorithm", algorithm, topic.algorithms, allowed=_names(name))
+    elements = (args.elements or 2 * ranks) if topic.has_elements else 0
+    return ExplainOptions(name, ranks, elements, algorithm)

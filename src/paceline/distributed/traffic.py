@@ -11,8 +11,10 @@ and are not part of a step.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -65,6 +67,41 @@ class Traffic:
 #: The traffic of this process.
 TRAFFIC = Traffic()
 _MUTED = threading.local()
+
+
+@dataclass
+class CountedCall:
+    """A counted call of ``torch.distributed``.
+
+    Args:
+        kind: kind of traffic (see :data:`KINDS`).
+        ranks: global ranks of its group.
+        messages: (rank, bytes) of each message to another rank, for communication between two
+            ranks.
+        start_s, end_s: on the clock of ``time.perf_counter``; the end of an asynchronous
+            collective is that of the communication.
+    """
+
+    kind: str
+    size_bytes: int
+    ranks: list[int]
+    messages: list[tuple[int, int]]
+    start_s: float
+    end_s: float
+
+
+_CALLS: list[CountedCall] | None = None
+
+
+@contextmanager
+def log_calls() -> Iterator[list[CountedCall]]:
+    """Record every counted call of this process within the block, with its times."""
+    global _CALLS
+    before, _CALLS = _CALLS, []
+    try:
+        yield _CALLS
+    finally:
+        _CALLS = before
 
 
 @contextmanager
@@ -176,7 +213,39 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if size_of is not None and label is not None:
             muted = getattr(_MUTED, "on", False)
             if muted is not True and not (muted and label in muted):
-                TRAFFIC.add(label, size_of((args, kwargs)))
+                size_bytes = size_of((args, kwargs))
+                TRAFFIC.add(label, size_bytes)
+                if _CALLS is not None:
+                    counted = _begin(name, label, size_bytes, (args, kwargs))
+                    _CALLS.append(counted)
+                    return _timed(counted, function(*args, **kwargs))
         return function(*args, **kwargs)
 
     return call
+
+
+def _begin(name: str, kind: str, size_bytes: int, call: Arguments) -> CountedCall:
+    messages: list[tuple[int, int]] = []
+    if name == "batch_isend_irecv":
+        operations = argument(call, 0, "p2p_op_list")
+        group = operations[0].group if operations else None
+        messages = [(each.peer, each.tensor.nbytes) for each in operations if each.op is dist.isend]
+    else:
+        position, group_name = progress.ARGUMENTS[name][2:]
+        group = argument(call, position, group_name)
+    if name == "send":
+        messages = [(argument(call, 1, "dst"), size_bytes)]
+    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    now = time.perf_counter()
+    return CountedCall(kind, size_bytes, ranks, messages, now, now)
+
+
+def _timed(counted: CountedCall, result: Any) -> Any:
+    def end(_: object = None) -> None:
+        counted.end_s = time.perf_counter()
+
+    end()
+    if isinstance(result, dist.Work):
+        with suppress(RuntimeError):  # messages between two ranks have no future
+            result.get_future().add_done_callback(end)
+    return result

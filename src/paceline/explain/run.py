@@ -1,27 +1,64 @@
-"""`paceline explain`: record an algorithm on real ranks step by step, as text, JSON, and an
-animated page."""
+"""The topics of `paceline explain`, and their recording on real ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 
-#: Module in :mod:`paceline.explain.topics` and description of each topic.
+from paceline.distributed.collectives.schedules import ALGORITHMS
+from paceline.explain.record import Recording
+
+MAX_RANKS = 16
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A topic.
+
+    Args:
+        module: module in :mod:`paceline.explain.topics`.
+        ranks: default, minimum and maximum number of ranks (or devices).
+        algorithms: names that `--algorithm` accepts; the first is the default.
+        has_elements: whether `--elements` sets the size of a tensor.
+    """
+
+    module: str
+    summary: str
+    ranks: tuple[int, int, int] = (2, 2, MAX_RANKS)
+    algorithms: tuple[str, ...] = ()
+    has_elements: bool = False
+
+
+#: All topics in reading order.
 TOPICS = {
-    "all-reduce": (
-        "collective",
-        "the steps of an all-reduce: which chunk is sent where, and what each rank has",
+    "data-parallel": Topic(
+        "data_parallel",
+        "one process that runs copies of the model on several devices with threads",
     ),
-    "broadcast": ("collective", "the steps of a broadcast"),
-    "ddp": ("ddp", "gradient buckets during backward, and their overlapping all-reduce"),
-    "zero": ("zero", "which rank stores which shard of the training state, for each ZeRO stage"),
-    "dp": ("dp", "one process that controls several devices with threads"),
+    "broadcast": Topic(
+        "collective",
+        "how the values of rank 0 reach all ranks",
+        (4, 1, MAX_RANKS),
+        ALGORITHMS["broadcast"],
+        has_elements=True,
+    ),
+    "all-reduce": Topic(
+        "collective",
+        "which chunk is sent where in each step of an all-reduce",
+        (4, 1, MAX_RANKS),
+        ALGORITHMS["all-reduce"],
+        has_elements=True,
+    ),
+    "ddp": Topic("ddp", "gradient buckets during backward, and their overlapping all-reduce"),
+    "zero": Topic(
+        "zero", "which rank stores which shard of the training state, for each ZeRO stage"
+    ),
 }
 
 
 @dataclass(frozen=True)
 class ExplainOptions:
-    """What to record. Only collectives use ``elements`` and ``algorithm``."""
+    """What to record. ``elements`` and ``algorithm`` are 0 and empty if the topic does not use
+    them."""
 
     topic: str
     ranks: int
@@ -29,46 +66,11 @@ class ExplainOptions:
     algorithm: str = ""
 
 
-@dataclass(frozen=True)
-class Recording:
-    """The recording of an algorithm.
-
-    Args:
-        about: description of the algorithm in a few sentences.
-        is_correct: the algorithm gave the correct result.
-        facts: labels and values for the top of the page.
-        lines: the recording for a terminal.
-        captions: one for each frame of the animation.
-        player: input of page.js: ``kind`` (chunks, timeline or memory), and the data of that kind.
-        content: what `--json` prints.
-    """
-
-    title: str
-    about: str
-    is_correct: bool
-    facts: list[tuple[str, str]]
-    lines: list[str]
-    captions: list[str]
-    player: Mapping[str, object]
-    content: object
-
-    def text(self) -> str:
-        """Return the recording for a terminal."""
-        return "\n".join(self.lines)
-
-    def page(self) -> str:
-        """Return one HTML file that shows the recording as an animation and works offline."""
-        from paceline.observe.report.html import template
-
-        page = template("page.html.jinja", Path(__file__).parent)
-        return str(page.render(recording=self, data={"captions": self.captions, **self.player}))
-
-
 def record(options: ExplainOptions) -> Recording:
     """Run the algorithm on real ranks."""
     from paceline.launch.rank_pool import warm_up
 
-    topic = import_module(f"paceline.explain.topics.{TOPICS[options.topic][0]}")
+    topic = import_module(f"paceline.explain.topics.{TOPICS[options.topic].module}")
     warm_up(topic.PRELOAD)
     record_topic: Callable[[ExplainOptions], Recording] = topic.record
     return record_topic(options)

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.parallel.base import Strategy
 
 LAYERS = 8
 WIDTH = 512
@@ -41,13 +40,7 @@ def loss_of(model: nn.Module, batch: torch.Tensor, replicas: int) -> torch.Tenso
     return loss
 
 
-def train_step(strategy: Strategy, batch: torch.Tensor, replicas: int) -> None:
-    strategy.forward_backward(lambda _, module: loss_of(module, batch, replicas), 1)
-    strategy.clip_grad_norm(0.0)
-    strategy.optimizer_step(_apply)
-
-
-def _apply(optimizer: torch.optim.Optimizer) -> bool:
+def apply_update(optimizer: torch.optim.Optimizer) -> bool:
     optimizer.step()
     return True
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
-from paceline.explain.run import ExplainOptions, Recording
+from paceline.explain.record import Cell, Check, Frame, Message, Recording, Row, check_traffic
+from paceline.explain.run import ExplainOptions
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
     from paceline.distributed.collectives.run import Trace
-    from paceline.distributed.collectives.schedules import Send, Sent
+    from paceline.distributed.collectives.schedules import Send, Sent, Step
     from paceline.distributed.communicator import Communicator
 
 PRELOAD = ("paceline.distributed.collectives.run",)
@@ -51,25 +52,26 @@ _ABOUT_BROADCAST = {
     ),
     "naive": "Rank 0 sends the tensor to each of the other ranks.",
 }
+_START = "Start: rank r has 2^r in every element, so each value shows whose values it sums."
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The recording of one rank. ``is_correct``: the result equals that of the backend's
-    collective."""
+    """The recording of one rank. ``counted_bytes``: as its traffic counter recorded them;
+    ``is_correct``: the result equals that of the backend's collective."""
 
     trace: Trace
     sent: Sent
+    counted_bytes: int
     is_correct: bool
 
 
 def record(options: ExplainOptions) -> Recording:
-    """Run the collective on real ranks. Rank r starts with 2^r in every element, so that each value
-    shows which ranks' values it sums.
+    """Run the collective on real ranks.
 
-    The content: ``algorithm, ranks, elements, steps, bytes_sent, messages_sent, result_ok`` (bytes
-    and messages per rank). The player also has ``segments`` (ranges of elements that move together)
-    and ``states`` (before the first step and after each: the value of each segment on each rank).
+    The figures: ``algorithm, ranks, elements, steps: [{phase, step, sends: [{from, to, chunk,
+    bytes}]}], messages_sent`` (per rank), ``segments`` (ranges of elements that move together) and
+    ``states`` (the value of each segment on each rank, before the first step and after each).
     """
     collective, algorithm = options.topic, options.algorithm
     ranks, elements = options.ranks, options.elements
@@ -81,102 +83,111 @@ def record(options: ExplainOptions) -> Recording:
         [[int(rank.trace.values[number][start]) for start, _ in segments] for rank in traces]
         for number in range(len(steps) + 1)
     ]
-    totals = Counter(step.phase for step in steps)
-    names = [f"{step.phase}, step {step.step + 1} of {totals[step.phase]}" for step in steps]
-    is_correct = all(rank.is_correct for rank in traces)
+    frames = _frames(steps, segments, states)
     size_bytes = elements * _ELEMENT_BYTES
-    text = about(collective, algorithm, ranks)
-    tensor = counted(elements, "element")
-    caption = "Start: each rank has its own values"
-    if collective == "broadcast":
-        caption += "; rank 0's are to be sent to all"
-    captions = [f"{caption}."]
-    lines = [
-        (
-            f"{collective} by {algorithm}: {counted(ranks, 'rank')}, {tensor} of float32"
-            f" ({human_bytes(size_bytes)})"
-        ),
-        text,
-        "",
-        "Rank r starts with 2^r in every element. Below: whose values each rank has, by element.",
-        *_state_lines(segments, states[0]),
-    ]
-    for number, step in enumerate(steps):
-        sent_bytes = sum(send.count for send in step.sends) * _ELEMENT_BYTES
-        messages = counted(len(step.sends), "message")
-        captions.append(f"{names[number]}: {messages}, {human_bytes(sent_bytes)} in total")
-        lines += ["", names[number], *map(_send_line, step.sends)]
-        lines += _state_lines(segments, states[number + 1])
-    lines.append("")
-    for number, rank in enumerate(traces):
-        share = f", {rank.sent.bytes / size_bytes:.2f} × the tensor" if size_bytes else ""
-        messages = counted(rank.sent.messages, "message")
-        lines.append(f"rank {number} sent {human_bytes(rank.sent.bytes)} in {messages}{share}")
-    verdict = "equal to the backend's" if is_correct else "NOT equal to the backend's"
-    lines.append(f"result: {verdict} {collective}")
-    bytes_sent = [rank.sent.bytes for rank in traces]
-    messages_sent = [rank.sent.messages for rank in traces]
-    max_sent = max(bytes_sent)
-    sends = [
-        [
-            {
-                "from": send.source,
-                "to": send.target,
-                "chunk": send.chunk,
-                "bytes": send.count * _ELEMENT_BYTES,
-            }
-            for send in step.sends
-        ]
-        for step in steps
-    ]
+    max_sent = max(rank.sent.bytes for rank in traces)
     return Recording(
+        topic=collective,
         title=f"{collective.capitalize()} by {algorithm}, {counted(ranks, 'rank')}",
-        about=text,
-        is_correct=is_correct,
-        facts=[
-            ("Ranks", str(ranks)),
-            ("Tensor", f"{tensor}, {human_bytes(size_bytes)}"),
+        about=about(collective, algorithm, ranks),
+        actors=tuple(f"rank {rank}" for rank in range(ranks)),
+        frames=frames,
+        checks=(
+            check_traffic(frames, [rank.counted_bytes for rank in traces]),
+            Check.equal(
+                "same bits as the backend's collective",
+                [True] * ranks,
+                [rank.is_correct for rank in traces],
+            ),
+        ),
+        facts=(
+            ("Tensor", f"{counted(elements, 'element')}, {human_bytes(size_bytes)}"),
             ("Steps", str(len(steps))),
             (
                 "Sent by the rank that sends most",
                 f"{human_bytes(max_sent)} ({max_sent / size_bytes:.2f} × the tensor)",
             ),
-            ("Most messages of a rank", str(max(messages_sent))),
-            ("Result", "equal to the backend's" if is_correct else "differs from the backend's"),
-        ],
-        lines=lines,
-        captions=captions,
-        player={
-            "kind": "chunks",
-            "ranks": ranks,
-            "elements": elements,
-            "steps": [
-                {
-                    "phase": step.phase,
-                    "step": step.step,
-                    "sends": [
-                        {**listed, "start": send.start, "stop": send.stop}
-                        for listed, send in zip(sends[number], step.sends, strict=True)
-                    ],
-                }
-                for number, step in enumerate(steps)
-            ],
-            "segments": segments,
-            "states": states,
-        },
-        content={
+            ("Most messages of a rank", str(max(rank.sent.messages for rank in traces))),
+        ),
+        figures={
             "algorithm": algorithm,
             "ranks": ranks,
             "elements": elements,
-            "steps": [
-                {"phase": step.phase, "step": step.step, "sends": sends[number]}
-                for number, step in enumerate(steps)
-            ],
-            "bytes_sent": bytes_sent,
-            "messages_sent": messages_sent,
-            "result_ok": is_correct,
+            "steps": [_step_figures(step) for step in steps],
+            "messages_sent": [rank.sent.messages for rank in traces],
+            "segments": segments,
+            "states": states,
         },
     )
+
+
+def _step_figures(step: Step) -> dict[str, object]:
+    sends = [
+        {
+            "from": send.source,
+            "to": send.target,
+            "chunk": send.chunk,
+            "bytes": send.count * _ELEMENT_BYTES,
+        }
+        for send in step.sends
+    ]
+    return {"phase": step.phase, "step": step.step, "sends": sends}
+
+
+def _frames(
+    steps: list[Step], segments: list[tuple[int, int]], states: list[list[list[int]]]
+) -> tuple[Frame, ...]:
+    frames = [Frame(_START, _rows(segments, states[0], states[0]))]
+    totals = Counter(step.phase for step in steps)
+    for number, step in enumerate(steps):
+        sent_bytes = sum(send.count for send in step.sends) * _ELEMENT_BYTES
+        name = f"{step.phase}, step {step.step + 1} of {totals[step.phase]}"
+        messages = counted(len(step.sends), "message")
+        frames.append(
+            Frame(
+                f"{name}: {messages}, {human_bytes(sent_bytes)} in total",
+                _rows(segments, states[number + 1], states[number]),
+                phase=step.phase,
+                messages=tuple(_message(send, segments) for send in step.sends),
+            )
+        )
+    return tuple(frames)
+
+
+def _message(send: Send, segments: list[tuple[int, int]]) -> Message:
+    places = [
+        place
+        for place, (start, stop) in enumerate(segments)
+        if send.start <= start and stop <= send.stop
+    ]
+    span = f"elements {send.start}–{send.stop - 1}" if send.count > 1 else f"element {send.start}"
+    return Message(
+        send.source,
+        send.target,
+        f"chunk {send.chunk} ({span})",
+        send.count * _ELEMENT_BYTES,
+        row=0,
+        cells=(places[0], places[-1] + 1),
+    )
+
+
+def _rows(
+    segments: list[tuple[int, int]], state: list[list[int]], before: list[list[int]]
+) -> tuple[tuple[Row, ...], ...]:
+    """Return whose values each rank has in each segment."""
+    ranks = len(state)
+    rows = []
+    for values, old in zip(state, before, strict=True):
+        cells = tuple(
+            Cell(
+                holders(value, ranks),
+                ranks=tuple(rank for rank in range(ranks) if value >> rank & 1),
+                tone="new" if value != old_value else "",
+            )
+            for value, old_value in zip(values, old, strict=True)
+        )
+        rows.append((Row("", cells),))
+    return tuple(rows)
 
 
 def _record_rank(world: Communicator, collective: str, algorithm: str, elements: int) -> RankTrace:
@@ -187,16 +198,18 @@ def _record_rank(world: Communicator, collective: str, algorithm: str, elements:
 
     tensor = torch.full((elements,), 2.0**world.rank)
     backend, trace = tensor.clone(), collectives.Trace()
+    before = world.traffic.total
     if collective == "all-reduce":
         sent = collectives.all_reduce(world, tensor, algorithm, trace)
     else:
         sent = collectives.broadcast(world, tensor, algorithm, trace=trace)
+    counted_bytes = world.traffic.total - before
     if world.size > 1:
         if collective == "all-reduce":
             dist.all_reduce(backend)
         else:
             dist.broadcast(backend, src=0)
-    return RankTrace(trace, sent, torch.equal(tensor, backend))
+    return RankTrace(trace, sent, counted_bytes, torch.equal(tensor, backend))
 
 
 def about(collective: str, algorithm: str, ranks: int) -> str:
@@ -212,21 +225,3 @@ def holders(value: int, ranks: int) -> str:
     if len(parts) == ranks and ranks > 1:
         return "all"
     return "+".join(map(str, parts)) if len(parts) <= 4 else f"{len(parts)} of {ranks}"
-
-
-def _send_line(send: Send) -> str:
-    span = f"elements {send.start}–{send.stop - 1}" if send.count > 1 else f"element {send.start}"
-    size = human_bytes(send.count * _ELEMENT_BYTES)
-    return f"  rank {send.source} → rank {send.target}   chunk {send.chunk} ({span})   {size}"
-
-
-def _state_lines(segments: list[tuple[int, int]], state: list[list[int]]) -> list[str]:
-    """Return whose values each rank has, as a table of ranks and segments."""
-    heads = [f"{start}" if stop - start == 1 else f"{start}–{stop - 1}" for start, stop in segments]
-    rows = [[holders(value, len(state)) for value in row] for row in state]
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    labels = ["  values of", *(f"  rank {rank:<3} " for rank in range(len(rows)))]
-    return [
-        (label + "  ".join(map(str.ljust, row, widths))).rstrip()
-        for label, row in zip(labels, [heads, *rows], strict=True)
-    ]

@@ -5,29 +5,32 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING
 
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
-from paceline.explain import timeline
-from paceline.explain.run import ExplainOptions, Recording
-from paceline.explain.timeline import Span
+from paceline.explain.record import (
+    Cell,
+    Check,
+    Collective,
+    Frame,
+    Recording,
+    Row,
+    Span,
+    check_traffic,
+    on_step_clock,
+)
+from paceline.explain.run import ExplainOptions
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
+    import torch
+
     from paceline.distributed.communicator import Communicator
 
 PRELOAD = ("paceline.explain.training", "paceline.parallel.ddp.strategy", "torch._dynamo")
 _BUCKET_CAP_MB = 2.1  # two layers
 _WARM_UP_STEPS = 3
-_COLORS = {
-    "forward": "var(--c3)",
-    "backward": "var(--c1)",
-    "all-reduce": "var(--c2)",
-    "wait": "var(--c4)",
-    "update": "var(--c5)",
-    "summed": "var(--c6)",
-}
 _ABOUT = (
     "Distributed data parallel: every rank has the full model and its own part of the batch."
     " Backward runs from the last layer to the first and fills gradient buckets. The all-reduce of"
@@ -36,105 +39,92 @@ _ABOUT = (
 )
 
 
-class Fill(TypedDict):
+@dataclass(frozen=True)
+class Fill:
     """A gradient that backward has computed, on the clock of the spans."""
 
-    bucket: int
-    time: float
-    bytes: int
     rank: int
+    bucket: int
+    time_s: float
+    size_bytes: int
 
 
 @dataclass(frozen=True)
 class RankStep:
     """The recording of one rank. ``buckets``: bytes of each, in the order in which backward fills
-    them."""
+    them; ``sent_bytes``: sent for each; ``counted_bytes``: sent in the step, by its counter."""
 
     spans: list[Span]
     fills: list[Fill]
     buckets: list[int]
+    sent_bytes: list[int]
+    counted_bytes: int
     is_correct: bool
 
 
 def record(options: ExplainOptions) -> Recording:
     """Record a step of a small training on real ranks.
 
-    The content: ``topic, ranks, buckets`` (bytes of each, in the order in which backward fills
-    them), ``spans`` (forward, backward, all-reduce, wait, update; seconds from the start of the
-    step), ``fills`` (when each gradient was ready), ``overlap`` (share of the all-reduce time on
-    rank 0 that overlapped with backward) and ``result_ok`` (the gradients equal those of one
-    process).
+    The figures: ``ranks, buckets`` (bytes of each, in the order in which backward fills them),
+    ``fills`` (when each gradient was ready) and ``overlap`` (share of the all-reduce time on rank 0
+    that overlapped with backward).
     """
     results: list[RankStep] = run_on_ranks(_record_rank, options.ranks)
     ranks, buckets = options.ranks, results[0].buckets
-    spans = [span for rank in results for span in rank.spans]
-    fills = [fill for rank in results for fill in rank.fills]
-    begin = timeline.on_step_clock(spans)
-    for fill in fills:
-        fill["time"] -= begin
-    is_correct = all(rank.is_correct for rank in results)
-    overlap = _overlap([span for span in spans if span["rank"] == 0])
+    spans, begin = on_step_clock(span for rank in results for span in rank.spans)
+    fills = [
+        Fill(fill.rank, fill.bucket, fill.time_s - begin, fill.size_bytes)
+        for rank in results
+        for fill in rank.fills
+    ]
+    overlap = _overlap([span for span in spans if span.actor == 0])
     share = "unknown" if overlap is None else f"{100 * overlap:.0f} %"
-    moments = _moments(spans, buckets)
-    label, verdict = timeline.gradients_fact(is_correct)
-    title = f"DDP: one step on {counted(ranks, 'rank')}"
-    row_names, rows = stack(spans)
+    frames = _frames(spans, fills, results)
     return Recording(
-        title=title,
+        topic="ddp",
+        title=f"DDP: one step on {counted(ranks, 'rank')}, {counted(len(buckets), 'bucket')}",
         about=_ABOUT,
-        is_correct=is_correct,
-        facts=[
-            ("Ranks", str(ranks)),
-            ("Buckets", f"{len(buckets)}, {human_bytes(sum(buckets))} in total"),
-            timeline.step_fact(spans),
-            ("All-reduce during backward", share),
-            (label, verdict),
-        ],
-        lines=[
-            f"{title}, {counted(len(buckets), 'bucket')}",
-            _ABOUT,
-            "",
-            *(f"{1000 * when:8.2f} ms  {text}" for when, text in moments),
-            "",
-            *(_rank_line(rank, spans) for rank in range(ranks)),
-            f"all-reduce time during backward on rank 0: {share}",
-            f"{label.lower()}: {verdict}",
-        ],
-        captions=timeline.captions(moments),
-        player={
-            **timeline.player(spans, ranks, moments, row_names, rows, _COLORS),
-            "buckets": buckets,
-            "fills": fills,
-        },
-        content={
-            "topic": "ddp",
+        actors=tuple(f"rank {rank}" for rank in range(ranks)),
+        frames=frames,
+        checks=(
+            check_traffic(frames, [rank.counted_bytes for rank in results]),
+            Check.equal(
+                "gradients equal those of one process",
+                [True] * ranks,
+                [rank.is_correct for rank in results],
+            ),
+        ),
+        facts=(
+            ("Gradients", f"{human_bytes(sum(buckets))} in {counted(len(buckets), 'bucket')}"),
+            ("Step", f"{1000 * max(span.end_s for span in spans):.1f} ms"),
+            ("All-reduce during backward on rank 0", share),
+        ),
+        spans=tuple(spans),
+        figures={
             "ranks": ranks,
             "buckets": buckets,
-            "spans": spans,
-            "fills": fills,
+            "fills": [vars(fill) for fill in fills],
             "overlap": overlap,
-            "result_ok": is_correct,
         },
     )
 
 
 def _overlap(spans: list[Span]) -> float | None:
     """Return the share of a rank's all-reduce time that overlapped with backward."""
-    end = next(span["end"] for span in spans if span["kind"] == "backward")
-    reduces = [span for span in spans if span["kind"] == "all-reduce"]
-    total = sum(span["end"] - span["start"] for span in reduces)
-    inside = sum(max(0.0, min(span["end"], end) - span["start"]) for span in reduces)
+    end_s = next(span.end_s for span in spans if span.kind == "backward")
+    reduces = [span for span in spans if span.kind == "all-reduce"]
+    total = sum(span.end_s - span.start_s for span in reduces)
+    inside = sum(max(0.0, min(span.end_s, end_s) - span.start_s) for span in reduces)
     return inside / total if total else None
 
 
 def _record_rank(world: Communicator) -> RankStep:
-    import torch
 
+    from paceline.distributed.traffic import log_calls
     from paceline.explain import training
     from paceline.parallel.ddp.strategy import DDPStrategy
 
-    timed = _timed(world)
-    strategy = DDPStrategy(training.make_config("ddp", _BUCKET_CAP_MB), timed)
+    strategy = DDPStrategy(training.make_config("ddp", _BUCKET_CAP_MB), world)
     model = training.make_model()
     gradients: list[tuple[torch.Tensor, float]] = []
     # Registered before the strategy's hooks, so that the last gradient precedes its all-reduce.
@@ -157,8 +147,10 @@ def _record_rank(world: Communicator) -> RankStep:
     for number in range(_WARM_UP_STEPS + 1):
         world.barrier()
         gradients.clear()
-        timed.reduces.clear()
-        strategy.forward_backward(micro_step, 1)
+        before = world.traffic.total
+        with log_calls() as calls:
+            strategy.forward_backward(micro_step, 1)
+        counted_bytes = world.traffic.total - before
         marks["update"] = time.perf_counter()
         if number == 0:
             is_correct = training.has_reference_gradients(model, world.size)
@@ -166,116 +158,110 @@ def _record_rank(world: Communicator) -> RankStep:
             optimizer.step()
         marks["end"] = time.perf_counter()
     world.barrier()
-
-    def compute(kind: str, start: float, end: float) -> Span:
-        return Span(lane="compute", kind=kind, label=kind, start=start, end=end, rank=world.rank)
-
     last = gradients[-1][1]
+    bounds = {
+        "forward": (marks["forward"], marks["backward"]),
+        "backward": (marks["backward"], last),
+        "wait": (last, marks["update"]),
+        "update": (marks["update"], marks["end"]),
+    }
     spans = [
-        compute("forward", marks["forward"], marks["backward"]),
-        compute("backward", marks["backward"], last),
-        compute("wait", last, marks["update"]),
-        compute("update", marks["update"], marks["end"]),
+        Span(world.rank, "compute", kind, kind, start_s, end_s)
+        for kind, (start_s, end_s) in bounds.items()
     ]
-    for number, (start, end) in enumerate(timed.reduces):
+    for number, call in enumerate(calls):
+        end_s = min(call.end_s, marks["update"])
+        label = f"bucket {number}"
         spans.append(
-            Span(
-                lane="network",
-                kind="all-reduce",
-                label=f"bucket {number}",
-                start=start,
-                end=end or marks["update"],
-                bucket=number,
-                rank=world.rank,
-            )
+            Span(world.rank, "network", "all-reduce", label, call.start_s, end_s, call.size_bytes)
         )
     buckets = [bucket.parameters for bucket in strategy.buckets.buckets]
+    return RankStep(
+        spans,
+        _fills(world.rank, buckets, gradients),
+        [sum(parameter.nbytes for parameter in parameters) for parameters in buckets],
+        [call.size_bytes for call in calls],
+        counted_bytes,
+        is_correct,
+    )
+
+
+def _fills(
+    rank: int,
+    buckets: list[list[torch.nn.Parameter]],
+    gradients: list[tuple[torch.Tensor, float]],
+) -> list[Fill]:
     bucket_of = {
         id(parameter): number
         for number, parameters in enumerate(buckets)
         for parameter in parameters
     }
-    fills = [
-        Fill(bucket=bucket_of[id(tensor)], time=when, bytes=tensor.nbytes, rank=world.rank)
-        for tensor, when in gradients
+    return [
+        Fill(rank, bucket_of[id(tensor)], time_s, tensor.nbytes) for tensor, time_s in gradients
     ]
-    sizes = [sum(parameter.nbytes for parameter in parameters) for parameters in buckets]
-    return RankStep(spans, fills, sizes, is_correct)
 
 
-def _timed(world: Communicator) -> Any:
-    """Return the same communicator, which also records start and end of each all-reduce."""
-    from paceline.distributed.communicator import Communicator
-
-    class TimedCommunicator(Communicator):
-        reduces: list[list[float]] = []  # noqa: RUF012
-
-        def all_reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            times = [time.perf_counter(), 0.0]
-            self.reduces.append(times)
-            work = super().all_reduce(tensor, *args, **kwargs)
-            if work is not None:
-                work.get_future().add_done_callback(
-                    lambda _: times.__setitem__(1, time.perf_counter())
-                )
-            return work
-
-    return TimedCommunicator(
-        world.env, world.device, world.axes, world.group, world.ranks, world.waits
-    )
-
-
-def _moments(spans: list[Span], buckets: list[int]) -> timeline.Moments:
-    """Return the time and the caption of each change on rank 0."""
-    moments = [(0.0, "The step starts.")]
-    moments.append((timeline.end_of(spans), "All ranks have applied the same update."))
-    rank0_spans = [span for span in spans if span["rank"] == 0]
-    backward_end = next(span["end"] for span in rank0_spans if span["kind"] == "backward")
+def _frames(spans: list[Span], fills: list[Fill], results: list[RankStep]) -> tuple[Frame, ...]:
+    """Return a frame for each change on rank 0."""
+    buckets, end_s = results[0].buckets, max(span.end_s for span in spans)
+    rank0_spans = [span for span in spans if span.actor == 0]
+    backward_end_s = next(span.end_s for span in rank0_spans if span.kind == "backward")
+    moments: list[tuple[float, str, int | None]] = [
+        (0.0, "The step starts.", None),
+        (end_s, "All ranks have applied the same update.", None),
+    ]
+    number = 0
     for span in rank0_spans:
-        start, end = span["start"], span["end"]
-        if span["kind"] == "all-reduce":
-            number = span["bucket"]
-            is_last = start >= backward_end or number + 1 == len(buckets)
+        if span.kind == "all-reduce":
+            is_last = span.start_s >= backward_end_s or number + 1 == len(buckets)
             rest = "it is the last one" if is_last else "backward continues"
             size = human_bytes(buckets[number])
             full = f"Rank 0: bucket {number} is full ({size}); its all-reduce starts, {rest}."
-            moments.append((start, full))
-            moments.append((end, f"Rank 0: bucket {number} has the sum over all ranks."))
-        elif span["kind"] == "forward":
-            moments.append((end, "Rank 0: forward is done; backward starts with the last layer."))
-        elif span["kind"] == "backward":
-            moments.append((end, "Rank 0: backward is done."))
-        elif span["kind"] == "update":
+            moments.append((span.start_s, full, number))
+            text = f"Rank 0: bucket {number} has the sum over all ranks."
+            moments.append((span.end_s, text, None))
+            number += 1
+        elif span.kind == "forward":
+            text = "Rank 0: forward is done; backward starts with the last layer."
+            moments.append((span.end_s, text, None))
+        elif span.kind == "backward":
+            moments.append((span.end_s, "Rank 0: backward is done.", None))
+        elif span.kind == "update":
             text = "Rank 0: all buckets are reduced; the optimizer updates the weights."
-            moments.append((start, text))
-    return sorted(moments)
+            moments.append((span.start_s, text, None))
+    frames = []
+    for time_s, text, bucket in sorted(moments, key=lambda moment: moment[0]):
+        reduced = () if bucket is None else (_all_reduce(bucket, results),)
+        rows = tuple(
+            (Row("buckets", _bucket_cells(rank, time_s, spans, fills, buckets)),)
+            for rank in range(len(results))
+        )
+        frames.append(Frame(text, rows, collectives=reduced, time_s=time_s))
+    return tuple(frames)
 
 
-def stack(spans: list[Span]) -> tuple[list[str], list[int]]:
-    """Return the names of the timeline's rows, and the row of each span. Overlapping spans of a
-    lane are in separate rows."""
-    ends: dict[tuple[int, str], list[float]] = {}
-    places = []
-    for span in spans:
-        rows = ends.setdefault((span["rank"], span["lane"]), [])
-        row = next((at for at, end in enumerate(rows) if end <= span["start"]), len(rows))
-        rows[row:] = [span["end"], *rows[row + 1 :]]
-        places.append((span["rank"], span["lane"], row))
-    rows_of_lanes = [
-        (rank, name, row) for (rank, name), rows in ends.items() for row in range(len(rows))
-    ]
-    names = [
-        f"rank {rank} {name}" + (f" {row + 1}" if len(ends[rank, name]) > 1 else "")
-        for rank, name, row in rows_of_lanes
-    ]
-    return names, [rows_of_lanes.index(place) for place in places]
+def _all_reduce(bucket: int, results: list[RankStep]) -> Collective:
+    actors = tuple(range(len(results)))
+    return Collective("all-reduce", actors, f"bucket {bucket}", results[0].sent_bytes[bucket])
 
 
-def _rank_line(rank: int, spans: list[Span]) -> str:
-    times = dict.fromkeys((kind for kind in _COLORS if kind != "summed"), 0.0)
-    for span in spans:
-        if span["rank"] == rank:
-            times[span["kind"]] += span["end"] - span["start"]
-    return f"rank {rank}: " + ", ".join(
-        f"{kind} {1000 * seconds:.2f} ms" for kind, seconds in times.items()
-    )
+def _bucket_cells(
+    rank: int, time_s: float, spans: list[Span], fills: list[Fill], buckets: list[int]
+) -> tuple[Cell, ...]:
+    """Return the state of each bucket of a rank at a time."""
+    reduces = [span for span in spans if span.actor == rank and span.kind == "all-reduce"]
+    cells = []
+    for bucket, size_bytes in enumerate(buckets):
+        filled_bytes = sum(
+            fill.size_bytes
+            for fill in fills
+            if (fill.rank, fill.bucket) == (rank, bucket) and fill.time_s <= time_s
+        )
+        share = filled_bytes / size_bytes
+        if bucket < len(reduces) and reduces[bucket].end_s <= time_s:
+            cells.append(Cell(f"{bucket}: summed", tone="done"))
+        elif bucket < len(reduces) and reduces[bucket].start_s <= time_s:
+            cells.append(Cell(f"{bucket}: all-reduce", fill=share, tone="new"))
+        else:
+            cells.append(Cell(f"{bucket}: {100 * share:.0f} %", fill=share))
+    return tuple(cells)

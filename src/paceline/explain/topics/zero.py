@@ -1,16 +1,32 @@
-"""`paceline explain zero`: which rank stores which shard of the training state, measured on real
-ranks for each stage."""
+"""`paceline explain zero`: which rank stores which shard of the training state, and which
+collectives a step needs, measured on real ranks for each stage."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+import itertools
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
-from paceline.explain.run import ExplainOptions, Recording
+from paceline.explain.record import (
+    Check,
+    Collective,
+    Frame,
+    Recording,
+    Row,
+    Span,
+    check_traffic,
+    on_step_clock,
+)
+from paceline.explain.run import ExplainOptions
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
+    import torch
+
     from paceline.distributed.communicator import Communicator
 
 PRELOAD = (
@@ -32,7 +48,6 @@ STAGES = {
     "zero3": "ZeRO-3: weights are sharded too, and gathered block by block when needed.",
 }
 KINDS = ("parameters", "gradients", "optimizer")
-_COLORS = {"parameters": "var(--c1)", "gradients": "var(--c2)", "optimizer": "var(--c3)"}
 #: For scalars (Adam's step counts) and padding.
 _TOLERANCE = 0.02
 _STEPS = 2
@@ -40,105 +55,121 @@ _ABOUT = (
     "The training state consists of parameters, gradients and optimizer state (Adam: two numbers"
     " per parameter). Under DDP each rank stores all of it; each stage of ZeRO (Rajbhandari et al.,"
     " 2020) shards one more of the three across the ranks. The bars are measured storage in a small"
-    " training with float32 weights and AdamW; dashed lines are the strategy's prediction."
+    " training with float32 weights and AdamW; dashed lines are the strategy's prediction. The"
+    " timeline has one step of each stage, one after another."
 )
 
 
-class Stage(TypedDict):
-    """The bytes of a stage of ZeRO. ``declared`` is the strategy's prediction for the rank that
-    uses most, with its ``traffic``; ``ranks`` and ``traffic`` (per step, of the rank that sends
-    most) were measured."""
+@dataclass(frozen=True)
+class RankStage:
+    """The measurements of one stage on one rank.
+
+    Args:
+        declared: the strategy's prediction for the rank that uses most: bytes by kind, and the
+            ``traffic`` of a step.
+        sizes: measured bytes by kind.
+        calls: (collective, number of calls, bytes sent) in the last step.
+        counted_bytes: bytes sent in the last step, by the traffic counter.
+        spans: spans of the last step.
+    """
 
     mode: str
     declared: dict[str, int]
-    ranks: list[dict[str, int]]
-    traffic: int
+    sizes: dict[str, int]
+    calls: list[tuple[str, int, int]]
+    counted_bytes: int
+    spans: list[Span]
 
 
 def record(options: ExplainOptions) -> Recording:
     """Record two steps of a small training under each stage.
 
-    The content: ``topic, ranks, stages`` (see :class:`Stage`) and ``result_ok`` (the
-    measured state is within 2 % of the prediction).
+    The figures: ``ranks`` and ``stages: [{mode, declared, ranks, traffic}]``, where ``declared`` is
+    the strategy's prediction for the rank that uses most, with its ``traffic``, and ``ranks`` and
+    ``traffic`` (per step, of the rank that sends most) were measured.
     """
-    results: list[list[Stage]] = run_on_ranks(_measure_rank, options.ranks)
-    stages = [_over_ranks(list(stage)) for stage in zip(*results, strict=True)]
-    is_correct = all(_is_as_predicted(stage) for stage in stages)
-    title = f"ZeRO, stage by stage, {counted(options.ranks, 'rank')}"
-    verdict = "as predicted, within 2 %" if is_correct else "not as predicted"
-    lines = [title, _ABOUT]
+    results: list[list[RankStage]] = run_on_ranks(_measure_rank, options.ranks)
+    stages = [list(stage) for stage in zip(*results, strict=True)]
+    frames, spans, checks, offset_s = [], [], [], 0.0
     for stage in stages:
-        lines += ["", _caption(stage)]
-        lines += [_memory_line(f"rank {rank}", sizes) for rank, sizes in enumerate(stage["ranks"])]
-        lines.append(_memory_line("predicted", stage["declared"]))
-    memory = [sizes for stage in stages for sizes in [*stage["ranks"], stage["declared"]]]
+        moved, _ = on_step_clock(span for rank in stage for span in rank.spans)
+        spans += [
+            replace(span, start_s=span.start_s + offset_s, end_s=span.end_s + offset_s)
+            for span in moved
+        ]
+        offset_s += max(span.end_s for span in moved)
+        frame = _frame(stage, offset_s)
+        frames.append(frame)
+        traffic = check_traffic([frame], [rank.counted_bytes for rank in stage])
+        checks += [replace(traffic, name=f"{stage[0].mode}: {traffic.name}"), _memory_check(stage)]
     return Recording(
-        title=title,
+        topic="zero",
+        title=f"ZeRO, stage by stage, {counted(options.ranks, 'rank')}",
         about=_ABOUT,
-        is_correct=is_correct,
-        facts=[
-            ("Ranks", str(options.ranks)),
-            *((f"{stage['mode']}, per rank", human_bytes(_fullest(stage))) for stage in stages),
-            ("Measured", verdict),
-        ],
-        lines=[*lines, "", f"measured state: {verdict.replace('not', 'NOT')}"],
-        captions=[_caption(stage) for stage in stages],
-        player={
-            "kind": "memory",
-            "frames": stages,
-            "kinds": KINDS,
+        actors=tuple(f"rank {rank}" for rank in range(options.ranks)),
+        frames=tuple(frames),
+        checks=tuple(checks),
+        facts=tuple(
+            (f"{stage[0].mode}, per rank", human_bytes(_fullest(stage))) for stage in stages
+        ),
+        spans=tuple(spans),
+        figures={
             "ranks": options.ranks,
-            "max_bytes": max(sizes[kind] for sizes in memory for kind in KINDS),
-            "colors": _COLORS,
-        },
-        content={
-            "topic": "zero",
-            "ranks": options.ranks,
-            "stages": stages,
-            "result_ok": is_correct,
+            "stages": [
+                {
+                    "mode": stage[0].mode,
+                    "declared": stage[0].declared,
+                    "ranks": [rank.sizes for rank in stage],
+                    "traffic": max(rank.counted_bytes for rank in stage),
+                }
+                for stage in stages
+            ],
         },
     )
 
 
-def _over_ranks(ranks: list[Stage]) -> Stage:
-    """Combine the measurements of all ranks for a stage."""
-    return Stage(
-        mode=ranks[0]["mode"],
-        declared=ranks[0]["declared"],
-        ranks=[sizes for rank in ranks for sizes in rank["ranks"]],
-        traffic=max(rank["traffic"] for rank in ranks),
+def _frame(stage: list[RankStage], time_s: float) -> Frame:
+    first = stage[0]
+    rows = tuple(
+        tuple(
+            Row(kind, size_bytes=rank.sizes[kind], expected_bytes=first.declared[kind])
+            for kind in KINDS
+        )
+        for rank in stage
+    )
+    sent = human_bytes(max(rank.counted_bytes for rank in stage))
+    total = human_bytes(_fullest(stage))
+    ranks = tuple(range(len(stage)))
+    return Frame(
+        f"{STAGES[first.mode]} {total} on the rank that uses most; {sent} sent per step.",
+        rows,
+        phase=first.mode,
+        collectives=tuple(
+            Collective(f"{number} × {kind}", ranks, "", size_bytes)
+            for kind, number, size_bytes in first.calls
+        ),
+        time_s=time_s,
     )
 
 
-def _total(sizes: dict[str, int]) -> int:
-    return sum(sizes[kind] for kind in KINDS)
+def _fullest(stage: list[RankStage]) -> int:
+    return max(sum(rank.sizes.values()) for rank in stage)
 
 
-def _fullest(stage: Stage) -> int:
-    return max(map(_total, stage["ranks"]))
+def _memory_check(stage: list[RankStage]) -> Check:
+    declared = sum(stage[0].declared[kind] for kind in KINDS)
+    is_close = abs(_fullest(stage) - declared) <= _TOLERANCE * declared
+    name = f"{stage[0].mode}: measured memory is within 2 % of the prediction"
+    return Check(name, declared, _fullest(stage), is_close)
 
 
-def _is_as_predicted(stage: Stage) -> bool:
-    declared = _total(stage["declared"])
-    return abs(_fullest(stage) - declared) <= _TOLERANCE * declared
-
-
-def _caption(stage: Stage) -> str:
-    total, traffic = human_bytes(_fullest(stage)), human_bytes(stage["traffic"])
-    return f"{STAGES[stage['mode']]} {total} on the rank that uses most; {traffic} sent per step."
-
-
-def _memory_line(name: str, sizes: dict[str, int]) -> str:
-    columns = "   ".join(f"{kind} {human_bytes(sizes[kind]):>9}" for kind in KINDS)
-    return f"  {name:<9} {columns}   total {human_bytes(_total(sizes)):>9}"
-
-
-def _measure_rank(world: Communicator) -> list[Stage]:
+def _measure_rank(world: Communicator) -> list[RankStage]:
     return [_measure(world, mode) for mode in STAGES]
 
 
-def _measure(world: Communicator, mode: str) -> Stage:
+def _measure(world: Communicator, mode: str) -> RankStage:
     from paceline.distributed.communicator import Communicator
+    from paceline.distributed.traffic import log_calls
     from paceline.explain import training
     from paceline.models.shape.outline import outline
     from paceline.parallel.base import make_strategy, optimizer_tensors
@@ -157,11 +188,25 @@ def _measure(world: Communicator, mode: str) -> Stage:
     placed = strategy.setup(model)
     strategy.setup_optimizer(training.build_adamw)
     batch = training.make_batch(world.rank)
-    traffic = 0
+    marks: dict[str, float] = {}
+
+    def micro_step(_: int, module: torch.nn.Module) -> torch.Tensor:
+        marks["forward"] = time.perf_counter()
+        loss = training.loss_of(module, batch, world.size)
+        marks["backward"] = time.perf_counter()
+        return loss
+
     for _ in range(_STEPS):
+        world.barrier()
         before = world.traffic.total
-        training.train_step(strategy, batch, world.size)
-        traffic = world.traffic.total - before
+        with log_calls() as calls:
+            marks["start"] = time.perf_counter()
+            strategy.forward_backward(micro_step, 1)
+            marks["update"] = time.perf_counter()
+            strategy.clip_grad_norm(0.0)
+            strategy.optimizer_step(training.apply_update)
+            marks["end"] = time.perf_counter()
+        counted_bytes = world.traffic.total - before
     optimizer = storage_bytes(optimizer_tensors(strategy.optimizer))
     gradients = storage_bytes(
         [parameter.grad for parameter in placed.parameters() if parameter.grad is not None]
@@ -169,10 +214,25 @@ def _measure(world: Communicator, mode: str) -> Stage:
     # The rest at the peak are weights: the rank's shard, and temporarily gathered ones.
     parameters = memory_bytes(strategy) - gradients - optimizer
     world.barrier()
-    declared = {kind: getattr(cost, kind) for kind in KINDS}
-    return Stage(
-        mode=mode,
-        declared={**declared, "traffic": cost.traffic_per_step},
-        ranks=[dict(zip(KINDS, (parameters, gradients, optimizer), strict=True))],
-        traffic=traffic,
+    kinds = [call.kind.replace("_", "-") for call in calls]
+    sums = Counter[str]()
+    for kind, call in zip(kinds, calls, strict=True):
+        sums[kind] += call.size_bytes
+    names = ("forward", "backward", "update", "end")
+    spans = [
+        Span(world.rank, "compute", name, f"{mode} {name}", marks[name], marks[following])
+        for name, following in itertools.pairwise(names)
+    ]
+    spans += [
+        Span(world.rank, "network", kind, kind, call.start_s, call.end_s, call.size_bytes)
+        for kind, call in zip(kinds, calls, strict=True)
+    ]
+    declared = {kind: int(getattr(cost, kind)) for kind in KINDS}
+    return RankStage(
+        mode,
+        {**declared, "traffic": cost.traffic_per_step},
+        dict(zip(KINDS, (parameters, gradients, optimizer), strict=True)),
+        [(kind, number, sums[kind]) for kind, number in Counter(kinds).items()],
+        counted_bytes,
+        spans,
     )

@@ -1,0 +1,406 @@
+"""Draw the frames of a recording, and its timeline, as SVG. The page, the player of the browser UI
+and static pictures show the same drawings."""
+
+import itertools
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from textwrap import wrap
+
+from paceline.core.files import human_bytes
+from paceline.explain.record import Cell, Collective, Message, Recording, Row, stack_lanes
+
+WIDE, NARROW = 900, 340
+_ROW, _GAP, _HEADER = 28, 4, 20
+#: Widths of a character of 12, 11 and 9.5 px.
+_CHAR, _SMALL_CHAR, _TINY_CHAR = 6.7, 6.0, 5.3
+_MIN_CELL = 30
+_COLORS = 6
+_MAX_PICTURE_FRAMES = 5
+
+
+@dataclass(frozen=True)
+class _Box:
+    x: float
+    y: float
+    width: float
+    height: float
+
+    @property
+    def middle(self) -> float:
+        return self.y + self.height / 2
+
+
+class Drawing:
+    """Draws the frames of a recording at a width in pixels.
+
+    Args:
+        width: width of the place for the drawing. It becomes wider if a row has too many cells.
+    """
+
+    def __init__(self, recording: Recording, width: int) -> None:
+        self.recording = recording
+        frames, actors = recording.frames, recording.actors
+        is_narrow = width < 600
+        self.columns = min(recording.columns, 2) if is_narrow else recording.columns
+        self.num_rows = [
+            max(len(frame.rows[actor]) for frame in frames) for actor in range(len(actors))
+        ]
+        self.has_header = max(self.num_rows) > 1 or self.columns > 1
+        labels = [row.label for frame in frames for rows in frame.rows for row in rows]
+        names = labels if self.has_header else list(actors)
+        longest = max(map(len, names), default=0)
+        self.label_width = min(110.0 if is_narrow else 190.0, longest * _CHAR + 12)
+        has_gutter = self.columns == 1 and any(
+            frame.collectives or any(message.row is None for message in frame.messages)
+            for frame in frames
+        )
+        self.gutter = (98.0 if is_narrow else 190.0) if has_gutter else 0.0
+        num_cells = max(
+            (len(row.cells) for frame in frames for rows in frame.rows for row in rows), default=0
+        )
+        needed = self.label_width + self.gutter + num_cells * _MIN_CELL
+        self.width = max(width, round(needed) if self.columns == 1 else 0)
+        self.max_bytes = max(
+            (
+                size
+                for frame in frames
+                for rows in frame.rows
+                for row in rows
+                for size in (row.size_bytes or 0, row.expected_bytes or 0)
+            ),
+            default=0,
+        )
+        self.boxes, self.state_height = self._place_actors()
+        self.kinds = list(dict.fromkeys(span.kind for span in recording.spans))
+        self.lanes = stack_lanes(recording.spans)
+        self.height = self.state_height + self._timeline_height()
+
+    def _place_actors(self) -> tuple[list[_Box], float]:
+        gap = 12.0 if self.has_header else 6.0
+        box_width = (self.width - self.gutter - gap * (self.columns - 1)) / self.columns
+        boxes, top = [], 2.0
+        for first in range(0, len(self.num_rows), self.columns):
+            line = self.num_rows[first : first + self.columns]
+            height = max(line) * (_ROW + _GAP) + (_HEADER if self.has_header else 0)
+            for place in range(len(line)):
+                boxes.append(_Box(place * (box_width + gap), top, box_width, height))
+            top += height + gap
+        return boxes, top
+
+    # -- frames
+    def frame(self, number: int) -> str:
+        """Return a frame as an SVG document."""
+        body = self.frame_body(number)
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height:.0f}"'
+            f' width="{self.width}" height="{self.height:.0f}" class="drawing" role="img"'
+            f' aria-label="{escape(self.recording.frames[number].caption)}">{body}</svg>'
+        )
+
+    def frame_body(self, number: int, with_timeline: bool = True) -> str:
+        frame = self.recording.frames[number]
+        parts = [self._actor(actor, rows) for actor, rows in enumerate(frame.rows)]
+        slots: list[float] = []
+        parts += [self._message(message, slots) for message in frame.messages]
+        parts += [self._collective(collective, slots) for collective in frame.collectives]
+        if with_timeline and self.recording.spans:
+            end_s = self.recording.end_s if frame.time_s is None else frame.time_s
+            parts.append(
+                f'<g transform="translate(0 {self.state_height:.0f})">{self.timeline(end_s)}</g>'
+            )
+        return "".join(parts)
+
+    def _row_y(self, box: _Box, row: int) -> float:
+        return box.y + (_HEADER if self.has_header else 0) + row * (_ROW + _GAP)
+
+    def _actor(self, actor: int, rows: tuple[Row, ...]) -> str:
+        box, parts = self.boxes[actor], []
+        name = self.recording.actors[actor]
+        if self.has_header:
+            parts.append(_text(name, box.x, box.y + 11, "strong", box.width))
+        for place, row in enumerate(rows):
+            y = self._row_y(box, place)
+            label = row.label if self.has_header else name
+            parts.append(_text(label, box.x, y + _ROW / 2, "left", self.label_width))
+            inner = _Box(box.x + self.label_width, y, box.width - self.label_width - 4, _ROW)
+            parts.append(
+                self._bar(row, inner) if row.size_bytes is not None else self._cells(row, inner)
+            )
+        return "".join(parts)
+
+    def _cells(self, row: Row, box: _Box) -> str:
+        parts = []
+        for cell, place in zip(row.cells, _cell_boxes(row, box), strict=True):
+            parts.append(self._cell(cell, place))
+        return "".join(parts)
+
+    def _cell(self, cell: Cell, box: _Box) -> str:
+        tone = f" {cell.tone}" if cell.tone else ""
+        width = max(4.0, box.width - 3)
+        parts = [_rect(box.x, box.y, width, box.height, f"cell{tone}")]
+        for place, rank in enumerate(cell.ranks):
+            hue = round(360 * rank / max(2, len(self.recording.actors)))
+            stripe = width / len(cell.ranks)
+            parts.append(
+                f'<rect x="{box.x + place * stripe:.1f}" y="{box.y:.1f}" width="{stripe:.1f}"'
+                f' height="{box.height:.1f}" style="fill:hsl({hue} var(--sat) var(--lum))"/>'
+            )
+        if cell.fill:
+            parts.append(_rect(box.x, box.y, width * min(1.0, cell.fill), box.height, "fill"))
+        if cell.tone in ("new", "wrong"):
+            parts.append(_rect(box.x, box.y, width, box.height, f"edge {cell.tone}"))
+        parts.append(_text(cell.text, box.x + width / 2, box.middle, "mid", width))
+        return "".join(parts)
+
+    def _bar(self, row: Row, box: _Box) -> str:
+        size_bytes = row.size_bytes or 0
+        room = box.width - 84
+        scale = room / self.max_bytes if self.max_bytes else 0.0
+        labels = list(
+            dict.fromkeys(
+                each.label
+                for frame in self.recording.frames
+                for rows in frame.rows
+                for each in rows
+            )
+        )
+        color = f"c{labels.index(row.label) % _COLORS}"
+        parts = [
+            _rect(box.x, box.y + 4, room, box.height - 8, "cell"),
+            _rect(box.x, box.y + 4, size_bytes * scale, box.height - 8, color),
+        ]
+        if row.expected_bytes is not None:
+            parts.append(
+                _rect(box.x, box.y + 2, row.expected_bytes * scale, box.height - 4, "expected")
+            )
+        parts.append(_text(human_bytes(size_bytes), box.x + room + 6, box.middle, "left small", 80))
+        return "".join(parts)
+
+    # -- messages
+    def _message(self, message: Message, slots: list[float]) -> str:
+        source, target = self.boxes[message.source], self.boxes[message.target]
+        label = f"{message.label}, {human_bytes(message.size_bytes)}"
+        if message.row is None:
+            if self.columns > 1:
+                return self._straight(source, target, label)
+            return self._in_gutter([source.middle, target.middle], label, slots, arrow=True)
+        return self._between_cells(message, source, target)
+
+    def _between_cells(self, message: Message, source: _Box, target: _Box) -> str:
+        """Draw an arrow between cells, and a chip that moves along it in the animation."""
+        assert message.row is not None
+        inner_x = source.x + self.label_width
+        inner_width = source.width - self.label_width - 4
+        first, beyond = message.cells
+        count = max(1, self._num_cells(message))
+        x = inner_x + inner_width * first / count
+        width = max(8.0, inner_width * (beyond - first) / count - 3)
+        start, end = self._row_y(source, message.row), self._row_y(target, message.row)
+        is_down = end > start
+        is_far = abs(message.target - message.source) > 1
+        middle = x + width / 2 + (min(14.0, width / 3) if is_far else 0)
+        bend = min(30.0, width / 2) if is_far else 0.0
+        y0, y1 = (start + _ROW, end - 5) if is_down else (start, end + _ROW + 5)
+        tip = 5 if is_down else -5
+        return (
+            f'<path class="arrow" d="M{middle:.1f} {y0:.1f}C{middle + bend:.1f} {y0:.1f}'
+            f' {middle + bend:.1f} {y1:.1f} {middle:.1f} {y1:.1f}"/>'
+            f'<path class="tip" d="M{middle - 4:.1f} {y1:.1f}h8l-4 {tip}z"/>'
+            f'<g class="chip" style="--dy:{end - start:.1f}px">'
+            f"{_rect(x, start + 3, width, _ROW - 6, 'moving')}"
+            f"{_text(message.label, x + width / 2, start + _ROW / 2, 'mid', width)}</g>"
+        )
+
+    def _num_cells(self, message: Message) -> int:
+        for frame in self.recording.frames:
+            if message in frame.messages:
+                row = message.row or 0
+                return len(frame.rows[message.source][row].cells)
+        return 1
+
+    def _collective(self, collective: Collective, slots: list[float]) -> str:
+        boxes = [self.boxes[actor] for actor in collective.actors]
+        label = f"{collective.kind} {collective.label}".strip()
+        if collective.sent_bytes:
+            label += f", {human_bytes(collective.sent_bytes)} each"
+        if self.columns > 1:
+            return "".join(
+                self._straight(first, second, label if place == 0 else "", arrow=False)
+                for place, (first, second) in enumerate(itertools.pairwise(boxes))
+            )
+        return self._in_gutter([box.middle for box in boxes], label, slots, arrow=False)
+
+    def _in_gutter(self, heights: list[float], label: str, slots: list[float], arrow: bool) -> str:
+        """Draw a line between actors at the right of the picture. ``slots``: where labels are."""
+        left = self.width - self.gutter
+        x = left + 8 + 5 * (len(slots) % 4)
+        top, bottom = min(heights), max(heights)
+        shift = 3.0 * (len(slots) % 3 - 1)
+        line = f'<path class="arrow" d="M{left:.1f} {heights[0] + shift:.1f}H{x:.1f}'
+        if arrow:
+            line += f'V{heights[-1] + shift:.1f}H{left + 5:.1f}"/>'
+            y = heights[-1] + shift
+            line += f'<path class="tip" d="M{left + 6:.1f} {y - 4:.1f}v8l-6 -4z"/>'
+        else:
+            line += f'M{x:.1f} {top + shift:.1f}V{bottom + shift:.1f}"/>'
+            line += "".join(
+                f'<circle class="tip" cx="{x:.1f}" cy="{height + shift:.1f}" r="3.5"/>'
+                for height in heights
+            )
+        room = self.gutter - 28
+        lines = wrap(label, int(room / _SMALL_CHAR), break_long_words=False)
+        y = (top + bottom) / 2 - 6.5 * (len(lines) - 1)
+        while any(y - 12 < used < y + 13 * len(lines) for used in slots):
+            y += 13
+        for number, text in enumerate(lines):
+            slots.append(y + 13 * number)
+            line += _text(text, left + 26, y + 13 * number, "left small", room)
+        return line
+
+    def _straight(self, source: _Box, target: _Box, label: str, arrow: bool = True) -> str:
+        """Draw a line between two boxes of a grid."""
+        if abs(source.y - target.y) < 1:
+            is_right = target.x > source.x
+            x0 = source.x + (source.width if is_right else 0)
+            x1 = target.x + (0 if is_right else target.width)
+            y0 = y1 = source.y + 10
+        else:
+            x0 = x1 = source.x + self.label_width / 2 + (0 if source.x == target.x else 20)
+            is_down = target.y > source.y
+            y0 = source.y + (source.height - 2 if is_down else 0)
+            y1 = target.y + (0 if is_down else target.height - 2)
+        line = f'<path class="arrow thick" d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}"/>'
+        ends = [(x1, y1)] if arrow else [(x0, y0), (x1, y1)]
+        line += "".join(f'<circle class="tip" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in ends)
+        return line + f"<title>{escape(label)}</title>" if label else line
+
+    # -- timeline
+    def _timeline_height(self) -> float:
+        if not self.recording.spans:
+            return 0.0
+        rows = sum(len(rows) for _, _, rows in self.lanes)
+        return 26.0 + rows * 22 + 20 * self._legend_rows()
+
+    def _legend_rows(self) -> int:
+        per_row = max(1, int(self.width // 130))
+        return -(-len(self.kinds) // per_row)
+
+    def timeline(self, until_s: float) -> str:
+        """Return the spans up to ``until_s``, with a cursor there."""
+        names = [f"{self.recording.actors[actor]} {lane}" for actor, lane, _ in self.lanes]
+        left = min(self.width * 0.36, max(map(len, names)) * 6.2 + 8)
+        room, end_s = self.width - left - 8, self.recording.end_s or 1.0
+        parts, y = [], 4.0
+        for name, (_, _, rows) in zip(names, self.lanes, strict=True):
+            parts.append(_text(name, 0, y + 10, "left small", left))
+            for row in rows:
+                for span in row:
+                    if span.start_s > until_s:
+                        continue
+                    x = left + room * span.start_s / end_s
+                    width = max(1.2, room * (min(span.end_s, until_s) - span.start_s) / end_s)
+                    color = f"c{self.kinds.index(span.kind) % _COLORS}"
+                    duration = f"{span.label}: {1000 * (span.end_s - span.start_s):.2f} ms"
+                    parts.append(
+                        f"<g><title>{escape(duration)}</title>{_rect(x, y, width, 18, color)}"
+                    )
+                    if width > 6.4 * len(span.label) + 4:
+                        parts.append(_text(span.label, x + width / 2, y + 9.5, "mid onbar", width))
+                    parts.append("</g>")
+                y += 22
+            parts.append(f'<path class="axis" d="M0 {y - 2:.1f}H{self.width}"/>')
+        x = left + room * min(until_s, end_s) / end_s
+        parts.append(f'<path class="cursor" d="M{x:.1f} 0V{y:.1f}"/>')
+        for tick in range(3):
+            at = left + room * tick / 2
+            anchor = ("left", "mid", "end")[tick]
+            parts.append(
+                _text(f"{500 * end_s * tick:.4g} ms", at, y + 10, f"{anchor} small soft", 90)
+            )
+        per_row = max(1, int(self.width // 130))
+        for number, kind in enumerate(self.kinds):
+            x = 130 * (number % per_row)
+            top = y + 22 + 20 * (number // per_row)
+            parts.append(_rect(x, top, 12, 12, f"c{number % _COLORS}"))
+            parts.append(_text(kind, x + 17, top + 6.5, "left small", 110))
+        return "".join(parts)
+
+
+def _cell_boxes(row: Row, box: _Box) -> list[_Box]:
+    total = sum(cell.weight for cell in row.cells) or 1.0
+    boxes, x = [], box.x
+    for cell in row.cells:
+        width = box.width * cell.weight / total
+        boxes.append(_Box(x, box.y, width, box.height))
+        x += width
+    return boxes
+
+
+def _rect(x: float, y: float, width: float, height: float, style: str) -> str:
+    return (
+        f'<rect class="{style}" x="{x:.1f}" y="{y:.1f}" width="{max(0.0, width):.1f}"'
+        f' height="{height:.1f}" rx="3"/>'
+    )
+
+
+def _text(text: str, x: float, y: float, style: str, width: float) -> str:
+    """Return text that is shortened to ``width``; its full form is then in a tooltip."""
+    char = _SMALL_CHAR if "small" in style else _CHAR
+    if len(text) * char > width and len(text) * _TINY_CHAR <= width:
+        char, style = _TINY_CHAR, f"{style} tiny"
+    room = max(1, int(width / char))
+    if len(text) <= room:
+        return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
+    short = text[: max(1, room - 1)] + "…"
+    return (
+        f'<text class="{style}" x="{x:.1f}" y="{y:.1f}"><title>{escape(text)}</title>'
+        f"{escape(short)}</text>"
+    )
+
+
+def picture_style() -> str:
+    """Return the style sheet of drawings, which has a light and a dark form."""
+    return (Path(__file__).parent / "drawing.css").read_text(encoding="utf-8")
+
+
+def draw_picture(recording: Recording, width: int = WIDE) -> str:
+    """Return one SVG file that shows the main frames below each other, then the timeline. It has a
+    background, so that it is readable on light and dark pages."""
+    drawing = Drawing(recording, width)
+    margin, y = 20, 34.0
+    parts = [_text(recording.title, 0, 12, "title", drawing.width * 1.2)]
+    for number in _key_frames(recording):
+        frame = recording.frames[number]
+        for line in wrap(frame.caption, int(drawing.width / 6.9)):
+            parts.append(_text(line, 0, y + 8, "strong", drawing.width))
+            y += 18
+        y += 4
+        body = drawing.frame_body(number, with_timeline=False)
+        parts.append(f'<g transform="translate(0 {y:.0f})">{body}</g>')
+        y += drawing.state_height + 14
+    if recording.spans:
+        parts.append(f'<g transform="translate(0 {y:.0f})">{drawing.timeline(recording.end_s)}</g>')
+        y += drawing.height - drawing.state_height + 10
+    facts = " · ".join(f"{name}: {value}" for name, value in recording.facts)
+    for line in wrap(facts, int(drawing.width / 6.2)):
+        parts.append(_text(line, 0, y + 8, "left small soft", drawing.width * 1.1))
+        y += 16
+    full_width, height = drawing.width + 2 * margin, round(y) + 2 * margin
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full_width} {height}"'
+        f' width="{full_width}" height="{height}" class="drawing" role="img">'
+        f"<title>{escape(recording.title)}</title><style>{picture_style()}</style>"
+        f'<rect class="background" width="{full_width}" height="{height}" rx="10"/>'
+        f'<g transform="translate({margin} {margin})">{"".join(parts)}</g></svg>\n'
+    )
+
+
+def _key_frames(recording: Recording) -> list[int]:
+    """Return the frames that a static picture shows."""
+    marked = [number for number, frame in enumerate(recording.frames) if frame.is_key]
+    numbers = marked or list(range(len(recording.frames)))
+    if len(numbers) <= _MAX_PICTURE_FRAMES:
+        return numbers
+    last = _MAX_PICTURE_FRAMES - 1
+    return [numbers[round(place * (len(numbers) - 1) / last)] for place in range(last + 1)]

@@ -1,0 +1,102 @@
+"""Test the topics of `paceline explain` that record a training or an algorithm on real ranks: what
+they show agrees with the recorded traffic and with a reference."""
+
+import json
+from typing import Any
+
+import pytest
+
+from paceline.explain.page import render_page
+from paceline.explain.record import Recording
+from paceline.explain.run import TOPICS, ExplainOptions, record
+from paceline.explain.text import render_text
+
+pytestmark = pytest.mark.soak
+
+
+def _record(topic: str, ranks: int, algorithm: str = "") -> tuple[Recording, dict[str, Any]]:
+    """Record a topic, and check what holds for all of them."""
+    recording = record(ExplainOptions(topic, ranks, 0, algorithm))
+    assert recording.is_correct, [check for check in recording.checks if not check.passed]
+    assert recording.checks
+    frames = recording.frames
+    assert len(frames) > 1
+    assert all(len(frame.rows) == len(recording.actors) for frame in frames)
+    times = [frame.time_s for frame in frames if frame.time_s is not None]
+    assert times == sorted(times)
+    assert bool(times) == bool(recording.spans)
+    end_s = recording.end_s
+    assert all(0 <= span.start_s <= span.end_s <= end_s + 1e-9 for span in recording.spans)
+    text, page = render_text(recording), render_page(recording)
+    assert all(frame.caption in text for frame in frames)
+    assert TOPICS[topic].summary not in page  # the page has its own description
+    content: dict[str, Any] = json.loads(json.dumps(recording.content()))
+    assert content["topic"] == topic
+    return recording, content
+
+
+def test_ddp_reduces_buckets_in_backward_order() -> None:
+    _, content = _record("ddp", 2)
+    assert sum(content["buckets"]) == 8 * (512 * 512 + 512) * 4
+    for rank in range(2):
+        reduces = [
+            span
+            for span in content["spans"]
+            if span["actor"] == rank and span["kind"] == "all-reduce"
+        ]
+        assert len(reduces) == len(content["buckets"])
+        # With two ranks, each sends as many bytes as the bucket has.
+        assert [span["size_bytes"] for span in reduces] == content["buckets"]
+        for number, span in enumerate(reduces):
+            fills = [
+                fill
+                for fill in content["fills"]
+                if fill["rank"] == rank and fill["bucket"] == number
+            ]
+            assert sum(fill["size_bytes"] for fill in fills) == content["buckets"][number]
+            # The all-reduce of a bucket starts when it is full, and before the end of backward
+            # except for the last one.
+            assert max(fill["time_s"] for fill in fills) <= span["start_s"]
+        backward = next(
+            span
+            for span in content["spans"]
+            if span["actor"] == rank and span["kind"] == "backward"
+        )
+        assert all(span["start_s"] < backward["end_s"] for span in reduces[:-1])
+    assert 0 <= content["overlap"] <= 1
+
+
+def test_data_parallel_runs_replicas_concurrently_between_copies() -> None:
+    _, content = _record("data-parallel", 3)
+    # weights to two devices, and gradients back
+    assert content["copied_bytes"] == 2 * 2 * 8 * (512 * 512 + 512) * 4
+    assert sum(content["bytes_sent"]) == content["copied_bytes"]
+    spans: dict[str, list[dict[str, Any]]] = {}
+    for span in content["spans"]:
+        spans.setdefault(span["kind"], []).append(span)
+    assert {span["actor"] for span in spans["forward"]} == {0, 1, 2}
+    assert {span["actor"] for span in spans["backward"]} == {0, 1, 2}
+    copied_s, summed_s = spans["copy weights"][0]["end_s"], spans["sum gradients"][0]["start_s"]
+    assert all(copied_s <= span["start_s"] for span in spans["forward"])
+    assert all(span["end_s"] <= summed_s for span in spans["backward"])
+    inputs = [device["inputs"] for device in content["devices"]]
+    weights = [device["weights"] for device in content["devices"]]
+    assert inputs[0] != inputs[1]
+    assert weights[0] == weights[1] != content["updated"]
+
+
+def test_zero_measurements_match_the_predictions() -> None:
+    _, content = _record("zero", 2)
+    sizes = {stage["mode"]: stage["ranks"][0] for stage in content["stages"]}
+    assert list(sizes) == ["ddp", "zero1", "zero2", "zero3"]
+    ddp = sizes["ddp"]
+    for mode, kind in (("zero1", "optimizer"), ("zero2", "gradients"), ("zero3", "parameters")):
+        assert sizes[mode][kind] == pytest.approx(ddp[kind] / 2, rel=0.02)
+    for stage in content["stages"]:
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert max(rank[kind] for rank in stage["ranks"]) == pytest.approx(
+                stage["declared"][kind], rel=0.02
+            )
+        assert stage["traffic"] == pytest.approx(stage["declared"]["traffic"], rel=0.02)
+    kinds = {span["kind"] for span in content["spans"]}
+    assert {"all-reduce", "reduce-scatter", "all-gather"} <= kinds
