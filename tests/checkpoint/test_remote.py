@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from commands import MICRO, digest, events, run, start, wait_for_step
-from ranks import free_port
+from s3_server import s3_server, use_server
 
 from paceline.checkpoint import store as checkpoint
 from paceline.checkpoint.reader import read_state
@@ -33,37 +32,14 @@ META = {"strategy": "made up", "world_size": 1, "config": {}}
 def server() -> Iterator[str]:
     """Start a server with the S3 API and return its address. It is started for the module, because
     no test may leave a process behind."""
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+    with s3_server() as url:
+        yield url
 
 
 @pytest.fixture
 def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Set and return the environment of a client, and create a bucket."""
-    names = {
-        "AWS_ENDPOINT_URL": server,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "secret-of-the-test",
-    }
-    names |= {"AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "127.0.0.1"}
-    for name, value in names.items():
-        monkeypatch.setenv(name, value)
-    import s3fs
-
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            s3fs.S3FileSystem(skip_instance_cache=True).makedirs("bucket", exist_ok=True)
-            return names
-        except Exception:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+    return use_server(server, monkeypatch)
 
 
 @pytest.fixture(params=["s3", "folder"])

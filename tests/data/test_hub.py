@@ -71,16 +71,36 @@ def prepare(dataset: str, hub: ThreadingHTTPServer, cache: Path) -> str:
         " prepare_tokens(config, 'sft', resolve_model); print(t.num_train, t.notices)\nexcept"
         " ConfigError as error: print(error)\nprint('datasets' in sys.modules)"
     )
-    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    return execute(code, hub, cache)
+
+
+def execute(code: str, hub: ThreadingHTTPServer, cache: Path) -> str:
+    """Run Python code in a process that uses the server; return what it prints."""
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "0",
-        "HF_ENDPOINT": endpoint,
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
         "HF_HOME": str(cache),
     }
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
     ).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_rows_of_hub_dataset_are_streamed(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    code = (
+        "from paceline.config.schema import Config; from paceline.data.streaming.prepare import"
+        " prepare_stream; from paceline.models.builtin import resolve_model\nconfig ="
+        " Config(model='builtin:qwen2-micro', dataset='user/rows', streaming=True,"
+        " train_args={'max_steps': 5})\nstream = prepare_stream(config, 'sft', resolve_model)\n"
+        "samples, counts = stream.dataset.read([(0, number) for number in range(20)])\n"
+        "print(len(samples), counts.read, stream.notices)"
+    )
+    output = execute(code, hub, tmp_path)
+    assert output.startswith("20 20 ")
+    assert "user/rows: 1 file on the hub" in output
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.tasks.language import LanguageTask
 
@@ -186,5 +185,5 @@ def test_smoothing_and_noise_change_training_but_not_evaluation(packing: bool) -
 def test_noise_is_not_supported_with_streaming(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n' * 8)
-    with pytest.raises(ConfigError, match=r"neftune_noise_alpha: 5.*not supported with streaming"):
+    with pytest.raises(ValueError, match=r"neftune_noise_alpha: 5.*not supported with streaming"):
         make_task(dataset=str(path), streaming=True, train_args={"neftune_noise_alpha": 5})

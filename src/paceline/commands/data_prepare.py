@@ -58,6 +58,11 @@ def run(args: Namespace) -> int:
     task.num_prepare_workers = args.workers
     data = task.prepare()
     print_notices([*loaded.notices, *data.notices])
+    if "tokens" in data.counts.as_dict():
+        logger.warning(
+            "The training data is streamed, so it is tokenized while the run trains. Set"
+            " `streaming: false` to tokenize it ahead."
+        )
     result: PrepareResult = {
         "train_samples": data.num_train,
         "eval_samples": data.num_eval,

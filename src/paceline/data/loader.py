@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.processes import end_by_parent_alone, end_with_parent
 from paceline.data.collate import map_tensors
@@ -55,7 +54,7 @@ class StreamedDataset(Protocol):
 
     filler: Any
 
-    def order(self, batch_size: int, args: TrainArgs) -> Order:
+    def order(self, batch_size: int) -> Order:
         """Return the order of the rows."""
 
     def read(self, keys: Sequence[Key]) -> tuple[list[Any], StreamCounts]:

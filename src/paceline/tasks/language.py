@@ -21,7 +21,9 @@ from paceline.data.collate import (
     collate_packed,
     collate_padded,
 )
+from paceline.data.counts import StreamCounts
 from paceline.data.sources.resolve import check_hub_sources
+from paceline.data.streaming.choice import try_stream
 from paceline.data.text.prepare import PreparedTokens, TextTask, prepare_tokens
 from paceline.data.text.templates import save_template
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
@@ -72,13 +74,11 @@ class LanguageTask(Task):
 
     def prepare(self) -> Prepared:
         task: TextTask = "pretrain" if self.config.task == "pretrain" else "sft"
-        if self.config.streaming:
-            from paceline.data.streaming.prepare import is_streamed, prepare_stream
-
-            if is_streamed(self.config):
-                self._check_noise_of_streams()
-                return _prepared_stream(prepare_stream(self.config, task, resolve_model))
+        stream, notices = try_stream(self.config, task, resolve_model)
+        if stream is not None:
+            return _prepared_stream(stream)
         tokens = prepare_tokens(self.config, task, resolve_model, self.num_prepare_workers)
+        tokens.notices = [*notices, *tokens.notices]
         return self._prepared_from(tokens)
 
     def _prepared_from(self, tokens: PreparedTokens) -> Prepared:
@@ -93,16 +93,6 @@ class LanguageTask(Task):
             fingerprint=f"{tokens.train_folder.name}/{tokens.num_train}",
             handle=tokens,
         )
-
-    def _check_noise_of_streams(self) -> None:
-        alpha = self.config.train_args.neftune_noise_alpha
-        if alpha is not None:
-            raise ConfigError(
-                f"`train_args.neftune_noise_alpha: {alpha:g}` is not supported with streaming: the"
-                " noise depends on the number of a sample in the dataset, and dropped rows have"
-                " none",
-                fix="set `streaming: false`, or leave `train_args.neftune_noise_alpha` out",
-            )
 
     def build_datasets(self) -> tuple[Any, Any | None]:
         tokens = self._handle
@@ -296,6 +286,7 @@ def _prepared_stream(stream: PreparedStream) -> Prepared:
     return Prepared(
         num_train=stream.num_train,
         num_eval=stream.num_eval,
+        counts=StreamCounts(),
         mean_tokens=float(stream.sample_lengths.mean()),
         notices=list(stream.notices),
         fingerprint=stream.fingerprint,

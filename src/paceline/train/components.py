@@ -18,6 +18,7 @@ from paceline.data.order.base import Order
 from paceline.data.order.build import build_order
 from paceline.data.pipeline import DataPipeline
 from paceline.distributed.communicator import Communicator
+from paceline.distributed.devices import cpu_cores
 from paceline.distributed.seeds import seed_everything
 from paceline.distributed.side_group import SideGroup
 from paceline.models.adapters.quantize import move_scales
@@ -46,6 +47,9 @@ from paceline.train.state import (
     TrainComponents,
     initialize_adapters,
 )
+
+#: Largest number of loader processes of a rank that streams its data, if the config sets none.
+_MAX_STREAM_WORKERS = 4
 
 
 def build_components(
@@ -153,8 +157,10 @@ def _build_data(
     if spec.layout.num_processes == 1:  # this process runs the micro-batches of all devices
         accumulation *= spec.layout.axes.replicas
     num_workers = args.dataloader_num_workers
-    if isinstance(train_dataset, StreamedDataset):
-        num_workers = max(1, num_workers)  # tokenizes ahead of the step
+    if isinstance(train_dataset, StreamedDataset) and not num_workers:
+        # They tokenize ahead of the step, so there is at least one.
+        cores = cpu_cores() // strategy.world.env.local_world_size
+        num_workers = max(1, min(_MAX_STREAM_WORKERS, cores))
     return DataPipeline(
         train_dataset,
         eval_dataset,
@@ -173,9 +179,9 @@ def _build_data(
 
 
 def _sample_order(spec: RunSpec, task: Task, dataset: Any) -> Order:
-    args, batch_size = spec.config.train_args, spec.derived.global_batch_size
+    batch_size = spec.derived.global_batch_size
     if isinstance(dataset, StreamedDataset):
-        return dataset.order(batch_size, args)
+        return dataset.order(batch_size)
     return build_order(
         spec.config,
         spec.data.sources,

@@ -15,8 +15,10 @@ from paceline.core.files import cache_dir
 from paceline.data.collate import collate_packed
 from paceline.data.counts import StreamCounts
 from paceline.data.loader import LoaderOptions, MicroBatch, train_steps
-from paceline.data.streaming.prepare import PreparedStream, is_streamed, prepare_stream
+from paceline.data.streaming.choice import try_stream
+from paceline.data.streaming.prepare import PreparedStream, prepare_stream
 from paceline.data.text.prepare import TextTask
+from paceline.data.text.token_dataset import TokenDataset
 from paceline.models.builtin import resolve_model
 
 BAD = [{"prompt": "no answer", "completion": ""}, {"foo": 1}]
@@ -43,7 +45,7 @@ def load(
 ) -> list[list[MicroBatch]]:
     steps = train_steps(
         prepared.dataset,
-        prepared.dataset.order(4, config.train_args),
+        prepared.dataset.order(4),
         collate_packed,
         rank=rank,
         world_size=world,
@@ -116,20 +118,71 @@ def test_rows_for_other_training_end_the_run(tmp_path: Path) -> None:
         stream(config_of(save(path, [pair])))
 
 
-def test_streams_large_data_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def try_auto(dataset: object, **settings: object) -> tuple[PreparedStream | None, str]:
+    config = Config(model=MODEL, dataset=dataset, **settings)  # type: ignore[arg-type]
+    prepared, notices = try_stream(config, "sft", resolve_model)
+    return prepared, " ".join(text for _, text in notices)
+
+
+def test_auto_streams_large_data_that_can_be_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save(tmp_path / "a.jsonl", PAIRS)
-    config = Config(model=MODEL, dataset=path, streaming="auto")
-    assert not is_streamed(config)
-    monkeypatch.setattr("paceline.data.streaming.prepare.AUTO_BYTES", 100)
-    assert is_streamed(config)
-    assert not is_streamed(config.model_copy(update={"split_dataset_ratio": 0.1}))
-    assert not is_streamed(config.model_copy(update={"dataset": f"{path}#3"}))
+    assert try_auto(path) == (None, "")
+    monkeypatch.setattr("paceline.data.streaming.choice.AUTO_BYTES", 100)
+    assert try_auto(path)[0] is not None
+    assert try_auto(path, streaming=False) == (None, "")
+    refused = {
+        "mixing: temperature": {"mixing": "temperature"},
+        "packing_strategy: bfd": {"train_args": {"packing_strategy": "bfd"}},
+        "neftune_noise_alpha: 5": {"train_args": {"neftune_noise_alpha": 5}},
+    }
+    for setting, settings in refused.items():
+        prepared, notice = try_auto(path, **settings)
+        assert prepared is None
+        assert "streaming: off for 628 B of text (`streaming: auto`)" in notice
+        assert setting in notice
+        with pytest.raises(ValueError, match=f"{setting} is not supported with streaming: true"):
+            config_of(path, **settings)
+    compressed = tmp_path / "a.jsonl.gz"
+    compressed.write_bytes(gzip.compress(Path(path).read_bytes()))
+    assert "`max_steps` is required" in try_auto(str(compressed))[1]
+    assert try_auto(str(compressed), train_args={"max_steps": 9})[0] is not None
+    (tmp_path / "a.txt").write_text("text " * 99)
+    assert "a file of plain text has no rows" in try_auto(str(tmp_path / "a.txt"))[1]
+
+
+def test_selected_rows_are_those_of_a_run_without_streaming(tmp_path: Path) -> None:
+    paths = [save(tmp_path / "a.jsonl", PAIRS), f"{save(tmp_path / 'b.jsonl', CHATS * 2)}#7"]
+    ahead = train_set(prepare(paths))
+    dataset = stream(config_of(*paths)).dataset
+    assert dataset.num_rows == len(ahead) == 19
+    samples, _ = dataset.read([(0, index) for index in range(19)])
+    for index, sample in enumerate(samples):
+        assert np.array_equal(sample["input_ids"], ahead[index]["input_ids"])
+
+
+def test_held_out_rows_are_those_of_a_run_without_streaming(tmp_path: Path) -> None:
+    paths = [save(tmp_path / "a.jsonl", PAIRS), save(tmp_path / "b.jsonl", CHATS)]
+    ahead = prepare(paths, split_dataset_ratio=0.25)
+    prepared = stream(config_of(*paths, split_dataset_ratio=0.25))
+    assert prepared.num_eval == ahead.num_eval == 6
+    assert ahead.eval_folder is not None
+    assert prepared.eval_folder is not None
+    held_out = TokenDataset(prepared.eval_folder)
+    expected = TokenDataset(ahead.eval_folder, ahead.eval_indices)
+    samples, _ = prepared.dataset.read([(0, index) for index in range(18)])
+    train = train_set(ahead)
+    for index in range(6):
+        assert np.array_equal(held_out[index]["input_ids"], expected[index]["input_ids"])
+    for index, sample in enumerate(samples):
+        assert np.array_equal(sample["input_ids"], train[index]["input_ids"])
 
 
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("a.txt", "text", "not supported with"),
+        ("a.txt", "text", "cannot be streamed: a file of plain text has no rows"),
         ("a.jsonl", "\n", "has no rows"),
         ("a.jsonl", '{"foo": 1}', "match no format"),
     ],

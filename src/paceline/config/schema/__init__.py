@@ -89,10 +89,11 @@ class Config(Section):
         ),
     )
     streaming: Auto | bool = Field(
-        False,
+        "auto",
         description=(
             "Tokenize rows while training runs, instead of all rows before it; `auto`: if the"
-            " training data has more than 1 GiB of text."
+            " training data has more than 1 GiB of text, or is at a URL, and the other settings"
+            " support it."
         ),
     )
     system: Text | None = Field(None, description="System message for samples that have none.")
@@ -229,35 +230,42 @@ class Config(Section):
                 "split_dataset_ratio is not supported with val_dataset: both choose the validation"
                 " data; keep one of them"
             )
-        if self.streaming is True and self.split_dataset_ratio > 0:
-            raise ValueError(
-                "split_dataset_ratio is not supported with streaming: true: the rows that are held"
-                " out would have to be selected and tokenized before the start; set val_dataset"
-            )
+        if self.streaming is True and (conflict := self.streaming_conflict()):
+            setting, reason, fix = conflict
+            raise ValueError(f"{setting} is not supported with streaming: true: {reason}; {fix}")
+        return self
+
+    def streaming_conflict(self) -> tuple[str, str, str] | None:
+        """Return the setting with which the data cannot be streamed, the reason, and what to do;
+        None if there is no such setting."""
+        if self.task not in ("sft", "pretrain"):
+            return f"task: {self.task}", "its samples are not text", "set streaming: false"
         if (
-            self.streaming is True
-            and self.parallel.mode == "parameter_server"
+            self.parallel.mode == "parameter_server"
             and self.parameter_server.on_worker_failure == "continue"
         ):
-            raise ValueError(
-                "streaming: true is not supported with parameter_server.on_worker_failure:"
-                " continue: the counts of the rows that a lost worker has read would be missing;"
-                " set it to restart"
+            return (
+                "parameter_server.on_worker_failure: continue",
+                "the counts of the rows that a lost worker has read would be missing",
+                "set it to restart",
             )
-        if self.streaming is True and (self.mixing != "concat" or self.train_args.packs_rows):
+        if self.train_args.neftune_noise_alpha is not None:
+            return (
+                f"train_args.neftune_noise_alpha: {self.train_args.neftune_noise_alpha:g}",
+                "the noise depends on the number of a sample in the dataset, and dropped rows have"
+                " none",
+                "set streaming: false, or leave train_args.neftune_noise_alpha out",
+            )
+        if self.mixing != "concat" or self.train_args.packs_rows:
             setting = f"mixing: {self.mixing}"
             if self.mixing == "concat":
                 setting = f"packing_strategy: {self.train_args.packing_strategy}"
-            raise ValueError(
-                f"{setting} is not supported with streaming: true: the numbers of samples and"
-                " tokens of the sources must be known; set streaming: false"
+            return (
+                setting,
+                "the numbers of samples and tokens of the sources must be known",
+                "set streaming: false",
             )
-        if self.streaming is True and self.task not in ("sft", "pretrain"):
-            raise ValueError(
-                f"streaming: true is not supported with task: {self.task}; set it to false, or use"
-                " task: sft or task: pretrain"
-            )
-        return self
+        return None
 
     def _check_mixing(self) -> None:
         sources = self.sources()

@@ -359,8 +359,8 @@ class TrainArgs(Section):
         0,
         ge=0,
         description=(
-            "Data loader processes per rank, each of which prefetches batches; at least 1 with"
-            " `streaming`."
+            "Data loader processes per rank, each of which prefetches batches. 0 for a rank that"
+            " streams its data: one per core, at most 4."
         ),
     )
     dataloader_prefetch_factor: int = Field(

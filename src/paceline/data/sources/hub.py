@@ -113,6 +113,23 @@ class HubDataset:
             for values in zip(*batch.values(), strict=True):
                 yield dict(zip(names, values, strict=True))
 
+    def files(self) -> list[str]:
+        """Return the URLs of the split's files, ``hf://datasets/…``. Downloads none of them.
+
+        Raises:
+            ConfigError: there is no such configuration or split.
+        """
+        import datasets
+
+        try:
+            builder = datasets.load_dataset_builder(self.repo, self.name, revision=self.revision)
+            data_files = builder.config.data_files or {}
+            if self.split not in data_files:
+                raise ValueError(f"unknown split `{self.split}`; it has {', '.join(data_files)}")
+        except Exception as error:  # the library and its network clients raise many types
+            raise self._load_error(error) from error
+        return [str(file) for file in data_files[self.split]]
+
     def _load(self) -> Any:
         import datasets
 
@@ -124,12 +141,15 @@ class HubDataset:
                 self.repo, self.name, split=self.split, revision=self.revision
             )
         except Exception as error:  # the library and its network clients raise many types
-            text = str(error).strip() or type(error).__name__
-            raise self._error(
-                text.replace("\n", " ")[:300].rstrip("."),
-                "set the configuration or split: "
-                f"`dataset: {{path: {self.repo}, name: ..., split: ...}}`",
-            ) from error
+            raise self._load_error(error) from error
+
+    def _load_error(self, error: Exception) -> ConfigError:
+        text = str(error).strip() or type(error).__name__
+        return self._error(
+            text.replace("\n", " ")[:300].rstrip("."),
+            "set the configuration or split: "
+            f"`dataset: {{path: {self.repo}, name: ..., split: ...}}`",
+        )
 
 
 @dataclass(frozen=True)

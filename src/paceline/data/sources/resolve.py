@@ -209,6 +209,19 @@ def open_source(spec: DatasetSource) -> ResolvedSource:
     return ResolvedSource(spec, files=files, take=take, notices=notices)
 
 
+def is_url(name: str) -> bool:
+    """Return whether a source is a URL."""
+    return "://" in name
+
+
+def is_local(name: str) -> bool:
+    """Return whether a source, without `#N`, is a built-in dataset, a pattern, or a local path that
+    exists."""
+    if name.startswith("builtin:") or any(char in name for char in "*?["):
+        return not is_url(name)
+    return Path(name).expanduser().exists()
+
+
 def _matching_files(pattern: str) -> tuple[list[Path], list[Notice]]:
     """Return the data files that match ``pattern``, sorted: tables if there are any, else text."""
     matches = sorted(map(Path, glob.glob(os.path.expanduser(pattern), recursive=True)))

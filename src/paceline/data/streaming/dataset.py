@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.data.counts import StreamCounts
 from paceline.data.order.base import Order
@@ -43,7 +42,7 @@ class StreamedRows(Protocol):
     def num_rows(self) -> int | None:
         """Number of rows of an epoch, or None if it is unknown."""
 
-    def order(self, batch_size: int, args: TrainArgs) -> Order:
+    def order(self, batch_size: int) -> Order:
         """Return the order of the rows."""
 
     def row(self, index: int) -> tuple[int, RawRow]:
@@ -55,60 +54,26 @@ class StreamedRows(Protocol):
         they can be found."""
 
 
-class StreamedText:
-    """Tokenize rows of text on demand.
-
-    Each process that reads from it loads the tokenizer on first use.
+class RowEncoder:
+    """Tokenize rows on demand. Each process loads the tokenizer on first use.
 
     Args:
         setup: how rows are encoded.
+        cuts_documents: as in :class:`~paceline.data.text.chunks.ChunkEncoder`.
     """
 
-    # Samples do not depend on random state, so the loader does not need to set it.
-    deterministic = True
-
-    def __init__(self, rows: StreamedRows, setup: Setup) -> None:
-        self.rows, self.setup = rows, setup
-        self.filler: TokenSample = {
-            "input_ids": np.zeros(2, dtype=np.int32),
-            "labels_mask": np.ones(2, dtype=np.bool_),
-        }
+    def __init__(self, setup: Setup, cuts_documents: bool) -> None:
+        self.setup, self.cuts_documents = setup, cuts_documents
         self._chunk_encoder: ChunkEncoder | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_chunk_encoder": None}
 
-    def order(self, batch_size: int, args: TrainArgs) -> Order:
-        """Return the order of the rows."""
-        return self.rows.order(batch_size, args)
-
-    def __getitem__(self, index: int) -> TokenSample:
-        """Return a row, or a filler if it cannot be used."""
-        samples, _ = self.read([(0, index)])
-        return samples[0] if samples else self.filler
-
-    def read(self, keys: Sequence[Key]) -> tuple[list[TokenSample], StreamCounts]:
-        """Return the samples of these rows and the counts of the rows. Rows that cannot be used
-        have no sample.
-
-        Raises:
-            ConfigError: a row needs a kind of training that Paceline does not have.
-        """
-        samples: list[TokenSample] = []
-        counts = StreamCounts()
-        for chunk in self.encode(keys):
-            samples += _samples(chunk)
-            counts.add(chunk.counts)
-            counts.first = {**chunk.counts.first, **counts.first}
-            counts.tokens += sum(chunk.lengths)
-            counts.label_tokens += sum(chunk.label_counts)
-        return samples, counts
-
-    def encode(self, keys: Sequence[Key]) -> list[EncodedChunk]:
+    def __call__(self, rows: StreamedRows, indices: Iterable[int]) -> list[EncodedChunk]:
         """Return the encoded rows, in chunks of consecutive rows of one source."""
         chunks: list[tuple[Chunk, RowCounts]] = []
-        for _, index in keys:
-            source, row = self.rows.row(index)
+        for index in indices:
+            source, row = rows.row(index)
             if not chunks or chunks[-1][0].source != source:
                 chunks.append((Chunk(source), RowCounts()))
             _add(row, *chunks[-1])
@@ -127,8 +92,63 @@ class StreamedText:
     @property
     def _encode(self) -> ChunkEncoder:
         if self._chunk_encoder is None:
-            self._chunk_encoder = ChunkEncoder(self.setup, cuts_documents=False)
+            self._chunk_encoder = ChunkEncoder(self.setup, cuts_documents=self.cuts_documents)
         return self._chunk_encoder
+
+
+#: The only sample of a micro-batch without usable rows.
+FILLER: TokenSample = {
+    "input_ids": np.zeros(2, dtype=np.int32),
+    "labels_mask": np.ones(2, dtype=np.bool_),
+}
+
+
+class StreamedText:
+    """The samples of rows, each of which is tokenized when a micro-batch needs it."""
+
+    # Samples do not depend on random state, so the loader does not need to set it.
+    deterministic = True
+
+    def __init__(self, rows: StreamedRows, setup: Setup) -> None:
+        self.rows, self.encode = rows, RowEncoder(setup, cuts_documents=False)
+        self.filler = FILLER
+
+    @property
+    def num_rows(self) -> int | None:
+        """Number of rows of an epoch, or None if it is unknown."""
+        return self.rows.num_rows
+
+    def order(self, batch_size: int) -> Order:
+        """Return the order of the rows."""
+        return self.rows.order(batch_size)
+
+    def __getitem__(self, index: int) -> TokenSample:
+        """Return a row, or a filler if it cannot be used."""
+        samples, _ = self.read([(0, index)])
+        return samples[0] if samples else self.filler
+
+    def read(self, keys: Sequence[Key]) -> tuple[list[TokenSample], StreamCounts]:
+        """Return the samples of these rows and the counts of the rows. Rows that cannot be used
+        have no sample.
+
+        Raises:
+            ConfigError: a row needs a kind of training that Paceline does not have.
+        """
+        samples: list[TokenSample] = []
+        counts = StreamCounts()
+        for chunk in self.encode(self.rows, (index for _, index in keys)):
+            samples += _samples(chunk)
+            counts.add(counts_of(chunk))
+        return samples, counts
+
+
+def counts_of(chunk: EncodedChunk) -> StreamCounts:
+    """Return the counts of the rows of a chunk and of their tokens."""
+    counts = StreamCounts()
+    counts.add(chunk.counts)
+    counts.first = dict(chunk.counts.first)
+    counts.tokens, counts.label_tokens = sum(chunk.lengths), sum(chunk.label_counts)
+    return counts
 
 
 def _add(row: RawRow, chunk: Chunk, malformed: RowCounts) -> None:

@@ -10,6 +10,19 @@ from paceline.distributed.seeds import derive_seed
 
 
 @dataclass(frozen=True)
+class StreamShuffle:
+    """How streamed rows are shuffled.
+
+    Args:
+        window: number of positions within which rows are shuffled that have to be read together.
+    """
+
+    seed: int
+    enabled: bool
+    window: int
+
+
+@dataclass(frozen=True)
 class StreamOrder:
     """The rows of each micro-batch of each step.
 

@@ -11,12 +11,6 @@ from paceline.data.cache import build_once, key_of
 from paceline.data.sources.readers import is_table
 
 _FILE = "data"
-HUB = "hf://"
-
-
-def is_url(text: str) -> bool:
-    """Return whether a source is a URL."""
-    return "://" in text
 
 
 def list_files(url: str) -> list[str]:

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from paceline.config.schema.data import DatasetSource
-from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir, write_atomic
 from paceline.data.sources.readers import LineBlock
 from paceline.data.sources.resolve import ResolvedSource
-from paceline.data.streaming.order import PositionOrder
+from paceline.data.streaming.order import PositionOrder, StreamShuffle
 from paceline.data.streaming.permutation import permute
 from paceline.data.streaming.remote import fetch
 from paceline.data.streaming.tables import RawRow
@@ -72,14 +71,11 @@ class ShardRows:
     Args:
         shards: files, in the order of the config.
         key: identifies the content of the shards.
-        window: number of rows.
     """
 
     shards: Sequence[Shard]
     key: str
-    seed: int
-    shuffle: bool
-    window: int
+    shuffle: StreamShuffle
     has_fast_rows = False
     num_rows: None = field(default=None, init=False)
     _num_rows: int | None = field(default=None, init=False, repr=False)
@@ -94,9 +90,9 @@ class ShardRows:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_iterator": None, "_loaded": None, "_rows": []}
 
-    def order(self, batch_size: int, args: TrainArgs) -> PositionOrder:
+    def order(self, batch_size: int) -> PositionOrder:
         """Return the order of the rows."""
-        return PositionOrder(batch_size, args.seed)
+        return PositionOrder(batch_size, self.shuffle.seed)
 
     def checked_rows(self, num_rows: int) -> list[int]:
         """Return positions of rows to check before the start: the first of the order."""
@@ -106,7 +102,7 @@ class ShardRows:
         """Return the index of the source, and the row, at a position counted over all epochs."""
         total = self._total()
         epoch, number = (0, position) if total is None else divmod(position, total)
-        window, offset = divmod(number, self.window)
+        window, offset = divmod(number, self.shuffle.window)
         if self._loaded != (epoch, window):
             self._load(epoch, window)
         if offset < len(self._rows):
@@ -118,22 +114,24 @@ class ShardRows:
 
     def _load(self, epoch: int, window: int) -> None:
         if self._iterator is None or epoch != self._epoch or window < self._next_window:
-            self._iterator = self._read(epoch, window * self.window)
+            self._iterator = self._read(epoch, window * self.shuffle.window)
             self._epoch, self._next_window = epoch, window
-        for _ in islice(self._iterator, (window - self._next_window) * self.window):
+        for _ in islice(self._iterator, (window - self._next_window) * self.shuffle.window):
             pass
-        self._rows = list(islice(self._iterator, self.window))
+        self._rows = list(islice(self._iterator, self.shuffle.window))
         self._loaded, self._next_window = (epoch, window), window + 1
-        if self.shuffle:
-            numbers = permute(np.arange(len(self._rows)), len(self._rows), self.seed, epoch, window)
+        if self.shuffle.enabled:
+            numbers = permute(
+                np.arange(len(self._rows)), len(self._rows), self.shuffle.seed, epoch, window
+            )
             self._rows = [self._rows[number] for number in numbers]
 
     def _read(self, epoch: int, first: int) -> Iterator[tuple[int, RawRow]]:
         """Yield the rows of an epoch from number ``first`` on, with the indices of their sources.
         The numbers of rows of shards that were read before are known, so they are skipped."""
         order = np.arange(len(self.shards))
-        if self.shuffle:
-            generator = np.random.PCG64(derive_seed(self.seed, "blocks", epoch))
+        if self.shuffle.enabled:
+            generator = np.random.PCG64(derive_seed(self.shuffle.seed, "blocks", epoch))
             order = np.random.Generator(generator).permutation(len(self.shards))
         for place, number in enumerate(order.tolist()):
             count = self._counts.get(number)

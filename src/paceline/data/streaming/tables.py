@@ -13,9 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError, first_line
-from paceline.data.order.base import Order
 from paceline.data.sources.opening import (
     HEAD_BYTES,
     compression_of,
@@ -25,7 +23,7 @@ from paceline.data.sources.opening import (
 )
 from paceline.data.sources.readers import LineBlock, csv_delimiter, first_char
 from paceline.data.streaming.line_index import LineIndex, open_index
-from paceline.data.streaming.order import StreamOrder
+from paceline.data.streaming.order import StreamOrder, StreamShuffle
 
 #: A row that is not parsed yet, or the place and the content of one.
 RawRow = LineBlock | tuple[str, Any]
@@ -201,20 +199,22 @@ class TableRows:
         sources: index of the source of each table.
     """
 
-    def __init__(self, tables: Sequence[RowTable], sources: Sequence[int]) -> None:
-        self.tables, self.sources = list(tables), list(sources)
+    def __init__(
+        self, tables: Sequence[RowTable], sources: Sequence[int], shuffle: StreamShuffle
+    ) -> None:
+        self.tables, self.sources, self.shuffle = list(tables), list(sources), shuffle
         self.has_fast_rows = all(table.has_fast_rows for table in tables)
         self._ends = np.cumsum([table.num_rows for table in tables])
         self.num_rows: int | None = int(self._ends[-1])
 
-    def order(self, batch_size: int, args: TrainArgs) -> Order:
+    def order(self, batch_size: int) -> StreamOrder:
         """Return the order of the rows."""
-        blocks = None
+        blocks, shuffle = None, self.shuffle
         if not self.has_fast_rows:
             blocks = np.concatenate([table.block_sizes for table in self.tables])
-        num_rows = int(self._ends[-1])
-        window = args.shuffle_buffer_size
-        return StreamOrder(num_rows, batch_size, args.seed, args.shuffle, blocks, window)
+        return StreamOrder(
+            int(self._ends[-1]), batch_size, shuffle.seed, shuffle.enabled, blocks, shuffle.window
+        )
 
     def row(self, index: int) -> tuple[int, RawRow]:
         """Return the index of the row's source, and the row."""

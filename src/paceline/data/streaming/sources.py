@@ -1,0 +1,190 @@
+"""Find the files of streamed sources, and open their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from paceline.config.schema import Config
+from paceline.config.schema.data import DatasetSource
+from paceline.core.errors import ConfigError
+from paceline.core.formatting import counted
+from paceline.core.log import Notice
+from paceline.data.cache import fingerprint, key_of
+from paceline.data.sources.opening import data_suffix, take_count
+from paceline.data.sources.readers import TEXT_SUFFIXES
+from paceline.data.sources.resolve import ResolvedSource, is_url, open_source
+from paceline.data.streaming.choice import NotStreamable
+from paceline.data.streaming.line_index import HASHED_BYTES
+from paceline.data.streaming.order import StreamShuffle
+from paceline.data.streaming.remote import identity, list_files
+from paceline.data.streaming.selection import RemainingTable, SelectedTable, split_by_table
+from paceline.data.streaming.shards import Shard, ShardRows
+from paceline.data.streaming.tables import RowTable, TableRows, open_table
+
+
+@dataclass
+class StreamSource:
+    """A source and its files.
+
+    Args:
+        number: its index in the config.
+        locations: paths or URLs.
+        take: N of `path#N`, or None for all rows.
+    """
+
+    number: int
+    resolved: ResolvedSource
+    locations: list[str]
+    take: int | None
+
+    @property
+    def label(self) -> str:
+        return self.resolved.label
+
+    def key(self) -> str:
+        """Return a key of the rows and of how they are converted to samples."""
+        spec = self.resolved.spec
+        settings = [spec.split, spec.format, spec.columns, spec.ignore_columns, spec.roles]
+        take = [] if self.take is None else [self.take]
+        return key_of([[_file_key(location) for location in self.locations], settings, *take])
+
+
+def find_sources(config: Config) -> list[StreamSource]:
+    """Return the sources of the training data. Reads no rows.
+
+    Raises:
+        ConfigError: a source does not exist.
+        NotStreamable: its rows cannot be streamed.
+    """
+    return [_find(number, spec) for number, spec in enumerate(config.sources())]
+
+
+def _find(number: int, spec: DatasetSource) -> StreamSource:
+    name, take = take_count(spec.path)
+    if is_url(name):
+        return StreamSource(number, ResolvedSource(spec), list_files(name), take)
+    resolved = open_source(spec)
+    locations = [str(path) for path in resolved.files]
+    if (dataset := resolved.hub) is not None:
+        if dataset.offline:
+            raise NotStreamable(
+                f"the hub cannot be reached, so the files of `{resolved.label}` cannot be streamed",
+                fix="connect to a network, or set `streaming: false` to use the downloaded copy",
+            )
+        locations = dataset.files()
+        text = f"{resolved.label}: {counted(len(locations), 'file')} on the hub, read when needed"
+        resolved.notices.append(Notice("info", text))
+    return StreamSource(number, resolved, locations, resolved.take)
+
+
+def open_rows(
+    sources: Sequence[StreamSource], config: Config, shuffle: StreamShuffle
+) -> TableRows | ShardRows:
+    """Return the rows of sources: by their number, if that is possible for all files.
+
+    Raises:
+        ConfigError: a source has no rows.
+        NotStreamable: the rows cannot be streamed with these settings.
+    """
+    tables: list[RowTable] = []
+    owners: list[int] = []
+    for source in sources:
+        of_source = _tables(source)
+        if of_source is None:
+            return _open_shards(sources, config, shuffle)
+        if not of_source:
+            raise ConfigError(f"the dataset `{source.label}` has no rows", fix="check the file")
+        if source.take is not None:
+            of_source = _take(source, source.take, of_source, config.train_args.seed)
+        tables += of_source
+        owners += [source.number] * len(of_source)
+    return TableRows(tables, owners, shuffle)
+
+
+def _tables(source: StreamSource) -> list[RowTable] | None:
+    """Return the tables of a source that have rows, or None if a file cannot be read by the number
+    of a row."""
+    tables = []
+    for location in source.locations:
+        if data_suffix(Path(location)) in TEXT_SUFFIXES:
+            raise NotStreamable(
+                f"`{location}` cannot be streamed: a file of plain text has no rows",
+                allowed="files of rows (JSON, CSV, Parquet, Arrow), also compressed or at a URL",
+                fix="convert it to JSON lines, or set `streaming: false`",
+            )
+        table = None if is_url(location) else open_table(Path(location))
+        if table is None:
+            return None
+        tables.append(table)
+    return [table for table in tables if table.num_rows]
+
+
+def _take(source: StreamSource, take: int, tables: list[RowTable], seed: int) -> list[RowTable]:
+    """Return N rows of the tables, those that a run without streaming selects."""
+    total = sum(table.num_rows for table in tables)
+    if take >= total:
+        if take > total:
+            text = f"{source.label}: the dataset has only {total:,} rows; using all of them"
+            source.resolved.notices.append(Notice("warning", text))
+        return tables
+    numbers = np.sort(np.random.default_rng(seed).permutation(total)[:take])
+    parts = split_by_table(numbers, tables)
+    return [SelectedTable(*pair) for pair in zip(tables, parts, strict=True) if len(pair[1])]
+
+
+def without_rows(rows: TableRows, excluded: np.ndarray) -> TableRows:
+    """Return the rows without those with these increasing indices.
+
+    Raises:
+        ConfigError: a source has no row left.
+    """
+    parts = split_by_table(excluded, rows.tables)
+    remaining = [RemainingTable(*pair) for pair in zip(rows.tables, parts, strict=True)]
+    left = [(table, owner) for table, owner in zip(remaining, rows.sources, strict=True)]
+    left = [(table, owner) for table, owner in left if table.num_rows]
+    if {owner for _, owner in left} != set(rows.sources):
+        raise ConfigError(
+            "`split_dataset_ratio` leaves no row of a source for training",
+            fix="add rows to it, or set `val_dataset` instead of `split_dataset_ratio`",
+        )
+    return TableRows([table for table, _ in left], [owner for _, owner in left], rows.shuffle)
+
+
+def _open_shards(
+    sources: Sequence[StreamSource], config: Config, shuffle: StreamShuffle
+) -> ShardRows:
+    reason = "the number of rows is unknown until compressed and remote files have been read"
+    if config.train_args.max_steps is None:
+        raise NotStreamable(
+            f"`max_steps` is required: {reason}, so `num_train_epochs` cannot be converted to"
+            " steps",
+            fix="set `train_args.max_steps`, or `streaming: false`",
+        )
+    if config.split_dataset_ratio > 0:
+        raise NotStreamable(
+            f"`split_dataset_ratio` is not supported with these files: {reason}",
+            fix="set `val_dataset`, or `streaming: false`",
+        )
+    for source in sources:
+        if source.take is not None:
+            raise NotStreamable(
+                f"`{source.label}` selects among all rows, but {reason}",
+                fix=f"remove `#{source.take}`, or set `streaming: false`",
+            )
+    shards = [
+        Shard(location, source.number, source.resolved.spec)
+        for source in sources
+        for location in source.locations
+    ]
+    return ShardRows(shards, key_of([source.key() for source in sources]), shuffle)
+
+
+def _file_key(location: str) -> list[object]:
+    if is_url(location):
+        return identity(location)
+    # Without the modification time, which differs between copies on several hosts.
+    return [data_suffix(Path(location)), *fingerprint(Path(location), HASHED_BYTES)[:2]]
