@@ -168,7 +168,12 @@ def _run_on_this_host(
     if prepared.finished is not None:
         return result_of({"status": "finished", "report": prepared.finished}, options, config)
     policy = RestartPolicy(config, prepared.spec.resume_from)
-    spec = replace(prepared.spec, notices=list(recorder.notices), launcher_pid=os.getpid())
+    spec = replace(
+        prepared.spec,
+        notices=list(recorder.notices),
+        launcher_pid=os.getpid(),
+        saves_state=options.saves_state,
+    )
     launcher = LocalLauncher(spec, spec.layout.num_processes, follow=policy.follow)
     launcher.signals.on_second_signal = policy.end_at_once
     return finish_run(result_of(launcher.run(), options, config), config)

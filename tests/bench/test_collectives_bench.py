@@ -8,7 +8,7 @@ import pytest
 from commands import parse, run
 
 from paceline.bench.collectives import bus_bandwidth, fits, load, table
-from paceline.commands.bench import make_options
+from paceline.commands.bench_collectives import make_options
 from paceline.core.errors import ConfigError
 
 

@@ -1,103 +1,18 @@
-"""`paceline bench`: measure latency and bandwidth of the collectives on this machine."""
+"""`paceline bench`: measurements on this machine."""
 
-import json
-import re
-import sys
-from argparse import Namespace
-from dataclasses import dataclass
+from paceline.commands import bench_collectives, bench_scaling
+from paceline.commands.options import OptionParser, add_common
 
-from paceline.bench.collectives import NATIVE, BenchOptions, fits, measure, table
-from paceline.bench.page import render
-from paceline.commands.options import (
-    Choice,
-    CommaList,
-    Integer,
-    InvalidValue,
-    OptionParser,
-    OutputFile,
-    write_output,
-)
-from paceline.core.errors import EXIT_DONE
-from paceline.distributed.collectives.schedules import ALGORITHMS
-
-_MAX_RANKS = 16
-_MAX_BYTES = 1 << 30
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "K": 1 << 10,
-    "KB": 1 << 10,
-    "M": 1 << 20,
-    "MB": 1 << 20,
-    "G": 1 << 30,
-    "GB": 1 << 30,
+_COMMANDS = {
+    "collectives": (bench_collectives, "measure the latency and bandwidth of collectives"),
+    "scaling": (bench_scaling, "measure the efficiency of 1, 2, 4 … ranks"),
 }
 
 
-@dataclass(frozen=True)
-class MessageSize:
-    """A size in bytes, rounded down to a multiple of 4 (float32). Units are powers of 1024."""
-
-    allowed: str = f"4B to {_MAX_BYTES >> 30}GB, with a unit of B, KB, MB or GB"
-
-    def __call__(self, text: str) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text)
-        unit = _UNITS.get(match[2].upper().replace("IB", "B")) if match else None
-        if match is None or unit is None:
-            raise InvalidValue("is not a size", allowed=self.allowed, fix="use e.g. 64KB")
-        size = int(float(match[1]) * unit) // 4 * 4
-        if not 4 <= size <= _MAX_BYTES:
-            raise InvalidValue("is out of range", allowed=self.allowed)
-        return size
-
-
 def add_arguments(parser: OptionParser) -> None:
-    parser.add_argument(
-        "benchmark", type=Choice(("collectives",)), metavar="BENCHMARK", help="what to measure"
-    )
-    parser.add_argument(
-        "--ranks",
-        type=CommaList(Integer(2, _MAX_RANKS)),
-        default="2,4",
-        metavar="N,...",
-        help="numbers of ranks",
-    )
-    parser.add_argument(
-        "--sizes",
-        type=CommaList(MessageSize()),
-        default="1KB,64KB,1MB,25MB",
-        metavar="SIZE,...",
-        help="sizes of the messages",
-    )
-    names = (NATIVE, *ALGORITHMS["all-reduce"])
-    parser.add_argument(
-        "--algorithms",
-        type=CommaList(Choice(names)),
-        default=",".join(names),
-        metavar="NAME,...",
-        help="algorithms to compare",
-    )
-    parser.add_argument(
-        "--output",
-        type=OutputFile("an HTML file"),
-        metavar="FILE",
-        help="HTML page with charts to write",
-    )
-    parser.example = "paceline bench collectives --ranks 2,4 --sizes 1KB,25MB --output bench.html"
-
-
-def run(args: Namespace) -> int:
-    """Measure, print the results, and write the page."""
-    options = make_options(args)
-    results = []
-    for world_size in options.ranks:
-        print(f"measuring {world_size} ranks …", file=sys.stderr, flush=True)
-        results += measure(options, world_size)
-    if args.output is not None:
-        write_output(args.output, render(results, fits(results)))
-    print(json.dumps(results, indent=2) if args.json else table(results))
-    return EXIT_DONE
-
-
-def make_options(args: Namespace) -> BenchOptions:
-    return BenchOptions(tuple(sorted(args.ranks)), tuple(sorted(args.sizes)), args.algorithms)
+    for name, (module, summary) in _COMMANDS.items():
+        command = parser.add_command(name, summary)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+        add_common(command)
+    parser.example = "paceline bench scaling --ranks 1,2"

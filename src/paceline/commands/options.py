@@ -419,8 +419,11 @@ def load_fitted_config(args: argparse.Namespace) -> Loaded:
     return fit_length(load_job_config(args))
 
 
-def load_job_config(args: argparse.Namespace) -> Loaded:
+def load_job_config(args: argparse.Namespace, builtin: Sequence[str] = ()) -> Loaded:
     """Load the config, and hide the packages that it does not use from this process.
+
+    Args:
+        builtin: overrides that name a model and a dataset, for a command without a config.
 
     Raises:
         ConfigError: the config is invalid.
@@ -428,7 +431,10 @@ def load_job_config(args: argparse.Namespace) -> Loaded:
     from paceline.config.load import load_config
     from paceline.config.packages import hide_packages, unused_packages
 
-    loaded = load_config(*config_and_overrides(args))
+    path, overrides = config_and_overrides(args)
+    names = {override.lstrip("-").partition("=")[0] for override in overrides}
+    is_named = path is not None or "model" in names
+    loaded = load_config(path, overrides if is_named else [*builtin, *overrides])
     hide_packages(unused_packages(loaded.config))
     return loaded
 

@@ -160,6 +160,12 @@ def short_duration(seconds: float) -> str:
 
 
 @_of_finite
+def percent(share: float) -> str:
+    """Format a share: ``97 %``, ``3.2 %``."""
+    return f"{100 * share:.0f} %" if abs(share) >= 0.0995 else f"{100 * share:.1f} %"
+
+
+@_of_finite
 def bit_rate(bytes_per_s: float) -> str:
     """Format a bandwidth in bits per second: ``94 Mbit/s``."""
     rate, unit = 8 * bytes_per_s / 1e3, "kbit/s"

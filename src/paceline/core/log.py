@@ -105,6 +105,19 @@ def hide_on_console(messages: Iterable[str]) -> None:
         console.hidden = frozenset(messages)
 
 
+@contextmanager
+def console_limited_to(level: str) -> Iterator[None]:
+    """Print records of ``level`` and above only, also in processes that this one starts within the
+    block."""
+    before = os.environ.get(_LEVEL_VARIABLE)
+    configure_logging(level)
+    try:
+        yield
+    finally:
+        os.environ.pop(_LEVEL_VARIABLE, None)
+        configure_logging(before)
+
+
 def is_shown(level: str = "info") -> bool:
     """Return whether the console of this process shows messages of this level."""
     return _number_of(level) >= _number_of(os.environ.get(_LEVEL_VARIABLE, "info"))

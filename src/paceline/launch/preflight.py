@@ -311,12 +311,14 @@ class TrainOptions:
     Args:
         fault: content of the `fault` event if an outer launcher has restarted the ranks after a
             failure, else None.
+        saves_state: see :class:`~paceline.train.run_spec.RunSpec`.
     """
 
     dry_run: bool = False
     debug: bool = False
     allow_config_change: bool = False
     fault: Fault | None = None
+    saves_state: bool = True
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ class RunSpec:
         reports_everywhere: whether every rank returns the report, because no launcher collects it
             from rank 0 and the caller on each rank needs it.
         sees_run_folder: whether this rank's host can access the run's folder on rank 0's host.
+        saves_state: whether the run writes checkpoints and the trained model. Benchmarks only need
+            the figures of its steps.
     """
 
     config: Config
@@ -47,6 +49,7 @@ class RunSpec:
     failure: Fault | None = None
     reports_everywhere: bool = False
     sees_run_folder: bool = True
+    saves_state: bool = True
 
     def is_log_step(self, step: int, first_step: int) -> bool:
         """Return whether the metrics of this step are logged: those of the first, of the last, and

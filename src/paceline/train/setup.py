@@ -169,7 +169,7 @@ def _run(trainer: Trainer) -> Outcome:
             raise
         trainer.data.close()
         ctx.progress.enter("saving")
-    if status == "done":
+    if status == "done" and spec.saves_state:
         rebuild_model = partial(build_model, trainer.components.task, spec.config)
         final_step = None if selection is None else selection.final_step
         save_model_folder(

@@ -79,7 +79,8 @@ class Trainer:
         self._has_reported_no_rollback = False
 
     def train(self) -> Literal["done", "stopped"]:
-        """Train to the last step or until a stop is requested, and save the state in both cases."""
+        """Train to the last step or until a stop is requested, and save the state in both cases,
+        unless the run only measures its steps."""
         self.components.model.train()
         state, derived = self.state, self.spec.derived
         self.callbacks.on_train_begin(state)
@@ -93,7 +94,9 @@ class Trainer:
                 break
             due = Requests(None, derived.is_eval_step(step), self.checkpoints.is_due(step))
             self.handle_requests(requests | due)
-        self.save(must_succeed=True)
+        self.anomalies.flush()
+        if self.spec.saves_state:
+            self.save(must_succeed=True)
         self.anomalies.raise_if_exhausted()
         self.handle_rank_loss()
         if not state.is_complete(derived.steps):

@@ -1,0 +1,58 @@
+"""How the figures of `paceline bench scaling` are shown on the terminal and in its page."""
+
+from collections.abc import Sequence
+
+from paceline.bench.scaling import PartsOfStep, ScalingReport
+from paceline.core.formatting import UNKNOWN, counted
+
+#: Labels of the parts of a step, in the order of the result of :func:`shares_of`.
+PARTS = ("computation", "communication", "waiting", "rest")
+
+
+def shares_of(parts: PartsOfStep | None) -> list[float | None]:
+    """Return the share of each part of the step; None if unknown."""
+    if parts is None:
+        return [None] * len(PARTS)
+    seconds = (
+        parts["computation_s"],
+        parts["communication_s"],
+        parts["waiting_s"],
+        parts["other_s"],
+    )
+    return [part_s / sum(seconds) for part_s in seconds]
+
+
+def interval_text(limits: Sequence[float] | None) -> str:
+    """Format a confidence interval of shares: ``94 to 97 %``."""
+    return UNKNOWN if limits is None else f"{100 * limits[0]:.0f} to {100 * limits[1]:.0f} %"
+
+
+def notes(report: ScalingReport) -> list[str]:
+    """Return what a reader has to know about the figures."""
+    units, threads = report["units"], report["threads_per_rank"]
+    if report["device"] == "cpu":
+        each = "" if threads is None else f", {counted(threads, 'thread')} per rank"
+        lines = [f"measured on {counted(units, 'CPU core')}{each}"]
+    else:
+        lines = [
+            f"measured on {units} × {report['device']}; the parts of a step are unknown, because"
+            " the host does not wait for the device"
+        ]
+    if any(row["oversubscribed"] for row in report["rows"]):
+        kind = "cores" if report["device"] == "cpu" else "accelerators"
+        lines.append(f"* oversubscribed: more ranks than the {units} {kind}; left out of the fit")
+    return lines
+
+
+def fit_notes(report: ScalingReport) -> list[str]:
+    """Return how the predictions were made, or why there are none."""
+    fit = report["fit"]
+    if fit is None:
+        return ["no prediction: it needs two numbers of ranks that are not oversubscribed"]
+    lines = [
+        "predicted, not measured: it assumes that further ranks are as fast, and their links as"
+        " good, as those measured"
+    ]
+    if fit["residual"] is not None:
+        lines.append(f"the model differs from the measurements by {100 * fit['residual']:.1f} %")
+    return lines
