@@ -100,3 +100,42 @@ def test_zero_measurements_match_the_predictions() -> None:
         assert stage["traffic"] == pytest.approx(stage["declared"]["traffic"], rel=0.02)
     kinds = {span["kind"] for span in content["spans"]}
     assert {"all-reduce", "reduce-scatter", "all-gather"} <= kinds
+
+
+def test_sampler_repeats_or_drops_samples_but_paceline_does_not() -> None:
+    _, content = _record("sampler", 3)
+    assert content["num_samples"] == 10
+    assert len(content["repeated"]["DistributedSampler, epoch 0"]) == 2
+    assert len(content["missing"]["DistributedSampler(drop_last=True)"]) == 1
+    samples = content["samples"]
+    assert (
+        samples["DistributedSampler, epoch 1 after set_epoch(1)"]
+        != samples["DistributedSampler, epoch 0"]
+    )
+    for case in ("Paceline, epoch 0", "Paceline, epoch 1"):
+        assert content["repeated"][case] == content["missing"][case] == []
+    # Epochs are shuffled differently.
+    assert samples["Paceline, epoch 0"] != samples["Paceline, epoch 1"]
+
+
+def test_map_reduce_sends_each_pair_to_the_rank_of_its_word() -> None:
+    _, content = _record("map-reduce", 3)
+    tokens = [token for part in content["words"] for token in part]
+    counts = {key: count for part in content["counts"] for key, count in part}
+    assert counts == {token: tokens.count(token) for token in tokens}
+    assert sum(content["bytes_sent"]) == content["shuffled_bytes"] > 0
+    for rank, part in enumerate(content["counts"]):
+        arrived = {key for source in content["pairs"] for key, _ in source[rank]}
+        assert arrived == {key for key, _ in part}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_accumulation_divides_by_the_global_number_of_tokens(ranks: int) -> None:
+    _, content = _record("accumulation", ranks)
+    gradients = content["gradients"]
+    assert gradients["right"] == pytest.approx(gradients["reference"], rel=1e-4)
+    assert content["wrong_error"] > 0.05
+    assert content["total_tokens"] == sum(sum(tokens) for tokens in content["tokens"])
+    counts = content["frames"][3]["collectives"]
+    # One float64 number; an all-reduce sends 2(N-1)/N of it.
+    assert [each["sent_bytes"] for each in counts] == [round(2 * (ranks - 1) / ranks * 8)]

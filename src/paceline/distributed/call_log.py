@@ -11,6 +11,7 @@ import contextlib
 import json
 import mmap
 import os
+from dataclasses import dataclass
 from typing import Any, BinaryIO, TypedDict
 
 _SLOTS, _SLOT_BYTES = 32, 768
@@ -27,6 +28,27 @@ class CallRecord(TypedDict):
     numel: int | None  # None if ranks may differ in it
     group: str
     site: list[str]  # innermost frame first
+
+
+@dataclass
+class CountedCall:
+    """A counted call of ``torch.distributed``.
+
+    Args:
+        kind: kind of traffic (see :data:`paceline.distributed.traffic.KINDS`).
+        ranks: global ranks of its group.
+        messages: (rank, bytes) of each message to another rank, for communication between two
+            ranks.
+        start_s, end_s: on the clock of ``time.perf_counter``; the end of an asynchronous
+            collective is that of the communication.
+    """
+
+    kind: str
+    size_bytes: int
+    ranks: list[int]
+    messages: list[tuple[int, int]]
+    start_s: float
+    end_s: float
 
 
 class CallLog:

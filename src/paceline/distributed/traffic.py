@@ -14,13 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
 
 from paceline.distributed import progress, torch_compat
+from paceline.distributed.call_log import CountedCall
 from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
 from paceline.distributed.progress import Arguments, argument
 
@@ -67,27 +67,6 @@ class Traffic:
 #: The traffic of this process.
 TRAFFIC = Traffic()
 _MUTED = threading.local()
-
-
-@dataclass
-class CountedCall:
-    """A counted call of ``torch.distributed``.
-
-    Args:
-        kind: kind of traffic (see :data:`KINDS`).
-        ranks: global ranks of its group.
-        messages: (rank, bytes) of each message to another rank, for communication between two
-            ranks.
-        start_s, end_s: on the clock of ``time.perf_counter``; the end of an asynchronous
-            collective is that of the communication.
-    """
-
-    kind: str
-    size_bytes: int
-    ranks: list[int]
-    messages: list[tuple[int, int]]
-    start_s: float
-    end_s: float
 
 
 _CALLS: list[CountedCall] | None = None

@@ -1,14 +1,14 @@
 """Draw the frames of a recording, and its timeline, as SVG. The page, the player of the browser UI
 and static pictures show the same drawings."""
 
-import itertools
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from textwrap import wrap
 
 from paceline.core.files import human_bytes
-from paceline.explain.record import Cell, Collective, Message, Recording, Row, stack_lanes
+from paceline.explain.record import Cell, Collective, Frame, Message, Recording, Row, stack_lanes
 
 WIDE, NARROW = 900, 340
 _ROW, _GAP, _HEADER = 28, 4, 20
@@ -55,7 +55,7 @@ class Drawing:
             frame.collectives or any(message.row is None for message in frame.messages)
             for frame in frames
         )
-        self.gutter = (98.0 if is_narrow else 190.0) if has_gutter else 0.0
+        self.gutter = (112.0 if is_narrow else 200.0) if has_gutter else 0.0
         num_cells = max(
             (len(row.cells) for frame in frames for rows in frame.rows for row in rows), default=0
         )
@@ -72,6 +72,9 @@ class Drawing:
             default=0,
         )
         self.boxes, self.state_height = self._place_actors()
+        labels_height = 13 * max(sum(map(len, self._labels(frame))) for frame in frames) + 8
+        if self.gutter:
+            self.state_height = max(self.state_height, labels_height)
         self.kinds = list(dict.fromkeys(span.kind for span in recording.spans))
         self.lanes = stack_lanes(recording.spans)
         self.height = self.state_height + self._timeline_height()
@@ -101,9 +104,11 @@ class Drawing:
     def frame_body(self, number: int, with_timeline: bool = True) -> str:
         frame = self.recording.frames[number]
         parts = [self._actor(actor, rows) for actor, rows in enumerate(frame.rows)]
-        slots: list[float] = []
-        parts += [self._message(message, slots) for message in frame.messages]
-        parts += [self._collective(collective, slots) for collective in frame.collectives]
+        parts += [self._message(message) for message in frame.messages]
+        if self.columns > 1:
+            parts += [self._in_grid(collective) for collective in frame.collectives]
+        else:
+            parts.append(self._gutter(frame))
         if with_timeline and self.recording.spans:
             end_s = self.recording.end_s if frame.time_s is None else frame.time_s
             parts.append(
@@ -178,14 +183,14 @@ class Drawing:
         return "".join(parts)
 
     # -- messages
-    def _message(self, message: Message, slots: list[float]) -> str:
+    def _message(self, message: Message) -> str:
         source, target = self.boxes[message.source], self.boxes[message.target]
-        label = f"{message.label}, {human_bytes(message.size_bytes)}"
-        if message.row is None:
-            if self.columns > 1:
-                return self._straight(source, target, label)
-            return self._in_gutter([source.middle, target.middle], label, slots, arrow=True)
-        return self._between_cells(message, source, target)
+        if message.row is not None:
+            return self._between_cells(message, source, target)
+        if self.columns > 1:
+            label = f"{message.label}, {human_bytes(message.size_bytes)}"
+            return self._straight(source, target, label)
+        return ""  # in the gutter
 
     def _between_cells(self, message: Message, source: _Box, target: _Box) -> str:
         """Draw an arrow between cells, and a chip that moves along it in the animation."""
@@ -219,44 +224,46 @@ class Drawing:
                 return len(frame.rows[message.source][row].cells)
         return 1
 
-    def _collective(self, collective: Collective, slots: list[float]) -> str:
+    def _in_grid(self, collective: Collective) -> str:
         boxes = [self.boxes[actor] for actor in collective.actors]
-        label = f"{collective.kind} {collective.label}".strip()
-        if collective.sent_bytes:
-            label += f", {human_bytes(collective.sent_bytes)} each"
-        if self.columns > 1:
-            return "".join(
-                self._straight(first, second, label if place == 0 else "", arrow=False)
-                for place, (first, second) in enumerate(itertools.pairwise(boxes))
-            )
-        return self._in_gutter([box.middle for box in boxes], label, slots, arrow=False)
+        return "".join(
+            self._straight(first, second, _collective_label(collective), arrow=False)
+            for first, second in pairwise(boxes)
+        )
 
-    def _in_gutter(self, heights: list[float], label: str, slots: list[float], arrow: bool) -> str:
-        """Draw a line between actors at the right of the picture. ``slots``: where labels are."""
-        left = self.width - self.gutter
-        x = left + 8 + 5 * (len(slots) % 4)
-        top, bottom = min(heights), max(heights)
-        shift = 3.0 * (len(slots) % 3 - 1)
-        line = f'<path class="arrow" d="M{left:.1f} {heights[0] + shift:.1f}H{x:.1f}'
-        if arrow:
-            line += f'V{heights[-1] + shift:.1f}H{left + 5:.1f}"/>'
-            y = heights[-1] + shift
-            line += f'<path class="tip" d="M{left + 6:.1f} {y - 4:.1f}v8l-6 -4z"/>'
-        else:
-            line += f'M{x:.1f} {top + shift:.1f}V{bottom + shift:.1f}"/>'
-            line += "".join(
-                f'<circle class="tip" cx="{x:.1f}" cy="{height + shift:.1f}" r="3.5"/>'
-                for height in heights
-            )
-        room = self.gutter - 28
-        lines = wrap(label, int(room / _SMALL_CHAR), break_long_words=False)
-        y = (top + bottom) / 2 - 6.5 * (len(lines) - 1)
-        while any(y - 12 < used < y + 13 * len(lines) for used in slots):
-            y += 13
-        for number, text in enumerate(lines):
-            slots.append(y + 13 * number)
-            line += _text(text, left + 26, y + 13 * number, "left small", room)
-        return line
+    def _labels(self, frame: Frame) -> list[list[str]]:
+        """Return the lines of the labels in the gutter."""
+        messages = [message for message in frame.messages if message.row is None]
+        labels = []
+        for message in messages:
+            label = f"{message.label}, {human_bytes(message.size_bytes)}"
+            places = f"{message.source}→{message.target} " if len(messages) > 1 else ""
+            labels.append(f"{places}{label}")
+        labels += map(_collective_label, frame.collectives)
+        room = max(8, int((self.gutter - 48) / _SMALL_CHAR))
+        return [wrap(label, room, break_long_words=False) for label in labels]
+
+    def _gutter(self, frame: Frame) -> str:
+        """Draw lines between actors at the right of the picture, and their labels."""
+        messages = [message for message in frame.messages if message.row is None]
+        ends = [([message.source, message.target], True) for message in messages]
+        ends += [(list(collective.actors), False) for collective in frame.collectives]
+        labels = self._labels(frame)
+        left, parts = self.width - self.gutter, []
+        actors = [actor for members, _ in ends for actor in members]
+        if not actors:
+            return ""
+        height = 13 * sum(map(len, labels))
+        heights = [self.boxes[actor].middle for actor in actors]
+        y = max(8.0, (min(heights) + max(heights) - height) / 2 + 6)
+        for number, ((members, is_arrow), lines) in enumerate(zip(ends, labels, strict=True)):
+            x, shift = left + 8 + 6 * (number % 5), 4.0 * (number % 5 - min(2, len(ends) // 2))
+            marks = [self.boxes[actor].middle + shift for actor in members]
+            parts.append(_connection(left, x, marks, is_arrow))
+            for text in lines:
+                parts.append(_text(text, left + 42, y, "left small", self.gutter - 40))
+                y += 13
+        return "".join(parts)
 
     def _straight(self, source: _Box, target: _Box, label: str, arrow: bool = True) -> str:
         """Draw a line between two boxes of a grid."""
@@ -325,6 +332,25 @@ class Drawing:
             parts.append(_rect(x, top, 12, 12, f"c{number % _COLORS}"))
             parts.append(_text(kind, x + 17, top + 6.5, "left small", 110))
         return "".join(parts)
+
+
+def _collective_label(collective: Collective) -> str:
+    label = f"{collective.kind} {collective.label}".strip()
+    return f"{label}, {human_bytes(collective.sent_bytes)} each" if collective.sent_bytes else label
+
+
+def _connection(left: float, x: float, heights: list[float], is_arrow: bool) -> str:
+    """Return a line at ``x`` between actors: an arrow from the first to the last, or a mark at
+    each."""
+    line = f'<path class="arrow" d="M{left:.1f} {heights[0]:.1f}H{x:.1f}V{heights[-1]:.1f}'
+    if is_arrow:
+        y = heights[-1]
+        return (
+            f'{line}H{left + 5:.1f}"/><path class="tip" d="M{left + 6:.1f} {y - 4:.1f}v8l-6 -4z"/>'
+        )
+    return f'{line}"/>' + "".join(
+        f'<circle class="tip" cx="{x:.1f}" cy="{height:.1f}" r="3.5"/>' for height in heights
+    )
 
 
 def _cell_boxes(row: Row, box: _Box) -> list[_Box]:

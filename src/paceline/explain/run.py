@@ -34,6 +34,11 @@ TOPICS = {
         "data_parallel",
         "one process that runs copies of the model on several devices with threads",
     ),
+    "sampler": Topic(
+        "sampler",
+        "which samples each rank gets: shuffling, set_epoch, repeated and dropped samples",
+        (3, 2, MAX_RANKS),
+    ),
     "broadcast": Topic(
         "collective",
         "how the values of rank 0 reach all ranks",
@@ -48,7 +53,16 @@ TOPICS = {
         ALGORITHMS["all-reduce"],
         has_elements=True,
     ),
+    "map-reduce": Topic(
+        "map_reduce",
+        "a word count over ranks: the pairs and groups of each phase",
+        (3, 2, MAX_RANKS),
+    ),
     "ddp": Topic("ddp", "gradient buckets during backward, and their overlapping all-reduce"),
+    "accumulation": Topic(
+        "accumulation",
+        "why the loss is divided by the global number of tokens, with unequal micro-batches",
+    ),
     "zero": Topic(
         "zero", "which rank stores which shard of the training state, for each ZeRO stage"
     ),

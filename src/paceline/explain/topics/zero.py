@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
+from paceline.distributed.call_log import CountedCall
+from paceline.explain.calls import collectives_of, spans_of
 from paceline.explain.record import (
     Check,
-    Collective,
     Frame,
     Recording,
     Row,
@@ -68,7 +68,7 @@ class RankStage:
         declared: the strategy's prediction for the rank that uses most: bytes by kind, and the
             ``traffic`` of a step.
         sizes: measured bytes by kind.
-        calls: (collective, number of calls, bytes sent) in the last step.
+        calls: collectives of the last step.
         counted_bytes: bytes sent in the last step, by the traffic counter.
         spans: spans of the last step.
     """
@@ -76,7 +76,7 @@ class RankStage:
     mode: str
     declared: dict[str, int]
     sizes: dict[str, int]
-    calls: list[tuple[str, int, int]]
+    calls: list[CountedCall]
     counted_bytes: int
     spans: list[Span]
 
@@ -139,15 +139,11 @@ def _frame(stage: list[RankStage], time_s: float) -> Frame:
     )
     sent = human_bytes(max(rank.counted_bytes for rank in stage))
     total = human_bytes(_fullest(stage))
-    ranks = tuple(range(len(stage)))
     return Frame(
         f"{STAGES[first.mode]} {total} on the rank that uses most; {sent} sent per step.",
         rows,
         phase=first.mode,
-        collectives=tuple(
-            Collective(f"{number} × {kind}", ranks, "", size_bytes)
-            for kind, number, size_bytes in first.calls
-        ),
+        collectives=collectives_of([rank.calls for rank in stage]),
         time_s=time_s,
     )
 
@@ -214,25 +210,18 @@ def _measure(world: Communicator, mode: str) -> RankStage:
     # The rest at the peak are weights: the rank's shard, and temporarily gathered ones.
     parameters = memory_bytes(strategy) - gradients - optimizer
     world.barrier()
-    kinds = [call.kind.replace("_", "-") for call in calls]
-    sums = Counter[str]()
-    for kind, call in zip(kinds, calls, strict=True):
-        sums[kind] += call.size_bytes
     names = ("forward", "backward", "update", "end")
     spans = [
         Span(world.rank, "compute", name, f"{mode} {name}", marks[name], marks[following])
         for name, following in itertools.pairwise(names)
     ]
-    spans += [
-        Span(world.rank, "network", kind, kind, call.start_s, call.end_s, call.size_bytes)
-        for kind, call in zip(kinds, calls, strict=True)
-    ]
+    spans += spans_of(world.rank, calls)
     declared = {kind: int(getattr(cost, kind)) for kind in KINDS}
     return RankStage(
         mode,
         {**declared, "traffic": cost.traffic_per_step},
         dict(zip(KINDS, (parameters, gradients, optimizer), strict=True)),
-        [(kind, number, sums[kind]) for kind, number in Counter(kinds).items()],
+        calls,
         counted_bytes,
         spans,
     )
