@@ -166,7 +166,7 @@ xformers_attention liger_kernel_config liger_cross_entropy
 lora_mlp_kernel use_unsloth
 eval_packing dataset_weights
 quant_config target_parameters lora_ga_batch_size adalora_init_r
-use_galore galore_rank badam_mode optim_args embedding_lr_scale
+use_galore galore_rank badam_mode optim_args
 rope_scaling special_tokens eot_tokens tool_format enable_thinking
 chat_template_kwargs model_init_kwargs model_kwargs max_memory
 data_seed group_by_length dataloader_drop_last pad_to_sequence_len bf16_full_eval lora_on_cpu

@@ -115,6 +115,20 @@ def test_columns_setting_renames_columns() -> None:
         RowConverter("here", columns={"promt": "x"})
 
 
+def test_loss_weights_are_read_from_the_column_that_is_named() -> None:
+    converter = RowConverter("here", columns={"loss_weight": "w"})
+    row = {"prompt": "q", "completion": "a", "w": "0.5"}
+    assert converter(row).weight == 0.5
+    assert converter({**row, "w": 0}).weight == 0.0
+    assert not converter.unused
+    for value in (None, -1, "much", float("inf"), True):
+        with pytest.raises(MalformedRow, match="the loss weight is not a number"):
+            converter({**row, "w": value})
+    converter = RowConverter("here")
+    assert converter({**row, "loss_weight": 2}).weight is None
+    assert converter.unused == {"w": 1, "loss_weight": 1}
+
+
 @pytest.mark.parametrize("name", ["alpaca", "messages", "prompt_completion", "text"])
 def test_configured_format_must_match_columns(name: str) -> None:
     matching_rows = {

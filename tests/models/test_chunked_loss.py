@@ -65,31 +65,45 @@ def gradients_of(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def full_loss(model: Any, smoothing: float = 0.0) -> torch.Tensor:
+#: Weights of the targets of :func:`make_batch`, in a row.
+WEIGHTS = torch.arange(14) / 4
+
+
+def full_loss(model: Any, smoothing: float = 0.0, weighted: bool = False) -> torch.Tensor:
     ids, keep, targets = make_batch()
     logits = model(input_ids=ids, use_cache=False).logits[:, keep]
-    return functional.cross_entropy(
+    losses = functional.cross_entropy(
         logits.flatten(0, 1).float(),
         targets.flatten(),
-        reduction="sum",
+        reduction="none",
         label_smoothing=smoothing,
     )
+    return (losses * WEIGHTS).sum() if weighted else losses.sum()
 
 
-def loss_in_chunks(model: Any, transform: Any, smoothing: float = 0.0) -> torch.Tensor:
+def loss_in_chunks(
+    model: Any, transform: Any, smoothing: float = 0.0, weighted: bool = False
+) -> torch.Tensor:
     assert isinstance(transform, LogitTransform), transform
     ids, keep, targets = make_batch()
-    loss = ChunkedLoss(output_head(model), transform, targets, keep, CHUNK, smoothing)
+    weights = WEIGHTS if weighted else None
+    loss = ChunkedLoss(
+        output_head(model), transform, targets, keep, CHUNK, smoothing, token_weights=weights
+    )
     with chunked_loss(loss):
         return loss.result(model(input_ids=ids, use_cache=False).logits)
 
 
 def assert_equal(
-    model: Any, rel: float = 1e-6, gradient_rel: float = 1e-5, smoothing: float = 0.0
+    model: Any,
+    rel: float = 1e-6,
+    gradient_rel: float = 1e-5,
+    smoothing: float = 0.0,
+    weighted: bool = False,
 ) -> None:
     transform = find_transform(model, CPU)
-    expected = full_loss(model, smoothing)
-    actual = loss_in_chunks(model, transform, smoothing)
+    expected = full_loss(model, smoothing, weighted)
+    actual = loss_in_chunks(model, transform, smoothing, weighted)
     assert actual.item() == pytest.approx(expected.item(), rel=rel)
     left, right = gradients_of(model, actual), gradients_of(model, expected)
     assert set(left) == set(right) != set()
@@ -99,7 +113,7 @@ def assert_equal(
         difference = float((gradient - right[name]).abs().max())
         assert difference <= gradient_rel * float(right[name].abs().max()) + 1e-7 * scale, name
     with torch.no_grad():
-        again = loss_in_chunks(model, transform, smoothing)
+        again = loss_in_chunks(model, transform, smoothing, weighted)
     assert float(again) == pytest.approx(expected.item(), rel=rel)
 
 
@@ -140,6 +154,11 @@ def test_adapters_on_the_head(adapter: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
 def test_label_smoothing(name: str) -> None:
     assert_equal(make_model(name), smoothing=0.2)
+
+
+@pytest.mark.parametrize("name", ["phi", "gemma2"])
+def test_weights_of_tokens(name: str) -> None:
+    assert_equal(make_model(name), smoothing=0.1, weighted=True)
 
 
 def test_tied_embeddings() -> None:

@@ -109,6 +109,27 @@ def test_samples_in_packed_row_do_not_interact() -> None:
     assert_gradients_close(reversed_order[1], together[1])
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_weights_of_rows_multiply_their_loss_and_their_count(packing: bool, tmp_path: Path) -> None:
+    weights = [0.5, 0.0, 3.0, 1.25]
+    rows = [
+        {"prompt": f"What is {n}?", "completion": f"It is {'very ' * n}{n}.", "w": weight}
+        for n, weight in enumerate(weights)
+    ]
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"path": str(file), "columns": {"loss_weight": "w"}}
+    task, model, samples = make_task(dataset=source, train_args={"packing": packing})
+    alone = [{**sample, "weight": 1.0} for sample in samples]
+    losses = [task.loss(model, task.collate([sample])).item() for sample in alone]
+    counts = [task.count(task.collate([sample])) for sample in alone]
+    batch = task.collate(samples)
+    pairs = list(zip(losses, counts, weights, strict=True))
+    expected = sum(loss * weight for loss, _, weight in pairs)
+    assert task.loss(model, batch).item() == pytest.approx(expected, rel=1e-5)
+    assert task.count(batch) == sum(count * weight for _, count, weight in pairs)
+
+
 def test_loss_matches_transformers() -> None:
     task, model, samples = make_task()
     reference_model = make_task(train_args={"packing": False})[1]

@@ -42,6 +42,8 @@ class TokenBatch(TypedDict, total=False):
     noise_scales: torch.Tensor
     target_sources: torch.Tensor
     source_losses: "SourceLosses"
+    target_weights: torch.Tensor
+    count: float
 
 
 class SourceLosses:
@@ -56,25 +58,41 @@ class SourceLosses:
         #: float32 [2, sources]: the sum of the losses, and the number of label tokens.
         self.sums: torch.Tensor | None = None
 
-    def record(self, losses: torch.Tensor, sources: torch.Tensor, has_loss: torch.Tensor) -> None:
-        """Sum the losses of tokens by source; each argument is [tokens]."""
+    def record(self, losses: torch.Tensor, sources: torch.Tensor, weights: torch.Tensor) -> None:
+        """Sum the losses of tokens by source; each argument is [tokens]. ``weights``: those of the
+        losses, 0 for a token without loss."""
         numbers = torch.arange(self.num_sources, device=sources.device)
-        is_of_source = (sources == numbers.unsqueeze(1)) & has_loss  # [sources, tokens]
-        sums = torch.where(is_of_source, losses.detach().float(), 0.0).sum(1)
-        self.sums = torch.stack([sums, is_of_source.sum(1).float()])
+        of_source = (sources == numbers.unsqueeze(1)) * weights.float()  # [sources, tokens]
+        sums = (of_source * losses.detach().float()).sum(1)
+        self.sums = torch.stack([sums, of_source.sum(1)])
 
 
 def add_sources(batch: TokenBatch, samples: Sequence[TokenSample], num_sources: int) -> None:
     """Add the source of each target to the batch of samples of a mixture: ``target_sources``, int64
     in the shape of ``targets``."""
     sources = np.array([sample["source"] for sample in samples], dtype=np.int64)
-    if "segment_lengths" in batch:
-        of_tokens = np.repeat(sources, batch["segment_lengths"])
-        of_targets = torch.from_numpy(of_tokens)[batch["keep"] + 1]
-    else:
-        of_targets = torch.from_numpy(sources).unsqueeze(1).expand_as(batch["targets"]).clone()
-    batch["target_sources"] = of_targets
+    batch["target_sources"] = _of_targets(batch, sources)
     batch["source_losses"] = SourceLosses(num_sources)
+
+
+def add_weights(batch: TokenBatch, samples: Sequence[TokenSample]) -> None:
+    """Add the weights of samples with weights: ``target_weights``, float32 in the shape of
+    ``targets`` and 0 where a target has no loss; and their sum ``count``."""
+    weights = np.array([sample.get("weight", 1.0) for sample in samples], dtype=np.float32)
+    of_targets = _of_targets(batch, weights).masked_fill(batch["targets"] == -100, 0.0)
+    batch["target_weights"] = of_targets
+    batch["count"] = float(of_targets.sum(dtype=torch.float64))
+
+
+def _of_targets(batch: TokenBatch, values: np.ndarray) -> torch.Tensor:
+    """Return the value of each target's sample, in the shape of ``targets``.
+
+    Args:
+        values: those of the samples [samples].
+    """
+    if "segment_lengths" in batch:
+        return torch.from_numpy(np.repeat(values, batch["segment_lengths"]))[batch["keep"] + 1]
+    return torch.from_numpy(values).unsqueeze(1).expand_as(batch["targets"]).clone()
 
 
 def collate_packed(samples: Sequence[TokenSample]) -> TokenBatch:

@@ -89,6 +89,8 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
         _round_base(model, folder)
         from peft import PeftModel
 
+        if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # as peft does it
         model = PeftModel.from_pretrained(model, str(folder))
     return model.eval(), tokenizer
 

@@ -49,6 +49,7 @@ def load_language_model(config: Config, kind: ModelKind | None = None) -> nn.Mod
     import transformers
 
     from paceline.models import attention
+    from paceline.models.new_tokens import add_token_embeddings
     from paceline.models.weights import load_pretrained
 
     kind = kind or kind_of(config)
@@ -89,6 +90,7 @@ def load_language_model(config: Config, kind: ModelKind | None = None) -> nn.Mod
         ) from error
     check_length(config, model.config.to_dict())
     attention.check_model_attention(config, model)
+    add_token_embeddings(model, config)
     if config.train_args.use_liger_kernel:
         install_liger(model, config)
     model.config.use_cache = False
@@ -120,6 +122,7 @@ def language_model_on_meta(
     from paceline.models import attention
     from paceline.models.adapters.lora import add_adapters
     from paceline.models.adapters.quantize import quantize_layers
+    from paceline.models.new_tokens import add_token_embeddings, check_token_embeddings
     from paceline.models.transforms.parameters import freeze_parameters
 
     args, kind = config.train_args, kind or kind_of(config)
@@ -137,6 +140,7 @@ def language_model_on_meta(
                     **attention.own_attention(config),
                 )
                 attention.check_model_attention(config, model)
+                add_token_embeddings(model, config)
                 if config.train_args.use_liger_kernel:
                     install_liger(model, config)
                 freeze(model, config)
@@ -144,6 +148,7 @@ def language_model_on_meta(
                     quantize_layers(model, config)
                     model = add_adapters(model, config, read_weights=False)
                 freeze_parameters(model, args)
+                check_token_embeddings(model, config)
         except ConfigError:
             raise
         except Exception as error:  # transformers raises many types for an inconsistent config.json
@@ -306,7 +311,8 @@ def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) ->
 
             with portable_state(model) as state:
                 # "auto" would query the hub to find out whether the vocabulary of the base model
-                # has changed; here it never changes.
+                # has changed. If it has, its
+                # embeddings are among the modules that are trained in full.
                 model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
         else:
             model.save_pretrained(str(folder))

@@ -81,6 +81,11 @@ def is_from_files(parameter: torch.Tensor) -> bool:
     return getattr(parameter, _FROM_FILES, False)
 
 
+def unmark_files(parameter: torch.Tensor) -> None:
+    """Record that a parameter no longer has the values of the model's files."""
+    setattr(parameter, _FROM_FILES, False)
+
+
 class _MappedWeight:
     """A tensor in a safetensors file, with the two operations that transformers applies to the
     slices of a file. :meth:`to` does not convert the values."""

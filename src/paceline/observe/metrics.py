@@ -166,7 +166,7 @@ class StepMetrics:
         figures: StepFigures = {
             # Divide by the sum of the ranks' counts, which excludes ranks that were lost during
             # these steps.
-            "loss": sum(row[0] for row in table) / max(sum(row[4] for row in table), 1.0),
+            "loss": sum(row[0] for row in table) / (sum(row[4] for row in table) or 1.0),
             "grad_norm": grad_norm,
             "tokens": round(tokens / steps) if self.has_tokens else None,
             "samples": round(samples / steps),

@@ -35,7 +35,7 @@ class _Split:
 
     total: float
     parts: tuple[float, float]
-    counts: tuple[int, int]
+    counts: tuple[float, float]
 
     @property
     def is_zero(self) -> bool:

@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 Notice = tuple[str, str]
 
 #: Settings that affect only language models.
-_LANGUAGE_KEYS = ("tokenizer", "format", "system", "chat_template")
+_LANGUAGE_KEYS = (
+    "tokenizer",
+    "new_special_tokens",
+    "new_tokens",
+    "format",
+    "system",
+    "chat_template",
+)
 _LANGUAGE_ARGS = (
     "max_length",
     "truncation_strategy",
@@ -199,9 +206,9 @@ class Task:
 
         return default_collate(list(samples))
 
-    def count(self, batch: Any) -> int:
-        """Return the number of items over which the loss of this batch is a sum. Default: the size
-        of the first dimension of the first tensor."""
+    def count(self, batch: Any) -> float:
+        """Return the number of items over which the loss of this batch is a sum, or the sum of
+        their weights. Default: the size of the first dimension of the first tensor."""
         return int(_first_tensor(batch).shape[0])
 
     def num_tokens(self, batch: Any) -> int | None:
@@ -248,7 +255,9 @@ def language_settings_notices(config: Config) -> list[Notice]:
     text."""
     defaults = TrainArgs()
     names = [
-        key for key in _LANGUAGE_KEYS if getattr(config, key) != Config.model_fields[key].default
+        key
+        for key in _LANGUAGE_KEYS
+        if getattr(config, key) != Config.model_fields[key].get_default(call_default_factory=True)
     ]
     names += [
         f"train_args.{key}"

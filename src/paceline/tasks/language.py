@@ -18,6 +18,7 @@ from paceline.data.collate import (
     SegmentInputs,
     TokenBatch,
     add_sources,
+    add_weights,
     collate_packed,
     collate_padded,
 )
@@ -201,16 +202,20 @@ class LanguageTask(Task):
         )
         if "source" in samples[0]:
             add_sources(batch, samples, len(self._handle.source_sizes))
+        if any("weight" in sample for sample in samples):
+            add_weights(batch, samples)
         return batch
 
-    def count(self, batch: TokenBatch) -> int:
-        return int(batch["num_labels"])
+    def count(self, batch: TokenBatch) -> float:
+        """Return the number of tokens with loss, each times the weight of its row."""
+        return batch.get("count", float(batch["num_labels"]))
 
     def num_tokens(self, batch: TokenBatch) -> int:
         return int(batch["num_tokens"])
 
     def loss(self, model: Any, batch: TokenBatch) -> Any:
-        """Return the cross entropy in nats, summed over the tokens with loss."""
+        """Return the cross entropy in nats, summed over the tokens with loss, each times the weight
+        of its row."""
         return self._sums(model, batch, counts_correct=False)["loss"]
 
     def evaluate(self, model: Any, batch: TokenBatch) -> dict[str, Any]:
@@ -229,6 +234,7 @@ class LanguageTask(Task):
     def _loss(self, model: Any, batch: TokenBatch, counts_correct: bool) -> tuple[Any, Any]:
         """Return the sum of the losses and, if counted, the number of correct predictions."""
         inputs = self._inputs(batch)
+        weights = batch["target_weights"].flatten() if "target_weights" in batch else None
         keep, targets = batch["keep"], batch["targets"]
         smoothing = self.config.train_args.label_smoothing_factor if model.training else 0.0
         if self.picks_logits:
@@ -245,6 +251,7 @@ class LanguageTask(Task):
                 smoothing,
                 counts_correct,
                 targets.new_zeros(targets.numel(), dtype=torch.float32) if has_sources else None,
+                weights,
             )
             with chunked_loss(chunks):
                 loss = chunks.result(model(**inputs).logits)
@@ -259,13 +266,16 @@ class LanguageTask(Task):
         loss = functional.cross_entropy(
             logits,
             targets,
-            reduction="none" if has_sources else "sum",
+            reduction="sum" if weights is None and not has_sources else "none",
             label_smoothing=smoothing,
         )
         if has_sources:
             _record_sources(batch, loss)
-            loss = loss.sum()
-        return loss, (logits.argmax(-1) == targets).sum() if counts_correct else None
+        loss = loss.sum() if weights is None else loss @ weights
+        if not counts_correct:
+            return loss, None
+        is_correct = logits.argmax(-1) == targets
+        return loss, is_correct.sum() if weights is None else is_correct.float() @ weights
 
     def _inputs(self, batch: TokenBatch) -> dict[str, Any]:
         """Return the arguments of the model."""
@@ -296,5 +306,5 @@ def _prepared_stream(stream: PreparedStream) -> Prepared:
 
 def _record_sources(batch: TokenBatch, losses: torch.Tensor) -> None:
     """Record the losses of the targets by source."""
-    targets = batch["targets"].flatten()
-    batch["source_losses"].record(losses, batch["target_sources"].flatten(), targets != IGNORED)
+    weights = batch.get("target_weights", batch["targets"] != IGNORED)
+    batch["source_losses"].record(losses, batch["target_sources"].flatten(), weights.flatten())

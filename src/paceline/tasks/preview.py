@@ -29,8 +29,9 @@ from paceline.data.text.chunks import (
 )
 from paceline.data.text.encode import Encoded
 from paceline.data.text.labels import LabelConverter
+from paceline.data.text.new_tokens import config_tokenizer
 from paceline.data.text.templates import template_choice
-from paceline.data.text.tokenizer import LoadedTokenizer, find_tokenizer, load_tokenizer
+from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 from paceline.models.builtin import resolve_model
 from paceline.models.kinds import reads_images
 from paceline.tasks.base import Notice
@@ -120,9 +121,7 @@ def preview(config: Config, rows: int = 5) -> Preview:
             allowed="`task: sft`, `pretrain`, `classify` and `recommend`",
             fix="check with `paceline sft CONFIG --dry-run` that the data can be read",
         )
-    folder = find_tokenizer(
-        resolve_model(config.tokenizer or config.model), config.trust_remote_code
-    )
+    folder = config_tokenizer(config, resolve_model)
     tokenizer = load_tokenizer(folder, config.trust_remote_code)
     choice = template_choice(config)
     template, template_notices = choice.choose(tokenizer)

@@ -27,8 +27,9 @@ from paceline.train.precision import Precision
 @dataclass
 class EvalResult:
     """Means over the evaluation set. ``count`` is the number of label tokens or images that the
-    sums were divided by, ``answered_rows`` that of rows with a generated answer, and ``best_step``
-    the step of the best evaluation so far, if the best model is selected."""
+    sums were divided by (rounded, if rows have weights), ``answered_rows`` that of rows with a
+    generated answer, and ``best_step`` the step of the best evaluation so far, if the best model is
+    selected."""
 
     loss: float
     metrics: dict[str, float]
@@ -72,7 +73,7 @@ def evaluate(
     batch_size = args.per_device_eval_batch_size or args.per_device_train_batch_size
     sums: dict[str, torch.Tensor] = {}
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in task.gathers}
-    count = 0
+    count = 0.0
     was_training = model.training
     model.eval()
     try:
@@ -109,8 +110,8 @@ def evaluate(
         model.train(was_training)
     names_by_rank = comm.gather_objects(sorted(sums))
     names = sorted({name for rank_names in names_by_rank for name in rank_names or ()})
-    total, *values = comm.sum(float(count), *(float(sums.get(name, 0.0)) for name in names))
-    means = {name: value / max(total, 1.0) for name, value in zip(names, values, strict=True)}
+    total, *values = comm.sum(count, *(float(sums.get(name, 0.0)) for name in names))
+    means = {name: value / (total or 1.0) for name, value in zip(names, values, strict=True)}
     loss = means.pop("loss")
     if rows:
         means |= task.metrics({name: _gather(values, comm) for name, values in rows.items()})
@@ -122,7 +123,7 @@ def evaluate(
         generator = AnswerGenerator(task, model, strategy, precision, config, progress)
         metrics, answered_rows = answer_metrics(generator, dataset, generated, batch_size)
         means |= metrics
-    return EvalResult(loss, means, int(total), time.perf_counter() - start, answered_rows)
+    return EvalResult(loss, means, round(total), time.perf_counter() - start, answered_rows)
 
 
 def _perplexity(loss: float) -> float:

@@ -46,10 +46,10 @@ class StepCounts:
         self._on_host: HostCopy | None = None
 
     def denominator(self) -> torch.Tensor:
-        """Return the denominator of the loss, a float32 scalar on the device that is at least 1. It
-        is the global count, or an estimate of it from the count of this rank's group."""
+        """Return the denominator of the loss, a float32 scalar on the device that is not 0. It is
+        the global count, or an estimate of it from the count of this rank's group."""
         count = self.wait()[0] if self.group_count is None else self.group_count
-        return count.clamp(min=1.0).float()
+        return (count + (count == 0)).float()
 
     def wait(self) -> torch.Tensor:
         """Wait for the global sums and return them."""

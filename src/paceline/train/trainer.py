@@ -207,7 +207,7 @@ class Trainer:
             return False
         with uncounted():
             total, global_count = self.ctx.comm.sum(float(loss_sum), count)
-        loss = total / max(global_count, 1.0)
+        loss = total / (global_count or 1.0)
         spike = self.spikes.observe(loss, state.recent_losses)
         if spike is not None and self.roll_back(spike):
             return True

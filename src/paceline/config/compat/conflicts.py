@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from paceline.config.compat import parameters
 from paceline.config.compat.conversion import Notice, UnsupportedValue
 from paceline.config.compat.datasets import limit, with_fields
 from paceline.config.compat.llamafactory import FILE, in_folder
@@ -388,6 +389,7 @@ _ACTIONS: dict[str, _Action] = {
     "_interleave_probs": _interleave_probs,
     "_packing_strategy": _packing_strategy,
     "_eval_strategy": _eval_strategy,
+    **parameters.ACTIONS,
     **{f"_use_{name}": partial(_use_logger, name=name) for name in get_args(Logger)},
 }
 

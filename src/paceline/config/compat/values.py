@@ -3,6 +3,7 @@ them."""
 
 import json
 import re
+from pathlib import Path
 from typing import Any, get_args
 
 from paceline.config.chat_names import (
@@ -28,6 +29,10 @@ from paceline.config.entries import quoted_names
 from paceline.config.schema.base import Logger
 from paceline.config.schema.lora import ALL_LINEAR, is_regex
 from paceline.config.yaml_read import YamlValue
+from paceline.core.errors import first_line
+
+#: Pseudo-targets: the share of frozen parameters, and the patterns of exceptions from them.
+FROZEN_SHARE, TRAINED_PATTERNS = "_frozen_share", "_trained_patterns"
 
 
 def adapter(value: Any) -> Conversion:
@@ -239,6 +244,28 @@ def _refuse_groups(names: list[str]) -> None:
         )
 
 
+def tokens(target: str) -> Convert:
+    """Return a function that converts a list of tokens in which a `.txt` file stands for the words
+    in it."""
+
+    def convert(value: Any) -> Conversion:
+        found: list[str] = []
+        for name in as_names(value):
+            found += _words(Path(name)) if name.endswith(".txt") else [name]
+        return Conversion({target: found})
+
+    return convert
+
+
+def _words(file: Path) -> list[str]:
+    try:
+        return file.expanduser().read_text(encoding="utf-8").split()
+    except (OSError, ValueError) as error:
+        raise UnsupportedValue(
+            f"{file} cannot be read: {first_line(error)}", "check the path, or list the tokens"
+        ) from None
+
+
 def target_regex(value: Any) -> Conversion:
     """Convert ms-swift's regular expression, which overrides a list of names."""
     if not isinstance(value, str):
@@ -266,6 +293,31 @@ def name_prefixes(value: Any) -> Conversion:
     return _patterns("train_args.freeze", [f"^{re.escape(name)}" for name in _names(value)])
 
 
+def frozen_share(value: Any) -> Conversion:
+    """Convert ms-swift's share of the parameters that are frozen, from the first one on."""
+    if is_off(value):
+        return Conversion()
+    if value != 1:
+        raise UnsupportedValue(
+            "only 0 and 1 are supported: which parameters a share covers depends on the model",
+            "set `train_args.trainable_layers: N` to train the last N layers and freeze the rest,"
+            " or list the frozen parameters in `train_args.freeze`",
+        )
+    return Conversion({FROZEN_SHARE: 1})
+
+
+def trained_prefixes(value: Any) -> Conversion:
+    """Convert ms-swift's prefixes of the names of parameters that are trained although others are
+    frozen."""
+    names: list[YamlValue] = [] if is_off(value) else [f"^{re.escape(n)}" for n in as_names(value)]
+    return Conversion({TRAINED_PATTERNS: names} if names else {})
+
+
+def trained_regex(value: Any) -> Conversion:
+    """Convert ms-swift's regular expression for the names of such parameters."""
+    return Conversion() if is_off(value) else Conversion({TRAINED_PATTERNS: [str(value)]})
+
+
 def unfrozen(value: Any) -> Conversion:
     """Convert axolotl's patterns of trained parameters, which match at the start of a name."""
     patterns = _names(value)
@@ -284,6 +336,11 @@ def _names(value: Any) -> list[str]:
 
 def _patterns(target: str, patterns: list[str]) -> Conversion:
     return Conversion({target: [*patterns]} if patterns else {})
+
+
+def embedding_group(rate: Any) -> list[YamlValue]:
+    """Return the parameter group of axolotl's embeddings, which have no weight decay."""
+    return [{"params": ["embed_tokens", "lm_head"], "learning_rate": rate, "weight_decay": 0.0}]
 
 
 def lr_groups(value: Any) -> Conversion:
@@ -306,6 +363,4 @@ def embedding_lr(value: Any) -> Conversion:
     """Convert axolotl's learning rate of the embeddings and the output layer."""
     if is_off(value):
         return Conversion()
-    names: list[YamlValue] = ["embed_tokens", "lm_head"]
-    group: dict[str, YamlValue] = {"params": names, "learning_rate": value}
-    return Conversion({"train_args.parameter_groups": [group]})
+    return Conversion({"train_args.parameter_groups": embedding_group(value)})

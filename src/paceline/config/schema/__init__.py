@@ -30,6 +30,17 @@ class Config(Section):
     tokenizer: Text | None = Field(
         None, description="Hub id or folder of the tokenizer. Default: the model's."
     )
+    new_special_tokens: Names = Field(
+        default_factory=list,
+        description=(
+            "Special tokens to add to the vocabulary, e.g. `[<think>, </think>]`; decoding answers"
+            " omits them."
+        ),
+    )
+    new_tokens: Names = Field(
+        default_factory=list,
+        description="Tokens to add to the vocabulary that are text like any other.",
+    )
     task: Text = Field(
         "sft",
         description=(
@@ -291,6 +302,11 @@ class Config(Section):
                     f"mixing: weights requires a weight above 0 at every step, and at step {step}"
                     " all weights are 0"
                 )
+
+    @property
+    def adds_tokens(self) -> bool:
+        """Whether tokens are added to the vocabulary."""
+        return bool(self.new_tokens or self.new_special_tokens)
 
     def sources(self, validation: bool = False) -> list[DatasetSource]:
         """Return the sources of the training or validation data as :class:`DatasetSource` objects.

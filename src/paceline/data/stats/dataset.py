@@ -21,7 +21,8 @@ from paceline.core.log import Notice
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import open_source
 from paceline.data.text.chunks import NO_ANSWER, TOO_LONG
-from paceline.data.text.prepare import PreparedTokens, ResolveModel, TextTask, prepare_tokens
+from paceline.data.text.new_tokens import ResolveModel
+from paceline.data.text.prepare import PreparedTokens, TextTask, prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 

@@ -13,7 +13,8 @@ from paceline.data.sources.resolve import is_local, is_url, open_source
 
 if TYPE_CHECKING:
     from paceline.data.streaming.prepare import PreparedStream
-    from paceline.data.text.prepare import ResolveModel, TextTask
+    from paceline.data.text.new_tokens import ResolveModel
+    from paceline.data.text.prepare import TextTask
 
 #: `streaming: auto` streams more text than this.
 AUTO_BYTES = 1 << 30

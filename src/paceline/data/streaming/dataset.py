@@ -167,10 +167,13 @@ def _place(row: RawRow) -> Place:
 
 
 def _samples(chunk: EncodedChunk) -> list[TokenSample]:
-    return [
-        {
+    samples: list[TokenSample] = []
+    for tokens, mask, weight in zip(chunk.tokens, chunk.mask, chunk.weights, strict=True):
+        sample: TokenSample = {
             "input_ids": np.frombuffer(tokens, dtype=np.int32),
             "labels_mask": np.frombuffer(mask, dtype=np.bool_),
         }
-        for tokens, mask in zip(chunk.tokens, chunk.mask, strict=True)
-    ]
+        if weight is not None:
+            sample["weight"] = float(np.float32(weight))  # as it is in the token cache
+        samples.append(sample)
+    return samples

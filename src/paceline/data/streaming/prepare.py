@@ -24,16 +24,11 @@ from paceline.data.streaming.sources import StreamSource, find_sources, open_row
 from paceline.data.streaming.tables import TableRows
 from paceline.data.text.build import column_notices, nothing_kept
 from paceline.data.text.chunks import COUNTERS, RowCounts, Setup, make_converter, make_setup
-from paceline.data.text.prepare import (
-    ResolveModel,
-    TextTask,
-    TokenEntry,
-    split_indices,
-    split_notice,
-)
+from paceline.data.text.new_tokens import ResolveModel, config_tokenizer
+from paceline.data.text.prepare import TextTask, TokenEntry, split_indices, split_notice
 from paceline.data.text.templates import template_choice
 from paceline.data.text.token_dataset import TokenWriter
-from paceline.data.text.tokenizer import find_tokenizer, load_tokenizer, tokenizer_fingerprint
+from paceline.data.text.tokenizer import load_tokenizer, tokenizer_fingerprint
 
 #: Number of rows that are encoded before the start, to report what is wrong with all of them and to
 #: estimate lengths.
@@ -84,9 +79,7 @@ def prepare_stream(config: Config, task: TextTask, resolve_model: ResolveModel) 
     rows = open_rows(
         sources, config, StreamShuffle(args.seed, args.shuffle, args.shuffle_buffer_size)
     )
-    folder = find_tokenizer(
-        resolve_model(config.tokenizer or config.model), config.trust_remote_code
-    )
+    folder = config_tokenizer(config, resolve_model)
     tokenizer, template = load_tokenizer(folder, config.trust_remote_code), template_choice(config)
     resolved = [source.resolved for source in sources]
     setup, notices = make_setup(config, task, folder, tokenizer, template, resolved)
@@ -158,7 +151,9 @@ def _hold_out(
         writer, counts = TokenWriter(staging), StreamCounts()
         for start in range(0, len(indices), _ENCODED_ROWS):
             for chunk in encode(rows, indices[start : start + _ENCODED_ROWS].tolist()):
-                writer.extend(chunk.tokens, chunk.mask, chunk.lengths, chunk.label_counts)
+                writer.extend(
+                    chunk.tokens, chunk.mask, chunk.lengths, chunk.label_counts, chunk.weights
+                )
                 counts.add(counts_of(chunk))
         writer.close()
         meta = {"samples": len(writer.lengths), "counts": counts.as_dict()}

@@ -126,7 +126,13 @@ class _Writers:
 
     def add(self, encoded: EncodedChunk) -> None:
         """Append the samples of a chunk."""
-        self.tokens.extend(encoded.tokens, encoded.mask, encoded.lengths, encoded.label_counts)
+        self.tokens.extend(
+            encoded.tokens,
+            encoded.mask,
+            encoded.lengths,
+            encoded.label_counts,
+            encoded.weights,
+        )
         if self.labels is not None:
             self.labels.extend(encoded.labels)
         if self.images is not None:

@@ -137,6 +137,7 @@ class EncodedChunk:
             :class:`paceline.data.text.token_dataset.TokenDataset`.
         labels: those of each labeled text.
         images: those of each sample.
+        weights: factor of each sample's loss; None if the source has none.
         converted: the counters of the :class:`RowConverter`, by name.
         facts, refusals: those of the :class:`Encoder`.
     """
@@ -151,6 +152,7 @@ class EncodedChunk:
     label_counts: list[int] = field(default_factory=list)
     labels: list[tuple[Label, ...]] = field(default_factory=list)
     images: list[tuple[str | bytes, ...]] = field(default_factory=list)
+    weights: list[float | None] = field(default_factory=list)
     counts: RowCounts = field(default_factory=RowCounts)
     converted: dict[str, Counter[Any]] = field(default_factory=dict)
     facts: Counter[str] = field(default_factory=Counter)
@@ -177,7 +179,7 @@ class EncodedChunk:
             counts.truncated += 1
         counts.kept += 1
         counts.excluded_turns += encoded.excluded_turns
-        self._append(ids, mask, encoded.images)
+        self._append(ids, mask, encoded.images, encoded.weight)
 
     def _add_labeled(self, encoded: Encoded, labels: tuple[Label, ...], place: Place) -> None:
         length = len(encoded.input_ids)
@@ -202,12 +204,17 @@ class EncodedChunk:
             if len(ids) < 2:
                 self.counts.lone_tokens += 1
                 continue
-            self._append(ids, encoded.labels_mask[start : start + limit])
+            self._append(ids, encoded.labels_mask[start : start + limit], weight=encoded.weight)
 
     def _append(
-        self, ids: np.ndarray, mask: np.ndarray, images: tuple[str | bytes, ...] = ()
+        self,
+        ids: np.ndarray,
+        mask: np.ndarray,
+        images: tuple[str | bytes, ...] = (),
+        weight: float | None = None,
     ) -> None:
         self.images.append(images)
+        self.weights.append(weight)
         self.tokens.append(np.ascontiguousarray(ids, dtype=np.int32).tobytes())
         self.mask.append(np.ascontiguousarray(mask, dtype=np.bool_).tobytes())
         self.lengths.append(len(ids))

@@ -36,6 +36,7 @@ class Encoded:
         images: those of a chat.
         min_length: number of tokens up to the last one of an image; a sample that is truncated to
             fewer is dropped.
+        weight: that of :class:`paceline.data.text.formats.Sample`.
     """
 
     input_ids: np.ndarray
@@ -46,6 +47,7 @@ class Encoded:
     is_truncated: bool = False
     images: tuple[str | bytes, ...] = ()
     min_length: int = 0
+    weight: float | None = None
 
 
 @dataclass
@@ -102,6 +104,9 @@ class Encoder:
                 results[index] = "rejected by the chat template"
         results.update(zip(chats, self._encode_chats(list(chats.values())), strict=True))
         results.update(zip(pairs, self._encode_pairs(list(pairs.values())), strict=True))
+        for index, result in results.items():
+            if isinstance(result, Encoded):
+                result.weight = samples[index].weight
         return [results[index] for index in range(len(samples))]
 
     def _render(self, sample: Sample) -> Rendered:

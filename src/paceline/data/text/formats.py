@@ -1,5 +1,6 @@
 """Convert rows with various columns to chats, prompt and completion pairs, or text."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class Sample:
         labels: classes of a text or a pair of texts, which has no answer then.
         has_list: the labels are a list, of any length.
         images: paths or contents of the images of a chat, in the order of their places in it.
+        weight: factor of the loss, if a column has it.
     """
 
     messages: list[Message] | None = None
@@ -58,6 +60,7 @@ class Sample:
     labels: tuple[Label, ...] = ()
     has_list: bool = False
     images: tuple[str | bytes, ...] = ()
+    weight: float | None = None
 
 
 #: Accepted names of each column, the usual one first.
@@ -87,7 +90,11 @@ FORMATS = {
     ),
     "text": "text",
 }
+#: Expected name of the column with the weights of the rows' losses. It is read only if `columns`
+#: names it, because messages may have a key of this name.
+LOSS_WEIGHT = "loss_weight"
 _EXPECTED = {
+    LOSS_WEIGHT,
     *_CHAT,
     *_SYSTEM,
     *_INPUT,
@@ -224,6 +231,7 @@ class RowConverter:
         """
         if not isinstance(row, dict):
             raise MalformedRow("not an object with columns")
+        weight = self._loss_weight(row)
         if DOCUMENT in row:
             self.seen["text"] += 1
             return Sample(text=row[DOCUMENT], is_document=True)
@@ -263,7 +271,21 @@ class RowConverter:
                 raise MalformedRow("messages are not a list")
             sample, used = self._chat(self._read(turns), row), (key, *_SYSTEM)
         self._finish(row, names, plan, sample, used)
+        sample.weight = weight
         return sample
+
+    def _loss_weight(self, row: Row) -> float | None:
+        """Return the weight of the row's loss, or None if no column has it."""
+        if not self.columns.get(LOSS_WEIGHT):
+            return None
+        value: Any = row.get(self.columns[LOSS_WEIGHT])
+        try:
+            weight = math.nan if value is None or isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            weight = math.nan
+        if not 0 <= weight < math.inf:
+            raise MalformedRow("the loss weight is not a number of at least 0")
+        return weight
 
     # -- columns
     def _renamed(self, row: Row) -> Row:
@@ -365,6 +387,8 @@ class RowConverter:
         """Return the columns that may be unused, each with the columns of the same meaning that
         take precedence: it is used only if those are empty."""
         known = {*MUST_BE_USED, *self.columns.values()}
+        if LOSS_WEIGHT in self.columns:
+            known.add(LOSS_WEIGHT)
         optional: list[tuple[str, tuple[str, ...]]] = [
             (name, ())
             for name in names

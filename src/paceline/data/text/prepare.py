@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,15 +18,15 @@ from paceline.data.cache import build_once, fingerprint, key_of
 from paceline.data.counts import DataCounts
 from paceline.data.order.build import SourceSize, source_sizes
 from paceline.data.sources.resolve import open_source
+from paceline.data.text.new_tokens import ResolveModel, config_tokenizer
 from paceline.data.text.templates import template_choice
 from paceline.data.text.token_dataset import LABEL_COUNTS, LENGTHS
-from paceline.data.text.tokenizer import find_tokenizer, tokenizer_fingerprint
+from paceline.data.text.tokenizer import tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from paceline.data.text.build import EntryMeta, SourceMeta
 
 TextTask = Literal["sft", "pretrain", "classify", "vision"]
-ResolveModel = Callable[[str], str]
 
 _META = "meta.json"
 
@@ -82,9 +81,7 @@ def prepare_tokens(
     Raises:
         ConfigError: the data, the tokenizer or the chat template is invalid.
     """
-    tokenizer = find_tokenizer(
-        resolve_model(config.tokenizer or config.model), config.trust_remote_code
-    )
+    tokenizer = config_tokenizer(config, resolve_model)
     train = TokenEntry(config, task, tokenizer, validation=False)
     train.build(workers)
     evaluation = None
@@ -141,9 +138,7 @@ def cached_lengths(
     if not all(name.startswith("builtin:") or Path(name).expanduser().exists() for name in names):
         return None
     try:
-        tokenizer = find_tokenizer(
-            resolve_model(config.tokenizer or config.model), config.trust_remote_code
-        )
+        tokenizer = config_tokenizer(config, resolve_model)
         entry = TokenEntry(config, task, tokenizer, validation=False)
         return entry.arrays() if (entry.folder / _META).is_file() else None
     except (ConfigError, OSError, ValueError):

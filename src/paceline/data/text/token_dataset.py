@@ -18,6 +18,8 @@ TOKENS, MASK, LENGTHS, LABEL_COUNTS = (
     "lengths.npy",
     "label_counts.npy",
 )
+#: Factor of the loss of each sample, if a source has them.
+WEIGHTS = "loss_weights.npy"
 #: Of labeled texts: numbers of the labels of all samples, the end of each sample among them, and
 #: the labels by number.
 LABELS, LABEL_ENDS, LABEL_NAMES = "labels.npy", "label_ends.npy", "label_names.json"
@@ -29,12 +31,14 @@ Label = int | str
 class TokenSample(TypedDict):
     """``input_ids`` int32 [tokens]; ``labels_mask`` bool [tokens], true where the token carries
     loss; ``seed``: of the sample's noise, if there is any, an unsigned 32-bit number; ``source``:
-    index of its source, if several are mixed."""
+    index of its source, if several are mixed; ``weight``: factor of its loss, if the data have
+    them."""
 
     input_ids: np.ndarray
     labels_mask: np.ndarray
     seed: NotRequired[int]
     source: NotRequired[int]
+    weight: NotRequired[float]
 
 
 class LabeledSample(TokenSample):
@@ -61,6 +65,8 @@ class TokenDataset:
         lengths: int64 [num_samples], tokens of each sample.
         label_counts: int64 [num_samples], positions of each sample that carry loss. The first
             position never does, because no token precedes it.
+        loss_weights: float32 [num_samples], factor of each sample's loss, or None if the data have
+        none.
     """
 
     def __init__(
@@ -80,6 +86,8 @@ class TokenDataset:
         chosen = slice(None) if self.indices is None else self.indices
         self.lengths, self.label_counts = lengths[chosen], label_counts[chosen]
         self._starts = starts[chosen]
+        weights = self.folder / WEIGHTS
+        self.loss_weights = np.load(weights)[chosen] if weights.is_file() else None
         self._tokens = np.memmap(self.folder / TOKENS, dtype=np.int32, mode="r")
         self._mask = np.memmap(self.folder / MASK, dtype=np.bool_, mode="r")
 
@@ -105,6 +113,8 @@ class TokenDataset:
             sample["seed"] = random.getrandbits(32)
         if self.source_ends:
             sample["source"] = bisect_right(self.source_ends, index)
+        if self.loss_weights is not None:
+            sample["weight"] = float(self.loss_weights[index])
         return sample
 
     def subset(self, indices: Any) -> TokenDataset:
@@ -123,6 +133,8 @@ class TokenWriter:
         self._mask = open(folder / MASK, "wb")  # noqa: SIM115
         self.lengths = array("q")
         self.label_counts = array("q")
+        self.weights = array("f")
+        self._has_weights = False
 
     def extend(
         self,
@@ -130,19 +142,24 @@ class TokenWriter:
         mask: list[bytes],
         lengths: list[int],
         label_counts: list[int],
+        weights: list[float | None],
     ) -> None:
-        """Append several samples: the int32 and bool values, the length and the number of labels of
-        each sample."""
+        """Append several samples: the int32 and bool values, the length, the number of labels and
+        the factor of the loss (None: 1) of each sample."""
         self._tokens.writelines(tokens)
         self._mask.writelines(mask)
         self.lengths.extend(lengths)
         self.label_counts.extend(label_counts)
+        self.weights.extend(1.0 if weight is None else weight for weight in weights)
+        self._has_weights = self._has_weights or any(weight is not None for weight in weights)
 
     def close(self) -> None:
         self._tokens.close()
         self._mask.close()
         np.save(self.folder / LENGTHS, np.array(self.lengths, dtype=np.int64))
         np.save(self.folder / LABEL_COUNTS, np.array(self.label_counts, dtype=np.int64))
+        if self._has_weights:
+            np.save(self.folder / WEIGHTS, np.array(self.weights, dtype=np.float32))
 
 
 class LabeledDataset(TokenDataset):

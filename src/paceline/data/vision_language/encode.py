@@ -93,4 +93,5 @@ class ImageEncoder(Encoder):
             excluded_turns=encoded.excluded_turns,
             images=sample.images,
             min_length=min_length,
+            weight=encoded.weight,
         )

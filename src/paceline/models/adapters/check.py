@@ -56,6 +56,12 @@ def _conflicts(config: Config) -> list[tuple[str, str, str]]:
             )
         ),
         (
+            lora.method == "vera" and config.adds_tokens,
+            "`new_special_tokens` or `new_tokens` with `lora.method: vera`",
+            "peft cannot train a head that shares its weight with the embeddings",
+            "set `lora.method: lora`, or do not add tokens",
+        ),
+        (
             lora.subtracts_adapter and lora.quantize != "none",
             f"{init} with {quantize}",
             "the saved adapter is added to the original weights, not to the quantized rest",

@@ -24,6 +24,7 @@ from paceline.models.adapters.targets import (
     target_names,
 )
 from paceline.models.kinds import frozen_parts
+from paceline.models.new_tokens import embedding_names, has_tied_head
 
 Notice = tuple[str, str]
 
@@ -135,9 +136,10 @@ def _peft_config(model: Any, config: Config) -> Any:
     bypassed = bypassed_modules(model) if selects_all_linear(config) else []
     excluded = [pattern_of(bypassed)] if bypassed else []
     excluded += [rf"(?:.*\.)?{part}\..*" for part in frozen_parts(config)]
+    embeddings = embedding_names(model) if config.adds_tokens else []
     shared: dict[str, Any] = {
         "r": lora.rank,
-        "modules_to_save": list(lora.modules_to_save) or None,
+        "modules_to_save": [*lora.modules_to_save, *embeddings] or None,
         "bias": "none",
         # With "SEQ_CLS", peft also trains the head of a classifier in full, and saves it.
         "task_type": "SEQ_CLS" if config.task == "classify" else "CAUSAL_LM",
@@ -159,6 +161,7 @@ def _peft_config(model: Any, config: Config) -> Any:
         exclude_modules="|".join(excluded) or None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
+        ensure_weight_tying=bool(embeddings) and has_tied_head(model),
         # The others read the weights, which a model on the meta device does not have.
         **shared | {"init_lora_weights": init if init in _BLIND_INITS else True},
     )
@@ -214,6 +217,10 @@ def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
     """Return notices about dropout that cannot be applied and modules without an adapter."""
     lora = config.lora
     notices: list[Notice] = []
+    if config.adds_tokens and lora.adapter is None:
+        names = short_names(embedding_names(adapted.get_base_model()))
+        text = f"LoRA: tokens are added, so these are trained in full and saved: {names}"
+        notices.append(("info", text))
     layers = dict(adapter_layers(adapted))
     without = [
         f"{name}.{getattr(layer, 'parameter_name', '')}".rstrip(".")
@@ -236,7 +243,8 @@ def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
         notices.append(("info", text))
     if selects_all_linear(config) and lora.adapter is None:
         saved = adapted.peft_config[_ADAPTER].modules_to_save or []
-        notices += _left_out(adapted.get_base_model(), [*saved, *frozen_parts(config)])
+        wrapped = ["modules_to_save", "original_module"]
+        notices += _left_out(adapted.get_base_model(), [*saved, *wrapped, *frozen_parts(config)])
     elif ineffective := ineffective_adapters(adapted):
         names = short_names(ineffective)
         notices.append(

@@ -14,7 +14,7 @@ strategy has gathered its weights, and the model runs as usual around it.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -66,6 +66,8 @@ class ChunkedLoss:
         label_smoothing: share of each target that is spread evenly over the vocabulary.
         counts_correct: whether to count the correct predictions, without gradients.
         token_losses: receives the loss of each token, float32 [tokens], unless None.
+        token_weights: factors of the losses and correct predictions of the tokens in the result,
+            float32 [tokens], or None.
     """
 
     head: nn.Module
@@ -76,6 +78,7 @@ class ChunkedLoss:
     label_smoothing: float = 0.0
     counts_correct: bool = False
     token_losses: torch.Tensor | None = None
+    token_weights: torch.Tensor | None = None
     #: The number of targets that have the highest logit, once the head has run.
     num_correct: torch.Tensor | int = field(default=0, init=False)
     #: The sum of the losses, once the head has run.
@@ -107,10 +110,10 @@ class ChunkedLoss:
         return zeros
 
     def record(self, rows: slice, losses: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the losses of the tokens in ``rows``."""
+        """Return the sum of the losses of the tokens in ``rows``, times their weights."""
         if self.token_losses is not None:
             self.token_losses[rows] = losses
-        return losses.sum()
+        return losses.sum() if self.token_weights is None else losses @ self.token_weights[rows]
 
     def result(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the sum of the losses. Call it once.
@@ -146,6 +149,21 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
+class _Targets(NamedTuple):
+    """Targets of some tokens, and the weights of their losses."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor | None
+
+    def part(self, rows: slice) -> "_Targets":
+        return _Targets(self.ids[rows], None if self.weights is None else self.weights[rows])
+
+    def num_correct(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the number of correct predictions, times their weights."""
+        is_correct = logits.argmax(1) == self.ids
+        return is_correct.sum() if self.weights is None else is_correct.float() @ self.weights
+
+
 @dataclass(frozen=True)
 class _Job:
     """The loop over the chunks of one micro-batch."""
@@ -163,11 +181,11 @@ class _Job:
         stored = None if weight is None else weight.dtype
         return torch.float16 in (self.low_dtype, stored)
 
-    def chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        targets = self.loss.targets.reshape(-1)
+    def chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, _Targets]]:
+        targets = _Targets(self.loss.targets.reshape(-1), self.loss.token_weights)
         for begin in range(0, len(hidden), self.loss.chunk_tokens):
             rows = slice(begin, begin + self.loss.chunk_tokens)
-            yield rows, hidden[rows], targets[rows]
+            yield rows, hidden[rows], targets.part(rows)
 
     def losses(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the sum of the losses, without gradients."""
@@ -178,8 +196,8 @@ class _Job:
                 losses = output.new_empty(len(output), dtype=torch.float32)
                 for rows, logits in self._float_logits(output):
                     if self.loss.counts_correct:
-                        self.loss.num_correct += (logits.argmax(1) == targets[rows]).sum()
-                    losses[rows] = _softmax_(logits, targets[rows], self.loss.label_smoothing)
+                        self.loss.num_correct += targets.part(rows).num_correct(logits)
+                    losses[rows] = _softmax_(logits, targets.ids[rows], self.loss.label_smoothing)
                 total += self.loss.record(chunk, losses)
         return total
 
@@ -221,7 +239,7 @@ class _Job:
     def _linear_gradients(
         self,
         x: torch.Tensor,
-        targets: torch.Tensor,
+        targets: _Targets,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         inputs: torch.Tensor | None,
@@ -248,7 +266,7 @@ class _Job:
     def _module_gradients(
         self,
         x: torch.Tensor,
-        targets: torch.Tensor,
+        targets: _Targets,
         weights: Sequence[torch.Tensor],
         inputs: torch.Tensor | None,
         sums: list[torch.Tensor],
@@ -275,7 +293,7 @@ class _Job:
     def _gradient_of(
         self,
         output: torch.Tensor,
-        targets: torch.Tensor,
+        targets: _Targets,
         scale: torch.Tensor | None,
         into: torch.Tensor,
         row_sum: torch.Tensor | None = None,
@@ -293,7 +311,7 @@ class _Job:
         # A sum over a part of the rows would be rounded differently.
         max_bytes = None if row_sum is None else 4 * output.numel()
         for rows, logits in self._float_logits(output, max_bytes):
-            losses[rows] = self._gradient_(logits, targets[rows], scale)
+            losses[rows] = self._gradient_(logits, targets.part(rows), scale)
             if row_sum is not None:
                 row_sum += logits.sum(0)
             if not is_in_place:
@@ -318,19 +336,22 @@ class _Job:
             yield rows, self.loss.transform.apply(output[rows].to(torch.float32))
 
     def _gradient_(
-        self, logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor | None
+        self, logits: torch.Tensor, targets: _Targets, scale: torch.Tensor | None
     ) -> torch.Tensor:
         """Replace logits by the gradient with respect to the head's output; return the losses."""
+        ids, weights = targets
         transform = self.loss.transform
         slope = transform.slope(logits)
         smoothing = self.loss.label_smoothing
-        losses = _softmax_(logits, targets, smoothing)
-        has_loss = (targets != IGNORED).unsqueeze(1)
-        picked = targets.clamp(min=0).unsqueeze(1)
+        losses = _softmax_(logits, ids, smoothing)
+        has_loss = (ids != IGNORED).unsqueeze(1)
+        picked = ids.clamp(min=0).unsqueeze(1)
         logits.scatter_add_(1, picked, logits.new_full(picked.shape, smoothing - 1.0))
         if smoothing:
             logits.sub_(smoothing / logits.shape[1])
         factor = transform.scale if scale is None else scale * transform.scale
+        if weights is not None:
+            factor = factor * weights.unsqueeze(1)
         logits.mul_(has_loss * factor)
         if slope is not None:
             logits.mul_(slope)

@@ -1,0 +1,61 @@
+"""Resolve keys of other tools that select parameters of the model and depend on other keys."""
+
+from paceline.config.compat.conversion import Notice, UnsupportedValue
+from paceline.config.compat.merge import Assignment, Merge
+from paceline.config.compat.values import FROZEN_SHARE, TRAINED_PATTERNS, embedding_group
+from paceline.config.entries import short
+
+_FREEZE, _TRAINABLE = "train_args.freeze", "train_args.trainable"
+_NO_EFFECT: Notice = ("info", "has no effect with LoRA")
+
+
+def freeze_all(merge: Merge, by: Assignment) -> Notice:
+    """Apply the share of frozen parameters, which is 1."""
+    if merge.value_of("lora.enable") is True:
+        return _NO_EFFECT
+    if not merge.value_of(TRAINED_PATTERNS):
+        raise UnsupportedValue(
+            "no parameter would be trained", "add `trainable_parameters`, or remove it"
+        )
+    merge.winners.pop(_FREEZE, None)
+    patterns = merge.value_of(TRAINED_PATTERNS)
+    merge.winners[_TRAINABLE] = Assignment(_TRAINABLE, patterns, by.entry)
+    return "info", f"is read as `{_TRAINABLE}: {short(patterns)}`"
+
+
+def train_patterns(merge: Merge, by: Assignment) -> Notice:
+    """Except parameters from those that are frozen."""
+    if merge.value_of("lora.enable") is True:
+        return _NO_EFFECT
+    if merge.value_of(_TRAINABLE) == by.value:
+        return "info", f"is read as `{_TRAINABLE}: {short(by.value)}`"
+    frozen = merge.value_of(_FREEZE)
+    if not frozen:
+        return "info", "has no effect: no parameter is frozen"
+    frozen = [frozen] if isinstance(frozen, str) else frozen
+    excepted = rf"^(?!.*?(?:{'|'.join(by.value)}))"
+    patterns = [rf"{excepted}(?=.*?(?:{pattern}))" for pattern in frozen]
+    merge.winners[_FREEZE] = Assignment(_FREEZE, patterns, merge.winners[_FREEZE].entry)
+    return "info", f"excepts these parameters: `{_FREEZE}: {short(patterns)}`"
+
+
+def embedding_lr_scale(merge: Merge, by: Assignment) -> Notice:
+    """Convert axolotl's factor of the learning rate of the embeddings and the output layer."""
+    base = merge.value_of("train_args.learning_rate")
+    if not isinstance(base, int | float) or not isinstance(by.value, int | float):
+        raise UnsupportedValue(
+            "it requires a number, and `learning_rate`", "set `learning_rate`, or `embedding_lr`"
+        )
+    groups = embedding_group(base * by.value)
+    target = "train_args.parameter_groups"
+    before = merge.value_of(target) or []
+    merge.winners[target] = Assignment(target, [*groups, *before], by.entry)
+    return "info", f"is read as `{target}: {short(groups)}`"
+
+
+#: Pseudo-target → function that applies it.
+ACTIONS = {
+    FROZEN_SHARE: freeze_all,
+    TRAINED_PATTERNS: train_patterns,
+    "_embedding_lr_scale": embedding_lr_scale,
+}

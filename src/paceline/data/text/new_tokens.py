@@ -1,0 +1,85 @@
+"""Tokenizers to which `new_tokens` and `new_special_tokens` were added."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.core.files import cache_dir, write_json_atomic
+from paceline.data.cache import build_once, key_of
+from paceline.data.text.tokenizer import find_tokenizer, tokenizer_fingerprint
+
+if TYPE_CHECKING:
+    from paceline.config.schema import Config
+
+#: Converts the name of a model in the config to a local folder or a hub id.
+ResolveModel = Callable[[str], str]
+
+_LAYOUT = 1
+_ADDED = "paceline_new_tokens.json"
+
+
+class NewTokens(NamedTuple):
+    """Tokens that were added to a tokenizer.
+
+    Args:
+        ids: their token ids; without those that the tokenizer had before.
+        num_tokens: the highest token id of the tokenizer plus one.
+    """
+
+    ids: list[int]
+    num_tokens: int
+
+
+def config_tokenizer(config: Config, resolve_model: ResolveModel) -> Path:
+    """Return the local folder of the tokenizer of a config, with its new tokens.
+
+    Raises:
+        ConfigError: the tokenizer does not exist or cannot be loaded.
+    """
+    name = resolve_model(config.tokenizer or config.model)
+    folder = find_tokenizer(name, config.trust_remote_code)
+    if not config.adds_tokens:
+        return folder
+    key = key_of(
+        [
+            "new tokens",
+            _LAYOUT,
+            tokenizer_fingerprint(folder),
+            config.new_tokens,
+            config.new_special_tokens,
+        ]
+    )
+    final = cache_dir() / "tokenizers" / key
+    build_once(final, _ADDED, lambda staging: _write(config, folder, staging))
+    return final
+
+
+def read_new_tokens(folder: Path) -> NewTokens:
+    """Return the tokens that were added to the tokenizer in a folder of
+    :func:`config_tokenizer`."""
+    return NewTokens(**json.loads((folder / _ADDED).read_text(encoding="utf-8")))
+
+
+def _write(config: Config, source: Path, target: Path) -> None:
+    from transformers import AddedToken, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        str(source), trust_remote_code=config.trust_remote_code
+    )
+    before = set(tokenizer.get_vocab().values())
+    for tokens, is_special in ((config.new_tokens, False), (config.new_special_tokens, True)):
+        tokenizer.add_tokens(
+            [AddedToken(token, special=is_special, normalized=False) for token in tokens],
+            special_tokens=is_special,
+        )
+    tokenizer.save_pretrained(str(target))
+    for pattern in ("*processor_config.json", "config.json"):
+        for file in source.glob(pattern):
+            shutil.copyfile(file, target / file.name)
+    ids = set(tokenizer.get_vocab().values())
+    added = NewTokens(sorted(ids - before), max(ids) + 1)
+    write_json_atomic(target / _ADDED, dict(added._asdict()))
