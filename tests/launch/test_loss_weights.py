@@ -28,12 +28,12 @@ def train(folder: Path, weights: list[float], mode: str, *args: str) -> list[flo
     file = folder.parent / f"{folder.name}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = {"path": str(file), "columns": {"loss_weight": "w"}}
-    ranks, replicas, more = MODES.get(mode, (1, 1, ("parallel.mode=single",)))
+    ranks, replicas, mode_args = MODES.get(mode, (1, 1, ("parallel.mode=single",)))
     run(
         "model=builtin:qwen2-micro", f"dataset={json.dumps(source)}", "parallel.device=cpu",
         f"output_dir={folder}", "per_device_train_batch_size=4", "max_length=64", "max_steps=4",
         "lr_scheduler_type=constant", "learning_rate=1e-2", f"parallel.num_gpus={ranks}",
-        f"gradient_accumulation_steps={2 // replicas}", *more, *args,
+        f"gradient_accumulation_steps={2 // replicas}", *mode_args, *args,
     )  # fmt: skip
     return losses(folder)
 

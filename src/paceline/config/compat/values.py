@@ -249,15 +249,15 @@ def tokens(target: str) -> Convert:
     in it."""
 
     def convert(value: Any) -> Conversion:
-        found: list[str] = []
+        names: list[str] = []
         for name in as_names(value):
-            found += _words(Path(name)) if name.endswith(".txt") else [name]
-        return Conversion({target: found})
+            names += _read_tokens(Path(name)) if name.endswith(".txt") else [name]
+        return Conversion({target: names})
 
     return convert
 
 
-def _words(file: Path) -> list[str]:
+def _read_tokens(file: Path) -> list[str]:
     try:
         return file.expanduser().read_text(encoding="utf-8").split()
     except (OSError, ValueError) as error:
