@@ -23,7 +23,8 @@ _TIMEOUT_S = 60.0
 def warm_up(modules: Sequence[str] = ()) -> None:
     """Start the server that the ranks are forked from. It imports torch and ``modules`` while the
     caller continues."""
-    start_server(["paceline.launch.rank_pool", "torch.distributed", *modules], {})
+    names = ["paceline.launch.rank_pool", "torch.distributed", *modules]
+    start_server(["paceline.launch.preload"], {"PACELINE_PRELOAD": " ".join(names)})
 
 
 def run_on_ranks(
