@@ -139,3 +139,70 @@ def test_accumulation_divides_by_the_global_number_of_tokens(ranks: int) -> None
     counts = content["frames"][3]["collectives"]
     # One float64 number; an all-reduce sends 2(N-1)/N of it.
     assert [each["sent_bytes"] for each in counts] == [round(2 * (ranks - 1) / ranks * 8)]
+
+
+def test_precision_skips_the_steps_that_overflow_on_one_rank() -> None:
+    _, content = _record("precision", 2)
+    assert content["rounded"]["float16"][2:] == ["inf", pytest.approx(1e-5, rel=0.01), 0.0]
+    assert content["rounded"]["bfloat16"][1] == 1.0
+    assert content["updated"]["bfloat16"] == 1.0
+    assert content["updated"]["float32"] == pytest.approx(1.01)
+    attempts = content["attempts"]
+    assert [attempt["is_finite"] for attempt in attempts] == [False, True, True]
+    assert [attempt["new_scale"] for attempt in attempts] == [32768.0] * 3
+    overflow = attempts[0]["ranks"]
+    # Only the last rank overflows, but the sum does on both.
+    assert [rank["local"][2] for rank in overflow] == [32768.0, "inf"]
+    assert [rank["summed"][2] for rank in overflow] == ["inf", "inf"]
+    assert overflow[0]["weights"] == [1.0, 1.0, 1.0] != attempts[1]["ranks"][0]["weights"]
+
+
+def test_tensor_parallel_layers_need_an_all_reduce_in_each_direction() -> None:
+    _, content = _record("tensor", 3)
+    collectives = [each for frame in content["frames"] for each in frame["collectives"]]
+    assert [each["kind"] for each in collectives] == ["all-reduce", "all-reduce"]
+    # An all-reduce of three float32 numbers sends 2(N-1)/N of them.
+    assert content["bytes_sent"] == [2 * 16] * 3
+    local_bytes, full_bytes = content["weights_bytes"]
+    assert 3 * local_bytes == full_bytes
+    outputs = [rank["output"] for rank in content["values"]]
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert content["values"][0]["partial"] != content["values"][1]["partial"]
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_hybrid_groups_differ_on_one_axis(ranks: int) -> None:
+    _, content = _record("hybrid", ranks)
+    for name, groups in content["groups"].items():
+        assert sorted(rank for group in groups for rank in group) == list(range(ranks))
+        assert all(len(group) == content["axes"][name] for group in groups)
+    assert content["groups"]["tensor"][0] == [0, 1]
+    assert content["groups"]["data"][0] == [0, 2]
+    assert ("pipeline" in content["groups"]) == (ranks == 8)
+
+
+@pytest.mark.parametrize("algorithm", ["topk", "randomk"])
+def test_compression_keeps_what_it_does_not_send(algorithm: str) -> None:
+    _, content = _record("compression", 2, algorithm)
+    assert sum(content["bytes_sent"]) < 2 * content["uncompressed_bytes"]
+    for rank in content["steps"]:
+        residual = [0.0] * content["elements"]
+        for step in rank:
+            for place, gradient in enumerate(step["gradient"]):
+                assert step["waiting"][place] == pytest.approx(residual[place] + gradient, abs=1e-6)
+                rest = step["waiting"][place] - step["sent"][place]
+                assert step["residual"][place] == pytest.approx(rest, abs=1e-6)
+            assert sum(value != 0 for value in step["sent"]) <= content["sent_elements"]
+            residual = step["residual"]
+
+
+@pytest.mark.parametrize("algorithm", ["local_sgd", "diloco"])
+def test_local_sgd_workers_drift_and_are_synchronized(algorithm: str) -> None:
+    _, content = _record("local-sgd", 2, algorithm)
+    first, second = content["weights"]
+    equal = [a == b for a, b in zip(first, second, strict=True)]
+    assert equal == [(step + 1) % content["sync_every"] == 0 for step in range(len(first))]
+    assert all(drift > 0 for drift in content["drift"])
+    # Four float32 weights at each of two synchronizations
+    assert content["bytes_sent"] == [2 * 16] * 2
+    assert content["ddp_bytes"] == 8 * 16

@@ -63,8 +63,27 @@ TOPICS = {
         "accumulation",
         "why the loss is divided by the global number of tokens, with unequal micro-batches",
     ),
+    "precision": Topic(
+        "precision", "rounding in bfloat16 and float16, loss scaling, and an overflow on one rank"
+    ),
     "zero": Topic(
         "zero", "which rank stores which shard of the training state, for each ZeRO stage"
+    ),
+    "tensor": Topic("tensor", "column- and row-parallel layers, and their all-reduces"),
+    "hybrid": Topic(
+        "hybrid",
+        "the device mesh, and the process groups along its axes",
+        (4, 4, MAX_RANKS),
+    ),
+    "compression": Topic(
+        "compression",
+        "sparse gradients, and the residual that keeps what was not sent",
+        algorithms=("topk", "randomk"),
+    ),
+    "local-sgd": Topic(
+        "local_sgd",
+        "workers that train independently and are synchronized every few steps",
+        algorithms=("local_sgd", "diloco"),
     ),
 }
 
