@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 
 #: `train_args.optim` → the package (also the name of the extra) that implements it.
@@ -53,7 +54,7 @@ def unused_packages(config: Config) -> list[str]:
 
     The code of a custom task may import them, so then there are none.
     """
-    if config.task not in ("sft", "pretrain", "classify", "recommend"):
+    if config.task not in (*CAUSAL_TASKS, "classify", "recommend"):
         return []
     needed = {OPTIMIZER_PACKAGES.get(config.train_args.optim)}
     if config.lora.quantize != "none":
@@ -71,7 +72,7 @@ def unused_in_ranks(config: Config) -> list[str]:
     """
     names = unused_packages(config)
     has_user_code = config.trust_remote_code or ":" in config.parallel.mode
-    if config.task not in ("sft", "pretrain") or has_user_code:
+    if config.task not in CAUSAL_TASKS or has_user_code:
         return names
     # bitsandbytes, torchao and clients of trackers may import it
     uses_scipy = len(names) < 2 or bool(config.report_to)

@@ -347,6 +347,7 @@ class StepFigures(_Logged, total=False):
         devices: read every few seconds, if NVML reports them.
         fill: with packed rows, the share of their capacity that has tokens.
         sources: the figures of each source of a mixture.
+        metrics: means of the task's metrics, such as ``rewards/margins``, if it has any.
     """
 
     loss: float
@@ -365,6 +366,7 @@ class StepFigures(_Logged, total=False):
     since_start_s: float
     fill: float
     sources: list[SourceStep]
+    metrics: dict[str, float]
 
 
 class StepEvent(StepFigures, total=False):

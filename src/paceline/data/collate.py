@@ -5,7 +5,7 @@ next token has a loss, so a batch lists these positions, and the other logits ar
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -65,6 +65,24 @@ class SourceLosses:
         of_source = (sources == numbers.unsqueeze(1)) * weights.float()  # [sources, tokens]
         sums = (of_source * losses.detach().float()).sum(1)
         self.sums = torch.stack([sums, of_source.sum(1)])
+
+
+class MetricSums:
+    """The metrics of a micro-batch, once its loss has been computed.
+
+    Args:
+        names: names of the metrics.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        #: float32 [2, metrics]: the sums of the values, and their numbers.
+        self.sums: torch.Tensor | None = None
+
+    def record(self, metrics: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Store the sum and the number of values of each metric."""
+        rows = zip(*(metrics[name] for name in self.names), strict=True)
+        self.sums = torch.stack([torch.stack(row).detach().float() for row in rows])
 
 
 def add_sources(batch: TokenBatch, samples: Sequence[TokenSample], num_sources: int) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.files import Scratch, cache_dir, write_json_atomic
 from paceline.core.log import Notice
@@ -40,7 +41,7 @@ def check_model(config: Config, layout: ParallelLayout) -> list[Notice]:
     Raises:
         ConfigError: if the ranks would reject the model, its adapters or its layout.
     """
-    if config.task not in ("sft", "pretrain"):
+    if config.task not in CAUSAL_TASKS:
         return []
     cached = _cache_file(config, layout)
     if cached is not None:
@@ -135,7 +136,7 @@ def _cache_file(config: Config, layout: ParallelLayout) -> Path | None:
 def checking_in_background(config: Config, layout: ParallelLayout) -> Iterator[None]:
     """Check the model in another process within the block. If it cannot be trained, functions that
     poll raise the error. The fork server must have been started for this config."""
-    if config.task not in ("sft", "pretrain"):
+    if config.task not in CAUSAL_TASKS:
         yield
         return
     check = _BackgroundCheck(config, layout)

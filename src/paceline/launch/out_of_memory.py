@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import OutOfMemory
 from paceline.core.files import human_bytes
 from paceline.planner.advice import advise
@@ -27,7 +28,7 @@ def explain(error: OutOfMemory, spec: RunSpec) -> str:
             f"lower `per_device_train_batch_size` (now {args.per_device_train_batch_size}) and"
             " raise `gradient_accumulation_steps` by the same factor (the result stays the same)"
         )
-        if spec.config.task in ("sft", "pretrain"):
+        if spec.config.task in CAUSAL_TASKS:
             fix += f", or lower `max_length` (now {args.max_length})"
     return f"{error.what}.{predicted} To fix: {fix}."
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.models.builtin import config_numbers
 from paceline.models.json_config import JsonObject, first_number, language_fields
@@ -92,7 +93,7 @@ def fit_length(loaded: Loaded) -> Loaded:
         ConfigError: a configured value exceeds a fixed limit.
     """
     config = loaded.config
-    if config.task not in ("sft", "pretrain"):
+    if config.task not in CAUSAL_TASKS:
         return loaded
     limit = position_limit(config_numbers(config.model))
     args = config.train_args

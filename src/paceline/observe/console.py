@@ -256,9 +256,10 @@ def _factors(derived: Mapping[str, float | None]) -> str:
 def _answers_text(config: Mapping[str, JsonValue]) -> bool:
     """Return whether `paceline generate` answers with the trained model."""
     # Imports the config's schema, which `paceline watch` does not need until a run is done.
+    from paceline.config.schema.tasks import CAUSAL_TASKS
     from paceline.models.kinds import vision_family
 
-    is_language_task = config.get("task") in ("sft", "pretrain")
+    is_language_task = config.get("task") in CAUSAL_TASKS
     return is_language_task and vision_family(str(config.get("model"))) is None
 
 

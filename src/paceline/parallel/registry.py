@@ -95,6 +95,7 @@ _FOR_ALL = (
     *precision.FLOAT8,
     *ACTIVATION_OFFLOAD,
     *training.AVERAGE,
+    limits.NO_DIVIDED_PREFERENCES,
 )
 _HYBRID = Capabilities(limits.HYBRID, reduces_in_buckets=True)
 _WORKERS_COUNT_EQUALLY = (

@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import TypedDict
 
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.planner.estimate import (
     MicroBatchProfile,
@@ -140,7 +141,7 @@ def _steps(config: Config, machine: Machine, mode: ModeEstimate) -> Iterator[_St
             "train_args.gradient_accumulation_steps": count,
         }
         yield _Step(settings, f"{count} micro-batches per step; the same global batch and loss")
-    if args.gradient_checkpointing == "none" and (config.task in ("sft", "pretrain")):
+    if args.gradient_checkpointing == "none" and (config.task in CAUSAL_TASKS):
         yield _Step(
             {"train_args.gradient_checkpointing": "selective"},
             "activations except matrix products are recomputed in backward; the same loss",
@@ -213,7 +214,7 @@ class _Trial:
         its micro-batch size. No other change affects the model."""
         args, before = config.train_args, self.config.train_args
         if args.precision not in self.models:
-            if config.lora.enable and config.task in ("sft", "pretrain"):
+            if config.lora.enable and config.task in CAUSAL_TASKS:
                 self.models[args.precision] = describe(config)
             else:
                 model = self.models[before.precision]

@@ -8,6 +8,7 @@ from typing import TypedDict
 
 from paceline.config.load import load_config
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError
 from paceline.distributed.devices import (
@@ -179,7 +180,7 @@ def make_plan(
             allowed=f"an integer between 1 and {_MAX_DEVICES:,}",
         )
     memory = parse_size(device_memory) if isinstance(device_memory, str) else device_memory
-    if config.task not in ("sft", "pretrain", "classify"):
+    if config.task not in (*CAUSAL_TASKS, "classify"):
         load_task(config)  # report a missing task before measuring anything
     machine = _machine(config, world_size, memory, device)
     if config.train_args.precision == "auto":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
@@ -171,7 +172,7 @@ def nothing_fits(
     )
     change = advise(config, profile, batch, machine, smallest).smallest
     changes = [f"set {change.text}"] if change is not None else []
-    if not config.lora.enable and config.task in ("sft", "pretrain"):
+    if not config.lora.enable and config.task in CAUSAL_TASKS:
         changes.append("train adapters (`lora.enable=true`)")
     num_devices = _sufficient_devices(config, profile, batch, machine)
     changes += [f"use {num_devices} such devices"] if num_devices else []
@@ -231,7 +232,7 @@ def pick(
     try:
         profile = describe(config)
     except ConfigError:
-        if config.task in ("sft", "pretrain", "classify"):
+        if config.task in (*CAUSAL_TASKS, "classify"):
             raise
         return plain, f"{plain.strategy}: the model's memory is not known before it is built"
     batch = micro_batch(config)

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TypedDict
 
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
@@ -70,17 +71,17 @@ def micro_batch(config: Config) -> MicroBatchProfile:
     """Measure the micro-batch in the tokenized data if it is cached; else assume ``max_length``."""
     args = config.train_args
     size = args.per_device_train_batch_size
-    if config.task not in ("sft", "pretrain"):
+    if config.task not in CAUSAL_TASKS:
         return MicroBatchProfile(size, size, has_tokens=False)
-    from paceline.data.text.prepare import TextTask, cached_lengths
+    from paceline.data.text.prepare import cached_lengths, text_task
 
-    task: TextTask = "pretrain" if config.task == "pretrain" else "sft"
+    task = text_task(config)
     if reads_images(config):
         task = "vision"
     cached = cached_lengths(config, task, resolve_model)
     if cached is None or len(cached[0]) == 0:
-        longest = float(size * args.max_length)
-        rows = (args.max_length,) * size
+        rows = (args.max_length,) * size * (2 if task == "pairs" else 1)
+        longest = float(sum(rows))
         return MicroBatchProfile(
             longest, longest, sample=args.max_length, known=False, lengths=rows
         )

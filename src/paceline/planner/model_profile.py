@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError, first_line
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import config_folder
@@ -58,7 +59,7 @@ def describe(config: Config) -> ModelProfile:
     Raises:
         ConfigError: there is no such model, or the task's code fails to build it.
     """
-    if config.task in ("sft", "pretrain") and not reads_images(config):
+    if config.task in CAUSAL_TASKS and not reads_images(config):
         return _language(config)
     from paceline.tasks import load_task
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline.config.derive import average_bytes_per_element, optimizer_bytes_per_element
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.models.builtin import resolve_model
 from paceline.models.files import read_header
 from paceline.models.hub_configs import config_folder, read_config
@@ -20,7 +21,7 @@ def upper_bound(config: Config) -> int | None:
     None if the files do not determine one."""
     if reads_images(config):
         return None  # the size of the vision tower is not known before it is built
-    if config.task in ("sft", "pretrain"):
+    if config.task in CAUSAL_TASKS:
         return _language(config)
     if config.task == "classify" and config.model.startswith("builtin:"):
         return _classifier(config)

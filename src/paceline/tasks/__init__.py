@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.config.schema.tasks import CAUSAL_TASKS, PREFERENCE_TASKS
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.sources.kinds import classifies_images
 from paceline.models.kinds import reads_images
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 BUILT_IN = {
     "sft": "language models, loss on the answers",
     "pretrain": "language models, loss on every token",
+    "dpo": "language models, pairs of a preferred and a rejected answer",
+    "orpo": "the same with an odds ratio and without a reference model",
+    "simpo": "the same with mean log-probabilities and without a reference model",
+    "kto": "language models, answers that are marked as good or bad",
     "classify": "images or texts into classes",
     "recommend": "click prediction with embedding tables",
 }
@@ -38,6 +43,10 @@ def load_task(config: Config) -> Task:
         from paceline.tasks.language import LanguageTask
 
         return LanguageTask(config)
+    if name in PREFERENCE_TASKS:
+        from paceline.tasks.preference.task import PreferenceTask
+
+        return PreferenceTask(config)
     if name == "classify" and classifies_images(config):
         from paceline.tasks.classify import ClassifyTask
 
@@ -66,4 +75,4 @@ def uses_transformers(config: Config) -> bool:
     """Return whether the task trains a model of transformers that reads text."""
     if config.task == "classify":
         return not classifies_images(config)
-    return config.task in ("sft", "pretrain")
+    return config.task in CAUSAL_TASKS

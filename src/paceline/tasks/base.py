@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from paceline.config.schema import Config
 from paceline.config.schema.train_args import TrainArgs
@@ -107,6 +107,24 @@ class Prepared:
         return tokens_per_row(config, self.sources) if self.sources else self.mean_tokens
 
 
+@runtime_checkable
+class ComparesWithStart(Protocol):
+    """A task whose loss depends on what the model computes before it is trained: values per sample,
+    which are computed once and stored."""
+
+    @property
+    def num_reference_values(self) -> int:
+        """Number of values per sample; 0 if the loss does not need them."""
+
+    def reference_key(self, dataset: Any) -> str | None:
+        """Return the key of the values of a dataset in the cache, or None if it is unknown whether
+        the model has changed since they were stored."""
+
+    def reference_values(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        """Return the values of the samples of a batch, "values" float32 [samples, values], and
+        their indices in the dataset, "index" int64 [samples]."""
+
+
 class Task:
     """Base class of all tasks. A subclass needs ``build_model``, ``build_datasets`` and ``loss``;
     the other methods have defaults.
@@ -170,6 +188,8 @@ class Task:
     device_type = "cpu"
     #: Set before ``build_datasets`` is called on a rank.
     prepared: Prepared | None = None
+    #: Number of samples of a global batch. Set before ``build_datasets`` is called on a rank.
+    global_batch_size = 0
 
     @property
     def _handle(self) -> Any:
@@ -220,6 +240,23 @@ class Task:
         """Return the SUM of the loss over the batch, as a scalar tensor with gradient."""
         raise NotImplementedError(f"{type(self).__name__} needs loss(self, model, batch)")
 
+    #: Names of sums over the global batch on which the loss depends in other ways than through its
+    #: count. The batch that :meth:`loss` gets has them as ``batch["totals"]``, by name.
+    total_names: tuple[str, ...] = ()
+
+    def totals(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        """Return the terms of this batch in the sums that :attr:`total_names` names. Called without
+        gradients."""
+        return {}
+
+    #: Names of the metrics that :meth:`loss` records in ``batch["metric_sums"]``, a
+    #: :class:`~paceline.data.collate.MetricSums`, for the ``step`` events.
+    step_metrics: tuple[str, ...] = ()
+
+    def finish_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Add the metrics of a step that are computed from the means of others."""
+        return metrics
+
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Return sums over the batch by name, including "loss". They are divided by the global
         count. Results named in :attr:`gathers` are values per sample instead."""
@@ -230,9 +267,9 @@ class Task:
     gathers: tuple[str, ...] = ()
 
     def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Return metrics that are not sums, such as an AUC. ``gathered`` has the values of
-        :attr:`gathers` for the full validation set, from all ranks, in the same order for each
-        name."""
+        """Return metrics that are not sums, such as an AUC; "loss" may be one of them.
+        ``gathered`` has the values of :attr:`gathers` for the full validation set, from all ranks,
+        in the same order for each name."""
         return {}
 
     # -- at the end

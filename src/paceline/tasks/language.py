@@ -52,6 +52,8 @@ class LanguageTask(Task):
     unit = "label tokens"
     is_language_model = True
     tokenizes = True
+    #: Number of token sequences of a sample.
+    sequences_per_sample = 1
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -151,6 +153,7 @@ class LanguageTask(Task):
         vocabulary = int(getattr(base.config.get_text_config(), "vocab_size", 0))
         chunk_tokens = args.loss_chunk_tokens(vocabulary)
         rows = max(args.per_device_train_batch_size, args.per_device_eval_batch_size or 0)
+        rows *= self.sequences_per_sample
         if chunk_tokens is None or rows * args.max_length <= chunk_tokens:
             return []
         self._chunk_tokens = chunk_tokens

@@ -35,13 +35,14 @@ from paceline.parallel.protocols import (
     replica_of,
 )
 from paceline.tasks import load_task, uses_transformers
-from paceline.tasks.base import Task
+from paceline.tasks.base import ComparesWithStart, Task
 from paceline.tasks.user import UserTask, guard_model
 from paceline.train.optimizer import Schedule, build_optimizer, matrices_of, optimizer_notices
 from paceline.train.optimizers.averaging import average_weights
 from paceline.train.optimizers.host_state import offload_state
 from paceline.train.optimizers.rounding import add_rounding
 from paceline.train.precision import Precision
+from paceline.train.reference import add_reference_values
 from paceline.train.run_spec import RunSpec
 from paceline.train.state import (
     TrainComponents,
@@ -74,6 +75,7 @@ def build_components(
     task = load_task(spec.config)
     task.prepared = spec.data
     task.device_type = comm.device.type
+    task.global_batch_size = spec.derived.global_batch_size
     strategy = make_strategy(spec.layout.strategy, spec.config, comm)
     with model_init_context(strategy):
         model = build_model(task, spec.config)
@@ -107,7 +109,10 @@ def build_components(
     digest = frozen_digest(model)
     components = distribute(task, model, strategy, spec.config, spec.derived, probe, digest)
     notices += strategy.notices
-    return components, _build_data(spec, components, *datasets), notices
+    data = _build_data(spec, components, *datasets)
+    if isinstance(task, ComparesWithStart) and task.num_reference_values:
+        notices += add_reference_values(task, components, data, spec.config)
+    return components, data, notices
 
 
 def distribute(

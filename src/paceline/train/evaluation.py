@@ -3,6 +3,7 @@ the result is exact even if ranks have different numbers of rows."""
 
 import math
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,52 +70,28 @@ def evaluate(
     collective."""
     start = time.perf_counter()
     comm, args = strategy.world, config.train_args
-    on_rank_zero = config.evaluation.mode == "rank0"
     batch_size = args.per_device_eval_batch_size or args.per_device_train_batch_size
     sums: dict[str, torch.Tensor] = {}
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in task.gathers}
     count = 0.0
-    was_training = model.training
-    model.eval()
-    try:
-        if has_data(strategy) and (comm.is_rank_zero or not on_rank_zero):
-            rank, num_replicas = (0, 1) if on_rank_zero else replica_of(strategy)
-            batches = eval_batches(
-                dataset,
-                task.collate,
-                batch_size=batch_size,
-                rank=rank,
-                world_size=num_replicas,
-                seed=args.seed,
-                options=options,
-            )
-            for batch in batches:
-                batch = batch.to(comm.device)
-                progress.tick()
-
-                def run(module: nn.Module, data: object = batch.data) -> dict[str, torch.Tensor]:
-                    with torch.no_grad(), precision.autocast():
-                        return task.evaluate(module, data)
-
-                results = run(model) if on_rank_zero else run_evaluation(strategy, run, model)
-                if batch.weight == 0 or results is None:
-                    continue
-                count += task.count(batch.data)
-                for name, value in results.items():
-                    if name in rows:
-                        rows[name].append(value.detach().reshape(-1).to(comm.wide_dtype))
-                    else:
-                        zero = torch.zeros((), device=comm.device, dtype=comm.wide_dtype)
-                        sums[name] = sums.get(name, zero) + value
-    finally:
-        model.train(was_training)
+    batches = run_batches(
+        task.evaluate, task, model, strategy, dataset, config, precision, options, progress
+    )
+    for data, results in batches:
+        count += task.count(data)
+        for name, value in results.items():
+            if name in rows:
+                rows[name].append(value.detach().reshape(-1).to(comm.wide_dtype))
+            else:
+                zero = torch.zeros((), device=comm.device, dtype=comm.wide_dtype)
+                sums[name] = sums.get(name, zero) + value
     names_by_rank = comm.gather_objects(sorted(sums))
     names = sorted({name for rank_names in names_by_rank for name in rank_names or ()})
     total, *values = comm.sum(count, *(float(sums.get(name, 0.0)) for name in names))
     means = {name: value / (total or 1.0) for name, value in zip(names, values, strict=True)}
-    loss = means.pop("loss")
     if rows:
-        means |= task.metrics({name: _gather(values, comm) for name, values in rows.items()})
+        means |= task.metrics({name: gather(values, comm) for name, values in rows.items()})
+    loss = means.pop("loss")
     if "perplexity" in config.evaluation.metrics:
         means["perplexity"] = _perplexity(loss)
     answered_rows = 0
@@ -126,6 +103,55 @@ def evaluate(
     return EvalResult(loss, means, round(total), time.perf_counter() - start, answered_rows)
 
 
+def run_batches(
+    run: Callable[[nn.Module, Any], dict[str, torch.Tensor]],
+    task: Task,
+    model: nn.Module,
+    strategy: Strategy,
+    dataset: Any,
+    config: Config,
+    precision: Precision,
+    options: LoaderOptions,
+    progress: ProgressTracker,
+) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+    """Run a function of the model and a batch on this rank's share of a dataset, without gradients
+    and with the model in evaluation mode. A collective.
+
+    Yields:
+        Each batch with its results, where this rank has them.
+    """
+    comm, args = strategy.world, config.train_args
+    on_rank_zero = config.evaluation.mode == "rank0"
+    if not has_data(strategy) or (on_rank_zero and not comm.is_rank_zero):
+        return
+    rank, num_replicas = (0, 1) if on_rank_zero else replica_of(strategy)
+    batches = eval_batches(
+        dataset,
+        task.collate,
+        batch_size=args.per_device_eval_batch_size or args.per_device_train_batch_size,
+        rank=rank,
+        world_size=num_replicas,
+        seed=args.seed,
+        options=options,
+    )
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in batches:
+            batch = batch.to(comm.device)
+            progress.tick()
+
+            def step(module: nn.Module, data: object = batch.data) -> dict[str, torch.Tensor]:
+                with torch.no_grad(), precision.autocast():
+                    return run(module, data)
+
+            results = step(model) if on_rank_zero else run_evaluation(strategy, step, model)
+            if batch.weight and results is not None:
+                yield batch.data, results
+    finally:
+        model.train(was_training)
+
+
 def _perplexity(loss: float) -> float:
     try:
         return math.exp(loss)
@@ -133,7 +159,7 @@ def _perplexity(loss: float) -> float:
         return math.inf
 
 
-def _gather(values: list[torch.Tensor], comm: Communicator) -> torch.Tensor:
+def gather(values: list[torch.Tensor], comm: Communicator) -> torch.Tensor:
     """Gather the values of all ranks, ordered by rank, on the CPU. Ranks may have different numbers
     of values."""
     local = torch.cat([torch.zeros(0, dtype=comm.wide_dtype, device=comm.device), *values])

@@ -66,6 +66,7 @@ from paceline.train.callbacks.row_counts import RowCounter
 from paceline.train.callbacks.sampling import SampleGenerator
 from paceline.train.callbacks.selection import ModelSelection, selects_best_model
 from paceline.train.callbacks.sources import SourceRecorder
+from paceline.train.callbacks.task_metrics import MetricRecorder
 from paceline.train.components import build_components, build_model
 from paceline.train.final_model import save_model_folder
 from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
@@ -338,7 +339,10 @@ def build_trainer(
     row_tokens = args.max_length if args.packs_rows and spec.data.sources else None
     sources = _source_recorder(spec, strategy, data)
     callbacks = CallbackList(ctx.comm, info, meta.get("callbacks", {}))
-    callbacks.add(StepLogger(metrics, anomalies, data.order, ctx, row_tokens, sources))
+    task_metrics = _metric_recorder(components, data)
+    callbacks.add(
+        StepLogger(metrics, anomalies, data.order, ctx, row_tokens, sources, task_metrics)
+    )
     if data.counts is not None:
         callbacks.add(RowCounter(ctx, strategy, data))
     checkpoints.on_saved = callbacks.on_checkpoint_saved
@@ -371,6 +375,16 @@ def _source_recorder(
         reports_loss(strategy),
         strategy.world.device,
     )
+    data.observers.append(recorder.observe)
+    return recorder
+
+
+def _metric_recorder(components: TrainComponents, data: DataPipeline) -> MetricRecorder | None:
+    """Return the recorder of the task's metrics, which sees every micro-batch, if it has any."""
+    task, strategy = components.task, components.strategy
+    if not task.step_metrics:
+        return None
+    recorder = MetricRecorder(task, reports_loss(strategy), strategy.world.device)
     data.observers.append(recorder.observe)
     return recorder
 

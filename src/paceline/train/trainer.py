@@ -51,6 +51,7 @@ from paceline.train.state import (
     report_rollback,
 )
 from paceline.train.step_counts import CountQueue, LossAccumulator, StepCounts, check_task_loss
+from paceline.train.totals import add_totals
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,8 @@ class Trainer:
         self.metrics.data_ready()
         progress.enter("forward")
         counts = self.counts.start(batches)  # all-reduced during the first forward pass
+        if self.components.task.total_names:
+            add_totals(self.components, batches)
         losses = LossAccumulator(self.ctx.device)
         timer = self.balancer.begin_step(batches)
         set_token_counts(strategy, counts.local_count, counts.denominator)

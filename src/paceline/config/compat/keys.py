@@ -19,6 +19,7 @@ from typing import Any
 from paceline.config.compat import conversion, datasets, llamafactory, values
 from paceline.config.compat.conversion import Convert, by_case, read_table
 from paceline.config.compat.parallel import values as parallel_values
+from paceline.config.schema.tasks import PREFERENCE_TASKS
 
 #: Modules with the functions that ``convert`` names in ``aliases.yaml``.
 _CONVERTERS = {
@@ -227,6 +228,8 @@ def named_method(key: str, value: Any) -> str | None:
     if key in ("reward_model", "process_reward_model") and str(value).lower() == "true":
         return "rm" if key == "reward_model" else "prm"
     if key not in _NAMED_BY or not isinstance(value, str):
+        return None
+    if key == "task" and value in PREFERENCE_TASKS:
         return None
     name = value.strip().lower().replace("-", "_")
     name = _SPELLINGS.get(name, name)

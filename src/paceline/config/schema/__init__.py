@@ -16,8 +16,9 @@ from paceline.config.schema.data import DatasetSource, modelscope_sources
 from paceline.config.schema.evaluation import Evaluation
 from paceline.config.schema.lora import Lora
 from paceline.config.schema.parallel import LocalSgd, Parallel, ParameterServer
+from paceline.config.schema.preference import LOSSES, Preference
 from paceline.config.schema.recovery import RecoveryConfig
-from paceline.config.schema.tasks import Classify, Recommend
+from paceline.config.schema.tasks import PREFERENCE_TASKS, Classify, Recommend
 from paceline.config.schema.train_args import TrainArgs
 from paceline.config.schema.vision import Vision
 from paceline.core.hub import modelscope_name
@@ -44,7 +45,8 @@ class Config(Section):
     task: Text = Field(
         "sft",
         description=(
-            "`sft`, `pretrain`, `classify`, `recommend`, or a custom task as `./file.py:Class`."
+            "`sft`, `pretrain`, `dpo`, `orpo`, `kto`, `simpo`, `classify`, `recommend`, or a custom"
+            " task as `./file.py:Class`."
         ),
     )
     dataset: Text | DatasetSource | list[Text | DatasetSource] = Field(
@@ -164,6 +166,9 @@ class Config(Section):
     classify: Classify = Field(
         default_factory=Classify, description="Settings of `task: classify`."
     )
+    preference: Preference = Field(
+        default_factory=Preference, description="Settings of preference training."
+    )
     vision: Vision = Field(
         default_factory=Vision, description="Settings of vision-language models."
     )
@@ -231,6 +236,7 @@ class Config(Section):
         if isinstance(self.dataset, list) and not self.dataset:
             raise ValueError("dataset is an empty list")
         self._check_mixing()
+        self._check_preference()
         if self.train_args.packs_rows and self.train_args.packing is False:
             raise ValueError(
                 f"packing_strategy: {self.train_args.packing_strategy} is not supported with"
@@ -307,6 +313,21 @@ class Config(Section):
     def adds_tokens(self) -> bool:
         """Whether tokens are added to the vocabulary."""
         return bool(self.new_tokens or self.new_special_tokens)
+
+    def _check_preference(self) -> None:
+        names = self.preference.loss_type
+        known = LOSSES.get(self.task)
+        if names and known is None and self.task in PREFERENCE_TASKS:
+            raise ValueError(
+                f"preference.loss_type is not supported with task: {self.task}, which has a single"
+                " loss; remove it"
+            )
+        for name in names or []:
+            if known is not None and name not in known:
+                raise ValueError(
+                    f"preference.loss_type: {name} is not supported with task: {self.task}; choose"
+                    f" from {', '.join(known)}"
+                )
 
     def sources(self, validation: bool = False) -> list[DatasetSource]:
         """Return the sources of the training or validation data as :class:`DatasetSource` objects.

@@ -6,6 +6,13 @@ from pydantic import Field
 
 from paceline.config.schema.base import Names, Section, Text
 
+#: Tasks that train a causal language model on texts.
+LANGUAGE_TASKS = ("sft", "pretrain")
+#: Tasks that train one on answers that are marked as preferred or not.
+PREFERENCE_TASKS = ("dpo", "orpo", "kto", "simpo")
+#: All tasks that train a causal language model.
+CAUSAL_TASKS = (*LANGUAGE_TASKS, *PREFERENCE_TASKS)
+
 
 class Classify(Section):
     """Settings of `task: classify`."""

@@ -12,6 +12,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.events import DataFigures
 from paceline.core.log import Notice
+from paceline.data.preference.dataset import ChosenLengthWriter
 from paceline.data.progress import Progress
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import ResolvedSource
@@ -106,6 +107,7 @@ def build_entry(
             TokenWriter(folder),
             LabelWriter(folder) if task == "classify" else None,
             ImageWriter(folder) if task == "vision" else None,
+            ChosenLengthWriter(folder) if task in ("pairs", "answers") else None,
         )
         progress = Progress(_text_bytes(sources))
         try:
@@ -123,6 +125,7 @@ class _Writers:
     tokens: TokenWriter
     labels: LabelWriter | None
     images: ImageWriter | None
+    chosen: ChosenLengthWriter | None
 
     def add(self, encoded: EncodedChunk) -> None:
         """Append the samples of a chunk."""
@@ -137,6 +140,8 @@ class _Writers:
             self.labels.extend(encoded.labels)
         if self.images is not None:
             self.images.extend(encoded.images)
+        if self.chosen is not None:
+            self.chosen.extend(encoded.chosen_lengths)
 
     def close(self, has_lists: bool) -> None:
         """Write the files. ``has_lists`` states whether a label is a list."""
@@ -145,6 +150,8 @@ class _Writers:
             self.labels.close(is_multi=has_lists)
         if self.images is not None:
             self.images.close()
+        if self.chosen is not None:
+            self.chosen.close()
 
 
 @dataclass

@@ -16,6 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.log import Notice
 from paceline.core.stop import poll
 from paceline.data.counts import DataCounts
+from paceline.data.preference.encode import PreferenceEncoder
+from paceline.data.preference.rows import AnswerConverter, PairConverter
 from paceline.data.sources.readers import DOCUMENT, LineBlock
 from paceline.data.sources.resolve import Place, ResolvedSource, rows_of_block
 from paceline.data.sources.rows import MalformedRow, Unsupported
@@ -47,7 +50,7 @@ _CHUNK_ROWS, _CHUNK_CHARS = 256, 2 << 20
 _CHUNKS_AHEAD = 4  # number of chunks per worker that may wait for an earlier chunk
 
 AnyEncoder = Encoder | LabelEncoder
-AnyConverter = RowConverter | LabelConverter
+AnyConverter = RowConverter | LabelConverter | PairConverter | AnswerConverter
 
 
 @dataclass
@@ -138,6 +141,7 @@ class EncodedChunk:
         labels: those of each labeled text.
         images: those of each sample.
         weights: factor of each sample's loss; None if the source has none.
+        chosen_lengths: those of each sample with preferences.
         converted: the counters of the :class:`RowConverter`, by name.
         facts, refusals: those of the :class:`Encoder`.
     """
@@ -153,6 +157,7 @@ class EncodedChunk:
     labels: list[tuple[Label, ...]] = field(default_factory=list)
     images: list[tuple[str | bytes, ...]] = field(default_factory=list)
     weights: list[float | None] = field(default_factory=list)
+    chosen_lengths: list[int] = field(default_factory=list)
     counts: RowCounts = field(default_factory=RowCounts)
     converted: dict[str, Counter[Any]] = field(default_factory=dict)
     facts: Counter[str] = field(default_factory=Counter)
@@ -163,6 +168,9 @@ class EncodedChunk:
         ids, mask, counts = encoded.input_ids, encoded.labels_mask, self.counts
         if encoded.labels is not None:
             self._add_labeled(encoded, encoded.labels, place)
+            return
+        if encoded.chosen_length is not None:
+            self._add_answers(encoded, encoded.chosen_length, place)
             return
         if not mask[1:].any():
             counts.drop(NO_LABELS, place)
@@ -192,6 +200,30 @@ class EncodedChunk:
         self.counts.truncated += encoded.is_truncated
         self.labels.append(labels)
         self._append(encoded.input_ids, encoded.labels_mask)
+
+    def _add_answers(self, encoded: Encoded, chosen_length: int, place: Place) -> None:
+        """Add an answer, or a pair of them as one sample. Each is truncated on its own; a pair is
+        dropped if one of them is."""
+        ids, mask, counts = encoded.input_ids, encoded.labels_mask, self.counts
+        longest = max(chosen_length, len(ids) - chosen_length)
+        limit = self.max_length or longest
+        if longest > limit:
+            counts.shortest_overlong = min(longest, counts.shortest_overlong or longest)
+            if self.drops_overlong:
+                counts.drop(TOO_LONG, place)
+                return
+        ends = sorted({chosen_length, len(ids)} - {0})
+        parts = [slice(start, min(end, start + limit)) for start, end in pairwise([0, *ends])]
+        if not all(mask[part][1:].any() for part in parts):
+            counts.drop(NO_ANSWER if longest > limit else NO_LABELS, place)
+            return
+        counts.kept += 1
+        counts.truncated += longest > limit
+        self.chosen_lengths.append(min(chosen_length, limit))
+        self._append(
+            np.concatenate([ids[part] for part in parts]),
+            np.concatenate([mask[part] for part in parts]),
+        )
 
     def cut(self, encoded: Encoded) -> None:
         """Cut a document into consecutive samples, the last one shorter. A single token is dropped,
@@ -277,6 +309,8 @@ def make_encoder(
         truncates = config.train_args.truncation_strategy == "truncate"
         return LabelEncoder(tokenizer, config.train_args.max_length if truncates else None)
     kind: Callable[..., Encoder] = Encoder
+    if task in ("pairs", "answers"):
+        kind = partial(PreferenceEncoder, has_pairs=task == "pairs")
     template_kind = ChatTemplate
     if task == "vision":
         assert folder is not None
@@ -297,9 +331,11 @@ def make_converter(source: ResolvedSource, encoder: AnyEncoder, config: Config) 
     spec = source.spec
     if isinstance(encoder, LabelEncoder):
         return LabelConverter(source.label, spec.columns, spec.ignore_columns)
-    kind: Callable[..., RowConverter] = RowConverter
+    kind: Callable[..., RowConverter | PairConverter | AnswerConverter] = RowConverter
     if isinstance(encoder, ImageEncoder):
         kind = partial(ImageRowConverter, max_images=config.vision.max_images)
+    if isinstance(encoder, PreferenceEncoder):
+        kind = PairConverter if encoder.has_pairs else AnswerConverter
     return kind(
         source.label, spec.format, spec.columns, config.system, encoder.pretrain,
         ignore_columns=spec.ignore_columns, roles=spec.roles, template=encoder.template,

@@ -37,6 +37,8 @@ class Encoded:
         min_length: number of tokens up to the last one of an image; a sample that is truncated to
             fewer is dropped.
         weight: that of :class:`paceline.data.text.formats.Sample`.
+        chosen_length: number of tokens of the sequence with the preferred answer, which comes first
+            in a pair; of a single answer 0 if it is undesirable. None without preferences.
     """
 
     input_ids: np.ndarray
@@ -48,6 +50,7 @@ class Encoded:
     images: tuple[str | bytes, ...] = ()
     min_length: int = 0
     weight: float | None = None
+    chosen_length: int | None = None
 
 
 @dataclass

@@ -48,6 +48,8 @@ class Sample:
         has_list: the labels are a list, of any length.
         images: paths or contents of the images of a chat, in the order of their places in it.
         weight: factor of the loss, if a column has it.
+        rejected: the same prompt with the answer that the data prefers less, if it has one.
+        is_desirable: whether the data marks the only answer as good, if it marks answers.
     """
 
     messages: list[Message] | None = None
@@ -61,6 +63,8 @@ class Sample:
     has_list: bool = False
     images: tuple[str | bytes, ...] = ()
     weight: float | None = None
+    rejected: "Sample | None" = None
+    is_desirable: bool | None = None
 
 
 #: Accepted names of each column, the usual one first.

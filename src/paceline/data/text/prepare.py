@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import PREFERENCE_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir
 from paceline.core.formatting import counted
@@ -26,7 +27,8 @@ from paceline.data.text.tokenizer import tokenizer_fingerprint
 if TYPE_CHECKING:
     from paceline.data.text.build import EntryMeta, SourceMeta
 
-TextTask = Literal["sft", "pretrain", "classify", "vision"]
+#: How the texts of a task are encoded; `pairs` and `answers`: answers with preferences.
+TextTask = Literal["sft", "pretrain", "classify", "vision", "pairs", "answers"]
 
 _META = "meta.json"
 
@@ -66,6 +68,15 @@ class PreparedTokens:
     source_sizes: tuple[SourceSize, ...] = ()
     tokenizer_path: str = ""
     pad_token_id: int = 0
+
+
+def text_task(config: Config) -> TextTask:
+    """Return how the texts of a config with a causal language model are encoded."""
+    if config.task == "pretrain":
+        return "pretrain"
+    if config.task in PREFERENCE_TASKS:
+        return "answers" if config.task == "kto" else "pairs"
+    return "sft"
 
 
 def prepare_tokens(

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core import formatting
 from paceline.core.event_log import read_events
 from paceline.core.events import RunStartEvent
@@ -15,7 +16,7 @@ from paceline.core.run_dir import RunDir
 
 #: Keys of the config that belong to the machine of the run and not to the training.
 _LOCAL_KEYS = ("output_dir", "checkpoint_dir", "resume")
-_TASK_TAGS = {"sft": "text-generation", "pretrain": "text-generation"}
+_TASK_TAGS = dict.fromkeys(CAUSAL_TASKS, "text-generation")
 
 
 def model_card(run: Path, folder: Path, repository: str) -> str:

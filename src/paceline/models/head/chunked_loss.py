@@ -68,6 +68,8 @@ class ChunkedLoss:
         token_losses: receives the loss of each token, float32 [tokens], unless None.
         token_weights: factors of the losses and correct predictions of the tokens in the result,
             float32 [tokens], or None.
+        is_per_token: the result is the loss of each token instead of their sum, so that a caller
+            can weight the tokens by what it computes from them. Backward computes the logits again.
     """
 
     head: nn.Module
@@ -79,9 +81,10 @@ class ChunkedLoss:
     counts_correct: bool = False
     token_losses: torch.Tensor | None = None
     token_weights: torch.Tensor | None = None
+    is_per_token: bool = False
     #: The number of targets that have the highest logit, once the head has run.
     num_correct: torch.Tensor | int = field(default=0, init=False)
-    #: The sum of the losses, once the head has run.
+    #: The result, once the head has run.
     total: torch.Tensor | None = field(default=None, init=False)
 
     @property
@@ -101,6 +104,8 @@ class ChunkedLoss:
         flat = hidden.flatten(0, -2)
         job = _Job(self, forward, flat.device.type, autocast_dtype(flat.device.type))
         zeros = hidden.new_zeros((*hidden.shape[:-1], 1))
+        if self.is_per_token:
+            self.token_losses = torch.zeros(len(flat), dtype=torch.float32, device=flat.device)
         if not torch.is_grad_enabled():
             self.total = job.losses(flat)
             return zeros
@@ -116,7 +121,7 @@ class ChunkedLoss:
         return losses.sum() if self.token_weights is None else losses @ self.token_weights[rows]
 
     def result(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the losses. Call it once.
+        """Return the sum of the losses, or the loss of each token, [tokens]. Call it once.
 
         Args:
             logits: what the model returned as logits.
@@ -125,7 +130,8 @@ class ChunkedLoss:
         # such as the hidden states that a pipeline stage received, until Python collects cycles.
         total, self.total = self.total, None
         assert total is not None, "the model did not call its head"
-        return total + logits.float().sum()
+        zeros = logits.float()
+        return total + (zeros.flatten() if self.is_per_token else zeros.sum())
 
 
 @contextmanager
@@ -176,10 +182,11 @@ class _Job:
     @property
     def recomputes(self) -> bool:
         """Whether gradients are computed in the backward pass: those in float16 must be multiplied
-        by the loss scale before they are rounded, and only the backward pass has it."""
+        by the loss scale before they are rounded, and those of tokens with weights of their own by
+        these weights before they are added; only the backward pass has them."""
         weight = next(self.loss.head.parameters(), None)
         stored = None if weight is None else weight.dtype
-        return torch.float16 in (self.low_dtype, stored)
+        return self.loss.is_per_token or torch.float16 in (self.low_dtype, stored)
 
     def chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, _Targets]]:
         targets = _Targets(self.loss.targets.reshape(-1), self.loss.token_weights)
@@ -188,7 +195,7 @@ class _Job:
             yield rows, hidden[rows], targets.part(rows)
 
     def losses(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the losses, without gradients."""
+        """Return the result (:meth:`ChunkedLoss.result`), without gradients."""
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.no_grad():
             for chunk, x, targets in self.chunks(hidden):
@@ -199,6 +206,11 @@ class _Job:
                         self.loss.num_correct += targets.part(rows).num_correct(logits)
                     losses[rows] = _softmax_(logits, targets.ids[rows], self.loss.label_smoothing)
                 total += self.loss.record(chunk, losses)
+        if self.loss.is_per_token:
+            # Backward computes the losses again, and must not write them to the result.
+            results, self.loss.token_losses = self.loss.token_losses, None
+            assert results is not None, "run() has allocated it"
+            return results
         return total
 
     def gradients(
@@ -209,7 +221,7 @@ class _Job:
         Args:
             hidden: inputs of the head [tokens, width].
             weights: trained parameters of the head.
-            scale: factor of the gradients, or None.
+            scale: factor of the gradients, or one for each token [tokens], or None.
 
         Returns:
             The sum of the losses, the gradient of ``hidden`` (None if it has none) and those of
@@ -228,11 +240,12 @@ class _Job:
                 bias = None if head.bias is None else _cast(head.bias.detach(), self.low_dtype)
             for rows, x, targets in self.chunks(hidden.detach()):
                 into = None if inputs is None else inputs[rows]
+                factor = _of_rows(scale, rows)
                 if is_plain:
                     x = _cast(x, self.low_dtype)
-                    losses = self._linear_gradients(x, targets, values, bias, into, sums, scale)
+                    losses = self._linear_gradients(x, targets, values, bias, into, sums, factor)
                 else:
-                    losses = self._module_gradients(x, targets, weights, into, sums, scale)
+                    losses = self._module_gradients(x, targets, weights, into, sums, factor)
                 total += self.loss.record(rows, losses)
         return total, inputs, sums
 
@@ -311,7 +324,7 @@ class _Job:
         # A sum over a part of the rows would be rounded differently.
         max_bytes = None if row_sum is None else 4 * output.numel()
         for rows, logits in self._float_logits(output, max_bytes):
-            losses[rows] = self._gradient_(logits, targets.part(rows), scale)
+            losses[rows] = self._gradient_(logits, targets.part(rows), _of_rows(scale, rows))
             if row_sum is not None:
                 row_sum += logits.sum(0)
             if not is_in_place:
@@ -350,6 +363,8 @@ class _Job:
         if smoothing:
             logits.sub_(smoothing / logits.shape[1])
         factor = transform.scale if scale is None else scale * transform.scale
+        if isinstance(factor, torch.Tensor) and factor.dim():
+            factor = factor.unsqueeze(1)
         if weights is not None:
             factor = factor * weights.unsqueeze(1)
         logits.mul_(has_loss * factor)
@@ -391,6 +406,11 @@ class _ChunkedFunction(torch.autograd.Function):
             gradients[number] = None if gradient is None else gradient.to(dtype)
         hidden_gradient, *others = gradients
         return hidden_gradient, None, None, *others
+
+
+def _of_rows(scale: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    """Return the factors of some tokens, if each token has one."""
+    return scale if scale is None or scale.dim() == 0 else scale[rows]
 
 
 def _softmax_(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 
 #: The kernel that runs on every device: torch's scaled_dot_product_attention, one call for all
@@ -167,7 +168,7 @@ def check_attention(
             fix="set `train_args.attn_implementation: auto`",
         )
     kernel = fused_kernel(requested)
-    if kernel is None or config.task not in ("sft", "pretrain"):
+    if kernel is None or config.task not in CAUSAL_TASKS:
         return
     dtype = config.train_args.mixed_dtype or "float32"
     missing = kernel.missing(AttentionSetup(device_type, dtype, capability, installed_packages()))

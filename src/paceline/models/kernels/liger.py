@@ -10,6 +10,7 @@ from types import FunctionType
 from typing import Any
 
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 
 #: Types of devices for which Triton compiles the kernels.
@@ -27,7 +28,7 @@ def check_liger(config: Config, device_type: str) -> None:
     Raises:
         ConfigError: if they cannot, or if the package is not installed.
     """
-    if not config.train_args.use_liger_kernel or config.task not in ("sft", "pretrain"):
+    if not config.train_args.use_liger_kernel or config.task not in CAUSAL_TASKS:
         return
     if device_type not in _DEVICES:
         raise ConfigError(

@@ -19,6 +19,7 @@ def step_scalars(step: StepEvent, global_batch_size: float | None) -> dict[str, 
         "time/data_wait_s": step.get("data_wait_s"),
         "time/comm_wait_s": step.get("comm_wait_s"),
     }
+    scalars |= {f"train/{name}": value for name, value in (step.get("metrics") or {}).items()}
     memory = step.get("memory_bytes")
     if isinstance(memory, list | tuple):
         scalars |= {f"memory/rank_{rank}_bytes": value for rank, value in enumerate(memory)}

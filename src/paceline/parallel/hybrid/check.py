@@ -1,6 +1,7 @@
 """Checks that a model's sizes fit the dimensions of a mesh, from its config alone."""
 
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.builtin import config_numbers
 from paceline.models.tensor_plan.plan import check_sizes as check_heads
@@ -11,7 +12,7 @@ from paceline.parallel.pipeline.stages import num_chunks
 def check_sizes(config: Config, dims: ParallelDims) -> None:
     """Raise ConfigError if the tensor ranks do not divide the heads, or if there are fewer layers
     than pipeline stages."""
-    if config.task not in ("sft", "pretrain") or dims.shard * dims.tensor * dims.pipeline == 1:
+    if config.task not in CAUSAL_TASKS or dims.shard * dims.tensor * dims.pipeline == 1:
         return
     numbers = config_numbers(config.model)
     check_heads(numbers, dims.tensor)

@@ -1,6 +1,7 @@
 """Declare what the formats of weights and products do not support, with any strategy. Imports no
 torch."""
 
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.parallel.capabilities import Limit, with_setting
 
 _PURE = with_setting("train_args.precision", "bf16-true")
@@ -18,8 +19,8 @@ PURE_BFLOAT16 = (
         "task",
         "only language models are loaded in bfloat16",
         "set `train_args.precision: bf16-mixed`",
-        supported=("sft", "pretrain"),
-        allowed="sft, pretrain",
+        supported=CAUSAL_TASKS,
+        allowed=", ".join(CAUSAL_TASKS),
         subject=_PURE,
     ),
     Limit(
@@ -66,7 +67,7 @@ FLOAT8 = tuple(
             "only the blocks of language models are converted",
             f"leave `{FLOAT8_KEY}` out",
             (),
-            ("sft", "pretrain"),
+            CAUSAL_TASKS,
         ),
         (
             "train_args.precision",

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import LocalSgd
+from paceline.config.schema.tasks import CAUSAL_TASKS, PREFERENCE_TASKS
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.capabilities import Limit, Subject, with_setting
 from paceline.parallel.deepspeed.config import stage_of
@@ -113,6 +114,15 @@ def _no_rollback(subject: Subject | None = None) -> Limit:
     )
 
 
+NO_DIVIDED_PREFERENCES = Limit(
+    "task",
+    "the log-probabilities of both answers are computed from logits that are divided over ranks",
+    "set `parallel.mode: ddp`, `zero2` or `zero3`",
+    unsupported=PREFERENCE_TASKS,
+    allowed="`parallel.mode: single`, `dp`, `ddp`, `zero1`, `zero2`, `zero3`, `local_sgd`,"
+    " `diloco`, `deepspeed`",
+    subject=with_dims("tensor", "pipeline"),
+)
 NO_QUANTIZATION = Limit(
     "lora.quantize",
     "it splits, averages or copies weights as 16- or 32-bit numbers",
@@ -401,7 +411,7 @@ PARAMETER_SERVER = (
         "task",
         "a parameter server keeps embedding tables on servers, and this task has none",
         "set `parallel.mode: ddp`, or `zero3` if memory is short",
-        unsupported=("sft", "pretrain", "classify"),
+        unsupported=(*CAUSAL_TASKS, "classify"),
         allowed=(
             "`task: recommend`, or a custom task whose model has paceline.models.recommend.Table"
         ),

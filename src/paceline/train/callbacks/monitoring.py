@@ -20,6 +20,7 @@ from paceline.observe.metrics import StepMetrics, restart_peak
 from paceline.parallel.base import Strategy
 from paceline.train.callbacks.base import Callback
 from paceline.train.callbacks.sources import SourceRecorder
+from paceline.train.callbacks.task_metrics import MetricRecorder
 from paceline.train.state import RankContext, StepResult, TrainState
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class StepLogger(Callback):
     Args:
         row_tokens: capacity of a packed row, or None if rows are samples.
         sources: the recorder of the sources of a mixture, or None.
+        task_metrics: the recorder of the task's metrics, or None.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class StepLogger(Callback):
         ctx: RankContext,
         row_tokens: int | None = None,
         sources: SourceRecorder | None = None,
+        task_metrics: MetricRecorder | None = None,
     ) -> None:
+        self.task_metrics = task_metrics
         self.row_tokens = row_tokens
         self.sources = sources
         self._logged_step: int | None = None
@@ -76,6 +80,8 @@ class StepLogger(Callback):
     def on_step_end(self, result: StepResult, state: TrainState) -> None:
         if self.sources is not None and result.outcome == "updated":
             self.sources.add_step()
+        if self.task_metrics is not None and result.outcome == "updated":
+            self.task_metrics.add_step()
         if not result.is_logged:
             return
         assert result.grad_norm is not None
@@ -85,6 +91,9 @@ class StepLogger(Callback):
         num_extra = len(extra)
         if self.sources is not None:
             extra += self.sources.take()
+        num_before_metrics = len(extra)
+        if self.task_metrics is not None:
+            extra += self.task_metrics.take()
         figures = self.metrics.gather(grad_norm, extra)
         result.figures.update(figures)
         self.anomalies.report_local_skips(state.step, self.metrics.extra_by_rank)
@@ -96,7 +105,12 @@ class StepLogger(Callback):
             **figures,
         }
         if self.ctx.comm.is_rank_zero:
-            self._add_rows(event, [row[num_extra:] for row in self.metrics.extra_by_rank], state)
+            rows = [row[num_extra:num_before_metrics] for row in self.metrics.extra_by_rank]
+            self._add_rows(event, rows, state)
+            if self.task_metrics is not None:
+                event["metrics"] = self.task_metrics.means(
+                    [row[num_before_metrics:] for row in self.metrics.extra_by_rank]
+                )
         self._logged_step = state.step
         self.ctx.events.emit(event)
         if math.isnan(figures["loss"]) and not self._has_reported_nan:

@@ -1,0 +1,132 @@
+"""The section ``preference`` of the schema: the losses of preference training."""
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from paceline.config.schema.base import Section
+
+PairLoss = Literal[
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+]  # fmt: skip
+SingleLoss = Literal["kto", "apo_zero_unpaired"]
+#: The losses of each task that has a choice, the default one first.
+LOSSES: dict[str, tuple[str, ...]] = {"dpo": get_args(PairLoss), "kto": get_args(SingleLoss)}
+Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+#: Losses that compare the two answers of a pair, which other divergences are defined for.
+_OF_DIFFERENCES = (
+    "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft",
+)  # fmt: skip
+_SORTED = ("aot", "aot_pair", "aot_unpaired")
+
+
+def _as_list(value: object) -> object:
+    return value if isinstance(value, list) else [value]
+
+
+def _check_losses(names: list[str]) -> list[str]:
+    known = [name for losses in LOSSES.values() for name in losses]
+    for name in names:
+        if name in _SORTED:
+            raise ValueError(
+                f"`{name}` is not supported: it sorts the rewards of a micro-batch, so the result"
+                " would depend on how the batch is divided over the ranks"
+            )
+        if name not in known:
+            raise ValueError(f"`{name}` does not exist; choose from {', '.join(known)}")
+    return names
+
+
+Losses = Annotated[list[str], BeforeValidator(_as_list), AfterValidator(_check_losses)]
+
+
+class Preference(Section):
+    """Settings of `task: dpo`, `orpo`, `kto` and `simpo`, with the names of TRL's trainers."""
+
+    beta: float = Field(
+        0.1,
+        gt=0,
+        description=(
+            "Strength of the preference: for `dpo` and `kto` the deviation from the reference model"
+            " costs more the higher it is; for `orpo` the weight of the odds ratio; for `simpo` the"
+            " scale of the rewards (2.0 to 2.5 in its paper)."
+        ),
+    )
+    loss_type: Losses | None = Field(
+        None,
+        description=(
+            "Loss of `dpo`: `sigmoid` (default), `hinge`, `ipo`, `exo_pair`, `nca_pair`, `robust`,"
+            " `bco_pair`, `sppo_hard`, `apo_zero`, `apo_down`, `discopop`, `sft`, `sigmoid_norm`,"
+            " or a list whose weighted sum is trained; of `kto`: `kto` (default) or"
+            " `apo_zero_unpaired`."
+        ),
+    )
+    loss_weights: list[float] | None = Field(
+        None, description="Weights of the losses in `loss_type`. Default: 1 each."
+    )
+    label_smoothing: float = Field(
+        0.0,
+        ge=0,
+        lt=0.5,
+        description=(
+            "Assumed share of pairs whose answers are exchanged, for `robust` and `exo_pair`, and"
+            " for `task: simpo`."
+        ),
+    )
+    f_divergence_type: Divergence = Field(
+        "reverse_kl",
+        description="`dpo`: divergence from the reference model that the rewards are derived from.",
+    )
+    f_alpha_divergence_coef: float = Field(
+        0.5, description="The exponent of `f_divergence_type: alpha_divergence`."
+    )
+    discopop_tau: float = Field(0.05, gt=0, description="Temperature of the loss `discopop`.")
+    desirable_weight: float = Field(
+        1.0, ge=0, description="`kto`: weight of the loss of desirable answers."
+    )
+    undesirable_weight: float = Field(
+        1.0, ge=0, description="`kto`: weight of the loss of undesirable answers."
+    )
+    simpo_gamma: float = Field(
+        0.5, ge=0, description="`simpo`: margin by which the rewards of a pair should differ."
+    )
+    cpo_alpha: float = Field(
+        0.0,
+        ge=0,
+        description=(
+            "`simpo`: weight of the cross entropy of the preferred answers (CPO-SimPO); TRL's"
+            " CPOTrainer defaults to 1."
+        ),
+    )
+    disable_dropout: bool = Field(
+        True, description="Turn off the dropout layers of the model and of the adapters."
+    )
+
+    def losses(self, task: str) -> list[tuple[str, float]]:
+        """Return the losses of ``dpo`` or ``kto`` with their weights."""
+        names = self.loss_type or [LOSSES[task][0]]
+        return list(zip(names, self.loss_weights or [1.0] * len(names), strict=True))
+
+    @model_validator(mode="after")
+    def _check(self) -> "Preference":
+        names = self.loss_type or []
+        if self.loss_weights is not None and len(self.loss_weights) != len(names):
+            raise ValueError(
+                f"loss_weights has {len(self.loss_weights)} values, and loss_type {len(names)}:"
+                " give one weight per loss"
+            )
+        if len(names) > 1 and any(name in LOSSES["kto"] for name in names):
+            raise ValueError("loss_type of task: kto is a single loss, not a list")
+        if "exo_pair" in names and not self.label_smoothing:
+            raise ValueError(
+                "loss_type: exo_pair requires label_smoothing above 0, e.g. 0.001: it compares"
+                " with a distribution over both answers"
+            )
+        others = [name for name in names if name not in _OF_DIFFERENCES]
+        if others and self.f_divergence_type != "reverse_kl":
+            raise ValueError(
+                f"f_divergence_type: {self.f_divergence_type} is not supported with loss_type:"
+                f" {others[0]}; it is defined for {', '.join(_OF_DIFFERENCES)}"
+            )
+        return self

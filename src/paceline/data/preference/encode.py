@@ -1,0 +1,105 @@
+"""Encode answers with preferences as token ids."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.data.text.chat_template import TemplateRefused
+from paceline.data.text.encode import Encoded, Encoder
+from paceline.data.text.formats import Sample, as_chat
+from paceline.data.text.tool_calls import Message
+
+
+@dataclass
+class PreferenceEncoder(Encoder):
+    """Encode answers with preferences. Every token after the prompt carries loss.
+
+    The prompt is what the tokens of the prompt alone, with the generation prompt, have in common
+    with those of the prompt and each answer.
+
+    Args:
+        has_pairs: whether samples are pairs.
+    """
+
+    has_pairs: bool = True
+
+    def __call__(self, samples: list[Sample]) -> list[Encoded | str]:
+        """Return the tokens of each sample, those of a pair one after the other, or the reason why
+        it is dropped.
+
+        Raises:
+            ConfigError: a sample is a chat, and there is no chat template.
+        """
+        results: list[Encoded | str] = []
+        texts: list[str] = []
+        kept: list[tuple[int, Sample, int]] = []
+        for index, sample in enumerate(samples):
+            results.append("rejected by the chat template")
+            try:
+                rendered = self._texts_of(sample)
+            except TemplateRefused as error:
+                self.refusals[str(error).splitlines()[0][:200]] += 1
+                continue
+            kept.append((index, sample, len(rendered)))
+            texts += rendered
+        # The tokenizer's special tokens are in the text of a chat already.
+        ids = iter(self.tokenizer.encode_batch(texts, add_special_tokens=self.template is None))
+        for index, sample, count in kept:
+            results[index] = self._encode([next(ids) for _ in range(count)], sample)
+        return results
+
+    def _texts_of(self, sample: Sample) -> list[str]:
+        """Return the texts of the prompt, and of the prompt with each answer."""
+        answers = [sample] if sample.rejected is None else [sample, sample.rejected]
+        self.facts["trailing_turns"] += any(answer.trailing_turns > 0 for answer in answers)
+        if self.template is None and sample.pair is not None:
+            prompt = sample.pair[0]
+            return [prompt, *("".join(answer.pair or ()) for answer in answers)]
+        if self.template is None:
+            self._render(sample)  # raises: there is no chat template
+        chats = [
+            as_chat(answer, self.system) if answer.messages is None else answer.messages
+            for answer in answers
+        ]
+        assert self.template is not None
+        template = self.template.select(chats[0], sample.tools)
+        prompt_turns = chats[0][: _num_prompt_turns(chats)]
+        return [
+            template.render(prompt_turns, add_generation_prompt=True, tools=sample.tools),
+            *(template.render(chat, tools=sample.tools) for chat in chats),
+        ]
+
+    def _encode(self, ids: list[list[int]], sample: Sample) -> Encoded:
+        prompt, *answers = ids
+        if self.template is None:
+            answers = [self._ended(answer) for answer in answers]
+        length = min(_shared_length(prompt, answer) for answer in answers)
+        masks = [np.arange(len(answer)) >= length for answer in answers]
+        chosen_length = len(answers[0])
+        if len(answers) == 1:
+            chosen_length = chosen_length if sample.is_desirable else 0
+        return Encoded(
+            np.array([token for answer in answers for token in answer], dtype=np.int32),
+            np.concatenate(masks),
+            chosen_length=chosen_length,
+        )
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        eos = self._eos()
+        return ids if ids[-1:] == eos else [*ids, *eos]
+
+
+def _num_prompt_turns(chats: Sequence[list[Message]]) -> int:
+    """Return how many turns the chats have in common, or all but the last of a single chat."""
+    count = min(map(len, chats)) - 1
+    for number in range(count):
+        if any(chat[number] != chats[0][number] for chat in chats[1:]):
+            return number
+    return count
+
+
+def _shared_length(first: list[int], second: list[int]) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    shorter = min(len(first), len(second))
+    return next((number for number, (one, other) in pairs if one != other), shorter)

@@ -1,0 +1,1 @@
+"""Preference training: DPO, ORPO, KTO and SimPO."""

@@ -1,0 +1,50 @@
+"""The key under which the log-probabilities of the reference model are stored."""
+
+from pathlib import Path
+from typing import Any
+
+from paceline.config.schema import Config
+from paceline.data.cache import fingerprint, key_of
+from paceline.data.preference.dataset import PreferenceDataset
+from paceline.models.builtin import resolve_model
+from paceline.models.files import weight_files
+from paceline.models.hub_configs import config_folder
+
+
+def reference_key(config: Config, dataset: PreferenceDataset) -> str | None:
+    """Return the key of the values of a dataset: it depends on the weights with which the training
+    starts, on the tokens, and on the precision, not on the strategy. None if the files of the model
+    are not known."""
+    folder = config_folder(resolve_model(config.model))
+    if folder is None or config.trust_remote_code:
+        return None
+    args, lora = config.train_args, config.lora
+    return key_of(
+        {
+            "tokens": dataset.folder.name,
+            "samples": None if dataset.indices is None else dataset.indices.tolist(),
+            "mismatched": [dataset.mismatch_size, dataset.max_length],
+            "model": _files(folder),
+            # Weights that no file has are drawn from the seed.
+            "seed": None if weight_files(folder) else args.seed,
+            "precision": [args.precision, lora.enable],
+            "quantize": [lora.enable, lora.quantize],
+            "adapter": _adapter(config),
+        }
+    )
+
+
+def _files(folder: Path) -> list[Any]:
+    files = [folder / "config.json", *weight_files(folder), *sorted(folder.glob("*.bin"))]
+    return [[file.name, *fingerprint(file)] for file in files if file.is_file()]
+
+
+def _adapter(config: Config) -> list[Any] | None:
+    """Return what the function of new or loaded adapters depends on; those that are initialized as
+    usual do not change the model."""
+    lora = config.lora
+    if not lora.enable or lora.adapter is None:
+        return None
+    folder = Path(lora.adapter).expanduser()
+    files = sorted(folder.glob("adapter*")) if folder.is_dir() else []
+    return [str(lora.adapter), [[file.name, *fingerprint(file)] for file in files]]

@@ -1,0 +1,351 @@
+"""`task: dpo`, `orpo`, `kto` and `simpo`."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.data.collate import MetricSums, TokenBatch, collate_packed, collate_padded
+from paceline.data.preference.dataset import PreferenceDataset, PreferenceSample
+from paceline.data.text.prepare import prepare_tokens, text_task
+from paceline.data.text.token_dataset import TokenSample
+from paceline.models import attention
+from paceline.models.builtin import resolve_model
+from paceline.models.head.chunked_loss import IGNORED, ChunkedLoss, chunked_loss
+from paceline.models.head.transform import output_head
+from paceline.tasks.base import Notice, Prepared
+from paceline.tasks.language import LanguageTask
+from paceline.tasks.preference.objectives import Rows, make_objective
+from paceline.tasks.preference.reference import reference_key
+
+
+class PreferenceBatch(TokenBatch, total=False):
+    """The sequences of the preferred answers of a micro-batch, then those of the others.
+
+    Args:
+        target_counts: number of targets of each sequence, of packed rows.
+        is_answer: whether each target belongs to an answer, bool in the shape of the targets, if
+            the loss also covers prompts.
+        answer_tokens: number of tokens of each sequence's answer, float32 [sequences].
+        index: of each sample in the dataset, int64 [samples].
+        reference: float32 [samples, values].
+        is_desirable: float32 [samples], of single answers.
+        mismatched: prompts with the answers of other samples.
+        totals: sums over the global batch.
+        metric_sums: receives the metrics.
+    """
+
+    target_counts: tuple[int, ...]
+    is_answer: torch.Tensor
+    answer_tokens: torch.Tensor
+    index: torch.Tensor
+    reference: torch.Tensor
+    is_desirable: torch.Tensor
+    mismatched: "PreferenceBatch"
+    totals: dict[str, torch.Tensor]
+    metric_sums: MetricSums
+
+
+class PreferenceTask(LanguageTask):
+    """Trains a causal language model of Hugging Face, in full or with LoRA, on pairs of answers or
+    on answers that are marked as good or bad.
+
+    The reference model is the model before training. Its log-probabilities are computed once and
+    stored, so it takes no memory while the model is trained.
+    """
+
+    is_language_model = False  # the samples are not the prompts that text is generated from
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.objective = make_objective(config)
+        is_builtin = config.model.startswith("builtin:")
+        self.default_learning_rate = 1e-4 if is_builtin else 1e-5 if config.lora.enable else 1e-6
+        has_pairs = not self.objective.has_single_answers
+        self.unit = "pairs" if has_pairs else "answers"
+        self.sequences_per_sample = 1 + has_pairs
+        self.gathers = self.objective.inputs
+        self.total_names = self.objective.total_names
+        self.step_metrics = self.objective.metric_names
+        self._has_mismatched = "kl" in self.objective.inputs
+
+    def check(self) -> None:
+        super().check()
+        args = self.config.train_args
+        for is_set, setting, reason in (
+            (args.packs_rows, f"packing_strategy: {args.packing_strategy}", "both answers of a"
+             " pair must be in the same micro-batch"),
+            (args.neftune_noise_alpha is not None, "neftune_noise_alpha", "the reference"
+             " log-probabilities have no noise"),
+            (args.label_smoothing_factor, "label_smoothing_factor", "the loss has no distribution"
+             " over tokens; see `preference.label_smoothing`"),
+            (args.train_on_inputs, "train_on_inputs: true", "the loss compares answers"),
+            (args.train_on_turns != "all", f"train_on_turns: {args.train_on_turns}", "the loss"
+             " compares the answers of the last turn"),
+        ):  # fmt: skip
+            if is_set:
+                raise ConfigError(
+                    f"`train_args.{setting}` is not supported with `task: {self.config.task}`:"
+                    f" {reason}",
+                    fix=f"leave `train_args.{setting.partition(':')[0]}` out",
+                )
+
+    def prepare(self) -> Prepared:
+        """Tokenize the answers, or find them in the token cache."""
+        tokens = prepare_tokens(
+            self.config, text_task(self.config), resolve_model, self.num_prepare_workers
+        )
+        return self._prepared_from(tokens)
+
+    def build_datasets(self) -> tuple[Any, Any | None]:
+        tokens = self._handle
+        max_length = self.config.train_args.max_length
+        size = (self.global_batch_size or tokens.num_train) if self._has_mismatched else 0
+        train = PreferenceDataset(tokens.train_folder, tokens.train_indices, size, max_length)
+        if tokens.eval_folder is None:
+            return train, None
+        evaluation = PreferenceDataset(tokens.eval_folder, tokens.eval_indices, size, max_length)
+        return train, evaluation
+
+    def build_model(self) -> Any:
+        model = super().build_model()
+        if self.config.preference.disable_dropout:
+            _disable_dropout(model)
+        return model
+
+    def setup(self, model: Any) -> list[Notice]:
+        notices = super().setup(model)
+        if self.config.lora.enable and self.config.lora.dropout:
+            what = "off (`preference.disable_dropout`)"
+            if not self.config.preference.disable_dropout:
+                what = "on in training, and off for the reference log-probabilities"
+            notices.append(("info", f"dropout: {what}"))
+        return notices
+
+    # -- batches
+    def collate(self, samples: Sequence[Any]) -> PreferenceBatch:
+        rows: Sequence[PreferenceSample] = samples
+        if self.objective.has_single_answers:
+            batch = self._sequences(rows)
+            batch["is_desirable"] = torch.tensor([float(row["chosen_length"] > 0) for row in rows])
+        else:
+            parts = [_parts_of(row) for row in rows]
+            batch = self._sequences([*(part[0] for part in parts), *(part[1] for part in parts)])
+        batch["index"] = torch.tensor([row["index"] for row in rows])
+        batch["metric_sums"] = MetricSums(self.step_metrics)
+        if "reference" in rows[0]:
+            values = np.stack([row["reference"] for row in rows])
+            batch["reference"] = torch.from_numpy(values)
+        if self._has_mismatched:
+            batch["mismatched"] = self._sequences([row["mismatched"] for row in rows])
+        return batch
+
+    def _sequences(self, sequences: Sequence[TokenSample]) -> PreferenceBatch:
+        """Return the tokens of the sequences, packed in one row or padded."""
+        answers = [row["labels_mask"] for row in sequences]
+        if self.objective.trains_on_prompts:
+            # The first half are the preferred answers.
+            half = len(sequences) // 2
+            sequences = [
+                {**row, "labels_mask": np.ones_like(row["labels_mask"])} if number < half else row
+                for number, row in enumerate(sequences)
+            ]
+        tokens = (
+            collate_packed(sequences)
+            if self.packed
+            else collate_padded(sequences, self._handle.pad_token_id)
+        )
+        counts = [int(np.count_nonzero(row["labels_mask"][1:])) for row in sequences]
+        batch = cast("PreferenceBatch", tokens)
+        batch["target_counts"] = tuple(counts)
+        batch["answer_tokens"] = torch.tensor(
+            [float(np.count_nonzero(mask[1:])) for mask in answers]
+        )
+        if self.objective.trains_on_prompts:
+            batch["is_answer"] = self._answer_targets(tokens, sequences, answers)
+        return batch
+
+    def _answer_targets(
+        self, tokens: TokenBatch, sequences: Sequence[TokenSample], answers: list[np.ndarray]
+    ) -> torch.Tensor:
+        if self.packed:
+            parts = zip(answers, sequences, strict=True)
+            flags = [answer[1:][row["labels_mask"][1:]] for answer, row in parts]
+            return torch.from_numpy(np.concatenate(flags))
+        flags_by_row = np.zeros(tokens["input_ids"].shape, dtype=np.bool_)
+        for row, answer in enumerate(answers):
+            flags_by_row[row, : len(answer) - 1] = answer[1:]
+        return torch.from_numpy(flags_by_row)[:, tokens["keep"]]
+
+    def count(self, batch: Any) -> int:
+        return int(batch["index"].shape[0])
+
+    def num_tokens(self, batch: Any) -> int:
+        return int(batch["num_tokens"])
+
+    # -- losses
+    def totals(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        if self._has_mismatched:
+            return self.objective.totals({"kl": self._divergences(model, batch)})
+        lengths = batch["answer_tokens"][: self.count(batch)]
+        rows = {"chosen_tokens": lengths}
+        if self.objective.trains_on_prompts:
+            tokens = batch["target_counts"][: self.count(batch)]
+            rows["chosen_nll_tokens"] = lengths.new_tensor(tokens)
+        return self.objective.totals(rows)
+
+    def loss(self, model: Any, batch: Any) -> torch.Tensor:
+        """Return the sum of the losses of the samples, and record their metrics."""
+        rows = self._rows(model, batch)
+        totals = batch.get("totals", {})
+        if not totals and self.total_names:  # of a single micro-batch
+            with torch.no_grad():
+                totals = self.totals(model, batch)
+        loss = self.objective.losses(rows, totals).sum()
+        with torch.no_grad():
+            detached = {name: row.detach() for name, row in rows.items()}
+            batch["metric_sums"].record(self.objective.metrics(detached, totals))
+        return loss
+
+    def finish_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        return self.objective.finish(metrics)
+
+    def evaluate(self, model: Any, batch: Any) -> dict[str, torch.Tensor]:
+        """Return the values of each sample from which :meth:`metrics` computes the loss."""
+        rows = dict(self._rows(model, batch))
+        if self._has_mismatched:
+            rows["kl"] = self._divergences(model, batch)
+        return {name: rows[name] for name in self.gathers}
+
+    def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Return the loss and the metrics over all samples."""
+        totals = self.objective.totals(gathered) if self.total_names else {}
+        sums = self.objective.metrics(gathered, totals)
+        means = {
+            name: float(total / number) for name, (total, number) in sums.items() if number > 0
+        }
+        loss = float(self.objective.losses(gathered, totals).mean())
+        return {"loss": loss, **self.objective.finish(means)}
+
+    # -- log-probabilities
+    @property
+    def num_reference_values(self) -> int:
+        return 2 * self.objective.needs_reference - (
+            self.objective.has_single_answers and not self._has_mismatched
+        )
+
+    def reference_key(self, dataset: PreferenceDataset) -> str | None:
+        return reference_key(self.config, dataset)
+
+    def reference_values(self, model: Any, batch: Any) -> dict[str, torch.Tensor]:
+        """Return the log-probabilities of both answers of each sample, or of the single one and of
+        the mismatched one."""
+        logps = self._answer_logps(model, batch)
+        if not self.objective.has_single_answers:
+            values = torch.stack(logps.chunk(2), dim=1)
+        elif self._has_mismatched:
+            others = self._answer_logps(model, batch["mismatched"])
+            values = torch.stack([logps, others], dim=1)
+        else:
+            values = logps.unsqueeze(1)
+        return {"values": values, "index": batch["index"]}
+
+    def _rows(self, model: Any, batch: Any) -> Rows:
+        """Return the values of each sample that its loss is computed from, except ``kl``."""
+        losses = self._token_losses(model, batch)
+        logps = -self._sum_by_sequence(self._of_answers(losses, batch), batch)
+        rows: dict[str, torch.Tensor] = {}
+        if self.objective.has_single_answers:
+            rows = {"logps": logps, "is_desirable": batch["is_desirable"]}
+            if "reference" in batch:
+                rows["ref_logps"] = batch["reference"][:, 0]
+            return rows
+        names = ("chosen", "rejected")
+        for name, values, tokens in zip(
+            names, logps.chunk(2), batch["answer_tokens"].chunk(2), strict=True
+        ):
+            rows[f"{name}_logps"], rows[f"{name}_tokens"] = values, tokens
+        for number, name in enumerate(names if "reference" in batch else ()):
+            rows[f"ref_{name}_logps"] = batch["reference"][:, number]
+        if self.objective.trains_on_prompts:
+            count = self.count(batch)
+            rows["chosen_nll"] = self._sum_by_sequence(losses, batch)[:count]
+            counts = batch["target_counts"][:count]
+            rows["chosen_nll_tokens"] = batch["answer_tokens"].new_tensor(counts)
+        return rows
+
+    def _divergences(self, model: Any, batch: Any) -> torch.Tensor:
+        """Return the log likelihood ratio of each mismatched answer [samples]."""
+        logps = self._answer_logps(model, batch["mismatched"])
+        return logps - batch["reference"][:, 1]
+
+    def _answer_logps(self, model: Any, batch: Any) -> torch.Tensor:
+        """Return the log-probability of the answer of each sequence, float32 [sequences]."""
+        losses = self._of_answers(self._token_losses(model, batch), batch)
+        return -self._sum_by_sequence(losses, batch)
+
+    def _of_answers(self, losses: torch.Tensor, batch: Any) -> torch.Tensor:
+        flags = batch.get("is_answer")
+        return losses if flags is None else torch.where(flags, losses, 0.0)
+
+    def _sum_by_sequence(self, losses: torch.Tensor, batch: Any) -> torch.Tensor:
+        if losses.dim() == 2:
+            return losses.sum(dim=1)
+        # In the same order on every device, unlike a sum with atomic additions.
+        return torch.stack([part.sum() for part in losses.split(batch["target_counts"])])
+
+    def _token_losses(self, model: Any, batch: Any) -> torch.Tensor:
+        """Return the negative log-probability of each target in nats, float32 in the shape of the
+        targets, 0 for those that are padding."""
+        inputs = self._inputs(batch)
+        keep, targets = batch["keep"], batch["targets"]
+        if self.picks_logits:
+            inputs["logits_to_keep"] = keep
+        with attention.known_padding(batch.get("attention_mask"), batch["num_tokens"]):
+            if self._transform is not None and targets.numel() > self._chunk_tokens:
+                chunks = ChunkedLoss(
+                    output_head(model),
+                    self._transform,
+                    targets,
+                    None if self.picks_logits else keep,
+                    self._chunk_tokens,
+                    is_per_token=True,
+                )
+                with chunked_loss(chunks):
+                    losses = chunks.result(model(**inputs).logits)
+                return losses.view(targets.shape)
+            logits = model(**inputs).logits
+        if not self.picks_logits:
+            logits = logits[:, keep]
+        losses = functional.cross_entropy(
+            logits.flatten(0, 1).float(),
+            targets.flatten(),
+            reduction="none",
+            ignore_index=IGNORED,
+        )
+        return losses.view(targets.shape)
+
+
+def _parts_of(sample: PreferenceSample) -> tuple[TokenSample, TokenSample]:
+    """Return the sequences of the preferred answer and of the other one."""
+    length = sample["chosen_length"]
+    chosen: TokenSample = {
+        "input_ids": sample["input_ids"][:length],
+        "labels_mask": sample["labels_mask"][:length],
+    }
+    rejected: TokenSample = {
+        "input_ids": sample["input_ids"][length:],
+        "labels_mask": sample["labels_mask"][length:],
+    }
+    return chosen, rejected
+
+
+def _disable_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0

@@ -1,0 +1,50 @@
+"""Preference training agrees with TRL's trainers: the same loss, gradient norm and metrics in each
+of the first steps, with the same data, order and hyperparameters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trl_runs import make_adapter, make_model, make_rows, paceline_steps, trl_steps
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("dpo", {}),
+    ("dpo", {"loss_type": "hinge", "beta": 0.3}),
+    ("dpo", {"loss_type": "ipo"}),
+    ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 0.2]}),
+    ("dpo", {"loss_type": "robust", "label_smoothing": 0.1}),
+    ("dpo", {"f_divergence_type": "js_divergence"}),
+    ("kto", {"desirable_weight": 1.3}),
+    ("kto", {"loss_type": "apo_zero_unpaired"}),
+    ("orpo", {}),
+    ("simpo", {"beta": 2.0, "simpo_gamma": 0.7}),
+    ("simpo", {"cpo_alpha": 0.5}),
+]
+TOLERANCE = 1e-4
+#: A reward is the difference of log-probabilities of many tokens, in float32.
+ROUNDING = 1e-6
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("task", "settings"), CASES, ids=lambda value: value if isinstance(value, str) else None
+)
+def test_first_steps_agree(
+    task: str, settings: dict[str, Any], kind: str, with_adapter: bool, tmp_path: Path
+) -> None:
+    model, rows = make_model(tmp_path / "model", kind), make_rows(task)
+    adapter = make_adapter(model, tmp_path / "adapter") if with_adapter else None
+    given = dict(settings)
+    if task == "dpo" and isinstance(given.get("loss_type"), str):
+        given["loss_type"] = [given["loss_type"]]
+    expected = trl_steps(task, model, rows, tmp_path / "trl", adapter, **given)
+    actual = paceline_steps(task, model, rows, tmp_path / "run", adapter, **settings)
+    assert len(actual) == len(expected) == 10
+    beta = settings.get("beta", 0.1)
+    for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        for name, value in ours.items():
+            rounding = ROUNDING * beta * abs(theirs["logps/chosen"])
+            expected_value = pytest.approx(theirs[name], rel=TOLERANCE, abs=rounding)
+            assert value == expected_value, f"step {number + 1}: {name}"
