@@ -35,7 +35,7 @@ Load = Callable[..., Loaded]
         ("stage: ppo\nreward_model: saves/reward", "PPO"),
         ("stage: dpo\npref_beta: 0.1\npref_loss: orpo", "DPO"),
         ("pref_beta: 0.1\npref_loss: simpo", "SimPO"),
-        ("task: dpo", "DPO"),
+        ("task: ppo", "PPO"),
         (
             (
                 "beta: 0.01\nmax_length: 1024\nmax_prompt_length: 512\noutput_dir:"

@@ -15,21 +15,7 @@ TEMPLATE = (
     "{{ eos_token if message.role == 'assistant' else ' ' }}{% endfor %}"
     "{{ 'assistant:' if add_generation_prompt }}"
 )
-WORDS = [
-    "alpha",
-    "beta",
-    "gamma",
-    "delta",
-    "epsilon",
-    "zeta",
-    "eta",
-    "theta",
-    "iota",
-    "kappa",
-    "red",
-    "green",
-    "blue",
-]
+WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "red", "blue")
 
 
 def make_model(folder: Path, kind: str, num_labels: int | None = None) -> Path:

@@ -329,6 +329,12 @@ class Config(Section):
                     f" from {', '.join(known)}"
                 )
 
+    @property
+    def extra_forwards(self) -> int:
+        """Number of forward passes without gradients per micro-batch of training: one for the
+        divergence of KTO."""
+        return int(self.task == "kto" and self.preference.losses("kto")[0][0] == "kto")
+
     def sources(self, validation: bool = False) -> list[DatasetSource]:
         """Return the sources of the training or validation data as :class:`DatasetSource` objects.
 

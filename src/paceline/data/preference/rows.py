@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing
 from paceline.data.text.chat_template import ChatTemplate
-from paceline.data.text.formats import FORMATS, RowConverter, Sample
+from paceline.data.text.formats import FORMATS, LOSS_WEIGHT, RowConverter, Sample
 from paceline.data.text.messages import unpack_list
 
 _PROMPT_CHATS = ("messages", "conversations", "prompt")
@@ -231,6 +231,11 @@ class AnswerConverter(_PreferenceConverter):
 def _answered(sample: Sample) -> Sample:
     if sample.text is not None:
         raise MalformedRow("a text without a prompt")
+    if sample.weight is not None:
+        raise Unsupported(
+            f"the rows have weights (`{LOSS_WEIGHT}`), which preference training does not support",
+            fix=f"set `ignore_columns: [{LOSS_WEIGHT}]`",
+        )
     return sample
 
 

@@ -259,6 +259,7 @@ def _estimate(
     Each micro-batch reduce-scatters the gradients, Ψ(N-1)/N. Stage 2 gathers trained weights once
     per step, stage 3 all weights in forward and backward of each micro-batch (section 7.2). With D
     replicas a shard's gradients are all-reduced once per step, both reductions in float32.
+    A forward pass without gradients gathers all weights in both stages.
     """
     sharded_weights = full_weights = state = gathers = scalars = 0
     normed = batch_norm_names(shape)
@@ -278,7 +279,7 @@ def _estimate(
         sharded_weights += size * tensor.element_bytes
         if tensor.shape:
             unit.weights += padded * low_bytes
-            passes = 2 if tensor.name in backward else 1
+            passes = (2 if tensor.name in backward else 1) + config.extra_forwards
             gathers += work.micro_batches * passes * padded * low_bytes
         if tensor.trainable:
             state += shape.optimizer.bytes_of(tensor.name, size)
@@ -294,7 +295,7 @@ def _estimate(
     reduced = sum(unit.message for unit in units.values())
     if not reshard_after_forward:
         full_weights += gathered
-        gathers = gathered
+        gathers = gathered * (1 + work.micro_batches * config.extra_forwards)
     traffic = {
         "reduce_scatter": work.micro_batches * scatter_bytes(reduced, axes.shard),
         "all_gather": scatter_bytes(gathers, axes.shard),

@@ -26,7 +26,8 @@ def reference_key(config: Config, dataset: PreferenceDataset) -> str | None:
             "mismatched": [dataset.mismatch_size, dataset.max_length],
             "model": _files(folder),
             # Weights that no file has are drawn from the seed.
-            "seed": None if weight_files(folder) else args.seed,
+            "seed": None if weight_files(folder) and not config.adds_tokens else args.seed,
+            "new tokens": [config.new_tokens, config.new_special_tokens],
             "precision": [args.precision, lora.enable],
             "quantize": [lora.enable, lora.quantize],
             "adapter": _adapter(config),

@@ -318,7 +318,8 @@ class PreferenceTask(LanguageTask):
                 )
                 with chunked_loss(chunks):
                     losses = chunks.result(model(**inputs).logits)
-                return losses.view(targets.shape)
+                by_target: torch.Tensor = losses.view(targets.shape)
+                return by_target
             logits = model(**inputs).logits
         if not self.picks_logits:
             logits = logits[:, keep]

@@ -1,0 +1,202 @@
+"""`task: dpo`, `orpo`, `kto` and `simpo`: rows, tokens, losses, metrics and errors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.data.preference.rows import AnswerConverter, PairConverter
+from paceline.data.sources.rows import MalformedRow, Unsupported
+from paceline.data.text.formats import Sample
+from paceline.distributed.mesh import ParallelDims
+from paceline.parallel.registry import check_strategy
+from paceline.tasks import load_task
+
+QUESTION = [{"role": "user", "content": "q"}]
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("good", "bad"))
+
+
+def turns(sample: Sample | None) -> list[str]:
+    assert sample is not None
+    if sample.pair is not None:
+        return list(sample.pair)
+    return [str(message["content"]) for message in sample.messages or []]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"prompt": "q", "chosen": "good", "rejected": "bad"}, {}),
+        ({"prompt": QUESTION, "chosen": [GOOD], "rejected": [BAD]}, {}),
+        ({"chosen": [*QUESTION, GOOD], "rejected": [*QUESTION, BAD]}, {}),
+        ({"prompt": "q", "chosen": [*QUESTION, GOOD], "rejected": [*QUESTION, BAD]}, {}),
+        ({"messages": QUESTION, "chosen": GOOD, "rejected": BAD}, {}),
+        (
+            {
+                "conversations": [{"from": "human", "value": "q"}],
+                "chosen": {"from": "gpt", "value": "good"},
+                "rejected": {"from": "gpt", "value": "bad"},
+            },
+            {},
+        ),
+        ({"instruction": "q", "input": "", "chosen": "good", "rejected": "bad"}, {}),
+        ({"messages": [*QUESTION, GOOD], "rejected_response": "bad"}, {}),
+        ({"messages": [*QUESTION, GOOD], "rejected_messages": [*QUESTION, BAD]}, {}),
+        ({"query": "q", "response": "good", "rejected_response": "bad"}, {}),
+        ({"x": "q", "y": "good", "z": "bad"}, {"prompt": "x", "chosen": "y", "rejected": "z"}),
+    ],
+)
+def test_every_form_of_a_pair(row: dict[str, Any], columns: dict[str, str]) -> None:
+    sample = PairConverter("data", columns=columns)(row)
+    assert turns(sample) == ["q", "good"]
+    assert turns(sample.rejected) == ["q", "bad"]
+
+
+def test_implicit_prompt_of_texts() -> None:
+    sample = PairConverter("data")({"chosen": "Q: why? A: good", "rejected": "Q: why? A: bad"})
+    assert turns(sample) == ["Q: why? A:", " good"]
+    assert turns(sample.rejected) == ["Q: why? A:", " bad"]
+
+
+@pytest.mark.parametrize(
+    ("row", "mark"),
+    [
+        ({"prompt": "q", "completion": "good", "label": True}, True),
+        ({"prompt": QUESTION, "completion": [GOOD], "label": False}, False),
+        ({"messages": [*QUESTION, GOOD], "kto_tag": False}, False),
+        ({"instruction": "q", "output": "good", "kto_tag": "true"}, True),
+    ],
+)
+def test_every_form_of_a_marked_answer(row: dict[str, Any], mark: bool) -> None:
+    sample = AnswerConverter("data")(row)
+    assert sample.is_desirable is mark
+    assert turns(sample) == ["q", "good"]
+
+
+def test_other_data_is_refused_or_dropped() -> None:
+    with pytest.raises(Unsupported, match="single answers"):
+        PairConverter("data")({"prompt": "q", "completion": "a", "label": True})
+    with pytest.raises(Unsupported, match="preference pairs"):
+        AnswerConverter("data")({"prompt": "q", "chosen": "a", "rejected": "b"})
+    with pytest.raises(MalformedRow, match="no pair"):
+        PairConverter("data")({"prompt": "q", "completion": "a"})
+
+
+def make_task(path: Path, task: str, rows: list[dict[str, Any]], **train_args: Any) -> Any:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    config = Config.model_validate(
+        {
+            "model": "builtin:qwen2-micro",
+            "task": task,
+            "dataset": str(path),
+            "train_args": {"precision": "32", **train_args},
+        }
+    )
+    made = load_task(config)
+    made.check()
+    made.prepared = made.prepare()
+    return made
+
+
+ROWS = [
+    {"prompt": f"What is {n}?", "chosen": "one " * (n + 1), "rejected": f"no, {n}"}
+    for n in range(3)
+]
+
+
+def test_dpo_loss_on_packed_and_padded_rows(tmp_path: Path) -> None:
+    """The loss of packed rows, computed in chunks of a few tokens, is that of the formula, and so
+    are its gradients."""
+    task = make_task(tmp_path / "rows.jsonl", "dpo", ROWS, loss_chunk_size=5)
+    dataset, _ = task.build_datasets()
+    model = task.build_model()
+    task.setup(model)
+    batch = task.collate([dataset[index] for index in range(3)])
+    dataset.reference = task.reference_values(model, batch)["values"].detach().numpy() - 0.3
+    dataset.reference[:, 1] += np.array([0.1, 0.9, 2.0])
+    batch = task.collate([dataset[index] for index in range(3)])
+    assert "segment_lengths" in batch
+    loss = task.loss(model, batch)
+    loss.backward()
+    gradient = model.model.embed_tokens.weight.grad.clone()
+
+    model = task.build_model()  # of the same weights, with its own attention
+    logps = []
+    for index in range(3):
+        sample = dataset[index]
+        length = sample["chosen_length"]
+        for part in (slice(0, length), slice(length, None)):
+            ids = torch.from_numpy(sample["input_ids"][part]).long()
+            mask = torch.from_numpy(sample["labels_mask"][part])[1:]
+            scores = model(input_ids=ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
+            logps.append(scores.gather(1, ids[1:, None])[mask, 0].sum())
+    ratios = torch.stack(logps).view(3, 2) - torch.from_numpy(dataset.reference)
+    expected = -functional.logsigmoid(0.1 * (ratios[:, 0] - ratios[:, 1])).sum()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(gradient, model.model.embed_tokens.weight.grad, rtol=1e-3, atol=1e-7)
+    padded = make_task(tmp_path / "rows.jsonl", "dpo", ROWS, packing=False)
+    model = padded.build_model()  # of the same weights
+    padded.setup(model)
+    other = padded.loss(model, padded.collate([dataset[index] for index in range(3)]))
+    assert other.item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("task", ["orpo", "simpo"])
+def test_loss_of_a_batch_is_the_sum_of_its_parts(task: str, tmp_path: Path) -> None:
+    made = make_task(tmp_path / "rows.jsonl", task, ROWS)
+    dataset, _ = made.build_datasets()
+    model = made.build_model()
+    made.setup(model)
+    full = made.collate([dataset[index] for index in range(3)])
+    parts = [made.collate([dataset[0]]), made.collate([dataset[1], dataset[2]])]
+    totals = made.totals(model, full)
+    for batch in (full, *parts):
+        batch["totals"] = totals
+    total = sum(made.loss(model, part).item() for part in parts)
+    assert total == pytest.approx(made.loss(model, full).item(), rel=1e-5)
+    gathered = {name: row.double() for name, row in made.evaluate(model, full).items()}
+    assert made.metrics(gathered)["loss"] == pytest.approx(total / 3, rel=1e-5)
+
+
+def test_prompt_of_kto_with_the_answer_of_the_row_before(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"What is {n}?", "completion": f"It is {n}", "label": n % 2 == 0}
+        for n in range(5)
+    ]
+    task = make_task(tmp_path / "rows.jsonl", "kto", rows)
+    task.global_batch_size = 2
+    dataset, _ = task.build_datasets()
+
+    def answer(sample: Any) -> list[int]:
+        return sample["input_ids"][sample["labels_mask"]].tolist()
+
+    partners = [1, 0, 3, 2, 4]  # groups of two rows; the last one is alone
+    for index, partner in enumerate(partners):
+        assert answer(dataset[index]["mismatched"]) == answer(dataset[partner])
+    assert [dataset[index]["chosen_length"] > 0 for index in range(5)] == [True, False] * 2 + [True]
+
+
+def test_settings_that_do_not_fit(tmp_path: Path) -> None:
+    base = {"model": "builtin:qwen2-micro", "dataset": "d", "task": "dpo"}
+    for preference, message in (
+        ({"loss_type": "aot"}, "sorts the rewards"),
+        ({"loss_type": "kto"}, "not supported with task: dpo"),
+        ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "one weight per loss"),
+        ({"loss_type": "exo_pair"}, "requires label_smoothing"),
+        ({"loss_type": "apo_zero", "f_divergence_type": "forward_kl"}, "is not supported with"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Config.model_validate({**base, "preference": preference})
+    task = load_task(Config.model_validate({**base, "train_args": {"train_on_inputs": True}}))
+    with pytest.raises(ConfigError, match="compares answers"):
+        task.check()
+    config = Config.model_validate({**base, "parallel": {"mode": "tensor"}})
+    with pytest.raises(ConfigError, match="divided over ranks"):
+        check_strategy("tensor", config, ParallelDims(tensor=2))
