@@ -306,8 +306,19 @@ class PreferenceTask(LanguageTask):
         keep, targets = batch["keep"], batch["targets"]
         if self.picks_logits:
             inputs["logits_to_keep"] = keep
+        losses: torch.Tensor
         with attention.known_padding(batch.get("attention_mask"), batch["num_tokens"]):
-            if self._transform is not None and targets.numel() > self._chunk_tokens:
+            if self._transform is None or targets.numel() <= self._chunk_tokens:
+                logits = model(**inputs).logits
+                if not self.picks_logits:
+                    logits = logits[:, keep]
+                losses = functional.cross_entropy(
+                    logits.flatten(0, 1).float(),
+                    targets.flatten(),
+                    reduction="none",
+                    ignore_index=IGNORED,
+                )
+            else:
                 chunks = ChunkedLoss(
                     output_head(model),
                     self._transform,
@@ -318,17 +329,6 @@ class PreferenceTask(LanguageTask):
                 )
                 with chunked_loss(chunks):
                     losses = chunks.result(model(**inputs).logits)
-                by_target: torch.Tensor = losses.view(targets.shape)
-                return by_target
-            logits = model(**inputs).logits
-        if not self.picks_logits:
-            logits = logits[:, keep]
-        losses = functional.cross_entropy(
-            logits.flatten(0, 1).float(),
-            targets.flatten(),
-            reduction="none",
-            ignore_index=IGNORED,
-        )
         return losses.view(targets.shape)
 
 
