@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from commands import digest, events, losses, run
 
-WORDS = ("alpha", "beta", "gamma", "delta", "red", "green", "blue", "tree")
+VOCABULARY = ("alpha", "beta", "gamma", "delta", "red", "green", "blue", "tree")
 
 
 def write_rows(path: Path, task: str) -> Path:
     numbers = random.Random(0)
 
     def phrase() -> str:
-        return " ".join(numbers.choices(WORDS, k=numbers.randint(2, 9)))
+        return " ".join(numbers.choices(VOCABULARY, k=numbers.randint(2, 9)))
 
     rows = []
     for number in range(48):

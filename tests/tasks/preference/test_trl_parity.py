@@ -36,10 +36,10 @@ def test_first_steps_agree(
 ) -> None:
     model, rows = make_model(tmp_path / "model", kind), make_rows(task)
     adapter = make_adapter(model, tmp_path / "adapter") if with_adapter else None
-    given = dict(settings)
-    if task == "dpo" and isinstance(given.get("loss_type"), str):
-        given["loss_type"] = [given["loss_type"]]
-    expected = trl_steps(task, model, rows, tmp_path / "trl", adapter, **given)
+    arguments = dict(settings)
+    if task == "dpo" and isinstance(arguments.get("loss_type"), str):
+        arguments["loss_type"] = [arguments["loss_type"]]
+    expected = trl_steps(task, model, rows, tmp_path / "trl", adapter, **arguments)
     actual = paceline_steps(task, model, rows, tmp_path / "run", adapter, **settings)
     assert len(actual) == len(expected) == 10
     beta = settings.get("beta", 0.1)

@@ -15,7 +15,7 @@ TEMPLATE = (
     "{{ eos_token if message.role == 'assistant' else ' ' }}{% endfor %}"
     "{{ 'assistant:' if add_generation_prompt }}"
 )
-WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "red", "blue")
+VOCABULARY = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "red", "blue")
 
 
 def make_model(folder: Path, kind: str, num_labels: int | None = None) -> Path:
@@ -68,7 +68,7 @@ def make_adapter(model: Path, folder: Path) -> Path:
 
 
 def _phrase(numbers: random.Random) -> str:
-    return " ".join(numbers.choices(WORDS, k=numbers.randint(2, 10)))
+    return " ".join(numbers.choices(VOCABULARY, k=numbers.randint(2, 10)))
 
 
 def make_rows(task: str) -> list[dict[str, Any]]:

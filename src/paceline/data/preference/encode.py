@@ -102,4 +102,4 @@ def _num_prompt_turns(chats: Sequence[list[Message]]) -> int:
 def _shared_length(first: list[int], second: list[int]) -> int:
     pairs = enumerate(zip(first, second, strict=False))
     shorter = min(len(first), len(second))
-    return next((number for number, (one, other) in pairs if one != other), shorter)
+    return next((number for number, (left, right) in pairs if left != right), shorter)

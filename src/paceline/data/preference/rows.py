@@ -79,7 +79,7 @@ class _PreferenceConverter:
         if not isinstance(row, dict):
             raise MalformedRow("not an object with columns")
         ignored = set(self.ignore_columns)
-        own = {
+        marks = {
             name: unpack_list(row[column])
             for name, column in self._names.items()
             if column in row
@@ -87,7 +87,7 @@ class _PreferenceConverter:
             and (isinstance(row[column], bool | int) or not holds_nothing(row[column]))
         }
         taken = set(self._names.values())
-        return own, {name: value for name, value in row.items() if name not in taken}
+        return marks, {name: value for name, value in row.items() if name not in taken}
 
     def _column(self, name: str) -> str:
         return self._convert.columns.get(name, name)
@@ -103,7 +103,7 @@ class PairConverter(_PreferenceConverter):
 
     @property
     def row_format(self) -> str:
-        return "auto"  # the rows with one answer have a format of their own
+        return "auto"  # the rows with one answer have a format of their marks
 
     def __call__(self, row: Any) -> Sample:
         """Convert one row.
@@ -112,28 +112,28 @@ class PairConverter(_PreferenceConverter):
             MalformedRow: the row cannot be used.
             Unsupported: the dataset needs another kind of training.
         """
-        own, rest = self._take(row)
-        if "chosen" in own and "rejected" in own:
-            make = self._answer_rows(rest, own["chosen"], own["rejected"])
-            good, bad = make(own["chosen"]), make(own["rejected"])
-        elif any(name in own for name in _REJECTED):
-            good, bad = rest, self._with_rejected(rest, own)
+        marks, rest = self._take(row)
+        if "chosen" in marks and "rejected" in marks:
+            make = self._answer_rows(rest, marks["chosen"], marks["rejected"])
+            good, bad = make(marks["chosen"]), make(marks["rejected"])
+        elif any(name in marks for name in _REJECTED):
+            good, bad = rest, self._with_rejected(rest, marks)
         else:
-            self._check_kind(own, rest)
+            self._check_kind(marks, rest)
             self.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow("the row has no pair of answers")
         sample = _answered(self._convert(good))
         sample.rejected = _answered(self._convert_second(bad))
         return sample
 
-    def _check_kind(self, own: Row, rest: Row) -> None:
+    def _check_kind(self, marks: Row, rest: Row) -> None:
         """Reject data that marks single answers.
 
         Raises:
             Unsupported: the row has a mark.
         """
         for name in _LABELS:
-            if isinstance(own.get(name), bool):
+            if isinstance(marks.get(name), bool):
                 raise Unsupported(
                     f"the rows mark single answers as good or bad (`{name}`), and this task trains"
                     " on pairs of answers",
@@ -163,8 +163,8 @@ class PairConverter(_PreferenceConverter):
         if "instruction" in map(self._column, rest) and isinstance(chosen, str | dict):
             return lambda answer: {**rest, "output": _text_of(answer)}
         if not isinstance(chosen, str):
-            asked = None if question is None else str(rest[question])
-            return partial(_after_question, others, asked)
+            text = None if question is None else str(rest[question])
+            return partial(_after_question, others, text)
         if question is not None:
             return lambda answer: {**others, "prompt": rest[question], "completion": answer}
         start = _shared_start(chosen, rejected)
@@ -174,13 +174,13 @@ class PairConverter(_PreferenceConverter):
             "completion": answer[start:],
         }
 
-    def _with_rejected(self, rest: Row, own: Row) -> Row:
+    def _with_rejected(self, rest: Row, marks: Row) -> Row:
         """Return the row with its answer replaced by the rejected one."""
-        if isinstance(messages := own.get("rejected_messages"), list):
+        if isinstance(messages := marks.get("rejected_messages"), list):
             names = {self._column(name) for name in _PROMPT_CHATS}
             others = {name: value for name, value in rest.items() if name not in names}
             return {**others, "messages": messages}
-        answer = own.get("rejected_response")
+        answer = marks.get("rejected_response")
         for name in map(self._column, _PROMPT_CHATS):
             turns = unpack_list(rest.get(name))
             if isinstance(turns, list) and turns and isinstance(turns[-1], dict):
@@ -207,10 +207,10 @@ class AnswerConverter(_PreferenceConverter):
             MalformedRow: the row cannot be used.
             Unsupported: the dataset needs another kind of training.
         """
-        own, rest = self._take(row)
-        name = next((name for name in _LABELS if name in own), None)
+        marks, rest = self._take(row)
+        name = next((name for name in _LABELS if name in marks), None)
         if name is None:
-            if "rejected" in own or any(name in own for name in _REJECTED):
+            if "rejected" in marks or any(name in marks for name in _REJECTED):
                 raise Unsupported(
                     "the rows are preference pairs, and `task: kto` trains on single answers that"
                     " are marked as good or bad",
@@ -219,7 +219,7 @@ class AnswerConverter(_PreferenceConverter):
                 )
             self.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow("the row does not mark its answer as good or bad")
-        value = own[name]
+        value = marks[name]
         mark = _MARKS.get(str(value).strip().lower())
         if mark is None:
             raise MalformedRow(f"`{name}` is neither true nor false")
@@ -275,7 +275,7 @@ def _shared_start(chosen: str, rejected: str) -> int:
     answers, as TRL's ``extract_prompt`` does."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     shorter = min(len(chosen), len(rejected))
-    length = next((number for number, (one, other) in pairs if one != other), shorter)
+    length = next((number for number, (left, right) in pairs if left != right), shorter)
     if length and chosen[length - 1] == " ":
         length -= 1
     if not length:

@@ -329,7 +329,8 @@ class PreferenceTask(LanguageTask):
                 )
                 with chunked_loss(chunks):
                     losses = chunks.result(model(**inputs).logits)
-        return losses.view(targets.shape)
+        by_target: torch.Tensor = losses.view(targets.shape)
+        return by_target
 
 
 def _parts_of(sample: PreferenceSample) -> tuple[TokenSample, TokenSample]:
