@@ -103,7 +103,7 @@ class PairConverter(_PreferenceConverter):
 
     @property
     def row_format(self) -> str:
-        return "auto"  # the rows with one answer have a format of their marks
+        return "auto"  # the rows with one answer have their own format
 
     def __call__(self, row: Any) -> Sample:
         """Convert one row.

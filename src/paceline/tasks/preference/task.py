@@ -282,7 +282,8 @@ class PreferenceTask(LanguageTask):
     def _divergences(self, model: Any, batch: Any) -> torch.Tensor:
         """Return the log likelihood ratio of each mismatched answer [samples]."""
         logps = self._answer_logps(model, batch["mismatched"])
-        return logps - batch["reference"][:, 1]
+        reference: torch.Tensor = batch["reference"]
+        return logps - reference[:, 1]
 
     def _answer_logps(self, model: Any, batch: Any) -> torch.Tensor:
         """Return the log-probability of the answer of each sequence, float32 [sequences]."""
@@ -329,8 +330,7 @@ class PreferenceTask(LanguageTask):
                 )
                 with chunked_loss(chunks):
                     losses = chunks.result(model(**inputs).logits)
-        by_target: torch.Tensor = losses.view(targets.shape)
-        return by_target
+        return losses.view(targets.shape)
 
 
 def _parts_of(sample: PreferenceSample) -> tuple[TokenSample, TokenSample]:
