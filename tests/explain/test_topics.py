@@ -206,3 +206,56 @@ def test_local_sgd_workers_drift_and_are_synchronized(algorithm: str) -> None:
     # Four float32 weights at each of two synchronizations
     assert content["bytes_sent"] == [2 * 16] * 2
     assert content["ddp_bytes"] == 8 * 16
+
+
+def test_memory_of_activations_grows_in_forward_and_is_freed_in_backward() -> None:
+    _, content = _record("memory", 1)
+    plain, checkpointed = content["sizes"]
+    blocks = 4
+    activations = [sizes["activations"] for sizes in plain]
+    assert activations[: blocks + 1] == sorted(activations[: blocks + 1])
+    assert activations[-1] == activations[-2] == 0
+    assert max(sizes["activations"] for sizes in checkpointed) < max(activations) / 2
+    # Each block stores at least its input, and the result of its first layer, of four times its
+    # size: 1,024 rows of 256 and of 1,024 float32 numbers.
+    assert activations[blocks] >= (blocks * 5 - 1) * 1024 * 256 * 4
+    assert content["peak_bytes"][1] < content["peak_bytes"][0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"])
+def test_pipeline_passes_each_micro_batch_through_all_stages(schedule: str) -> None:
+    _, content = _record("pipeline", 2, schedule)
+    stages = 4 if schedule in ("interleaved_1f1b", "zero_bubble") else 2
+    assert content["stages"] == stages
+    kinds = [span["kind"] for span in content["spans"]]
+    assert kinds.count("forward") == kinds.count("backward") == stages * content["micro_batches"]
+    assert ("weight gradient" in kinds) == (schedule == "zero_bubble")
+    # Hidden states and their gradients of each micro-batch, [128, 512] float32, cross each boundary
+    # of stages.
+    crossing_bytes = (stages - 1) * content["micro_batches"] * 128 * 512 * 4
+    assert sum(content["bytes_sent"]) == 2 * crossing_bytes
+    assert 0 <= content["bubble"] < 1
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async", "bounded"])
+def test_parameter_server_sends_only_the_rows_of_a_batch(consistency: str) -> None:
+    recording, content = _record("parameter-server", 3, consistency)
+    start, end = content["table"]
+    assert start != end
+    for frame in content["frames"]:
+        for message in frame["messages"]:
+            if message["label"] == "rows":
+                assert message["size_bytes"] < 4 * len(start)
+    pushes = [frame for frame in recording.frames if "pushed" in frame.caption]
+    assert len(pushes) == 2 * 4
+    if consistency == "bounded":
+        assert content["staleness"] <= 1
+
+
+def test_recovery_ends_with_the_digest_of_an_undisturbed_run() -> None:
+    _, content = _record("recovery", 2)
+    assert content["restarts"] == 1
+    assert content["resumed_from_step"] == 4
+    assert content["digests"][0] == content["digests"][1]
+    assert len(content["losses"]) == 12
+    assert "5" in content["first_losses"]

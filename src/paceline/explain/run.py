@@ -66,14 +66,31 @@ TOPICS = {
     "precision": Topic(
         "precision", "rounding in bfloat16 and float16, loss scaling, and an overflow on one rank"
     ),
+    "memory": Topic(
+        "memory",
+        "parameters, gradients, optimizer state and activations through a step",
+        (1, 1, 1),
+    ),
     "zero": Topic(
         "zero", "which rank stores which shard of the training state, for each ZeRO stage"
     ),
     "tensor": Topic("tensor", "column- and row-parallel layers, and their all-reduces"),
+    "pipeline": Topic(
+        "pipeline",
+        "schedules of a pipeline, with measured times and the bubble",
+        (2, 2, 4),
+        ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"),
+    ),
     "hybrid": Topic(
         "hybrid",
         "the device mesh, and the process groups along its axes",
         (4, 4, MAX_RANKS),
+    ),
+    "parameter-server": Topic(
+        "parameter_server",
+        "workers that pull rows and push gradients: synchronous, asynchronous, bounded staleness",
+        (3, 2, MAX_RANKS),
+        ("sync", "async", "bounded"),
     ),
     "compression": Topic(
         "compression",
@@ -84,6 +101,9 @@ TOPICS = {
         "local_sgd",
         "workers that train independently and are synchronized every few steps",
         algorithms=("local_sgd", "diloco"),
+    ),
+    "recovery": Topic(
+        "recovery", "a rank that dies, the rollback to a checkpoint, and the same digest", (2, 2, 4)
     ),
 }
 

@@ -89,7 +89,7 @@ class PipelineRunner:
         self._shared = self._find_shared()  # while all parameters exist
         drop(model, self.division, self.local_stages)
         self._micro_step: MicroStep | None = None
-        self._stages: list[DynamicStage] = []
+        self.stages: list[DynamicStage] = []
         self._schedules: dict[int, Any] = {}
         # shape before the blocks → hidden states after each stage
         self._known: dict[tuple[int, ...], tuple[Hidden, ...]] = {}
@@ -154,12 +154,10 @@ class PipelineRunner:
         self._micro_step = micro_step
         shapes = self._shapes(num_micro_batches)
         if num_micro_batches not in self._schedules:
-            self._stages = self._stages or [self._make_stage(stage) for stage in self.local_stages]
+            self.stages = self.stages or [self._make_stage(stage) for stage in self.local_stages]
             name = self._supported_schedule(num_micro_batches)
-            self._schedules[num_micro_batches] = make_schedule(
-                name, self._stages, num_micro_batches
-            )
-        for stage in self._stages:
+            self._schedules[num_micro_batches] = make_schedule(name, self.stages, num_micro_batches)
+        for stage in self.stages:
             stage.shapes = shapes
         try:
             # the stages count what they send, however the schedule batches it
@@ -168,7 +166,7 @@ class PipelineRunner:
                 schedule.step(target=torch.arange(num_micro_batches))
         finally:
             self._micro_step = None
-            for stage in self._stages:
+            for stage in self.stages:
                 stage.clear_runtime_states()
 
     def _supported_schedule(self, num_micro_batches: int) -> str:

@@ -1,0 +1,352 @@
+"""`paceline explain parameter-server`: workers that pull rows and push gradients, synchronously and
+asynchronously, and the staleness of the rows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.files import human_bytes
+from paceline.core.formatting import counted
+from paceline.explain.record import (
+    Cell,
+    Check,
+    Frame,
+    Message,
+    Recording,
+    Row,
+    Span,
+    cells_of,
+    check_traffic,
+    number_text,
+    on_step_clock,
+)
+from paceline.explain.run import ExplainOptions
+from paceline.launch.rank_pool import run_on_ranks
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.distributed.communicator import Communicator
+
+PRELOAD = ("paceline.explain.training", "paceline.parallel.parameter_server.asynchronous")
+_STEPS = 4
+_TABLE_ROWS = 6
+_LEARNING_RATE = 0.5
+_MAX_STALENESS = 1
+#: The last worker computes longer by this, so that the others get ahead.
+_DELAY_S = 0.05
+_ABOUT = {
+    "sync": (
+        "Synchronous: the server waits for the gradients of all workers, sums them and makes one"
+        " update. Every step equals that of data parallelism, and the fast worker waits."
+    ),
+    "async": (
+        "Asynchronous (Downpour SGD, Dean et al., 2012): the server applies the gradients of each"
+        " worker as they arrive. No worker waits, but gradients are computed from rows that other"
+        " workers have changed since: they are stale."
+    ),
+    "bounded": (
+        "Bounded staleness (Ho et al., 2013): as asynchronous, but no worker may be more than"
+        f" {counted(_MAX_STALENESS, 'step')} ahead of the slowest."
+    ),
+}
+_COMMON = (
+    " An embedding table is on a server. In each step, a worker sends the ids of its batch,"
+    " receives these rows, and pushes their gradients: it never has the full table. The last worker"
+    f" computes {1000 * _DELAY_S:.0f} ms longer than the others."
+)
+
+
+@dataclass(frozen=True)
+class WorkerStep:
+    """A step of a worker.
+
+    Args:
+        ids: distinct rows of its batch.
+        rows: their values as pulled.
+        pull_bytes, rows_bytes, push_bytes: bytes of the ids that it sent, of the rows that it
+            received, and of the gradients that it pushed.
+        pulled_s, pushed_s: when the rows were there, and when its push was complete.
+    """
+
+    ids: list[int]
+    rows: list[float]
+    pull_bytes: int
+    rows_bytes: int
+    push_bytes: int
+    start_s: float
+    pulled_s: float
+    computed_s: float
+    pushed_s: float
+
+
+@dataclass(frozen=True)
+class RankServed:
+    """The recording of one rank. ``table``: the values of the server at the start and the end."""
+
+    steps: list[WorkerStep]
+    table: list[list[float]]
+    staleness: int | None
+    counted_bytes: int
+
+
+def record(options: ExplainOptions) -> Recording:
+    """Train an embedding table on real workers and a server.
+
+    The figures: ``algorithm, ranks, steps: [[{ids, rows, stale}]]`` (of each worker; ``stale``:
+    pushes of other workers between its pull and the end of its push), ``table`` (at the start and
+    the end) and ``staleness`` (maximum number of steps that a worker was ahead of the slowest; null
+    with ``sync``).
+    """
+    results: list[RankServed] = run_on_ranks(_record_rank, options.ranks, options.algorithm)
+    workers, server = results[:-1], results[-1]
+    stale = [
+        [_stale_pushes(workers, rank, step) for step in worker.steps]
+        for rank, worker in enumerate(workers)
+    ]
+    spans, begin = on_step_clock(
+        span for rank, worker in enumerate(workers) for span in _spans(rank, worker)
+    )
+    frames = _frames(workers, server, stale, begin)
+    staleness = server.staleness
+    facts = [
+        ("Step of the slowest worker", f"{1000 * _mean_step_s(workers[-1]):.0f} ms"),
+        ("Step of the first worker", f"{1000 * _mean_step_s(workers[0]):.0f} ms"),
+        ("Sent by the server", human_bytes(server.counted_bytes)),
+    ]
+    checks = [check_traffic(frames, [rank.counted_bytes for rank in results])]
+    if options.algorithm == "sync":
+        first = [worker.steps[0].rows for worker in workers]
+        values = [[server.table[0][row] for row in worker.steps[0].ids] for worker in workers]
+        checks.append(Check.equal("the pulled rows are those of the server", first, values))
+    else:
+        bound = _MAX_STALENESS if options.algorithm == "bounded" else None
+        facts.append(("Most steps ahead of the slowest", str(staleness)))
+        checks.append(
+            Check(
+                "no worker is further ahead than permitted",
+                staleness,
+                bound,
+                bound is None or (staleness is not None and staleness <= bound),
+            )
+        )
+    return Recording(
+        topic="parameter-server",
+        title=(
+            f"Parameter server ({options.algorithm}): {counted(len(workers), 'worker')} and a"
+            " server"
+        ),
+        about=_ABOUT[options.algorithm] + _COMMON,
+        actors=(*(f"worker {rank}" for rank in range(len(workers))), "server"),
+        frames=frames,
+        checks=tuple(checks),
+        facts=tuple(facts),
+        spans=tuple(spans),
+        figures={
+            "algorithm": options.algorithm,
+            "ranks": options.ranks,
+            "steps": [
+                [
+                    {"ids": step.ids, "rows": step.rows, "stale": stale[rank][number]}
+                    for number, step in enumerate(worker.steps)
+                ]
+                for rank, worker in enumerate(workers)
+            ],
+            "table": server.table,
+            "staleness": staleness,
+        },
+    )
+
+
+def _stale_pushes(workers: list[RankServed], rank: int, step: WorkerStep) -> int:
+    """Return how many pushes of other workers were complete between a step's pull and its push."""
+    return sum(
+        step.pulled_s < other.pushed_s < step.pushed_s
+        for number, worker in enumerate(workers)
+        for other in worker.steps
+        if number != rank
+    )
+
+
+def _mean_step_s(worker: RankServed) -> float:
+    return sum(step.pushed_s - step.start_s for step in worker.steps) / len(worker.steps)
+
+
+def _spans(rank: int, worker: RankServed) -> list[Span]:
+    spans = []
+    for number, step in enumerate(worker.steps):
+        for kind, start_s, end_s in (
+            ("pull", step.start_s, step.pulled_s),
+            ("compute", step.pulled_s, step.computed_s),
+            ("push and wait", step.computed_s, step.pushed_s),
+        ):
+            spans.append(Span(rank, "steps", kind, str(number + 1), start_s, end_s))
+    return spans
+
+
+def _frames(
+    workers: list[RankServed], server: RankServed, stale: list[list[int]], begin: float
+) -> tuple[Frame, ...]:
+    """Return a frame for each pull and each push, in the order of time."""
+    last = len(workers)
+    moments: list[tuple[float, int, int, bool]] = []
+    for rank, worker in enumerate(workers):
+        for number, step in enumerate(worker.steps):
+            moments.append((step.pulled_s, rank, number, False))
+            moments.append((step.pushed_s, rank, number, True))
+    state: list[tuple[Row, ...]] = [(Row("rows", _blank()),) for _ in workers]
+    start = (Row("table", cells_of(server.table[0])),)
+    frames = [
+        Frame(
+            "The table is on the server. A cell stands for a row of the table.",
+            (*state, start),
+            time_s=0.0,
+        )
+    ]
+    changed = list(start)
+    for time_s, rank, number, is_push in sorted(moments):
+        step = workers[rank].steps[number]
+        if is_push:
+            number_stale = stale[rank][number]
+            pushes = "1 push" if number_stale == 1 else f"{number_stale} pushes"
+            text = (
+                f"Worker {rank}, step {number + 1}: its gradients are pushed ({pushes} of others in"
+                " between)."
+            )
+            messages: tuple[Message, ...] = (Message(rank, last, "gradients", step.push_bytes),)
+        else:
+            values = {
+                row: number_text(value) for row, value in zip(step.ids, step.rows, strict=True)
+            }
+            cells = tuple(
+                Cell(values[row], tone="new") if row in values else Cell("", tone="idle")
+                for row in range(_TABLE_ROWS)
+            )
+            state[rank] = (Row("rows", cells),)
+            text = f"Worker {rank}, step {number + 1}: it pulls rows {_names(step.ids)}."
+            messages = (
+                Message(rank, last, "ids", step.pull_bytes),
+                Message(last, rank, "rows", step.rows_bytes),
+            )
+        frames.append(
+            Frame(text, (*state, tuple(changed)), messages=messages, time_s=time_s - begin)
+        )
+    end_s = max(moment[0] for moment in moments) - begin
+    end = (Row("table", cells_of(server.table[1], "done")),)
+    frames.append(Frame("The table at the end.", (*state, end), time_s=end_s))
+    return tuple(frames)
+
+
+def _blank() -> tuple[Cell, ...]:
+    return tuple(Cell("", tone="idle") for _ in range(_TABLE_ROWS))
+
+
+def _names(ids: list[int]) -> str:
+    return ", ".join(map(str, ids))
+
+
+def _record_rank(world: Communicator, consistency: str) -> RankServed:
+    import torch
+    from torch import nn
+
+    from paceline.config.schema import Config
+    from paceline.distributed.communicator import Communicator
+    from paceline.distributed.mesh import ParallelDims
+    from paceline.models.recommend import Table
+    from paceline.parallel.base import make_strategy
+    from paceline.parallel.parameter_server.asynchronous import AsyncServerStrategy
+    from paceline.parallel.parameter_server.strategy import ParameterServerStrategy
+    from paceline.parallel.protocols import close_servers, model_init_context
+
+    config = Config.model_validate(
+        {
+            "model": "table",
+            "dataset": "noise",
+            "parallel": {"mode": "parameter_server", "device": "cpu"},
+            "parameter_server": {
+                "consistency": consistency,
+                "max_staleness": _MAX_STALENESS,
+                "optimizer": "sgd",
+                "learning_rate": _LEARNING_RATE,
+                "dense_placement": "server",
+            },
+        }
+    )
+    axes = ParallelDims(data=world.size - 1)
+    meshed = Communicator(world.env, world.device, axes, world.group, world.ranks, world.waits)
+    strategy = make_strategy("parameter_server", config, meshed)
+    assert isinstance(strategy, ParameterServerStrategy)
+    torch.manual_seed(0)
+    with model_init_context(strategy):
+        model = nn.ModuleDict({"table": Table(_TABLE_ROWS, 1)})
+    strategy.setup(model)
+    strategy.setup_optimizer(
+        lambda named: torch.optim.SGD(
+            [each for _, each in named] or [torch.zeros(1)], _LEARNING_RATE
+        )
+    )
+    generator = torch.Generator().manual_seed(world.rank)
+    is_slow = world.rank == world.size - 2
+    marks: dict[str, float] = {}
+    pulled: dict[str, torch.Tensor] = {}
+
+    def micro_step(_: int, module: nn.Module) -> torch.Tensor:
+        ids = torch.randint(_TABLE_ROWS, (3,), generator=generator)
+        table = module["table"]  # type: ignore[index]
+        rows, places = table.fetch(ids)()
+        marks["pulled"] = time.perf_counter()
+        pulled.update(ids=torch.unique(ids), rows=rows.detach().clone())
+        if is_slow:
+            time.sleep(_DELAY_S)
+        loss: torch.Tensor = (table(lambda: (rows, places), torch.arange(4)) - 1).square().mean()
+        marks["computed"] = time.perf_counter()
+        return loss / (world.size - 1)
+
+    def apply(optimizer: torch.optim.Optimizer) -> bool:
+        optimizer.step()
+        return True
+
+    traffic = world.traffic
+    shards = strategy.shards
+    start = _values(shards[0].values) if shards else []
+    world.barrier()
+    steps = []
+    for _ in range(_STEPS):
+        marks["start"] = time.perf_counter()
+        kinds = traffic.snapshot()
+        strategy.forward_backward(micro_step, 1)
+        strategy.clip_grad_norm(0.0)
+        strategy.optimizer_step(apply)
+        sent = {kind: size - kinds.get(kind, 0) for kind, size in traffic.snapshot().items()}
+        if strategy.has_data:
+            steps.append(
+                WorkerStep(
+                    pulled["ids"].tolist(),
+                    _values(pulled["rows"]),
+                    sent["pull"],
+                    pulled["rows"].nbytes,
+                    sent["push"],
+                    marks["start"],
+                    marks["pulled"],
+                    marks["computed"],
+                    time.perf_counter(),
+                )
+            )
+    staleness = None
+    if isinstance(strategy, AsyncServerStrategy):
+        metrics: Any = strategy.report_metrics(None)
+        staleness = int(metrics["staleness"]["seen"])
+    counted_bytes = sum(
+        size for kind, size in traffic.snapshot().items() if kind in ("pull", "push")
+    )
+    world.barrier()
+    table = [start, _values(shards[0].values)] if shards else []
+    close_servers(strategy)
+    return RankServed(steps, table, staleness, counted_bytes)
+
+
+def _values(tensor: torch.Tensor) -> list[float]:
+    values: list[float] = tensor.detach().reshape(-1).tolist()
+    return values
