@@ -11,8 +11,9 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.launch.batch_size import largest_that_fits, with_batch_size
 from paceline.parallel.registry import layout
-from paceline.planner.estimate import USABLE, estimate, micro_batch
+from paceline.planner.estimate import USABLE, estimate
 from paceline.planner.hardware import cpu_machine
+from paceline.planner.micro_batch import micro_batch
 from paceline.planner.model_profile import describe
 
 TASK = Path(__file__).with_name("small_memory_task.py")

@@ -1,7 +1,6 @@
 """Compare the predictions of the planner with published figures."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,15 +128,12 @@ def test_plans_llama_2_70b_without_weights_or_data(tmp_path: Path) -> None:
     assert not modes["ddp"]["fits"]
     assert modes["zero3"]["fits"]
     assert report["chosen"] is not None
-    # Expected time: 8 operations per parameter and token with recomputation, at 40 % of 989
-    # TFLOP/s; attention is within the tolerance.
-    expected_s = 8 * parameters * 1024 / (0.4 * 989e12)
-    compute = replace(plan.machine, link_bytes_s=1e30)
-    from paceline.planner.choose import choose
-
-    step = next(
-        mode
-        for mode in choose(config, plan.profile, plan.batch, compute).modes
-        if mode.name == "zero3"
-    ).step_time_s
-    assert step == pytest.approx(expected_s, rel=0.05)
+    # With 1,024 tokens per rank, a step takes longer to gather the weights twice and to scatter the
+    # gradients, which cross the network of the host, than to compute.
+    device = plan.machine.device
+    assert device is not None
+    least_s = (2 * 2 + 2) * parameters * 7 / 8 / (8 * device.network_bytes_s)
+    step_s = modes["zero3"]["step_time_s"]
+    low_s, high_s = modes["zero3"]["step_time_range_s"]
+    assert least_s < step_s < 3 * least_s
+    assert low_s < step_s < high_s

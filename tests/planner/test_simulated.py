@@ -12,8 +12,9 @@ from paceline.config.schema import Config
 from paceline.models.hub_configs import read_raw_config
 from paceline.parallel.registry import layout
 from paceline.planner.devices import find_device
-from paceline.planner.estimate import estimate, micro_batch
+from paceline.planner.estimate import estimate
 from paceline.planner.hardware import named_machine
+from paceline.planner.micro_batch import micro_batch
 from paceline.planner.model_profile import describe
 from paceline.simulation.records import RankJob
 from paceline.simulation.run import job_of, run_jobs

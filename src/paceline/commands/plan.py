@@ -38,6 +38,14 @@ def add_arguments(parser: OptionParser) -> None:
         help="device to plan for (default: this machine's devices)",
     )
     parser.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="also estimate a set-up that differs from the config's, even if Paceline does not"
+        " train it, such as tensor=8, context=4, zero_stage=1, software=fused; repeatable",
+    )
+    parser.add_argument(
         "--simulate",
         action="store_true",
         help="also simulate two steps of the configured mode (else of the chosen one) on fake"
@@ -53,7 +61,7 @@ def run(args: Namespace) -> int:
 
     loaded = load_fitted_config(args)
     print_notices(loaded.notices)
-    plan = make_plan(loaded.config, args.world_size, args.device_memory, args.device)
+    plan = make_plan(loaded.config, args.world_size, args.device_memory, args.device, args.assume)
     simulation = None
     if args.simulate:
         from paceline.simulation.run import simulate_plan

@@ -7,8 +7,9 @@ from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
 from paceline.core.files import human_bytes
 from paceline.parallel.registry import ParallelLayout
-from paceline.planner.estimate import estimate, micro_batch
+from paceline.planner.estimate import estimate
 from paceline.planner.hardware import Machine
+from paceline.planner.micro_batch import micro_batch
 from paceline.planner.model_profile import describe
 from paceline.train.run_spec import RunSpec
 

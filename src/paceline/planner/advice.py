@@ -9,14 +9,9 @@ from typing import TypedDict
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
-from paceline.planner.estimate import (
-    MicroBatchProfile,
-    ModeEstimate,
-    estimate,
-    free_layout,
-    micro_batch,
-)
+from paceline.planner.estimate import ModeEstimate, estimate, free_layout
 from paceline.planner.hardware import Machine
+from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.model_profile import ModelProfile, describe
 
 #: Modes with a full copy of the weights on each rank.
@@ -200,7 +195,7 @@ class _Trial:
                 config,
                 self._model(config),
                 self._batch(config),
-                self._machine(config),
+                self.machine,
                 stage=stage if isinstance(stage, int) else None,
             )
         except ConfigError:
@@ -228,13 +223,3 @@ class _Trial:
         if size not in self.batches:
             self.batches[size] = micro_batch(config)
         return self.batches[size]
-
-    def _machine(self, config: Config) -> Machine:
-        """Return the machine at its speed in the changed precision."""
-        before = self.config.train_args.compute_format
-        after = config.train_args.compute_format
-        device = self.machine.device
-        if device is None or before == after:
-            return self.machine
-        old, new = (device.flops_s(dtype) or device.float32_flops_s for dtype in (before, after))
-        return replace(self.machine, flops_s=self.machine.flops_s * new / old)

@@ -1,7 +1,7 @@
 """``paceline plan`` and ``paceline.plan()``: the estimates of every mode for a config."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
@@ -22,10 +22,14 @@ from paceline.models.transforms.float8_check import check_float8
 from paceline.parallel.deepspeed.config import stage_of
 from paceline.parallel.registry import layout, mode_of
 from paceline.planner.advice import Advice, ChangeReport, advise
+from paceline.planner.assumed.estimate import AssumedEstimate, AssumedReport, estimate_assumed
+from paceline.planner.assumed.keys import Value, parse_assumptions
 from paceline.planner.choose import ModeChoice, choose, local_machine
 from paceline.planner.devices import find_device
-from paceline.planner.estimate import MicroBatchProfile, ModeEstimate, ModeReport, micro_batch
+from paceline.planner.estimate import ModeEstimate, ModeReport
 from paceline.planner.hardware import Machine, named_machine, parse_size
+from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
+from paceline.planner.mode_time import setup_of_batch
 from paceline.planner.model_profile import ModelProfile, describe
 from paceline.tasks import load_task
 
@@ -50,6 +54,7 @@ class PlanReport(TypedDict):
     device: str
     tokens_per_micro_batch: float | None
     notes: list[str]
+    assumed: AssumedReport | None
     modes: list[ModeReport]
 
 
@@ -62,6 +67,7 @@ class Plan:
     profile: ModelProfile
     batch: MicroBatchProfile
     choice: ModeChoice
+    assumptions: Mapping[str, Value] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -92,6 +98,33 @@ class Plan:
         if mode is None or mode.fits or mode.cost is None:
             return None
         return advise(self.config, self.profile, self.batch, self.machine, mode)
+
+    @cached_property
+    def assumed(self) -> AssumedEstimate | None:
+        """The set-up of ``--assume``; None without assumptions.
+
+        Raises:
+            ConfigError: the assumptions do not fit the model, the device or their number.
+        """
+        if not self.assumptions:
+            return None
+        base = self.configured or self.choice.chosen
+        layout_ = layout(self.config.parallel, 1, "single") if base is None else base.layout
+        stage = None if base is None else base.settings.get("deepspeed_stage")
+        setup = setup_of_batch(
+            self.config,
+            self.profile,
+            layout_,
+            self.batch,
+            stage if isinstance(stage, int) else None,
+        )
+        if setup is None:
+            raise ConfigError(
+                "`--assume` is not supported for this model: its widths are not known",
+                allowed="language models whose config.json has the usual fields",
+            )
+        dtype = self.config.train_args.compute_format
+        return estimate_assumed(setup, self.assumptions, self.machine, dtype)
 
     @cached_property
     def layout_error(self) -> ConfigError | None:
@@ -133,6 +166,7 @@ class Plan:
             device=self.machine.name,
             tokens_per_micro_batch=self.batch.positions if self.batch.has_tokens else None,
             notes=self.notes(),
+            assumed=None if self.assumed is None else self.assumed.as_dict(),
             modes=[mode.as_dict() for mode in self.choice.modes],
         )
 
@@ -143,6 +177,7 @@ def plan(
     world_size: int | None = None,
     device_memory: str | int | None = None,
     device: str | None = None,
+    assume: Sequence[str] = (),
     **overrides: YamlValue,
 ) -> PlanReport:
     """Estimate memory, traffic and time of a run under every mode, as ``paceline plan CONFIG
@@ -153,6 +188,7 @@ def plan(
         world_size: number of devices, one rank each; by default those of this machine.
         device_memory: of one device, in bytes or as text with a unit (``"24GB"``).
         device: name of a device (``"A100-80GB"``) instead of this machine's.
+        assume: values of ``--assume``, as ``"tensor=8"``.
         overrides: further keys of the config; dotted ones as ``**{"train_args.precision":
             "bf16-mixed"}``.
 
@@ -164,7 +200,8 @@ def plan(
         if isinstance(config, Mapping)
         else load_config(config, overrides)
     )
-    return make_plan(fit_length(loaded).config, world_size, device_memory, device).as_dict()
+    fitted = fit_length(loaded).config
+    return make_plan(fitted, world_size, device_memory, device, assume).as_dict()
 
 
 def make_plan(
@@ -172,8 +209,10 @@ def make_plan(
     world_size: int | None = None,
     device_memory: str | int | None = None,
     device: str | None = None,
+    assume: Sequence[str] = (),
 ) -> Plan:
     """Do the same as :func:`plan`, but return an object."""
+    assumptions = parse_assumptions(assume)
     if world_size is not None and not 1 <= world_size <= _MAX_DEVICES:
         raise ConfigError(
             f"`--world-size {world_size}` is out of range",
@@ -207,7 +246,8 @@ def make_plan(
         check_float8(config, "cpu" if machine.is_cpu else "cuda", capability, installed=False)
     profile = describe(config)
     batch = micro_batch(config)
-    return Plan(config, machine, profile, batch, choose(config, profile, batch, machine))
+    choice = choose(config, profile, batch, machine)
+    return Plan(config, machine, profile, batch, choice, assumptions)
 
 
 def _precision_on(machine: Machine) -> tuple[str, str]:

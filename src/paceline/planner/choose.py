@@ -23,14 +23,9 @@ from paceline.parallel.registry import (
 from paceline.planner import machine_profile
 from paceline.planner.advice import advise
 from paceline.planner.devices import recognize
-from paceline.planner.estimate import (
-    MicroBatchProfile,
-    ModeEstimate,
-    estimate,
-    free_layout,
-    micro_batch,
-)
+from paceline.planner.estimate import ModeEstimate, estimate, free_layout
 from paceline.planner.hardware import Machine, cpu_machine, named_machine, unknown_machine
+from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.model_profile import ModelProfile, describe
 from paceline.planner.upper_bound import upper_bound
 
@@ -300,7 +295,8 @@ def _with_profile(machine: Machine, device_type: str) -> Machine:
         f"links: {rate}/s per rank, as `paceline doctor` measured on {profile.day} with"
         f" {counted(profile.num_ranks, 'rank')}"
     )
-    return replace(machine, link_bytes_s=profile.bandwidth_bytes_s).with_notes(note)
+    measured = replace(machine, link_bytes_s=profile.bandwidth_bytes_s, link_is_measured=True)
+    return measured.with_notes(note)
 
 
 def _device_type(config: Config) -> str:

@@ -41,6 +41,8 @@ class Device:
         network_bytes_s: to another host; an assumption.
         aliases: further names, including drivers' names without the maker. Variants of a device may
             share some.
+        chip: what it shares with devices that differ in memory and links: constants of the time
+            model are fitted for it.
     """
 
     name: str
@@ -57,6 +59,28 @@ class Device:
     aliases: tuple[str, ...]
     source: str
     note: str = ""
+    chip: str = ""
+
+    @property
+    def family(self) -> str:
+        """The kind of product: what its data sheet's rates mean differs between them."""
+        if self.compute_capability is None:
+            return "Instinct"
+        if "GeForce" in self.source or re.match(r"RTX-[2-5]0\d\d", self.name):
+            return "GeForce"
+        is_workstation = "RTX" in self.name or self.memory_bandwidth_bytes_s < 1000 * _GB
+        return "workstation" if is_workstation else "data center"
+
+    @property
+    def generation(self) -> str:
+        """Whether the fastest kernels need instructions that common attention kernels lack."""
+        is_new = self.compute_capability is not None and self.compute_capability[0] in (9, 10)
+        return "Hopper and later" if is_new else "up to Ada"
+
+    @property
+    def has_fast_link(self) -> bool:
+        """Whether devices of a host have links that are faster than PCIe."""
+        return self.link_bytes_s > 70 * _GB
 
     @property
     def host_link_bytes_s(self) -> float:
@@ -64,6 +88,22 @@ class Device:
         x16. Hopper and later have Gen5, Volta and Turing Gen3, all others here Gen4."""
         capability = self.compute_capability or (8, 0)
         return 0.8 * _GB * (64 if capability >= (9, 0) else 32 if capability >= (8, 0) else 16)
+
+    @property
+    def driver_memory_bytes(self) -> int:
+        """What the driver reports of the memory: vendors sell 2³⁰ bytes as a GB; boards with GDDR
+        memory for servers reserve a sixteenth for error correction."""
+        is_server_card = self.memory_bandwidth_bytes_s < 1000 * _GB and "RTX" not in self.name
+        share = 0.94 if is_server_card else 0.985
+        return round(share * 2**30 * self.memory_bytes / _GB)
+
+    @property
+    def float8_speedup(self) -> float:
+        """The rate of matrix products in float8 in units of that in bfloat16: data sheets give
+        twice the rate for the devices that have such units, which are Ada and later, and MI300."""
+        capability = self.compute_capability
+        has_units = self.name.startswith("MI3") if capability is None else capability >= (8, 9)
+        return 2.0 if has_units else 1.0
 
     @property
     def supports_bfloat16(self) -> bool:
@@ -109,6 +149,7 @@ def _device(row: dict[str, Any]) -> Device:
         aliases=tuple(row["aliases"]),
         source=row["source"],
         note=row.get("note", ""),
+        chip=row.get("chip", row["name"]),
     )
 
 

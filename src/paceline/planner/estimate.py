@@ -5,21 +5,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import TypedDict
 
 from paceline.config.schema import Config
-from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
-from paceline.models.builtin import resolve_model
 from paceline.models.kernels.attention_choice import joins_samples
-from paceline.models.kinds import reads_images
 from paceline.models.shape.activations import Activations, WeightPrecision, language_activations
 from paceline.models.shape.block_memory import FLOAT32_BYTES
-from paceline.models.shape.flops import float8_flops, language_flops
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.registry import ParallelLayout, check_strategy, estimate_cost
 from paceline.parallel.registry import layout as make_layout
 from paceline.planner.hardware import Machine
+from paceline.planner.micro_batch import MicroBatchProfile
+from paceline.planner.mode_time import TimeEstimate, time_of_mode
 from paceline.planner.model_profile import ModelProfile
 
 #: Strategies in which every rank uses all frozen weights in place.
@@ -27,79 +25,6 @@ _MAPS_FROZEN_WEIGHTS = ("ddp", "zero1", "zero2", "local_sgd", "diloco")
 #: Share of a device's memory that an estimate may fill. The rest is for the driver, fragmentation,
 #: and what the activation model leaves out.
 USABLE = 0.9
-#: Backward takes two thirds of a step; gradients can be reduced during it.
-_OVERLAPPED = 2 / 3
-
-
-@dataclass(frozen=True)
-class MicroBatchProfile:
-    """The size of a micro-batch.
-
-    Args:
-        positions: mean number of tokens (of samples, if there are no tokens).
-        fullest: tokens of the longest samples that can share one; what memory must hold.
-        label_share: share of the tokens that have a loss.
-        sample: mean number of tokens of a sample.
-        lengths: tokens of each sample of the fullest micro-batch.
-        known: counted in the data; else every sample has ``max_length`` tokens, all with loss.
-    """
-
-    positions: float
-    fullest: float
-    label_share: float = 1.0
-    sample: float = 1.0
-    known: bool = True
-    has_tokens: bool = True
-    lengths: tuple[int, ...] = ()
-
-    def text(self) -> str:
-        """Return the note in the plan."""
-        if not self.has_tokens:
-            return f"{self.positions:,.0f} samples per micro-batch"
-        if self.known:
-            return (
-                f"{self.positions:,.0f} tokens per micro-batch on average, from the tokenized data;"
-                f" memory is for the {self.fullest:,.0f} tokens of its longest samples"
-            )
-        return (
-            f"{self.positions:,.0f} tokens per micro-batch: every sample has `max_length` tokens,"
-            " because the data is not tokenized yet"
-        )
-
-
-def micro_batch(config: Config) -> MicroBatchProfile:
-    """Measure the micro-batch in the tokenized data if it is cached; else assume ``max_length``."""
-    args = config.train_args
-    size = args.per_device_train_batch_size
-    if config.task not in CAUSAL_TASKS:
-        return MicroBatchProfile(size, size, has_tokens=False)
-    from paceline.data.text.prepare import cached_lengths, text_task
-
-    task = text_task(config)
-    if reads_images(config):
-        task = "vision"
-    cached = cached_lengths(config, task, resolve_model)
-    if cached is None or len(cached[0]) == 0:
-        rows = (args.max_length,) * size * (2 if task == "pairs" else 1)
-        longest = float(sum(rows))
-        return MicroBatchProfile(
-            longest, longest, sample=args.max_length, known=False, lengths=rows
-        )
-    lengths, labels = cached
-    size = min(size, len(lengths))
-    mean = float(lengths.mean())
-    longest_samples = sorted(lengths.tolist())[-size:]
-    is_packed = args.packing is not False
-    fullest = float(sum(longest_samples) if is_packed else size * longest_samples[-1])
-    label_share = float(labels.sum() / lengths.sum())
-    if args.packs_rows:
-        # Rows are almost full, whatever the lengths of the samples are.
-        fullest = float(size * args.max_length)
-        mean = float(args.max_length)
-        longest_samples = [args.max_length] * size
-    return MicroBatchProfile(
-        mean * size, fullest, label_share, mean, lengths=tuple(longest_samples)
-    )
 
 
 def workload(
@@ -136,21 +61,6 @@ def workload(
     return replace(work, activations=activations, host_activation_bytes=on_host)
 
 
-def micro_batch_flops(config: Config, profile: ModelProfile, batch: MicroBatchProfile) -> float:
-    """Return the operations of forward and backward of a micro-batch. If neither dimensions nor a
-    trial are known: 6 per parameter and position.
-
-    Operations in float8 count half: data sheets of NVIDIA's GPUs give twice the rate of bfloat16.
-    """
-    if profile.dims is not None:
-        labels = batch.positions * batch.label_share
-        flops = language_flops(profile.dims, config, batch.positions, labels, batch.sample)
-        return flops - float8_flops(profile.dims, config, batch.positions) / 2
-    if profile.flops:
-        return profile.flops
-    return 6.0 * batch.positions * profile.shape.num_parameters
-
-
 class MemoryReport(TypedDict):
     """Bytes on the rank that uses most, in the JSON of a plan; None if the mode is not possible."""
 
@@ -170,6 +80,8 @@ class ModeReport(TypedDict):
     traffic_bytes_per_step: int | None
     traffic_is_bound: bool
     step_time_s: float | None
+    step_time_range_s: list[float] | None
+    step_time_parts_s: dict[str, float] | None
     reason: str
     strategy: str
     axes: dict[str, int]
@@ -190,9 +102,9 @@ class ModeEstimate:
         settings: the keys of the section ``parallel`` that select it.
         cost: None if this run is not possible with the layout, because of ``reason``.
         shared_bytes: bytes of frozen weights that this rank shares with others, less its part.
-        step_time_s: estimated; None if the device's rates are not known.
-        per_second: estimated samples per second over all ranks; if ``step_time_s`` is None, it only
-            serves to rank modes.
+        time: of a step; None if the device's rates are not known.
+        per_second: estimated samples per second over all ranks; if ``time`` is None, it only serves
+            to rank modes.
     """
 
     name: str
@@ -202,9 +114,13 @@ class ModeEstimate:
     reason: str
     cost: Cost | None = None
     shared_bytes: int = 0
-    step_time_s: float | None = None
+    time: TimeEstimate | None = None
     per_second: float = 0.0
     global_batch_size: int = 0
+
+    @property
+    def step_time_s(self) -> float | None:
+        return None if self.time is None else self.time.seconds
 
     @property
     def total(self) -> int:
@@ -227,13 +143,15 @@ class ModeEstimate:
             traffic_bytes_per_step=None if cost is None else cost.traffic_per_step,
             traffic_is_bound=cost is not None and cost.traffic_is_bound,
             step_time_s=self.step_time_s,
+            step_time_range_s=None if self.time is None else self.time.range_s,
+            step_time_parts_s=None if self.time is None else self.time.parts_s,
             reason=self.reason,
             strategy=self.layout.strategy,
             axes=asdict(self.layout.axes),
             settings=self.settings,
             traffic_bytes=None if cost is None else dict(cost.traffic),
             global_batch_size=self.global_batch_size or None,
-            samples_per_second=self.per_second if self.step_time_s else None,
+            samples_per_second=self.per_second if self.time is not None else None,
             host_memory_bytes=None if cost is None else cost.host,
             host_traffic_bytes=None if cost is None else dict(cost.host_traffic),
         )
@@ -269,14 +187,21 @@ def estimate(
         cost = cost.on_accelerator
     cost = _with_host_activations(cost, work)
     replicas = layout.axes.replicas
-    step_s = step_time(
-        layout, config, work, cost, machine, micro_batch_flops(config, profile, batch)
-    )
+    time = time_of_mode(layout, config, profile, batch, cost, machine, stage)
     samples = replicas * work.micro_batches * config.train_args.per_device_train_batch_size
-    shown_step_s = step_s if machine.rates_known else None
     shared = _shared_bytes(layout, profile, machine)
-    rate = samples / step_s
-    mode = ModeEstimate(name, layout, settings, True, "", cost, shared, shown_step_s, rate, samples)
+    mode = ModeEstimate(
+        name,
+        layout,
+        settings,
+        True,
+        "",
+        cost,
+        shared,
+        time if machine.rates_known else None,
+        samples / time.seconds,
+        samples,
+    )
     usable = USABLE * machine.memory_bytes
     if mode.total <= usable:
         return replace(mode, reason=f"{mode.total / machine.memory_bytes:.0%} of the memory")
@@ -294,55 +219,6 @@ def _with_host_activations(cost: Cost, work: Workload) -> Cost:
         return cost
     traffic = {**cost.host_traffic, "activations": 2 * work.micro_batches * size}
     return replace(cost, host=cost.host + size, host_traffic=traffic)
-
-
-def _host_time(cost: Cost, machine: Machine, compute_s: float) -> float:
-    """Return the seconds of the copies to and from the host that do not overlap with computation.
-
-    Activations leave during forward, a third of the computation, and return during backward.
-    Parameters and gradients are copied in both. The state of the optimizer is copied while nothing
-    else is computed, in both directions at once.
-    """
-    link = machine.host_link_bytes_s
-    each_way = cost.host_traffic.get("activations", 0) / 2 / link
-    seconds = max(0.0, each_way - compute_s / 3) + max(0.0, each_way - compute_s * 2 / 3)
-    seconds += max(0.0, cost.host_traffic.get("parameters", 0) / link - compute_s)
-    return seconds + cost.host_traffic.get("optimizer", 0) / 2 / link
-
-
-def step_time(
-    layout: ParallelLayout,
-    config: Config,
-    work: Workload,
-    cost: Cost,
-    machine: Machine,
-    flops: float,
-) -> float:
-    """Return the seconds of a step: computation, the pipeline's idle time, and the traffic between
-    ranks and with the host that does not overlap with computation.
-
-    Idle time of a pipeline of p stages and m micro-batches: (p-1)/m of the computation (Narayanan
-    et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2),
-    divided by the stages per rank if they are interleaved, and about a third of it with zero-bubble
-    schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, table 1, ZB-H1).
-    """
-    axes = layout.axes
-    # a single rank uses all cores
-    speed = machine.flops_s * (machine.count if machine.is_cpu and layout.world_size == 1 else 1)
-    compute = work.micro_batches * flops / (axes.tensor * axes.pipeline) / speed
-    if axes.pipeline > 1:
-        schedule = config.parallel.pipeline_schedule
-        idle = (axes.pipeline - 1) / max(1, work.micro_batches)
-        idle /= {"interleaved_1f1b": config.parallel.stages_per_rank, "zero_bubble": 3}.get(
-            schedule, 1
-        )
-        compute *= 1 + idle
-    traffic = cost.traffic_per_step / machine.link_bytes_s
-    # Within a tensor-parallel layer, between stages, and between the threads of `dp`, computation
-    # waits for the traffic.
-    overlaps = axes.replicas > 1 and axes.tensor == axes.pipeline == 1 and layout.num_processes > 1
-    waiting = max(0.0, traffic - (_OVERLAPPED * compute if overlaps else 0.0))
-    return compute + waiting + _host_time(cost, machine, compute)
 
 
 def _shared_bytes(layout: ParallelLayout, profile: ModelProfile, machine: Machine) -> int:

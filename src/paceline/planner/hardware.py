@@ -7,7 +7,8 @@ from typing import Self
 
 from paceline.core.errors import ConfigError
 from paceline.core.processes import available_memory
-from paceline.planner.devices import BFLOAT16, FLOAT16, Device, devices
+from paceline.planner.devices import BFLOAT16, FLOAT16, Device, devices, find_device
+from paceline.planner.setup import TrainingSetup
 
 _GB = 10**9
 _UNITS = {
@@ -22,13 +23,11 @@ _UNITS = {
     "tib": 2**40,
 }
 _HOST_DEVICES = 8
+#: Modes on devices that are not in the table are ranked as on this one.
+_COMMON_DEVICE = "A10"
 #: Of devices that are not in the table: that of PCIe Gen4.
 _HOST_LINK_BYTES_S = 0.8 * 32 * _GB
 
-#: Share of a data sheet's figure that training reaches: "model FLOPs utilization" of 40 to 57 % is
-#: reported for large models on A100 (Chowdhery et al., "PaLM", 2022, table 3; Korthikanti et al.,
-#: 2022, table 5); small models reach less.
-DEVICE_EFFICIENCY = 0.4
 #: Share of the speed of a large matrix product on this CPU that training reaches.
 CPU_EFFICIENCY = 0.5
 #: Approximate bandwidth between two Gloo ranks of one host.
@@ -42,21 +41,25 @@ class Machine:
 
     Args:
         memory_bytes: of one device; on a CPU a rank's share of the memory that is free now.
-        flops_s: operations per second that training reaches on a rank, in the config's precision.
-        link_bytes_s: bandwidth between two ranks.
+        link_bytes_s: bandwidth between two ranks, of the slowest link.
         device: row of the table; None for a CPU and for devices that are not in the table.
+        timed_as: the device whose rates times are estimated with; None for a CPU.
+        cpu_flops_s: operations per second that training reaches on a rank of a CPU.
+        link_is_measured: whether ``link_bytes_s`` was measured on this machine.
         name_is_assumed: no device was named, so ``device`` is the one with the closest memory size.
-        rates_known: False if ``flops_s`` and ``link_bytes_s`` only serve to rank modes.
+        rates_known: False if times only serve to rank modes.
     """
 
     name: str
     count: int
     memory_bytes: int
-    flops_s: float
     link_bytes_s: float
     is_cpu: bool = False
     notes: tuple[str, ...] = ()
     device: Device | None = None
+    timed_as: Device | None = None
+    cpu_flops_s: float = 0.0
+    link_is_measured: bool = False
     rates_known: bool = True
     name_is_assumed: bool = False
 
@@ -64,6 +67,19 @@ class Machine:
     def host_link_bytes_s(self) -> float:
         """Bandwidth between a device and pinned host memory, in one direction."""
         return _HOST_LINK_BYTES_S if self.device is None else self.device.host_link_bytes_s
+
+    @property
+    def devices_per_host(self) -> int:
+        return min(self.count, _HOST_DEVICES)
+
+    def with_links(self, setup: TrainingSetup) -> TrainingSetup:
+        """Return the set-up on hosts of this machine's devices, with measured links if there are
+        any."""
+        setup = replace(setup, devices_per_host=self.devices_per_host)
+        if not self.link_is_measured:
+            return setup
+        network = self.link_bytes_s * self.devices_per_host
+        return replace(setup, link_bytes_s=self.link_bytes_s, host_network_bytes_s=network)
 
     def with_notes(self, *notes: str) -> Self:
         return replace(self, notes=(*self.notes, *notes))
@@ -119,19 +135,17 @@ def named_machine(
         )
     if device.note:
         notes = (*notes, f"{device.name}: {device.note}")
-    speed = device.flops_s(dtype)
-    if speed is None:
-        speed = device.float32_flops_s
+    if device.flops_s(dtype) is None:
         notes = (*notes, f"{device.name} has no {dtype} units: times are those of float32")
     link, notes = _between_hosts(device.link_bytes_s, device.network_bytes_s, count, notes)
     return Machine(
         device.name,
         count,
         memory_bytes or device.memory_bytes,
-        speed * DEVICE_EFFICIENCY,
         link,
         notes=notes,
         device=device,
+        timed_as=device,
         name_is_assumed=name_is_assumed,
     )
 
@@ -140,15 +154,13 @@ def unknown_machine(name: str, memory_bytes: int, count: int) -> Machine:
     """Return devices that are not in the table, with the memory that they report and without times.
 
     Modes are ranked as if the devices computed and communicated like a common one."""
+    common, _ = find_device(_COMMON_DEVICE)
     note = (
         f"{name} is not in the table of devices: its memory is what it reports, its rates are"
-        " not known, so no times are given, and modes are ranked as for a device of 100"
-        " TFLOP/s on PCIe Gen4"
+        f" not known, so no times are given, and modes are ranked as for {common.name}"
     )
-    link, notes = _between_hosts(32 * _GB, 1.25 * _GB, count, (note,))
-    return Machine(
-        name, count, memory_bytes, 100e12 * DEVICE_EFFICIENCY, link, notes=notes, rates_known=False
-    )
+    link, notes = _between_hosts(common.link_bytes_s, common.network_bytes_s, count, (note,))
+    return Machine(name, count, memory_bytes, link, notes=notes, timed_as=common, rates_known=False)
 
 
 def _between_hosts(
@@ -158,8 +170,8 @@ def _between_hosts(
         return link, notes
     link = min(link, network)
     text = (
-        f"more than {_HOST_DEVICES} devices are on several hosts: every mode is estimated with"
-        f" {link / _GB:g} GB/s per device"
+        f"more than {_HOST_DEVICES} devices are on several hosts, with {link / _GB:g} GB/s per"
+        " device between them"
     )
     return link, (*notes, text)
 
@@ -172,7 +184,12 @@ def cpu_machine(
     speed = _measured_cpu(dtype) if measure else _CPU_FLOPS_S
     memory = memory_bytes or available_memory() // count
     return Machine(
-        "CPU", count, memory, speed * CPU_EFFICIENCY / count, _CPU_LINK_BYTES_S, is_cpu=True
+        "CPU",
+        count,
+        memory,
+        _CPU_LINK_BYTES_S,
+        is_cpu=True,
+        cpu_flops_s=speed * CPU_EFFICIENCY / count,
     )
 
 

@@ -14,10 +14,25 @@ from paceline.planner.estimate import USABLE, ModeEstimate
 
 if TYPE_CHECKING:
     from paceline.planner.api import Plan
+    from paceline.planner.assumed.estimate import AssumedEstimate
+    from paceline.planner.mode_time import TimeEstimate
 
 #: Only the best hybrids are shown: there are dozens for many devices.
 _SHOWN_HYBRIDS = 6
 _MODE_WIDTH = 28
+#: Parts of a step, by the names of their times.
+_PARTS = {
+    "products_s": "matrix products",
+    "attention_s": "attention",
+    "memory_s": "operations limited by memory",
+    "launches_s": "launches",
+    "exposed_s": "exchanges within layers",
+    "idle_s": "idle pipeline stages",
+    "traffic_s": "weights and gradients",
+    "optimizer_s": "optimizer and fixed costs",
+    "host_s": "copies to the host",
+}
+_SHOWN_PARTS = 5
 
 
 def plan_table(plan: Plan) -> Group:
@@ -50,6 +65,8 @@ def plan_table(plan: Plan) -> Group:
     if plan.layout_error is not None:
         notes.append(Text(f"\nas configured: {plan.layout_error}", style="bold red"))
     notes += [Text(line) for line in _configured(plan)]
+    if plan.assumed is not None:
+        notes += [Text(line) for line in _assumed(plan.assumed)]
     style = "bold green" if plan.choice.chosen else "bold red"
     return Group(*lines, _table(plan, shown), *notes, Text(f"\nauto: {plan.choice.why}", style))
 
@@ -117,7 +134,9 @@ def _shown(plan: Plan) -> tuple[list[ModeEstimate], int]:
 def _table(plan: Plan, modes: list[ModeEstimate]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("mode", no_wrap=True)
-    for name in ("weights", "grads", "optim", "activ.", "total", "sent", "step", "smp/s"):
+    sizes = ("weights", "grads", "optim", "activ.", "total", "sent")
+    ranges = ("80 %",) if _has_ranges(plan) else ()
+    for name in (*sizes, "step", *ranges, "smp/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     for mode in modes:
@@ -153,9 +172,47 @@ def _row(plan: Plan, mode: ModeEstimate) -> list[str]:
         *(short_size(size) for size in sizes),
         ("≤" if cost.traffic_is_bound else "") + short_size(cost.traffic_per_step),
         "?" if mode.step_time_s is None else short_time(mode.step_time_s),
+        *([_range(mode.time)] if _has_ranges(plan) else []),
         "?" if mode.step_time_s is None else short_count(mode.per_second),
         verdict,
     ]
+
+
+def _has_ranges(plan: Plan) -> bool:
+    times = [mode.time for mode in plan.choice.modes if mode.time is not None]
+    return any(time.range_s is not None for time in times)
+
+
+def _range(time: TimeEstimate | None) -> str:
+    """Return a range with the unit of its upper end: ``11–18 s``."""
+    if time is None or time.low_s is None or time.high_s is None:
+        return ""
+    high, _, unit = short_time(time.high_s).partition(" ")
+    scale = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}[unit]
+    return f"{time.low_s / scale:.2g}–{float(high):.2g} {unit}"
+
+
+def _assumed(estimate: AssumedEstimate) -> list[str]:
+    """Describe the set-up of ``--assume``."""
+    setup, time = estimate.setup, estimate.time
+    verdict = {"fits": "fits", "unsure": "may not fit", "does_not_fit": "does not fit"}
+    named = ", ".join(
+        f"{key}={','.join(value) if isinstance(value, tuple) else value}"
+        for key, value in estimate.values.items()
+    )
+    lines = [
+        f"\nassumed: {named}",
+        f"  {verdict[estimate.verdict]}: {human_bytes(estimate.allocated_bytes)} of tensors,"
+        f" {human_bytes(estimate.driver_bytes)} with the allocator's blocks and the CUDA context,"
+        f" of {human_bytes(estimate.limit_bytes)} per rank",
+        f"  {short_time(time.seconds)} per step (80 % range {_range(time)}):"
+        f" {short_count(estimate.tokens_per_second)} tokens per second on"
+        f" {counted(setup.world_size, 'rank')}",
+    ]
+    parts = {key: value for key, value in (time.parts_s or {}).items() if value > 0}
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:_SHOWN_PARTS]
+    text = ", ".join(f"{_PARTS[key]} {value / time.seconds:.0%}" for key, value in largest)
+    return [*lines, f"  time: {text}"]
 
 
 def short_size(size_bytes: float) -> str:
@@ -188,6 +245,8 @@ def _legend(plan: Plan) -> str:
     if any(cost.traffic_is_bound for cost in costs):
         parts.append("≤: upper bound, for batches without repeated ids")
     parts += ["→ chosen by auto"] if plan.choice.chosen else []
+    if _has_ranges(plan):
+        parts.append("80 %: range of the step that 80 % of published results are within")
     if plan.configured is not None and plan.configured is not plan.choice.chosen:
         parts.append("* set in the config")
     strategies = [mode.layout.strategy for mode in plan.choice.modes]

@@ -17,8 +17,9 @@ from paceline.distributed.devices import cpu_cores
 from paceline.models.kinds import reads_images
 from paceline.parallel.registry import ParallelLayout
 from paceline.planner.api import Plan
-from paceline.planner.estimate import MicroBatchProfile, ModeEstimate
+from paceline.planner.estimate import ModeEstimate
 from paceline.planner.hardware import Machine
+from paceline.planner.micro_batch import MicroBatchProfile
 from paceline.simulation.records import RankJob, RankReport, SimulationReport, verdict_of
 
 logger = logging.getLogger(__name__)

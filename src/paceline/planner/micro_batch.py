@@ -1,0 +1,97 @@
+"""The micro-batch of a config: its tokens, from the data if they are tokenized, and its operations.
+Imports no torch."""
+
+from dataclasses import dataclass
+
+from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
+from paceline.models.builtin import resolve_model
+from paceline.models.kinds import reads_images
+from paceline.models.shape.flops import float8_flops, language_flops
+from paceline.planner.model_profile import ModelProfile
+
+
+@dataclass(frozen=True)
+class MicroBatchProfile:
+    """The size of a micro-batch.
+
+    Args:
+        positions: mean number of tokens (of samples, if there are no tokens).
+        fullest: tokens of the longest samples that can share one; what memory must hold.
+        label_share: share of the tokens that have a loss.
+        sample: mean number of tokens of a sample.
+        lengths: tokens of each sample of the fullest micro-batch.
+        known: counted in the data; else every sample has ``max_length`` tokens, all with loss.
+    """
+
+    positions: float
+    fullest: float
+    label_share: float = 1.0
+    sample: float = 1.0
+    known: bool = True
+    has_tokens: bool = True
+    lengths: tuple[int, ...] = ()
+
+    def text(self) -> str:
+        """Return the note in the plan."""
+        if not self.has_tokens:
+            return f"{self.positions:,.0f} samples per micro-batch"
+        if self.known:
+            return (
+                f"{self.positions:,.0f} tokens per micro-batch on average, from the tokenized data;"
+                f" memory is for the {self.fullest:,.0f} tokens of its longest samples"
+            )
+        return (
+            f"{self.positions:,.0f} tokens per micro-batch: every sample has `max_length` tokens,"
+            " because the data is not tokenized yet"
+        )
+
+
+def micro_batch(config: Config) -> MicroBatchProfile:
+    """Measure the micro-batch in the tokenized data if it is cached; else assume ``max_length``."""
+    args = config.train_args
+    size = args.per_device_train_batch_size
+    if config.task not in CAUSAL_TASKS:
+        return MicroBatchProfile(size, size, has_tokens=False)
+    from paceline.data.text.prepare import cached_lengths, text_task
+
+    task = text_task(config)
+    if reads_images(config):
+        task = "vision"
+    cached = cached_lengths(config, task, resolve_model)
+    if cached is None or len(cached[0]) == 0:
+        rows = (args.max_length,) * size * (2 if task == "pairs" else 1)
+        longest = float(sum(rows))
+        return MicroBatchProfile(
+            longest, longest, sample=args.max_length, known=False, lengths=rows
+        )
+    lengths, labels = cached
+    size = min(size, len(lengths))
+    mean = float(lengths.mean())
+    longest_samples = sorted(lengths.tolist())[-size:]
+    is_packed = args.packing is not False
+    fullest = float(sum(longest_samples) if is_packed else size * longest_samples[-1])
+    label_share = float(labels.sum() / lengths.sum())
+    if args.packs_rows:
+        # Rows are almost full, whatever the lengths of the samples are.
+        fullest = float(size * args.max_length)
+        mean = float(args.max_length)
+        longest_samples = [args.max_length] * size
+    return MicroBatchProfile(
+        mean * size, fullest, label_share, mean, lengths=tuple(longest_samples)
+    )
+
+
+def micro_batch_flops(config: Config, profile: ModelProfile, batch: MicroBatchProfile) -> float:
+    """Return the operations of forward and backward of a micro-batch. If neither dimensions nor a
+    trial are known: 6 per parameter and position.
+
+    Operations in float8 count half: data sheets of NVIDIA's GPUs give twice the rate of bfloat16.
+    """
+    if profile.dims is not None:
+        labels = batch.positions * batch.label_share
+        flops = language_flops(profile.dims, config, batch.positions, labels, batch.sample)
+        return flops - float8_flops(profile.dims, config, batch.positions) / 2
+    if profile.flops:
+        return profile.flops
+    return 6.0 * batch.positions * profile.shape.num_parameters

@@ -1,0 +1,187 @@
+"""The time of a step of one of Paceline's modes on a machine. Imports no torch."""
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+
+from paceline.config.schema import Config
+from paceline.models.shape.dims import LanguageDims
+from paceline.parallel.cost import Cost
+from paceline.parallel.registry import ParallelLayout
+from paceline.planner.from_config import setup_of
+from paceline.planner.hardware import Machine
+from paceline.planner.micro_batch import MicroBatchProfile, micro_batch_flops
+from paceline.planner.model_profile import ModelProfile
+from paceline.planner.setup import TrainingSetup
+from paceline.planner.time.constants import coefficients_of, constants, spread_of
+from paceline.planner.time.rates import Rates, rates_of
+from paceline.planner.time.step import Coefficients, StepTime, step_time
+from paceline.planner.time.work import Work, count_work
+
+#: What a CPU reaches of the speed that was measured with a large matrix product, which all ranks
+#: share; other operations are included. Two thirds of a step are backward, which hides traffic.
+_ON_CPU = Coefficients(
+    **dict.fromkeys((field.name for field in fields(Coefficients)), 0.0)
+    | dict.fromkeys(
+        ("product_share", "head_share", "attention_share", "link_share", "tensor_link_share"), 1.0
+    )
+    | dict.fromkeys(("network_share", "tensor_exposed", "gather_exposed", "hop", "bubble"), 1.0)
+    | {"host_copy": 1.0, "overlap": 2 / 3, "sync_overlap": 2 / 3}
+)
+
+#: Stands for a model whose widths are not known: only its operations are counted.
+_NO_DIMS = LanguageDims(
+    hidden=128, layers=1, heads=1, key_heads=1, queries=128, keys=128, feed_forward=1, vocabulary=1
+)
+_NO_WORK = Work(**dict.fromkeys((field.name for field in fields(Work)), 0.0) | {"imbalance": 1.0})
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """The time of a step.
+
+    Args:
+        low_s, high_s: 80 % of published results are within this range of a prediction; None if
+            nothing is known about that, as on CPUs.
+        parts: seconds by kind.
+    """
+
+    seconds: float
+    low_s: float | None = None
+    high_s: float | None = None
+    parts: StepTime | None = None
+
+    @property
+    def parts_s(self) -> dict[str, float] | None:
+        return None if self.parts is None else asdict(self.parts)
+
+    @property
+    def range_s(self) -> list[float] | None:
+        return None if self.low_s is None or self.high_s is None else [self.low_s, self.high_s]
+
+
+def time_of_setup(setup: TrainingSetup, machine: Machine, dtype: str | None) -> TimeEstimate:
+    """Estimate the step of a language model on devices of the table.
+
+    Args:
+        dtype: of matrix products, see :meth:`~paceline.planner.devices.Device.flops_s`.
+    """
+    assert machine.timed_as is not None
+    work = count_work(setup, rates_of(setup, machine.timed_as, dtype))
+    return _on_device(work, setup, machine)
+
+
+def time_of_mode(
+    layout: ParallelLayout,
+    config: Config,
+    profile: ModelProfile,
+    batch: MicroBatchProfile,
+    cost: Cost,
+    machine: Machine,
+    stage: int | None = None,
+) -> TimeEstimate:
+    """Estimate the step of a mode. ``stage``: of DeepSpeed."""
+    setup = setup_of_batch(config, profile, layout, batch, stage)
+    if setup is None:
+        return _time_of_operations(layout, config, profile, batch, cost, machine)
+    setup = _setup_of_mode(setup, cost, machine)
+    if machine.timed_as is None:
+        work = count_work(setup, _cpu_rates(layout, machine))
+        result = step_time(_waiting(work, layout, cost, machine), _ON_CPU)
+        return TimeEstimate(result.total_s, parts=result)
+    dtype = config.train_args.compute_format
+    work = count_work(setup, rates_of(setup, machine.timed_as, dtype))
+    return _on_device(_waiting(work, layout, cost, machine), setup, machine, cost)
+
+
+def setup_of_batch(
+    config: Config,
+    profile: ModelProfile,
+    layout: ParallelLayout,
+    batch: MicroBatchProfile,
+    stage: int | None = None,
+) -> TrainingSetup | None:
+    """Return the set-up of a language model with known widths, else None. ``stage``: of
+    DeepSpeed."""
+    if profile.dims is None or not batch.has_tokens:
+        return None
+    samples, length = batch.positions / batch.sample, batch.sample
+    return setup_of(config, profile.dims, layout, samples, length, batch.label_share, stage)
+
+
+def _setup_of_mode(setup: TrainingSetup, cost: Cost, machine: Machine) -> TrainingSetup:
+    if setup.zero_stage == 0 and setup.tensor == setup.pipeline == 1:
+        # Local SGD exchanges weights seldom, and compressed gradients are smaller.
+        setup = replace(setup, sync_bytes=float(cost.traffic_per_step))
+    return machine.with_links(setup)
+
+
+def _on_device(
+    work: Work, setup: TrainingSetup, machine: Machine, cost: Cost | None = None
+) -> TimeEstimate:
+    device = machine.timed_as
+    assert device is not None
+    result = step_time(work, coefficients_of(setup, device, constants()))
+    if cost is not None:
+        result = replace(result, host_s=result.host_s + host_time(cost, machine, result.total_s))
+    factor = math.exp(spread_of(device))
+    seconds = result.total_s
+    return TimeEstimate(seconds, seconds / factor, seconds * factor, result)
+
+
+def _time_of_operations(
+    layout: ParallelLayout,
+    config: Config,
+    profile: ModelProfile,
+    batch: MicroBatchProfile,
+    cost: Cost,
+    machine: Machine,
+) -> TimeEstimate:
+    """Estimate the step of a model of which only the number of operations is known. On a device, it
+    reaches what large matrix products do."""
+    axes, device = layout.axes, machine.timed_as
+    flops = micro_batch_flops(config, profile, batch) / (axes.tensor * axes.pipeline)
+    if device is None:
+        rates, reached = _cpu_rates(layout, machine), _ON_CPU
+    else:
+        setup = machine.with_links(TrainingSetup(_NO_DIMS))
+        rates = rates_of(setup, device, config.train_args.compute_format)
+        reached = coefficients_of(setup, device, constants())
+    work = replace(
+        _NO_WORK,
+        products_s=flops / rates.flops_s,
+        sync_link_s=cost.traffic_per_step / rates.link_bytes_s,
+        bubble=float(axes.pipeline - 1),
+        micro_batches=float(config.train_args.gradient_accumulation_steps),
+    )
+    result = step_time(_waiting(work, layout, cost, machine), reached)
+    result = replace(result, host_s=result.host_s + host_time(cost, machine, result.total_s))
+    return TimeEstimate(result.total_s, parts=result)
+
+
+def _cpu_rates(layout: ParallelLayout, machine: Machine) -> Rates:
+    # A single rank uses all cores.
+    speed = machine.cpu_flops_s * (machine.count if layout.world_size == 1 else 1)
+    link = machine.link_bytes_s
+    return Rates(speed, speed, math.inf, link, link * machine.devices_per_host, math.inf)
+
+
+def _waiting(work: Work, layout: ParallelLayout, cost: Cost, machine: Machine) -> Work:
+    """Return the work with the traffic between the threads of `dp`, which computation waits for."""
+    if layout.num_processes > 1 or layout.axes.replicas == 1:
+        return work
+    copied_s = cost.traffic_per_step / machine.link_bytes_s
+    return replace(work, sync_link_s=0.0, sync_network_s=0.0, host_copy_s=copied_s)
+
+
+def host_time(cost: Cost, machine: Machine, compute_s: float) -> float:
+    """Return the seconds of the copies to and from the host that do not overlap with computation.
+
+    Activations leave during forward, a third of the computation, and return during backward.
+    Parameters and gradients are copied in both. The state of the optimizer is copied while nothing
+    else is computed, in both directions at once.
+    """
+    link = machine.host_link_bytes_s
+    each_way = cost.host_traffic.get("activations", 0) / 2 / link
+    seconds = max(0.0, each_way - compute_s / 3) + max(0.0, each_way - compute_s * 2 / 3)
+    seconds += max(0.0, cost.host_traffic.get("parameters", 0) / link - compute_s)
+    return seconds + cost.host_traffic.get("optimizer", 0) / 2 / link

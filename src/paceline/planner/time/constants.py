@@ -1,0 +1,119 @@
+"""The fitted constants of the planner, and which of them the time of a set-up depends on.
+
+Imports no torch.
+
+``devices.json`` has them with their priors, the sources of these, and the number of published
+results that each was fitted to. ``benchmarks/planner_accuracy.py --refit`` writes them.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from paceline.planner.devices import Device
+from paceline.planner.setup import TrainingSetup
+from paceline.planner.time.step import Coefficients
+
+#: Coefficient → the constants that it is the product of. Empty: it is 0.
+Factors = dict[str, tuple[str, ...]]
+
+
+@cache
+def constants() -> dict[str, float]:
+    """Return the constants by name."""
+    return {name: float(entry["value"]) for name, entry in _table()["constants"].items()}
+
+
+def spread_of(device: Device) -> float:
+    """Return by which factor (as its logarithm) a time may differ either way, so that 80 % of the
+    published results are within it: those of a left-out project, on a chip that other projects
+    also used, or on one that they did not."""
+    spread: dict[str, float] = _table()["spread"]
+    entry = _table()["constants"].get(f"products: {device.chip}", {})
+    return spread["fitted chip" if entry.get("rows") else "other chip"]
+
+
+@cache
+def _table() -> dict[str, Any]:
+    text = (files("paceline.planner") / "devices.json").read_text(encoding="utf-8")
+    content: dict[str, Any] = json.loads(text)
+    return content
+
+
+def factors_of(setup: TrainingSetup, device: Device) -> Factors:
+    """Return which constants a set-up depends on."""
+    products = ("products", f"products: {device.chip}")
+    is_float8 = setup.precision == "fp8"
+    low_products = (*products, "products: fp8") if is_float8 else products
+    loss = ("loss: fp8",) if is_float8 else ()
+    native = setup.software == "native"
+    attention = [f"attention: {device.generation}"]
+    if setup.dims.queries // max(1, setup.dims.heads) < 128:
+        attention.append("attention: narrow heads")
+    if setup.attention == "flash-1":
+        attention.append("attention: flash-1")
+    stream = [f"stream: {setup.software}"]
+    if is_float8 and setup.fp8_scaling != "fused":
+        stream.append(f"stream: fp8 by {setup.fp8_scaling}")
+    dequantize = ["dequantize"]
+    if setup.software == "eager-2023":
+        dequantize.append("dequantize: 2023")
+    launch = [] if native else [f"launch: {setup.software}"]
+    if launch and setup.zero_stage == 3:
+        launch.append("launch: sharded")
+    if launch and setup.is_frozen:
+        launch.append("launch: adapters")
+    link = "link: NVLink" if device.has_fast_link else "link: PCIe"
+    return {
+        "product_share": low_products,
+        "head_share": products,
+        "attention_share": tuple(attention),
+        "row_loss": ("loss: rows", *loss),
+        "width_loss": ("loss: widths", *loss),
+        "head_row_loss": ("loss: rows",),
+        "head_width_loss": ("loss: widths",),
+        "stream": tuple(stream),
+        "logits": ("logits",) if setup.cross_entropy == "plain" else ("logits", "logits: fused"),
+        "dequantize": tuple(dequantize),
+        "optimizer": ("optimizer",),
+        "launch_s": tuple(launch),
+        "link_share": (link,),
+        "tensor_link_share": (link, "link: tensor"),
+        "network_share": ("network",),
+        "network_decay": ("network: decay",),
+        "tensor_message_s": ("latency: tensor",),
+        "shard_message_s": ("latency: shards",),
+        "sync_rank_s": ("latency: gradients",),
+        "tensor_exposed": ("tensor: async",) if setup.async_tensor else ("tensor: exposed",),
+        "overlap": ("overlap: shards",),
+        "overlap_cost": ("overlap: cost",),
+        "sync_overlap": ("overlap: gradients",),
+        "gather_exposed": ("gather: exposed",),
+        "hop": ("pipeline: hop",),
+        "bubble": ("pipeline: bubble",),
+        "host_copy": ("host copy",),
+        "overhead_s": ("overhead",),
+    }
+
+
+def coefficients_of(
+    setup: TrainingSetup, device: Device, constants: Mapping[str, float]
+) -> Coefficients:
+    """Return what the set-up reaches on the device."""
+    values = {}
+    for name, used in factors_of(setup, device).items():
+        values[name] = math.prod(_value(factor, device, constants) for factor in used)
+        if not used:
+            values[name] = 0.0
+    return Coefficients(**values)
+
+
+def _value(name: str, device: Device, constants: Mapping[str, float]) -> float:
+    """Return a constant; for a chip without published results, that of its family."""
+    if name in constants:
+        return constants[name]
+    assert name == f"products: {device.chip}", name
+    return constants[f"products: {device.family}"]

@@ -1,0 +1,109 @@
+"""Test `paceline plan --assume`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+from paceline.core.errors import ConfigError
+from paceline.models.shape.dims import LanguageDims
+from paceline.planner.assumed.keys import KEYS, assume, parse_assumptions
+from paceline.planner.memory.parts import memory_parts
+from paceline.planner.setup import TrainingSetup
+
+DIMS = LanguageDims(
+    hidden=1024, layers=8, heads=8, key_heads=8, queries=1024, keys=1024, feed_forward=4096,
+    vocabulary=32000, experts=8, experts_per_token=2,
+)  # fmt: skip
+SETUP = TrainingSetup(DIMS, samples=2, length=1024)
+
+
+def test_values_are_parsed_by_the_type_of_their_field() -> None:
+    texts = ["tensor=2", "software=fused", "offload=optimizer,weights", "async_tensor=TRUE"]
+    assert parse_assumptions(texts) == {
+        "tensor": 2, "software": "fused", "offload": ("optimizer", "weights"), "async_tensor": True,
+    }  # fmt: skip
+    assert assume(SETUP, parse_assumptions(["link_gb_s=25"])).link_bytes_s == 25e9
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tensor", "has no value"),
+        ("tensr=2", "unknown key"),
+        ("tensor=two", "is not possible"),
+        ("tensor=-1", "is not possible"),
+        ("software=fast", "is not possible"),
+        ("offload=disk", "is not possible"),
+        ("tensor=0", "must be positive"),
+        ("zero_stage=4", "zero_stage=4"),
+        ("pipeline=16", "16 pipeline stages"),
+    ],
+)
+def test_wrong_assumptions_are_errors(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        assume(SETUP, parse_assumptions([text]))
+
+
+def test_an_assumed_axis_replaces_the_layout() -> None:
+    base = assume(SETUP, {"shard": 8})
+    assert (base.shard, assume(base, {"tensor": 2}).shard) == (8, 1)
+    assert assume(base, {"software": "fused"}).shard == 8
+
+
+def test_state_is_divided_as_zero_and_the_axes_say() -> None:
+    """Bytes a parameter: 16-bit weights 2, gradients 2, and 12 of the optimizer."""
+    mixed = assume(SETUP, {"low_copy": True, "gradient_bytes": 2})
+    parameters = mixed.trained_parameters
+    alone = memory_parts(mixed)
+    assert alone.weights + alone.gradients + alone.optimizer == pytest.approx(16 * parameters)
+    first = memory_parts(assume(mixed, {"shard": 4, "zero_stage": 1}))
+    assert (first.weights, first.gradients) == (2 * parameters, 2 * parameters)
+    assert first.optimizer == pytest.approx(3 * parameters)
+    third = memory_parts(assume(mixed, {"shard": 4, "zero_stage": 3}))
+    assert third.weights == pytest.approx(parameters / 2)
+    assert third.gathered > 0
+    experts = assume(mixed, {"data": 8, "expert": 8})
+    assert experts.stage_expert_parameters == mixed.stage_expert_parameters / 8
+
+
+def test_activations_shrink_with_recomputation_and_sequence_parallelism() -> None:
+    def activations(**values: str | int | bool) -> float:
+        return memory_parts(assume(SETUP, values)).activations
+
+    assert activations(recompute="full") < activations(recompute="selective") < activations()
+    split = activations(tensor=4)
+    assert activations() / 4 < split < activations()
+    assert activations(tensor=4, sequence_parallel=True) == pytest.approx(activations() / 4)
+    assert activations(context=4) == pytest.approx(activations() / 4)
+    assert activations(software="fused") < activations(software="eager")
+
+
+def test_plan_prints_the_assumed_setup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    widths = {
+        "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096,
+        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "vocab_size": 32000,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(widths))
+    command = [
+        "plan", f"model={tmp_path}", "dataset=none.jsonl", "parallel.mode=ddp", "--device", "H100",
+        "--world-size", "16", "--assume", "tensor=2", "--assume", "zero_stage=1",
+    ]  # fmt: skip
+    assert main([*command, "--json"]) == 0
+    assumed = json.loads(capsys.readouterr().out)["assumed"]
+    assert assumed["assumed"] == {"tensor": 2, "zero_stage": 1}
+    assert (assumed["setup"]["shard"], assumed["world_size"]) == (8, 16)
+    low, high = assumed["step_time_range_s"]
+    assert low < assumed["step_time_s"] < high
+    assert assumed["verdict"] == "fits"
+    assert main(command) == 0
+    assert "assumed: tensor=2, zero_stage=1" in capsys.readouterr().out
+    assert main([*command, "--assume", "shard=3"]) == 2
+    assert "6 ranks, and there are 16 devices" in capsys.readouterr().err
+
+
+def test_every_key_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "plan.md").read_text(encoding="utf-8")
+    assert [key for key in KEYS if f"`{key}`" not in page] == []

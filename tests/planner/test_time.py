@@ -1,0 +1,117 @@
+"""Test the time model: each part of a step against a hand calculation, or a change of a set-up
+against the direction that physics gives."""
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.models.shape.dims import LanguageDims
+from paceline.planner.devices import Device, devices, find_device
+from paceline.planner.setup import TrainingSetup
+from paceline.planner.time.constants import coefficients_of, constants, factors_of, spread_of
+from paceline.planner.time.rates import rates_of
+from paceline.planner.time.step import StepTime, step_time
+from paceline.planner.time.work import Work, count_work
+
+LLAMA_8B = LanguageDims(
+    hidden=4096, layers=32, heads=32, key_heads=8, queries=4096, keys=1024, feed_forward=14336,
+    vocabulary=128256,
+)  # fmt: skip
+A100, H100 = find_device("A100-80GB")[0], find_device("H100-SXM")[0]
+SETUP = TrainingSetup(LLAMA_8B, samples=1, length=4096, software="fused", cross_entropy="fused")
+
+
+def work(setup: TrainingSetup, device: Device = A100) -> Work:
+    return count_work(setup, rates_of(setup, device))
+
+
+def time(setup: TrainingSetup, device: Device = A100) -> StepTime:
+    return step_time(work(setup, device), coefficients_of(setup, device, constants()))
+
+
+def test_operations_agree_with_six_per_parameter_and_token() -> None:
+    counted = work(SETUP)
+    block = LLAMA_8B.attention_weights + LLAMA_8B.expert_weights
+    assert counted.products_s == pytest.approx(6 * 32 * block * 4096 / 312e12)
+    assert counted.head_s == pytest.approx(6 * 4096 * 128256 * 4096 / 312e12)
+    # Forward 1 and backward 2.5 times 2 × 4,096 × 4,096 / 2 per token and matrix, of two.
+    attention = 4 * 4096 * 4096 / 2 * 4096 * 32 * 3.5
+    assert counted.attention_s == pytest.approx(attention / 312e12)
+
+
+def test_recomputation_repeats_the_forward_pass() -> None:
+    none, full = work(SETUP), work(replace(SETUP, recompute="full"))
+    assert full.products_s == pytest.approx(none.products_s * 4 / 3)
+    # That of PyTorch stops before the last product, whose result is not saved.
+    early = work(replace(SETUP, recompute="full", software="eager"))
+    last = 4096 * 14336 / (LLAMA_8B.attention_weights + LLAMA_8B.expert_weights)
+    assert early.products_s == pytest.approx(none.products_s * (4 - last) / 3)
+
+
+def test_gathers_cross_the_network_of_the_whole_host_once() -> None:
+    """16 ranks on two hosts: 2 gathers of 2 bytes and a scatter of 4 per parameter."""
+    setup = replace(SETUP, shard=16, zero_stage=3)
+    counted, sent = work(setup), 8 * setup.stage_parameters
+    assert counted.shard_network_s == pytest.approx(sent / 2 / (8 * A100.network_bytes_s))
+    assert counted.shard_link_s == pytest.approx(sent * 15 / 16 / A100.link_bytes_s)
+    assert work(replace(setup, shard=8)).shard_network_s == 0
+
+
+def test_traffic_that_computation_hides_costs_less_than_its_own_time() -> None:
+    sharded = replace(SETUP, shard=8, zero_stage=3, samples=8)
+    counted = work(sharded)
+    assert 0 < time(sharded).traffic_s < counted.shard_link_s
+    assert time(replace(sharded, shard=1)).traffic_s == pytest.approx(0, abs=1e-9)
+
+
+def test_pipeline_idles_less_with_more_micro_batches_and_chunks() -> None:
+    def idle_share(**changes: int) -> float:
+        result = time(replace(SETUP, pipeline=4, **changes))
+        return result.idle_s / result.total_s
+
+    assert idle_share(micro_batches=4) > idle_share(micro_batches=32)
+    assert idle_share(micro_batches=8) > idle_share(micro_batches=8, chunks=4)
+    assert time(SETUP).idle_s == 0
+
+
+def test_tensor_parallelism_waits_for_its_exchanges() -> None:
+    split = replace(SETUP, tensor=8, sequence_parallel=True)
+    assert time(split).products_s < time(SETUP).products_s / 4
+    assert time(split).exposed_s > 0
+    assert time(replace(split, async_tensor=True)).exposed_s < time(split).exposed_s
+
+
+def test_small_models_wait_for_launches_unless_graphs_launch_them() -> None:
+    dims = replace(LLAMA_8B, hidden=512, queries=512, keys=128, feed_forward=1024, vocabulary=1000)
+    small = TrainingSetup(dims, samples=1, length=256, software="eager")
+    assert time(small).launches_s > 0.5 * time(small).total_s
+    assert time(replace(small, software="native")).launches_s == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"expert": 8, "shard": 8, "zero_stage": 1},
+        {"context": 4},
+        {"lora_rank": 16, "frozen_bits": 4},
+        {"precision": "fp8", "fp8_scaling": "row"},
+        {"zero_stage": 1, "shard": 16, "data": 2},
+        {"offload": ("optimizer", "activations")},
+    ],
+)
+def test_every_kind_of_setup_has_a_time(changes: dict[str, object]) -> None:
+    dims = replace(LLAMA_8B, experts=8, experts_per_token=2)
+    setup = replace(SETUP, dims=dims, **changes)
+    result = time(setup, H100)
+    assert 0 < result.total_s < 1000
+    assert all(value >= 0 for value in vars(result).values())
+
+
+def test_every_device_has_constants() -> None:
+    for device in devices():
+        reached = coefficients_of(SETUP, device, constants())
+        assert 0.2 < reached.product_share < 1.3
+        assert 0 < spread_of(device) < 1
+        for used in factors_of(SETUP, device).values():
+            for name in used:
+                assert name in constants() or name == f"products: {device.chip}"
