@@ -10,7 +10,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 
-WORKERS, ROUNDS, STEPS = 2, 20, 10
+WORKERS, ROUNDS, STEPS = 2, 50, 5
 
 
 def train(number, barrier, seconds):
