@@ -286,14 +286,17 @@ def test_reads_entries_of_dataset_info(
 @pytest.mark.parametrize(
     ("entry", "fragments"),
     [
-        ({"file_name": "a.json", "ranking": True}, ["`ranking: true`", "preference data", "DPO"]),
+        (
+            {"file_name": "a.json", "ranking": True},
+            ["`ranking: true`", "pairs of answers", "task: dpo"],
+        ),
         (
             {"file_name": "a.json", "columns": {"chosen": "c", "rejected": "r"}},
-            ["`chosen`", "preference data"],
+            ["`chosen`", "pairs of answers"],
         ),
         (
             {"file_name": "a.json", "columns": {"messages": "m", "kto_tag": "label"}},
-            ["`kto_tag`", "KTO"],
+            ["`kto_tag`", "task: kto"],
         ),
         ({"file_name": "a.json", "columns": {"videos": "videos"}}, ["videos", "not supported"]),
         ({"hf_hub_url": "o/h", "folder": "python"}, ["`folder: python`", "download"]),

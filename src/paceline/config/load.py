@@ -22,6 +22,7 @@ from paceline.config.compat.merge import RESET, Merge
 from paceline.config.compat.parallel.deepspeed import json_notices
 from paceline.config.compat.parallel.deepspeed_json import interpret, looks_like_deepspeed
 from paceline.config.compat.parallel.strategy import expand
+from paceline.config.compat.preference import read_preferences
 from paceline.config.entries import (
     FILE,
     OVERRIDE,
@@ -133,10 +134,11 @@ def _load(
     for binding in bindings:
         merge.add(binding)
     expand(merge, None if file is None else file.parent)
+    hints = hints_of((binding.entry for binding in bindings), file)
+    read_preferences(merge, hints)
     merge.resolve_precedence()
     unsupported = merge.unsupported_methods()
     if unsupported:  # Other errors in such a config would only distract from this one.
-        hints = hints_of((binding.entry for binding in bindings), file)
         raise _error([unsupported_method(unsupported, hints)], file)
     conflict_notices = [*resolve_conflicts(merge), *json_notices(merge)]
     if document is not None and file is not None and is_accelerate(document.value):

@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic.fields import FieldInfo
 
 from paceline.config.compat.keys import TOOLS, alias_tables, ignored_tables, method_tables
+from paceline.config.compat.preference import description, is_read
 from paceline.config.descriptions import chinese
 from paceline.config.entries import quoted_names, short
 from paceline.config.fields import CHINESE, KEYS, SECTIONS, describe
@@ -35,7 +36,11 @@ def markdown() -> str:
             ignored.setdefault(("by value", alias.meaning), []).append(key)
     refused: dict[tuple[str, ...], list[str]] = {}
     for key, (_, methods) in method_tables().keys.items():
-        refused.setdefault(methods, []).append(key)
+        if description(key) is None:
+            refused.setdefault(methods, []).append(key)
+    unsupported = {
+        name: text for name, text in method_tables().methods.items() if not is_read(name)
+    }
     mapped = {key: alias for key, alias in tables.aliases.items() if alias.target}
     return (
         _environment()
@@ -45,7 +50,7 @@ def markdown() -> str:
             mapped=sorted((mapped | tables.sections).items()),
             shared=sorted((tables.shared | tables.shared_if_foreign).items()),
             ignored=ignored,
-            methods=method_tables().methods,
+            methods=unsupported,
             refused=refused,
         )
     )
@@ -81,7 +86,8 @@ def _keys_of(letter: str) -> dict[str, tuple[str, str]]:
             rows[key] = (ignored.level, ignored.reason)
     for key, (tools, methods) in method_tables().keys.items():
         if letter in tools:
-            rows[key] = ("refused", f"a setting of {', '.join(methods)}")
+            refused = ("refused", f"a setting of {', '.join(methods)}")
+            rows[key] = description(key) or refused
     return rows
 
 

@@ -21,6 +21,7 @@ from paceline.config.compat.keys import (
 )
 from paceline.config.entries import ConfigEntry, Problem, quoted_names
 from paceline.config.fields import KEYS, MAPPINGS, SECTIONS, SOURCE_KEYS
+from paceline.config.schema.tasks import PREFERENCE_TASKS
 from paceline.core.errors import nearest
 
 _MAX_SHOWN = 4
@@ -146,6 +147,17 @@ def unsupported_method(bindings: Sequence[KeyBinding], hints: Iterable[str]) -> 
     if not is_named:
         fix += ", or keep them without effect by adding `task: sft`"
     verb = "requires" if len(entries) == 1 else "require"
+    supported = [name for name in candidates if name in PREFERENCE_TASKS]
+    if supported and not is_named:
+        tasks = " or ".join(f"`task: {name}`" for name in supported)
+        return Problem(
+            f"{shown} {'belongs' if len(entries) == 1 else 'belong'} to one of several training"
+            f" methods: {'; '.join(methods)}",
+            entries[0],
+            allowed=tasks,
+            fix=f"state which one it is: add {tasks}",
+            target="task",
+        )
     if len(methods) == 1:
         method = f"{methods[0]}, a training method that Paceline does not support"
     else:
@@ -154,12 +166,19 @@ def unsupported_method(bindings: Sequence[KeyBinding], hints: Iterable[str]) -> 
         f"{shown} {verb} {method}",
         entries[0],
         allowed=(
-            "`task: sft`, `task: pretrain`, `task: classify`, `task: recommend`, and a custom task"
-            " as `./file.py:Class`"
+            "`task: sft`, `pretrain`, `dpo`, `orpo`, `kto`, `simpo`, `classify`, `recommend`, and a"
+            " custom task as `./file.py:Class`"
         ),
         fix=fix,
         target="task",
     )
+
+
+def likely_methods(bindings: Sequence[KeyBinding], hints: Iterable[str]) -> list[str]:
+    """Return the methods that have most of these keys, or the one of them that a hint names."""
+    candidates = _candidates(bindings)
+    hinted = _hinted(candidates, hints)
+    return candidates if hinted is None else [hinted]
 
 
 def _candidates(bindings: Sequence[KeyBinding]) -> list[str]:

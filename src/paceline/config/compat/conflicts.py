@@ -225,7 +225,7 @@ def _dataset_dir(merge: Merge, by: Assignment) -> Notice:
     notes: list[str] = []
 
     def change(sources: list[Any]) -> list[Any]:
-        return in_folder(sources, str(by.value), merge.value_of("task") == "pretrain", notes)
+        return in_folder(sources, str(by.value), merge.value_of("task") or "sft", notes)
 
     if not _change_sources(merge, by, change):
         return _OTHER_DATA

@@ -18,6 +18,7 @@ from paceline.config.compat.conversion import (
 )
 from paceline.config.compat.datasets import eval_sources, train_sources
 from paceline.config.compat.values import targets
+from paceline.config.schema.tasks import PREFERENCE_TASKS
 from paceline.config.yaml_read import YamlValue, parse_yaml
 from paceline.core.errors import ConfigError, did_you_mean
 
@@ -45,14 +46,14 @@ _KNOWN = {
 }  # fmt: skip
 
 
-def in_folder(sources: list[Any], folder: str, pretrain: bool, notes: list[str]) -> list[Any]:
+def in_folder(sources: list[Any], folder: str, task: str, notes: list[str]) -> list[Any]:
     """Convert LLaMA-Factory's dataset names to sources, by the folder's ``dataset_info.json`` or by
     file name.
 
     Args:
         sources: the names in `dataset`; mappings are returned unchanged.
         folder: `dataset_dir`; `ONLINE` means the hub.
-        pretrain: read the prompt column as plain text.
+        task: that of the config; with `pretrain` the prompt column is read as plain text.
         notes: warnings for the user are appended here.
     """
     if folder == "ONLINE":
@@ -67,18 +68,16 @@ def in_folder(sources: list[Any], folder: str, pretrain: bool, notes: list[str])
     if (root / FILE).is_file():
         table = read_json_object(root / FILE, "fix it, or set the files themselves")
     return [
-        _source(source, root, table, pretrain, notes) if isinstance(source, str) else source
+        _source(source, root, table, task, notes) if isinstance(source, str) else source
         for source in sources
     ]
 
 
-def _source(
-    name: str, root: Path, table: dict[str, YamlValue], pretrain: bool, notes: list[str]
-) -> Any:
+def _source(name: str, root: Path, table: dict[str, YamlValue], task: str, notes: list[str]) -> Any:
     plain, mark, count = name.partition("#")
     entry = table.get(plain)
     if isinstance(entry, dict):
-        return _from_entry(_Entry(plain, entry, root / FILE), root, mark + count, pretrain, notes)
+        return _from_entry(_Entry(plain, entry, root / FILE), root, mark + count, task, notes)
     for suffix in _SUFFIXES:
         if (root / (plain + suffix)).exists() and not Path(plain).is_absolute():
             return str(root / (plain + suffix)) + mark + count
@@ -105,9 +104,9 @@ class _Entry:
 
 
 def _from_entry(
-    entry: _Entry, root: Path, mark: str, pretrain: bool, notes: list[str]
+    entry: _Entry, root: Path, mark: str, task: str, notes: list[str]
 ) -> dict[str, YamlValue]:
-    _check(entry)
+    _check(entry, task)
     unknown = sorted(set(entry.values) - _KNOWN)
     if unknown:
         notes.append(
@@ -122,8 +121,14 @@ def _from_entry(
             )
         mark = f"#{number}"
     source: dict[str, YamlValue] = {"path": _path(entry, root) + mark}
-    form, columns = _shape(entry, pretrain)
+    form, columns = _shape(entry, pretrain=task == "pretrain")
     source["format"] = form
+    if task in PREFERENCE_TASKS:
+        columns |= {
+            name: entry.columns[name]
+            for name in ("chosen", "rejected", "kto_tag")
+            if entry.columns.get(name, name) != name
+        }
     if columns:
         source["columns"] = columns
     roles = {
@@ -139,20 +144,20 @@ def _from_entry(
     return source
 
 
-def _check(entry: _Entry) -> None:
+def _check(entry: _Entry, task: str) -> None:
     """Raise an error for data of another training method, media, and unsupported settings."""
-    supervised = "choose a dataset for supervised fine-tuning, or use a tool with this method"
-    preference = (
-        "marks preference data, for DPO, ORPO, SimPO or reward modeling, which are not supported"
-    )
-    if entry.values.get("ranking"):
-        raise entry.unsupported(f"`ranking: true` {preference}", supervised)
+    preference = f"marks pairs of answers, which `task: {task}` does not train on"
+    other_data = "choose another dataset, or set `task: dpo`, `orpo` or `simpo`"
+    has_pairs = task in PREFERENCE_TASKS and task != "kto"
+    if entry.values.get("ranking") and not has_pairs:
+        raise entry.unsupported(f"`ranking: true` {preference}", other_data)
     for column in entry.columns:
-        if column in ("chosen", "rejected"):
-            raise entry.unsupported(f"the column `{column}` {preference}", supervised)
-        if column == "kto_tag":
+        if column in ("chosen", "rejected") and not has_pairs:
+            raise entry.unsupported(f"the column `{column}` {preference}", other_data)
+        if column == "kto_tag" and task != "kto":
             raise entry.unsupported(
-                "`kto_tag` marks data for KTO, which is not supported", supervised
+                f"`kto_tag` marks single answers, which `task: {task}` does not train on",
+                "choose another dataset, or set `task: kto`",
             )
         if column in _MEDIA:
             raise entry.unsupported(

@@ -120,6 +120,10 @@ class Merge:
         if result.notices or not is_unchanged:
             self.lines.append(SourceLine(binding, leaves, result.notices))
 
+    def add_assignment(self, assignment: Assignment) -> None:
+        """Record a value for a native key that no free mapping has."""
+        self.assigned.append(assignment)
+
     def _assign(self, assignment: Assignment) -> list[Assignment]:
         """Record an assignment. A free mapping is split by key, so that overrides merge into
         it."""

@@ -47,7 +47,7 @@ class _PreferenceConverter:
     unmatched: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
     #: The columns with the preference.
-    own_columns = ("chosen", *_REJECTED, "rejected", *_LABELS)
+    own_columns = ("chosen", "chosen_response", *_REJECTED, "rejected", *_LABELS)
 
     def __post_init__(self) -> None:
         self._names = {name: self.columns.get(name, name) for name in self.own_columns}
@@ -113,6 +113,11 @@ class PairConverter(_PreferenceConverter):
             Unsupported: the dataset needs another kind of training.
         """
         marks, rest = self._take(row)
+        if "chosen_response" in marks and "rejected_response" in marks:
+            marks = {
+                "chosen": marks["chosen_response"],
+                "rejected": marks["rejected_response"],
+            }
         if "chosen" in marks and "rejected" in marks:
             make = self._answer_rows(rest, marks["chosen"], marks["rejected"])
             good, bad = make(marks["chosen"]), make(marks["rejected"])
@@ -160,8 +165,8 @@ class PairConverter(_PreferenceConverter):
         others = {name: value for name, value in rest.items() if name not in (chat, question)}
         if chat is not None:
             return partial(_after_turns, others, unpack_list(rest[chat]))
-        if "instruction" in map(self._column, rest) and isinstance(chosen, str | dict):
-            return lambda answer: {**rest, "output": _text_of(answer)}
+        if self._column("instruction") in rest and isinstance(chosen, str | dict):
+            return lambda answer: {**rest, self._column("output"): _text_of(answer)}
         if not isinstance(chosen, str):
             text = None if question is None else str(rest[question])
             return partial(_after_question, others, text)

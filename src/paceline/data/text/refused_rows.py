@@ -38,7 +38,7 @@ _TWO_ANSWERS = tuple(
     for name in ("response", "answer", "output", "completion")
     for first, second in (("0", "1"), ("1", "2"), ("a", "b"), ("j", "k"))
 )
-_UNSUPPORTED = "preference training is not supported"
+_UNSUPPORTED = "the task trains on single answers"
 _SINGLE_ANSWER = "rows with one answer each that the model should learn"
 _OTHER_TOOL = "train this file with a tool that supports this method"
 
@@ -67,7 +67,7 @@ def check_pairs(row: Row, rejected: Collection[str], has_answer: bool) -> None:
         f"the rows are preference pairs ({_names([*good, *bad])}) for {methods} or another method"
         f" of preference training (ORPO, SimPO, CPO); {_UNSUPPORTED}",
         allowed=_SINGLE_ANSWER,
-        fix=_sft_instead(row, good, bad, has_answer),
+        fix=f"set `task: dpo`, `orpo` or `simpo`; or {_sft_instead(row, good, bad, has_answer)}",
     )
 
 
@@ -108,7 +108,7 @@ def check_label(row: Row, name: str) -> None:
             f" {_UNSUPPORTED}",
             allowed=_SINGLE_ANSWER,
             fix=(
-                "train this file with a tool that supports KTO, or keep only the rows with good"
+                "set `task: kto`, or keep only the rows with good"
                 f" answers; if the column means something else, set `ignore_columns: [{name}]`"
             ),
         )
