@@ -32,7 +32,7 @@ VERBS = {
     "export": "write the merged model of a run for use with transformers",
     "inspect": "show the tensors and the digest of a checkpoint",
     "explain": "run an algorithm on real ranks and show it step by step",
-    "bench": "measure how a config scales, or the collectives",
+    "bench": "measure how a config scales, what each setting gains, or the collectives",
     "data": "preview a dataset, or show its statistics or word counts",
     "slurm": "write a Slurm batch script",
     "kubernetes": "write Kubernetes manifests",

@@ -24,5 +24,8 @@ def short_run(
         losses=(2.0, 1.0),
         strategy="ddp",
         device="cpu",
+        precision="32",
+        world_size=2,
         global_batch_size=8,
+        steps_per_epoch=100,
     )

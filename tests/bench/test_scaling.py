@@ -206,6 +206,8 @@ def test_steps_with_an_incomplete_batch_are_not_measured() -> None:
         "derived": {"global_batch_size": 8},
         "device": "cuda",
         "strategy": "ddp",
+        "precision": "32",
+        "world_size": 2,
     }
     steps = [
         {"type": "step", "step": number, "samples": samples, "tokens": 100, "step_time_s": seconds,

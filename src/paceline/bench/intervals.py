@@ -1,5 +1,7 @@
 """Means of repeated measurements with their confidence intervals."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,6 +20,20 @@ class Estimate(NamedTuple):
     def limits(self) -> list[float] | None:
         """Return ``[low, high]`` for JSON."""
         return None if self.low is None or self.high is None else [self.low, self.high]
+
+    def inverse(self) -> Estimate:
+        """Return the estimate of 1 / x of a positive x."""
+        low, high = self.low, self.high
+        return Estimate(
+            1 / self.mean, None if high is None else 1 / high, None if low is None else 1 / low
+        )
+
+    def complement(self) -> Estimate:
+        """Return the estimate of 1 - x."""
+        low, high = self.low, self.high
+        return Estimate(
+            1 - self.mean, None if high is None else 1 - high, None if low is None else 1 - low
+        )
 
 
 def estimate(values: Sequence[float]) -> Estimate:

@@ -82,6 +82,7 @@ class ShortRun:
         traffic_bytes: bytes per step of the rank that sends most.
         first_step_s: seconds of the first step, which includes compilation.
         losses: training loss of each step, the warm-up included.
+        steps_per_epoch: None if it is unknown, because the data is streamed.
     """
 
     step_s: tuple[float, ...]
@@ -94,7 +95,10 @@ class ShortRun:
     losses: tuple[float, ...]
     strategy: str
     device: str
+    precision: str
+    world_size: int
     global_batch_size: int
+    steps_per_epoch: int | None
 
     @property
     def mean_step_s(self) -> float:
@@ -188,7 +192,8 @@ def figures_of(events: Sequence[Event], warm_up: int, peak_memory_bytes: int | N
     if not starts or not steps:
         raise RunError("the event log of a short run is incomplete")
     start = starts[-1]
-    batch_size = int(start["derived"]["global_batch_size"] or 0)
+    derived = start["derived"]
+    batch_size, per_epoch = int(derived["global_batch_size"] or 0), derived.get("steps_per_epoch")
     packs_rows = bool(start.get("packing"))
     measured = [step for step in steps[warm_up:] if packs_rows or step["samples"] == batch_size]
     if not measured:
@@ -211,7 +216,10 @@ def figures_of(events: Sequence[Event], warm_up: int, peak_memory_bytes: int | N
         losses=tuple(step["loss"] for step in steps),
         strategy=str(start["strategy"]),
         device=device,
+        precision=str(start["precision"]),
+        world_size=start["world_size"],
         global_batch_size=batch_size,
+        steps_per_epoch=None if per_epoch is None else int(per_epoch),
     )
 
 

@@ -1,0 +1,170 @@
+"""Which of the measured changes `paceline bench tuning` recommends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.bench.intervals import Estimate, estimate_ratio
+from paceline.bench.short_runs import ShortRun
+from paceline.bench.tuning_changes import Change
+
+#: What a change should improve.
+Goal = Literal["time", "memory"]
+#: ``unclear``: the confidence interval contains the margin, so a repetition could decide otherwise.
+Verdict = Literal["recommended", "no gain", "unclear", "not supported", "failed"]
+
+
+@dataclass
+class Trial:
+    """The runs of a change, each with the run of the unchanged config next to it.
+
+    Attributes:
+        pairs: (unchanged, changed) runs, in the order of the rounds.
+        error: why there are no runs: ``not supported`` or ``failed``, and the message.
+    """
+
+    change: Change
+    pairs: list[tuple[ShortRun, ShortRun]] = field(default_factory=list)
+    error: tuple[Literal["not supported", "failed"], str] | None = None
+
+    def speedup(self) -> Estimate:
+        """Return how many times as fast the changed config is: the ratio of the tokens or samples
+        per second."""
+        return estimate_ratio(
+            [_rate(changed) / _rate(unchanged) for unchanged, changed in self.pairs]
+        )
+
+    def memory_ratio(self) -> Estimate | None:
+        """Return the peak memory relative to that of the unchanged config; None if unknown."""
+        return self._ratio("peak_memory_bytes")
+
+    def traffic_ratio(self) -> Estimate | None:
+        """Return the bytes that are sent, relative to the unchanged config; None if there are
+        none."""
+        return self._ratio("traffic_bytes")
+
+    def _ratio(self, name: str) -> Estimate | None:
+        values = [
+            (getattr(unchanged, name), getattr(changed, name)) for unchanged, changed in self.pairs
+        ]
+        if not all(before and after for before, after in values):
+            return None
+        return estimate_ratio([after / before for before, after in values])
+
+    def loss_difference(self) -> float:
+        """Return the largest relative difference of the training loss of a step, which is that of
+        the same samples."""
+        return max(
+            abs(after - before) / max(abs(before), 1e-12)
+            for unchanged, changed in self.pairs
+            for before, after in zip(unchanged.losses, changed.losses, strict=True)
+        )
+
+    def extra_first_step_s(self) -> float:
+        """Return by how much longer the first step takes, for compilation: mean over the runs."""
+        return sum(
+            changed.first_step_s - unchanged.first_step_s for unchanged, changed in self.pairs
+        ) / len(self.pairs)
+
+    def steps_to_pay_off(self) -> float | None:
+        """Return the number of steps after which the faster steps have made up for a longer first
+        step; None if steps are not faster."""
+        gain_s = sum(
+            unchanged.mean_step_s - changed.mean_step_s for unchanged, changed in self.pairs
+        ) / len(self.pairs)
+        return max(0.0, self.extra_first_step_s()) / gain_s if gain_s > 0 else None
+
+
+def _rate(run: ShortRun) -> float:
+    return run.work / run.mean_step_s
+
+
+def gain_of(trial: Trial, goal: Goal) -> Estimate | None:
+    """Return the gain as a ratio, above 1 if the change is better: of the speed, or of the memory
+    that is no longer needed. None if it was not measured."""
+    if goal == "time":
+        return trial.speedup()
+    memory = trial.memory_ratio()
+    return None if memory is None else memory.inverse()
+
+
+def verdict_of(trial: Trial, goal: Goal, margin: float, planned_steps: int | None) -> Verdict:
+    """Return the verdict on a change. It is recommended only if the whole confidence interval of
+    its gain is above ``1 + margin``, so that a repetition leads to the same verdict, and if the
+    planned run is long enough for it to pay off.
+
+    Args:
+        planned_steps: number of steps of the config's run; None if it is unknown.
+    """
+    if trial.error is not None:
+        return trial.error[0]
+    gain = gain_of(trial, goal)
+    if gain is None or gain.low is None or gain.high is None:
+        return "unclear"
+    if gain.high < 1 + margin:
+        return "no gain"
+    if gain.low <= 1 + margin:
+        return "unclear"
+    steps = trial.steps_to_pay_off()
+    if goal == "time" and planned_steps is not None and steps is not None and steps > planned_steps:
+        return "no gain"
+    return "recommended"
+
+
+def select_changes(
+    trials: Sequence[Trial], goal: Goal, margin: float, planned_steps: int | None
+) -> list[Trial]:
+    """Return the recommended changes, best first. Of those that set the same key, the one with the
+    larger gain is selected."""
+    recommended = [
+        trial for trial in trials if verdict_of(trial, goal, margin, planned_steps) == "recommended"
+    ]
+    recommended.sort(key=lambda trial: _certain_gain(trial, goal), reverse=True)
+    selected: list[Trial] = []
+    for trial in recommended:
+        keys = {key for other in selected for key in other.change.values}
+        if not keys & set(trial.change.values):
+            selected.append(trial)
+    return selected
+
+
+def _certain_gain(trial: Trial, goal: Goal) -> float:
+    gain = gain_of(trial, goal)
+    return 0.0 if gain is None or gain.low is None else gain.low
+
+
+def combined_change(trials: Sequence[Trial]) -> Change:
+    """Return the change that makes all of these changes."""
+    effects = [trial.change.changes_result for trial in trials]
+    return Change(
+        " + ".join(trial.change.name for trial in trials),
+        "combination",
+        {key: value for trial in trials for key, value in trial.change.values.items()},
+        changes_result="; ".join(effect for effect in effects if effect) or None,
+    )
+
+
+def final_choice(
+    selected: Sequence[Trial],
+    combined: Trial | None,
+    goal: Goal,
+    margin: float,
+    planned_steps: int | None,
+) -> Trial | None:
+    """Return what to recommend: all selected changes together if this is measurably better than no
+    change and at least as good as the best change alone; otherwise that one.
+
+    Args:
+        combined: the trial of all selected changes; None if there are fewer than two.
+    """
+    if not selected:
+        return None
+    best = selected[0]
+    if combined is None or verdict_of(combined, goal, margin, planned_steps) != "recommended":
+        return best
+    together, alone = gain_of(combined, goal), gain_of(best, goal)
+    assert together is not None
+    assert alone is not None
+    return combined if together.mean >= alone.mean else best

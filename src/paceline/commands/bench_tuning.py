@@ -1,0 +1,208 @@
+"""`paceline bench tuning`: measure what each setting gains, and write the tuned config."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from paceline.commands.bench_scaling import add_run_options, train
+from paceline.commands.options import (
+    Choice,
+    CommaList,
+    InvalidValue,
+    OptionParser,
+    OutputFile,
+    add_config,
+    load_job_config,
+    write_output,
+)
+from paceline.core import formatting
+from paceline.core.errors import EXIT_DONE
+
+if TYPE_CHECKING:
+    from paceline.bench.tuning import ChangeReport, ClaimReport, TuningOptions, TuningReport
+
+_TECHNIQUES = (
+    "precision",
+    "checkpointing",
+    "prefetch",
+    "compression",
+    "packing",
+    "accumulation",
+    "compile",
+)
+_COLORS = {"recommended": "green", "failed": "red", "unclear": "yellow"}
+_WIDTH = 120
+
+
+class _Share:
+    """A share from 0 to below 1."""
+
+    allowed = "0 to below 1"
+
+    def __call__(self, text: str) -> float:
+        try:
+            share = float(text)
+        except ValueError as error:
+            raise InvalidValue("is not a number", allowed=self.allowed) from error
+        if not 0 <= share < 1:
+            raise InvalidValue("is out of range", allowed=self.allowed)
+        return share
+
+
+def add_arguments(parser: OptionParser) -> None:
+    add_config(parser)
+    parser.add_argument(
+        "--goal",
+        type=Choice(("time", "memory")),
+        default="time",
+        metavar="GOAL",
+        help="what the recommended changes improve",
+    )
+    parser.add_argument(
+        "--techniques",
+        type=CommaList(Choice(_TECHNIQUES)),
+        metavar="NAME,...",
+        help="techniques to measure (default: all)",
+    )
+    parser.add_argument(
+        "--margin",
+        type=_Share(),
+        default=0.03,
+        metavar="SHARE",
+        help="smallest gain that counts, with its whole confidence interval",
+    )
+    parser.add_argument(
+        "--keep-result",
+        action="store_true",
+        help="leave out changes that change the trained weights by more than the order of sums",
+    )
+    add_run_options(parser, repeats=5)
+    parser.add_argument(
+        "--output",
+        type=OutputFile("a YAML file"),
+        metavar="FILE",
+        help="tuned config to write (default: CONFIG.tuned.yaml)",
+    )
+    parser.example = "paceline bench tuning examples/demo.yaml"
+
+
+def run(args: Namespace) -> int:
+    """Measure, print the table and the recommendation, and write the tuned config."""
+    from paceline.bench.tuned_config import check_path, default_path, tuned_text
+    from paceline.bench.tuning import measure_tuning
+
+    loaded = load_job_config(args)
+    path = args.output or default_path(loaded)
+    check_path(path)
+    report = measure_tuning(loaded, make_options(args), train)
+    text = tuned_text(loaded, report)
+    if text is not None:
+        write_output(path, text)
+        report["tuned_config"] = str(path)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        Console(width=_WIDTH, highlight=False).print(tuning_tables(report))
+    return EXIT_DONE
+
+
+def make_options(args: Namespace) -> TuningOptions:
+    from paceline.bench.short_runs import RunLength
+    from paceline.bench.tuning import TuningOptions
+
+    return TuningOptions(
+        length=RunLength(args.steps, args.warm_up),
+        rounds=args.repeats,
+        margin=args.margin,
+        goal=args.goal,
+        keep_result=args.keep_result,
+        techniques=args.techniques or (),
+    )
+
+
+def tuning_tables(report: TuningReport) -> Group:
+    """Return the measured changes, the claims, and the recommendation."""
+    baseline = report["baseline"]
+    step, rate = baseline["step_time_s"], baseline["work_per_second"]
+    head = (
+        f"{report['model']}, {report['strategy']}, {formatting.ranks(report['world_size'])} on"
+        f" {report['device']}, precision {report['precision']}:"
+        f" {formatting.short_duration(step)} per step, {formatting.short_count(rate)}"
+        f" {baseline['unit']}/s, peak memory {formatting.size(baseline['peak_memory_bytes'])}"
+    )
+    return Group(
+        Text(head),
+        Text(),
+        _changes_table(report["changes"]),
+        *(
+            Text(f"{change['name']} is {change['verdict']}: {change['reason']}")
+            if change["verdict"] == "not supported"
+            else Text(f"{change['name']} {change['verdict']}: {change['reason']}", style="red")
+            for change in report["changes"]
+            if change["reason"] is not None
+        ),
+        Text(
+            "relative to the unchanged config, with 95 % intervals; result: same up to the order of"
+            " sums, or changed, with the largest relative difference of a loss",
+            style="dim",
+        ),
+        Text(),
+        *_claim_lines(report["claims"]),
+        Text(),
+        *_recommendation(report),
+    )
+
+
+def _changes_table(changes: list[ChangeReport]) -> Table:
+    from paceline.bench.tuning_text import ratio_text, result_text, verdict_text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("change", "speed", "peak memory", "traffic", "result"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("verdict", overflow="fold")
+    for change in changes:
+        traffic = change["traffic_ratio"]
+        table.add_row(
+            change["name"],
+            ratio_text(change, "speedup"),
+            ratio_text(change, "memory"),
+            formatting.UNKNOWN if traffic is None else f"{traffic:.2f} ×",
+            result_text(change),
+            Text(verdict_text(change), style=_COLORS.get(change["verdict"], "")),
+        )
+    return table
+
+
+def _claim_lines(claims: list[ClaimReport]) -> list[Text]:
+    from paceline.bench.tuning_text import measured_text
+
+    lines = [Text("what is often said, and what was measured here:")]
+    for claim in claims:
+        source = f"    source: {claim['source']}, {claim['url']}: {claim['source_says']}"
+        lines.append(Text(f"  {claim['claim']}: {measured_text(claim)}"))
+        lines.append(Text(source, style="dim"))
+    return lines
+
+
+def _recommendation(report: TuningReport) -> list[Text]:
+    from paceline.bench.tuning_text import ratio_text, result_text
+
+    best = report["recommendation"]
+    if best is None:
+        return [Text("recommendation: no change; no gain is certain to exceed the margin")]
+    lines = [
+        Text(f"recommendation: {best['name']}", style="bold green"),
+        Text(
+            f"  speed {ratio_text(best, 'speedup')}, peak memory {ratio_text(best, 'memory')};"
+            f" result: {result_text(best)}"
+        ),
+    ]
+    if report["tuned_config"] is not None:
+        lines.append(Text(f"  train with it: paceline sft {report['tuned_config']}"))
+    return lines
