@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from paceline.explain.catalog import TOPICS, ExplainOptions
 from paceline.explain.page import render_page
 from paceline.explain.record import Recording
-from paceline.explain.run import TOPICS, ExplainOptions, record
+from paceline.explain.run import record
 from paceline.explain.text import render_text
 
 pytestmark = pytest.mark.soak

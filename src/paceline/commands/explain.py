@@ -12,9 +12,10 @@ from paceline.commands.options import (
     write_output,
 )
 from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, unknown_name
+from paceline.explain.catalog import MAX_RANKS, TOPICS, ExplainOptions
 from paceline.explain.draw import draw_picture
 from paceline.explain.page import render_page
-from paceline.explain.run import MAX_RANKS, TOPICS, ExplainOptions, record
+from paceline.explain.run import record
 from paceline.explain.text import render_text
 
 _MAX_ELEMENTS = 10_000

@@ -44,6 +44,8 @@ class AppState:
         self.commands = CommandRunner(self.folder)
         self.launches = RunLauncher(self.folder)
         self.chat = Chat()
+        #: Topic of `paceline explain` → page of its last recording.
+        self.explanations: dict[str, bytes] = {}
 
     def id_of(self, run: Path) -> str:
         return run_id(os.path.relpath(run, self.folder))

@@ -29,6 +29,7 @@ def pages(server: Server) -> list[str]:
         *tabs,
         f"#/compare/{first},{second},{cluster}",
         "#/new",
+        "#/learn/ddp",
         f"#/run/{first}/chat",
         "#/no/such",
     ]

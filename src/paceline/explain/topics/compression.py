@@ -11,6 +11,7 @@ from paceline.core.formatting import counted
 from paceline.distributed.call_log import CountedCall
 from paceline.distributed.collectives.schedules import all_reduce_bytes
 from paceline.explain.calls import collectives_of
+from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import (
     Cell,
     Check,
@@ -21,7 +22,6 @@ from paceline.explain.record import (
     check_traffic,
     number_text,
 )
-from paceline.explain.run import ExplainOptions
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:

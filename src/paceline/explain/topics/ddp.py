@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
+from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import (
     Cell,
     Check,
@@ -20,7 +21,6 @@ from paceline.explain.record import (
     check_traffic,
     on_step_clock,
 )
-from paceline.explain.run import ExplainOptions
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from paceline.core.formatting import counted
 from paceline.distributed.call_log import CountedCall
 from paceline.distributed.mesh import ParallelDims
 from paceline.explain.calls import collectives_of, messages_of
+from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import Cell, Check, Frame, Recording, Row, Tone, check_traffic
-from paceline.explain.run import ExplainOptions
 from paceline.explain.topics.collective import holders
 from paceline.launch.rank_pool import run_on_ranks
 

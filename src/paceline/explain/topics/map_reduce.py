@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from paceline.core.files import Scratch, human_bytes
 from paceline.core.formatting import counted
+from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import Cell, Check, Frame, Message, Recording, Row, Tone
-from paceline.explain.run import ExplainOptions
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:

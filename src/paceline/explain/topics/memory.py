@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.files import human_bytes
+from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import Check, Frame, Recording, Row
-from paceline.explain.run import ExplainOptions
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:

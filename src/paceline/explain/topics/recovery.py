@@ -15,8 +15,8 @@ from paceline.core.errors import RunError
 from paceline.core.event_log import read_events
 from paceline.core.files import Scratch
 from paceline.core.formatting import counted
+from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import Cell, Check, Frame, Recording, Row, Span
-from paceline.explain.run import ExplainOptions
 
 #: The ranks are those of `paceline sft`, which has its own fork server.
 PRELOAD = ()

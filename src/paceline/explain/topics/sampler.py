@@ -9,8 +9,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from paceline.core.formatting import counted
+from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import Cell, Check, Frame, Recording, Row, Tone
-from paceline.explain.run import ExplainOptions
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.core.formatting import counted
 from paceline.distributed.call_log import CountedCall
 from paceline.explain.calls import collectives_of
+from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import (
     Cell,
     Check,
@@ -19,7 +20,6 @@ from paceline.explain.record import (
     cells_of,
     check_traffic,
 )
-from paceline.explain.run import ExplainOptions
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
 from paceline.distributed.call_log import CountedCall
 from paceline.explain.calls import collectives_of, spans_of
+from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import (
     Check,
     Frame,
@@ -21,7 +22,6 @@ from paceline.explain.record import (
     check_traffic,
     on_step_clock,
 )
-from paceline.explain.run import ExplainOptions
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:

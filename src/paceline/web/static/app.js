@@ -14,6 +14,7 @@ api.storeToken();
 const ROUTES = [
   [/^\/?$/, [], () => import("./pages/runs.js"), "runs"],
   [/^\/new$/, [], () => import("./pages/start.js"), "new"],
+  [/^\/learn(?:\/([a-z-]+))?$/, ["topic"], () => import("./pages/learn.js"), "learn"],
   [/^\/compare\/([^/]+)$/, ["ids"], () => import("./pages/compare.js"), "runs"],
   [/^\/run\/([^/]+)\/chat$/, ["id"], () => import("./pages/chat.js"), "runs"],
   [/^\/run\/([^/]+)(?:\/([a-z]+))?$/, ["id", "tab"], () => import("./pages/run.js"), "runs"],
@@ -153,6 +154,7 @@ function drawBar(section) {
       { "aria-label": t("nav") },
       link("runs", "#/", t("nav.runs")),
       link("new", "#/new", [icon("plus"), t("nav.new")]),
+      link("learn", "#/learn", t("nav.learn")),
     ),
     h(
       "div",

@@ -1,0 +1,77 @@
+"""Routes of the page Learn: the topics of `paceline explain`, and their recordings."""
+
+import tempfile
+from pathlib import Path
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from paceline.core.errors import unknown_name
+from paceline.explain.catalog import TOPICS, Topic
+from paceline.web.api.runs import REPORT_CSP
+from paceline.web.files import JSONObject
+from paceline.web.responses import NotFound
+from paceline.web.state import Panel
+
+router = APIRouter()
+_TIMEOUT_S = 300.0
+
+
+class Variant(BaseModel):
+    """What to record: the default algorithm of the topic if ``algorithm`` is empty."""
+
+    algorithm: str = ""
+
+
+@router.get("/api/topics")
+def topics(panel: Panel) -> JSONObject:
+    """Return the topics in reading order, each with the names of its algorithms and whether this
+    server has recorded it."""
+    return {
+        "topics": [
+            {
+                "name": name,
+                "algorithms": list(topic.algorithms),
+                "is_recorded": name in panel.explanations,
+            }
+            for name, topic in TOPICS.items()
+        ]
+    }
+
+
+@router.post("/api/topics/{name}/record")
+async def record(panel: Panel, name: str, body: Variant) -> JSONObject:
+    """Record a topic with `paceline explain`, and keep its page until the server ends."""
+    topic = _check(name)
+    algorithm = body.algorithm
+    if algorithm and algorithm not in topic.algorithms:
+        raise unknown_name(f"{name} algorithm", algorithm, topic.algorithms)
+    variant = [f"--algorithm={algorithm}"] if algorithm else []
+    with tempfile.TemporaryDirectory(prefix="paceline-panel-") as folder:
+        page = Path(folder) / "page.html"
+        args = ["explain", name, *variant, f"--output={page}"]
+        result = await panel.commands.run("explain", args, timeout_s=_TIMEOUT_S)
+        panel.explanations[name] = page.read_bytes()
+    return {"title": result["title"], "checks": result["checks"]}
+
+
+@router.get("/api/topics/{name}/page", response_class=Response)
+def page(panel: Panel, name: str) -> Response:
+    """Return the page of the last recording in a sandbox."""
+    _check(name)
+    content = panel.explanations.get(name)
+    if content is None:
+        raise NotFound(f"`{name}` is not recorded yet", fix="record it on the page Learn")
+    return Response(
+        content,
+        media_type="text/html; charset=utf-8",
+        headers={"content-security-policy": REPORT_CSP},
+    )
+
+
+def _check(name: str) -> Topic:
+    topic = TOPICS.get(name)
+    if topic is None:
+        raise NotFound(f"there is no topic `{name}`", fix=f"use one of {', '.join(TOPICS)}")
+    return topic
