@@ -128,6 +128,8 @@ def test_topics_are_listed_in_reading_order(capsys: pytest.CaptureFixture[str]) 
         (["broadcast", "--algorithm", "halving"], "ring, tree, naive"),
         (["ddp", "--ranks", "1"], "2 to 16"),
         (["zero", "--elements", "5"], "--ranks"),
+        (["memory", "--ranks", "2"], "--output, --svg, --json"),
+        (["parameter-server", "--algorithm", "asink"], "did you mean `async`"),
         (["all-reduce", "--output", "/no/such/folder/page.html"], "an existing folder"),
     ],
 )

@@ -2,11 +2,13 @@
 they show agrees with the recorded traffic and with a reference."""
 
 import json
+import xml.etree.ElementTree as ET
 from typing import Any
 
 import pytest
 
-from paceline.explain.catalog import TOPICS, ExplainOptions
+from paceline.explain.catalog import ExplainOptions
+from paceline.explain.draw import draw_picture
 from paceline.explain.page import render_page
 from paceline.explain.record import Recording
 from paceline.explain.run import record
@@ -30,7 +32,8 @@ def _record(topic: str, ranks: int, algorithm: str = "") -> tuple[Recording, dic
     assert all(0 <= span.start_s <= span.end_s <= end_s + 1e-9 for span in recording.spans)
     text, page = render_text(recording), render_page(recording)
     assert all(frame.caption in text for frame in frames)
-    assert TOPICS[topic].summary not in page  # the page has its own description
+    assert recording.title in page
+    assert ET.fromstring(draw_picture(recording)).tag.endswith("svg")
     content: dict[str, Any] = json.loads(json.dumps(recording.content()))
     assert content["topic"] == topic
     return recording, content

@@ -104,13 +104,17 @@ def make_options(args: Namespace) -> ExplainOptions:
     """
     name, topic = args.topic, TOPICS[args.topic]
     default_ranks, min_ranks, max_ranks = topic.ranks
-    supported = {"algorithm": bool(topic.algorithms), "elements": topic.has_elements}
+    supported = {
+        "ranks": min_ranks < max_ranks,
+        "algorithm": bool(topic.algorithms),
+        "elements": topic.has_elements,
+    }
     for option, is_supported in supported.items():
         if getattr(args, option) is not None and not is_supported:
             others = [f"--{each}" for each, has in supported.items() if has]
             raise ConfigError(
                 f"`paceline explain {name}` has no option `--{option}`",
-                allowed=", ".join(["--ranks", *others, "--output", "--svg", "--json"]),
+                allowed=", ".join([*others, "--output", "--svg", "--json"]),
                 fix="omit it",
             )
     if args.ranks is not None and not min_ranks <= args.ranks <= max_ranks:

@@ -16,6 +16,7 @@ _ROW, _GAP, _HEADER = 28, 4, 20
 _CHAR, _SMALL_CHAR, _TINY_CHAR = 6.7, 6.0, 5.3
 _MIN_CELL = 30
 _COLORS = 6
+_MIN_SCALE = 0.85
 _MAX_PICTURE_FRAMES = 5
 
 
@@ -98,6 +99,8 @@ class Drawing:
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height:.0f}"'
             f' width="{self.width}" height="{self.height:.0f}" class="drawing" role="img"'
+            # It shrinks a little to fit, then scrolls.
+            f' style="min-width:{_MIN_SCALE * self.width:.0f}px;max-width:{self.width}px"'
             f' aria-label="{escape(self.recording.frames[number].caption)}">{body}</svg>'
         )
 
