@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypedDict
 
-from paceline.core.row_figures import PackingFigures, SourceFigures, SourceStep
+from paceline.core.row_figures import PackingFigures, SourceFigures, SourceRows, SourceStep
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -69,15 +69,17 @@ class Prediction(TypedDict, total=False):
 
 class DataFigures(TypedDict, total=False):
     """Numbers of samples (``dropped`` by reason), and of turns that are excluded from the loss. Of
-    streamed data, the numbers so far, with those of tokens."""
+    streamed data, the numbers so far, with those of samples, tokens and sources."""
 
     read: int
     kept: int
     truncated: int | None
     dropped: dict[str, int]
     excluded_turns: int
+    samples: int
     tokens: int
     label_tokens: int
+    sources: list[SourceRows]
 
 
 class PeakRate(TypedDict):

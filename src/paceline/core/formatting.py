@@ -267,18 +267,23 @@ def data_line(data: DataFigures) -> str:
 
 
 def sources_line(sources: Sequence[SourceFigures]) -> str:
-    """Summarize a mixture: ``a.jsonl 70.0 % of the rows (1,200 samples), …``."""
-    return ", ".join(
-        f"{clean(source['name'])} {100 * source['share']:.1f} % of the rows"
-        f" ({counted(source['samples'], 'sample')})"
-        for source in sources
-    )
+    """Summarize several sources: ``a.jsonl 70.0 % of the rows (1,200 samples), …``."""
+    return ", ".join(map(_source_text, sources))
+
+
+def _source_text(source: SourceFigures) -> str:
+    text = clean(source["name"])
+    if "share" in source:
+        text += f" {100 * source['share']:.1f} % of the rows"
+    for noun, number in (("sample", source.get("samples")), ("row", source.get("rows"))):
+        text += "" if number is None else f" ({counted(number, noun)})"
+    return text
 
 
 def packing_line(packing: PackingFigures) -> str:
     """Summarize packed rows: ``bfd: 1,190 rows of at most 1,024 tokens, 96.7 % filled``."""
-    text = f"{packing['strategy']}: {counted(sum(packing['rows']), 'row')} of at most"
-    text += f" {packing['capacity']:,} tokens"
+    rows = counted(sum(packing["rows"]), "row") if "rows" in packing else "rows"
+    text = f"{packing['strategy']}: {rows} of at most {packing['capacity']:,} tokens"
     return text + (f", {100 * packing['fill']:.1f} % filled" if "fill" in packing else "")
 
 

@@ -14,17 +14,32 @@ class PackingFigures(TypedDict, total=False):
 
 
 class SourceFigures(TypedDict, total=False):
-    """A source of a mixture. ``samples`` are those of an epoch of the source, ``share`` is its
-    share of the rows at the first step."""
+    """One of several sources. ``samples`` and ``tokens`` are those of an epoch of the source, or
+    ``rows``, if it is streamed and their number is known; ``share`` is its share of the rows at the
+    first step, if it is known."""
 
     name: str
     samples: int
     tokens: int
+    rows: int
     share: float
 
 
+class SourceRows(TypedDict):
+    """The numbers of rows, samples and tokens of a streamed source so far. ``dropped`` is the sum
+    over all reasons."""
+
+    name: str
+    read: int
+    kept: int
+    dropped: int
+    samples: int
+    tokens: int
+    label_tokens: int
+
+
 class SourceStep(TypedDict, total=False):
-    """A source of a mixture in the steps since the previous ``step`` event: the mean loss, and the
+    """One of several sources in the steps since the previous ``step`` event: the mean loss, and the
     numbers of samples and tokens of all these steps."""
 
     name: str

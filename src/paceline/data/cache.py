@@ -45,7 +45,9 @@ def key_of(parts: Any) -> str:
     return hashlib.blake2b(raw, digest_size=12).hexdigest()
 
 
-def build_once(final: Path, mark: str, build: Callable[[Path], None]) -> bool:
+def build_once(
+    final: Path, mark: str, build: Callable[[Path], None], *, waits: bool = True
+) -> bool:
     """Build the folder ``final`` unless it exists. Return whether this call built it.
 
     ``build`` fills an empty staging folder, which is then renamed. An entry exists if it has the
@@ -53,6 +55,10 @@ def build_once(final: Path, mark: str, build: Callable[[Path], None]) -> bool:
     killed process is released, and the next build on its host removes its staging folder. If the
     hosts that share a cache cannot see each other's locks, each of them builds, and the first one
     to finish provides the entry.
+
+    Args:
+        waits: whether to wait for another process that builds it; otherwise this call then does
+            nothing.
 
     Raises:
         ConfigError: the cache is not writable.
@@ -62,8 +68,8 @@ def build_once(final: Path, mark: str, build: Callable[[Path], None]) -> bool:
         return False
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(final) as is_locked:
-            if (final / mark).is_file():
+        with _lock(final, waits) as is_locked:
+            if (final / mark).is_file() or (not is_locked and not waits):
                 return False
             if is_locked:
                 for stale in final.parent.glob(f"{_staging_prefix(final)}*.tmp"):
@@ -90,16 +96,16 @@ def _staging_prefix(final: Path) -> str:
 
 
 @contextmanager
-def _lock(final: Path) -> Iterator[bool]:
+def _lock(final: Path, waits: bool) -> Iterator[bool]:
     """Hold the entry's lock. Yields False if the file system does not support locks (some network
-    home folders)."""
+    home folders), or if another process holds it and this one does not wait."""
     import fcntl
 
     folder = cache_dir() / "locks"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{final.parent.name}-{final.name}", "a") as handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except OSError:
             yield False
             return

@@ -50,18 +50,18 @@ class SourceLosses:
     """The losses of a micro-batch by source, once its loss has been computed.
 
     Args:
-        num_sources: number of sources in the mixture.
+        num_samples, num_tokens: of each source.
     """
 
-    def __init__(self, num_sources: int) -> None:
-        self.num_sources = num_sources
+    def __init__(self, num_samples: list[int], num_tokens: list[int]) -> None:
+        self.num_samples, self.num_tokens = num_samples, num_tokens
         #: float32 [2, sources]: the sum of the losses, and the number of label tokens.
         self.sums: torch.Tensor | None = None
 
     def record(self, losses: torch.Tensor, sources: torch.Tensor, weights: torch.Tensor) -> None:
         """Sum the losses of tokens by source; each argument is [tokens]. ``weights``: those of the
         losses, 0 for a token without loss."""
-        numbers = torch.arange(self.num_sources, device=sources.device)
+        numbers = torch.arange(len(self.num_samples), device=sources.device)
         of_source = (sources == numbers.unsqueeze(1)) * weights.float()  # [sources, tokens]
         sums = (of_source * losses.detach().float()).sum(1)
         self.sums = torch.stack([sums, of_source.sum(1)])
@@ -86,11 +86,15 @@ class MetricSums:
 
 
 def add_sources(batch: TokenBatch, samples: Sequence[TokenSample], num_sources: int) -> None:
-    """Add the source of each target to the batch of samples of a mixture: ``target_sources``, int64
-    in the shape of ``targets``."""
+    """Add the source of each target to a batch of samples of several sources: ``target_sources``,
+    int64 in the shape of ``targets``."""
     sources = np.array([sample["source"] for sample in samples], dtype=np.int64)
+    lengths = [len(sample["input_ids"]) for sample in samples]
     batch["target_sources"] = _of_targets(batch, sources)
-    batch["source_losses"] = SourceLosses(num_sources)
+    batch["source_losses"] = SourceLosses(
+        np.bincount(sources, minlength=num_sources).tolist(),
+        np.bincount(sources, lengths, num_sources).astype(np.int64).tolist(),
+    )
 
 
 def add_weights(batch: TokenBatch, samples: Sequence[TokenSample]) -> None:

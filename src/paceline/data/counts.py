@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, cast
 
 from paceline.core.events import DataFigures
+from paceline.core.row_figures import SourceRows
 
 
 @dataclass
@@ -39,40 +43,89 @@ class DataCounts:
 
 
 @dataclass
-class StreamCounts(DataCounts):
-    """The counts of the rows that a run has streamed so far, with the numbers of their tokens.
-    ``label_tokens`` carry loss; ``first`` has the place of a dropped row for each reason."""
+class SourceCounts:
+    """The counts of one of several streamed sources. ``dropped`` is the sum over all reasons."""
 
+    name: str
+    read: int = 0
+    kept: int = 0
+    dropped: int = 0
+    samples: int = 0
+    tokens: int = 0
+    label_tokens: int = 0
+
+    def add(self, other: SourceCounts) -> None:
+        for item in fields(self)[1:]:
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+
+@dataclass
+class StreamCounts(DataCounts):
+    """The counts of the rows that a run has streamed so far, with the numbers of their samples and
+    tokens.
+
+    Args:
+        samples: those that were trained on. Packed rows are counted when the first of their window
+            is used, so that ``kept`` may be ahead of it.
+        label_tokens: those that carry loss.
+        first: the place of a dropped row for each reason.
+        sources: the counts of each source, by its index, if there are several.
+        anchors: places from which the windows of packed rows are found again: the number of a
+            window and of its first row, by stream.
+    """
+
+    samples: int = 0
     tokens: int = 0
     label_tokens: int = 0
     first: dict[str, str] = field(default_factory=dict, compare=False)
+    sources: dict[int, SourceCounts] = field(default_factory=dict)
+    anchors: dict[int, tuple[int, int]] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def from_dict(cls, figures: DataFigures) -> StreamCounts:
-        """Return the counts that :meth:`as_dict` has converted."""
-        return cls(
-            figures["read"],
-            figures["kept"],
-            figures["truncated"] or 0,
-            dict(figures["dropped"]),
-            figures.get("excluded_turns", 0),
-            figures["tokens"],
-            figures["label_tokens"],
-        )
+    def from_state(cls, state: Mapping[str, Any]) -> StreamCounts:
+        """Return the counts that :meth:`state` has converted."""
+        sources = {
+            int(number): SourceCounts(**row) for number, row in state.get("sources", {}).items()
+        }
+        anchors = {int(number): tuple(place) for number, place in state.get("anchors", {}).items()}
+        return cls(**{**state, "sources": sources, "anchors": anchors})
+
+    def state(self) -> dict[str, Any]:
+        """Return the counts as JSON values."""
+        state = asdict(self)
+        for name in ("sources", "anchors"):
+            state[name] = {str(number): value for number, value in state[name].items()}
+        return state
 
     def add(self, other: DataCounts) -> None:
         super().add(other)
-        if isinstance(other, StreamCounts):
-            self.tokens += other.tokens
-            self.label_tokens += other.label_tokens
-            self.first = {**other.first, **self.first}
+        if not isinstance(other, StreamCounts):
+            return
+        self.samples += other.samples
+        self.tokens += other.tokens
+        self.label_tokens += other.label_tokens
+        self.first = {**other.first, **self.first}
+        for number, counts in other.sources.items():
+            self.of_source(number, counts.name).add(counts)
+        for number, place in other.anchors.items():
+            self.anchors[number] = max(place, self.anchors.get(number, place))
+
+    def of_source(self, number: int, name: str) -> SourceCounts:
+        """Return the counts of a source, which are created if there are none."""
+        return self.sources.setdefault(number, SourceCounts(name))
 
     def copy(self) -> StreamCounts:
-        return replace(self, dropped=dict(self.dropped), first=dict(self.first))
+        return deepcopy(self)
 
     def as_dict(self) -> DataFigures:
-        return {
+        figures: DataFigures = {
             **super().as_dict(),
+            "samples": self.samples,
             "tokens": self.tokens,
             "label_tokens": self.label_tokens,
         }
+        if self.sources:
+            figures["sources"] = [
+                cast("SourceRows", asdict(counts)) for _, counts in sorted(self.sources.items())
+            ]
+        return figures

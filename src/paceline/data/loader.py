@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -59,6 +59,9 @@ class StreamedDataset(Protocol):
 
     def read(self, keys: Sequence[Key]) -> tuple[list[Any], StreamCounts]:
         """Return the samples of these rows, without those that are dropped, and the counts."""
+
+    def seek(self, anchors: Mapping[int, tuple[int, int]]) -> None:
+        """Find rows from these places on; see :attr:`StreamCounts.anchors`."""
 
 
 class _Streamed(Dataset):  # type: ignore[type-arg]

@@ -28,7 +28,7 @@ from paceline.core.processes import host_name
 from paceline.core.row_figures import PackingFigures, SourceFigures
 from paceline.core.run_dir import RunDir
 from paceline.data.order.base import Order
-from paceline.data.order.build import SourceSize, first_shares, tokens_per_row
+from paceline.data.order.build import SourceSize, tokens_per_row
 from paceline.models.attention import attention_of, kernel_of
 from paceline.models.blocks import base_model
 from paceline.models.kernels.attention_choice import SDPA
@@ -54,6 +54,7 @@ class RunInfo:
 
     Args:
         sources: the sizes of the sources; empty if samples have no tokens.
+        source_figures: as in :class:`~paceline.tasks.base.Prepared`.
         data_counts: how many rows of the training data were read, kept and dropped; if the data is
             streamed, up to now.
         started_at: when the command began, in seconds since the epoch.
@@ -75,12 +76,18 @@ class RunInfo:
     train_dataset: Any
     order: Order
     sources: tuple[SourceSize, ...]
+    source_figures: tuple[SourceFigures, ...]
     predicts_activations: bool
 
     @property
     def is_streamed(self) -> bool:
         """Whether rows are tokenized while the run trains."""
         return "tokens" in self.data_counts
+
+    @property
+    def has_packed_rows(self) -> bool:
+        """Whether the batch size counts packed rows."""
+        return self.config.train_args.packs_rows and (bool(self.sources) or self.is_streamed)
 
     def workload(self, step: int) -> Workload:
         """Return the mean workload of a replica per step, as far as it is known at ``step``."""
@@ -89,6 +96,8 @@ class RunInfo:
         mean_length = 1.0 if lengths is None else float(np.mean(lengths))
         if self.config.train_args.packs_rows and self.sources:
             mean_length = tokens_per_row(self.config, self.sources)
+        elif self.is_streamed and derived.tokens_per_step is not None:
+            mean_length = derived.tokens_per_step / derived.global_batch_size
         return Workload(
             derived.gradient_accumulation_steps,
             derived.samples_per_micro_batch * mean_length,
@@ -165,10 +174,10 @@ def emit_run_start(
         "output_dir": str(info.run_dir.root),
         "resumed_from_step": None if resumed is None else resumed[1],
     }
-    if config.train_args.packs_rows and info.sources:
+    if info.has_packed_rows:
         start["packing"] = _packing(info)
-    if config.mixing != "concat":
-        start["sources"] = _sources(info)
+    if info.source_figures:
+        start["sources"] = list(info.source_figures)
     events.emit(start)
     if failure is not None:
         events.emit({"type": "fault", **failure}, file_only=True)
@@ -182,6 +191,8 @@ def emit_run_start(
 
 def _packing(info: RunInfo) -> PackingFigures:
     args, rows = info.config.train_args, [source.num_rows for source in info.sources]
+    if info.is_streamed:
+        return {"strategy": args.packing_strategy, "capacity": args.max_length}
     tokens = sum(source.tokens for source in info.sources)
     return {
         "strategy": args.packing_strategy,
@@ -189,19 +200,6 @@ def _packing(info: RunInfo) -> PackingFigures:
         "capacity": args.max_length,
         "fill": tokens / (sum(rows) * args.max_length),
     }
-
-
-def _sources(info: RunInfo) -> list[SourceFigures]:
-    shares = first_shares(info.config, info.sources)
-    return [
-        {
-            "name": source.name,
-            "samples": source.num_samples,
-            "tokens": source.tokens,
-            "share": share,
-        }
-        for source, share in zip(info.sources, shares, strict=True)
-    ]
 
 
 def _mesh(info: RunInfo) -> Mesh:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from paceline.config.schema import Config
 from paceline.config.schema.train_args import TrainArgs
+from paceline.core.row_figures import SourceFigures
 from paceline.data.counts import DataCounts
 from paceline.data.order.build import SourceSize, rows_per_epoch, tokens_per_row
 
@@ -73,6 +74,8 @@ class Prepared:
         notices: messages as (level, text), with level "info" or "warning".
         sources: sizes of the sources, for an order that mixes them or packs rows; empty if samples
             have no tokens.
+        source_figures: the samples and shares of the sources, if there are several and their losses
+            are recorded.
         fingerprint: hash of the data, or None if unknown. A run cannot be resumed with a different
             one.
         handle: the object by which ``build_datasets`` finds the prepared data, such as a cache
@@ -88,6 +91,7 @@ class Prepared:
     label_tokens: int | None = None
     notices: list[Notice] = field(default_factory=list)
     sources: tuple[SourceSize, ...] = ()
+    source_figures: tuple[SourceFigures, ...] = ()
     fingerprint: str | None = None
     handle: Any = None
     mean_tokens: float | None = None

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.row_figures import SourceFigures
 from paceline.data.collate import (
     SegmentInputs,
     TokenBatch,
@@ -23,6 +24,7 @@ from paceline.data.collate import (
     collate_padded,
 )
 from paceline.data.counts import StreamCounts
+from paceline.data.order.build import SourceSize
 from paceline.data.sources.resolve import check_hub_sources
 from paceline.data.streaming.choice import try_stream
 from paceline.data.text.prepare import PreparedTokens, TextTask, prepare_tokens
@@ -42,6 +44,7 @@ from paceline.models.transforms.embedding_noise import add_embedding_noise, nois
 from paceline.tasks.base import Notice, Prepared, Task
 
 if TYPE_CHECKING:
+    from paceline.data.streaming.build import StreamRows
     from paceline.data.streaming.prepare import PreparedStream
 
 
@@ -79,10 +82,12 @@ class LanguageTask(Task):
         task: TextTask = "pretrain" if self.config.task == "pretrain" else "sft"
         stream, notices = try_stream(self.config, task, resolve_model)
         if stream is not None:
-            return _prepared_stream(stream)
+            return _prepared_stream(self.config, stream)
         tokens = prepare_tokens(self.config, task, resolve_model, self.num_prepare_workers)
         tokens.notices = [*notices, *tokens.notices]
-        return self._prepared_from(tokens)
+        prepared = self._prepared_from(tokens)
+        prepared.source_figures = tokens.source_figures
+        return prepared
 
     def _prepared_from(self, tokens: PreparedTokens) -> Prepared:
         return Prepared(
@@ -103,8 +108,8 @@ class LanguageTask(Task):
         train: Any
         if isinstance(tokens, PreparedTokens):
             ends: tuple[int, ...] = ()
-            if self.config.mixing != "concat":
-                ends = tuple(accumulate(source.num_samples for source in tokens.source_sizes))
+            if tokens.source_figures:
+                ends = tuple(accumulate(source["samples"] for source in tokens.source_figures))
             train = TokenDataset(tokens.train_folder, tokens.train_indices, has_noise, ends)
         else:
             train = tokens.dataset
@@ -204,7 +209,7 @@ class LanguageTask(Task):
             else collate_padded(samples, self._handle.pad_token_id)
         )
         if "source" in samples[0]:
-            add_sources(batch, samples, len(self._handle.source_sizes))
+            add_sources(batch, samples, len(self.config.sources()))
         if any("weight" in sample for sample in samples):
             add_weights(batch, samples)
         return batch
@@ -295,16 +300,45 @@ class LanguageTask(Task):
             save_template(self.config, folder)
 
 
-def _prepared_stream(stream: PreparedStream) -> Prepared:
+def _prepared_stream(config: Config, stream: PreparedStream) -> Prepared:
+    rows = stream.rows
+    sources: tuple[SourceSize, ...] = ()
+    if config.mixing != "concat" and all(size.num_rows is not None for size in rows):
+        sources = tuple(
+            SourceSize(
+                source.path,
+                size.num_rows or 0,
+                size.num_rows or 0,
+                round(size.mean_tokens * (size.num_rows or 0)),
+                round(size.mean_labels * (size.num_rows or 0)),
+            )
+            for source, size in zip(config.sources(), rows, strict=True)
+        )
     return Prepared(
-        num_train=stream.num_train,
+        num_train=rows[0].num_rows if len(rows) == 1 else None,
         num_eval=stream.num_eval,
         counts=StreamCounts(),
-        mean_tokens=float(stream.sample_lengths.mean()),
+        mean_tokens=sum(size.share * size.mean_tokens for size in rows),
         notices=list(stream.notices),
+        sources=sources,
+        source_figures=_source_figures(config, rows),
         fingerprint=stream.fingerprint,
         handle=stream,
     )
+
+
+def _source_figures(config: Config, rows: Sequence[StreamRows]) -> tuple[SourceFigures, ...]:
+    """Return the figures of streamed sources, if there are several."""
+    sources = config.sources()
+    if len(sources) == 1:
+        return ()
+    figures: list[SourceFigures] = [{"name": source.path} for source in sources]
+    if config.mixing != "concat":
+        for figure, size in zip(figures, rows, strict=True):
+            figure["share"] = size.share
+            if size.num_rows is not None:
+                figure["rows"] = size.num_rows
+    return tuple(figures)
 
 
 def _record_sources(batch: TokenBatch, losses: torch.Tensor) -> None:

@@ -336,7 +336,8 @@ def build_trainer(
         spec.derived.steps,
         components.model,
     )
-    row_tokens = args.max_length if args.packs_rows and spec.data.sources else None
+    has_packed_rows = args.packs_rows and (spec.data.sources or data.counts is not None)
+    row_tokens = args.max_length if has_packed_rows else None
     sources = _source_recorder(spec, strategy, data)
     callbacks = CallbackList(ctx.comm, info, meta.get("callbacks", {}))
     task_metrics = _metric_recorder(components, data)
@@ -365,13 +366,11 @@ def build_trainer(
 def _source_recorder(
     spec: RunSpec, strategy: Strategy, data: DataPipeline
 ) -> SourceRecorder | None:
-    """Return the recorder of the sources of a mixture, which sees every micro-batch."""
-    if spec.config.mixing == "concat":
+    """Return the recorder of several sources, which sees every micro-batch."""
+    if not spec.data.source_figures:
         return None
     recorder = SourceRecorder(
-        spec.data.sources,
-        data.order,
-        data.train_dataset.lengths,
+        [source["name"] for source in spec.data.source_figures],
         reports_loss(strategy),
         strategy.world.device,
     )
@@ -405,5 +404,6 @@ def _run_info(
         train_dataset=data.train_dataset,
         order=data.order,
         sources=spec.data.sources,
+        source_figures=spec.data.source_figures,
         predicts_activations=components.task.is_language_model,
     )

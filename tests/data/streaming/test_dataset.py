@@ -16,6 +16,7 @@ from paceline.data.collate import collate_packed
 from paceline.data.counts import StreamCounts
 from paceline.data.loader import LoaderOptions, MicroBatch, train_steps
 from paceline.data.streaming.choice import try_stream
+from paceline.data.streaming.dataset import StreamedText
 from paceline.data.streaming.prepare import PreparedStream, prepare_stream
 from paceline.data.text.prepare import TextTask
 from paceline.data.text.token_dataset import TokenDataset
@@ -72,11 +73,17 @@ def test_samples_and_counts_equal_those_of_tokenizing_ahead(tmp_path: Path) -> N
     for index, sample in enumerate(samples):
         for key in ("input_ids", "labels_mask"):
             assert np.array_equal(sample[key], expected[index][key])  # type: ignore[literal-required]
-    assert {**counts.as_dict()} == {
+    figures = {**counts.as_dict()}
+    by_source = figures.pop("sources")
+    assert figures == {
         **ahead.counts.as_dict(),
+        "samples": ahead.num_train,
         "tokens": ahead.train_tokens,
         "label_tokens": ahead.label_tokens,
     }
+    assert [source["tokens"] for source in by_source] == [
+        source["tokens"] for source in ahead.source_figures
+    ]
     assert "line 13 of" in str(counts.first)
 
 
@@ -133,30 +140,34 @@ def test_auto_streams_large_data_that_can_be_streamed(
     assert try_auto(path)[0] is not None
     assert try_auto(path, streaming=False) == (None, "")
     refused = {
-        "mixing: temperature": {"mixing": "temperature"},
-        "packing_strategy: bfd": {"train_args": {"packing_strategy": "bfd"}},
-        "neftune_noise_alpha: 5": {"train_args": {"neftune_noise_alpha": 5}},
+        "`max_steps` is required with `train_args.packing_strategy: bfd`": {
+            "train_args": {"packing_strategy": "bfd"}
+        },
+        "neftune_noise_alpha: 5 is not supported with streaming": {
+            "train_args": {"neftune_noise_alpha": 5}
+        },
     }
-    for setting, settings in refused.items():
+    for reason, settings in refused.items():
         prepared, notice = try_auto(path, **settings)
         assert prepared is None
         assert "streaming: off for 628 B of text (`streaming: auto`)" in notice
-        assert setting in notice
-        with pytest.raises(ValueError, match=f"{setting} is not supported with streaming: true"):
-            config_of(path, **settings)
+        assert reason in notice
+        with pytest.raises((ConfigError, ValueError), match=reason):
+            stream(config_of(path, **settings))
     compressed = tmp_path / "a.jsonl.gz"
     compressed.write_bytes(gzip.compress(Path(path).read_bytes()))
     assert "`max_steps` is required" in try_auto(str(compressed))[1]
     assert try_auto(str(compressed), train_args={"max_steps": 9})[0] is not None
     (tmp_path / "a.txt").write_text("text " * 99)
-    assert "a file of plain text has no rows" in try_auto(str(tmp_path / "a.txt"))[1]
+    assert "whose documents are cut into samples" in try_auto(str(tmp_path / "a.txt"))[1]
 
 
 def test_selected_rows_are_those_of_a_run_without_streaming(tmp_path: Path) -> None:
     paths = [save(tmp_path / "a.jsonl", PAIRS), f"{save(tmp_path / 'b.jsonl', CHATS * 2)}#7"]
     ahead = train_set(prepare(paths))
     dataset = stream(config_of(*paths)).dataset
-    assert dataset.num_rows == len(ahead) == 19
+    assert isinstance(dataset, StreamedText)
+    assert dataset.rows.num_rows == len(ahead) == 19
     samples, _ = dataset.read([(0, index) for index in range(19)])
     for index, sample in enumerate(samples):
         assert np.array_equal(sample["input_ids"], ahead[index]["input_ids"])
@@ -182,7 +193,7 @@ def test_held_out_rows_are_those_of_a_run_without_streaming(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("a.txt", "text", "cannot be streamed: a file of plain text has no rows"),
+        ("a.txt", "text", "`max_steps` is required"),
         ("a.jsonl", "\n", "has no rows"),
         ("a.jsonl", '{"foo": 1}', "match no format"),
     ],
@@ -205,7 +216,8 @@ def test_compressed_and_remote_files_have_one_order(is_remote: bool, tmp_path: P
     path = f"{'file://' if is_remote else ''}{tmp_path}/rows-*.jsonl.gz"
     config = config_of(path, train_args={"max_steps": 9, "shuffle_buffer_size": 4})
     prepared = stream(config)
-    assert prepared.num_train is None
+    assert [rows.num_rows for rows in prepared.rows] == [None]
+    assert isinstance(prepared.dataset, StreamedText)
     flat = [as_values(step) for step in load(prepared, config)]
     assert [as_values(step) for step in load(stream(config), config, first=6)] == flat[6:]
     shutil.rmtree(cache_dir() / "rows")

@@ -256,7 +256,11 @@ class Config(Section):
         """Return the setting with which the data cannot be streamed, the reason, and what to do;
         None if there is no such setting."""
         if self.task not in ("sft", "pretrain"):
-            return f"task: {self.task}", "its samples are not text", "set streaming: false"
+            return (
+                f"task: {self.task}",
+                "only task: sft and task: pretrain stream their data",
+                "set streaming: false",
+            )
         if (
             self.parallel.mode == "parameter_server"
             and self.parameter_server.on_worker_failure == "continue"
@@ -272,15 +276,6 @@ class Config(Section):
                 "the noise depends on the number of a sample in the dataset, and dropped rows have"
                 " none",
                 "set streaming: false, or leave train_args.neftune_noise_alpha out",
-            )
-        if self.mixing != "concat" or self.train_args.packs_rows:
-            setting = f"mixing: {self.mixing}"
-            if self.mixing == "concat":
-                setting = f"packing_strategy: {self.train_args.packing_strategy}"
-            return (
-                setting,
-                "the numbers of samples and tokens of the sources must be known",
-                "set streaming: false",
             )
         return None
 

@@ -46,7 +46,7 @@ def source_sizes(
     if config.mixing == "concat":
         names, ends = [", ".join(names)], ends[-1:]
     starts = [0, *ends[:-1].tolist()]
-    rows = _rows(config.train_args, lengths, ends.tolist())
+    rows = rows_by_source(config.train_args, lengths, ends.tolist())
     return tuple(
         SourceSize(
             name,
@@ -109,7 +109,7 @@ def build_order(
     if not sources or lengths is None or not (is_mixed or args.packs_rows):
         return SampleOrder(num_samples, batch_size, args.seed, balanced, args.shuffle)
     ends = np.cumsum([source.num_samples for source in sources]).tolist()
-    rows = _rows(args, lengths, ends)
+    rows = rows_by_source(args, lengths, ends)
     if not is_mixed:
         return RowOrder(rows[0], num_samples, batch_size, args.seed)
     mixture = _mixture(config, sources, batch_size)
@@ -117,7 +117,7 @@ def build_order(
     return MixedOrder(rows, mixture, num_samples, steps_per_epoch, balanced)
 
 
-def _rows(args: TrainArgs, lengths: np.ndarray, ends: Sequence[int]) -> list[Rows]:
+def rows_by_source(args: TrainArgs, lengths: np.ndarray, ends: Sequence[int]) -> list[Rows]:
     """Return the rows of each source; ``ends`` as in :func:`source_sizes`."""
     rows: list[Rows] = []
     for start, end in zip([0, *ends[:-1]], ends, strict=True):
@@ -136,9 +136,18 @@ def _mixture(config: Config, sources: Sequence[SourceSize], batch_size: int) -> 
 
 
 def _schedule(config: Config, sources: Sequence[SourceSize]) -> WeightSchedule:
+    return weight_schedule(config, [source.num_rows for source in sources])
+
+
+def weight_schedule(config: Config, num_rows: Sequence[int]) -> WeightSchedule:
+    """Return the weights of the sources of a mixture.
+
+    Args:
+        num_rows: of each source, for ``mixing: temperature``.
+    """
     weights: list[float | Mapping[int, float]]
     if config.mixing == "temperature":
-        weights = [source.num_rows ** (1 / config.mixing_temperature) for source in sources]
+        weights = [number ** (1 / config.mixing_temperature) for number in num_rows]
     else:
         weights = [source.weight for source in config.sources()]
     return WeightSchedule.of(weights)

@@ -35,17 +35,19 @@ class _RowOrder(Order):
 
     @property
     @abstractmethod
-    def steps_per_epoch(self) -> int:
-        """Number of steps of an epoch."""
+    def steps_per_epoch(self) -> int | None:
+        """Number of steps of an epoch, or None if it is unknown."""
 
     @abstractmethod
     def rows(self, step: int) -> list[Keys]:
         """Return the keys of the samples of each row of a step."""
 
-    def epochs(self, step: int) -> float:
-        return step / self.steps_per_epoch
+    def epochs(self, step: int) -> float | None:
+        return None if self.steps_per_epoch is None else step / self.steps_per_epoch
 
     def position(self, step: int) -> tuple[int, int]:
+        if self.steps_per_epoch is None:
+            return 0, step * self.batch_size
         epoch, epoch_step = divmod(step, self.steps_per_epoch)
         return epoch, epoch_step * self.batch_size
 
@@ -98,7 +100,8 @@ class MixedOrder(_RowOrder):
     Args:
         sources: the rows of each source.
         mixture: the source of each position.
-        steps_per_epoch: number of steps in which the mixture reads the rows of an epoch.
+        steps_per_epoch: number of steps in which the mixture reads the rows of an epoch, or None
+            if it is unknown.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class MixedOrder(_RowOrder):
         sources: Sequence[Rows],
         mixture: Mixture,
         num_samples: int,
-        steps_per_epoch: int,
+        steps_per_epoch: int | None,
         lengths: np.ndarray | None,
     ) -> None:
         super().__init__(num_samples, mixture.batch_size, mixture.seed, lengths)
@@ -115,7 +118,7 @@ class MixedOrder(_RowOrder):
         self._steps_per_epoch = steps_per_epoch
 
     @property
-    def steps_per_epoch(self) -> int:
+    def steps_per_epoch(self) -> int | None:
         return self._steps_per_epoch
 
     def rows(self, step: int) -> list[Keys]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -45,6 +45,9 @@ class StreamedRows(Protocol):
     def order(self, batch_size: int) -> Order:
         """Return the order of the rows."""
 
+    def indices(self, positions: np.ndarray) -> np.ndarray:
+        """Return the indices of the rows at positions that are counted over all epochs."""
+
     def row(self, index: int) -> tuple[int, RawRow]:
         """Return the index of the source of a row, and the row. ``index`` is that of the order's
         keys."""
@@ -69,20 +72,45 @@ class RowEncoder:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_chunk_encoder": None}
 
-    def __call__(self, rows: StreamedRows, indices: Iterable[int]) -> list[EncodedChunk]:
-        """Return the encoded rows, in chunks of consecutive rows of one source."""
+    def __call__(
+        self, rows: StreamedRows, indices: Iterable[int], *, by_source: bool = False
+    ) -> list[EncodedChunk]:
+        """Return the encoded rows, in chunks of consecutive rows of one source. ``by_source``: in
+        one chunk for each source, which is faster if the sources alternate."""
         chunks: list[tuple[Chunk, RowCounts]] = []
+        of_source: dict[int, tuple[Chunk, RowCounts]] = {}
         for index in indices:
             source, row = rows.row(index)
-            if not chunks or chunks[-1][0].source != source:
-                chunks.append((Chunk(source), RowCounts()))
-            _add(row, *chunks[-1])
+            if source not in of_source or (not by_source and chunks[-1][0].source != source):
+                of_source[source] = (Chunk(source), RowCounts())
+                chunks.append(of_source[source])
+            _add(row, *of_source[source])
         encoded = []
         for chunk, malformed in chunks:
             result = self._encode(chunk)
             result.counts.add(malformed)
             encoded.append(result)
         return encoded
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether rows are counted by source, because there are several."""
+        return len(self.setup.sources) > 1
+
+    def counts_of(self, chunk: EncodedChunk) -> StreamCounts:
+        """Return the counts of the rows of a chunk, and of their samples and tokens."""
+        counts = StreamCounts()
+        counts.add(chunk.counts)
+        counts.first = dict(chunk.counts.first)
+        counts.samples = len(chunk.lengths)
+        counts.tokens, counts.label_tokens = sum(chunk.lengths), sum(chunk.label_counts)
+        if self.has_sources:
+            of_source = counts.of_source(chunk.source, self.setup.sources[chunk.source].path)
+            of_source.read, of_source.kept = counts.read, counts.kept
+            of_source.dropped = sum(counts.dropped.values())
+            of_source.samples, of_source.tokens = counts.samples, counts.tokens
+            of_source.label_tokens = counts.label_tokens
+        return counts
 
     @property
     def encoder(self) -> AnyEncoder:
@@ -109,18 +137,16 @@ class StreamedText:
     # Samples do not depend on random state, so the loader does not need to set it.
     deterministic = True
 
-    def __init__(self, rows: StreamedRows, setup: Setup) -> None:
-        self.rows, self.encode = rows, RowEncoder(setup, cuts_documents=False)
+    def __init__(self, rows: StreamedRows, encode: RowEncoder) -> None:
+        self.rows, self.encode = rows, encode
         self.filler = FILLER
-
-    @property
-    def num_rows(self) -> int | None:
-        """Number of rows of an epoch, or None if it is unknown."""
-        return self.rows.num_rows
 
     def order(self, batch_size: int) -> Order:
         """Return the order of the rows."""
         return self.rows.order(batch_size)
+
+    def seek(self, anchors: Mapping[int, tuple[int, int]]) -> None:
+        """Do nothing: any row is found without the ones before it."""
 
     def __getitem__(self, index: int) -> TokenSample:
         """Return a row, or a filler if it cannot be used."""
@@ -134,21 +160,19 @@ class StreamedText:
         Raises:
             ConfigError: a row needs a kind of training that Paceline does not have.
         """
-        samples: list[TokenSample] = []
-        counts = StreamCounts()
-        for chunk in self.encode(self.rows, (index for _, index in keys)):
-            samples += _samples(chunk)
-            counts.add(counts_of(chunk))
-        return samples, counts
+        return read_rows(self.encode, self.rows, (index for _, index in keys))
 
 
-def counts_of(chunk: EncodedChunk) -> StreamCounts:
-    """Return the counts of the rows of a chunk and of their tokens."""
+def read_rows(
+    encode: RowEncoder, rows: StreamedRows, indices: Iterable[int]
+) -> tuple[list[TokenSample], StreamCounts]:
+    """Return the samples of rows, and their counts."""
+    samples: list[TokenSample] = []
     counts = StreamCounts()
-    counts.add(chunk.counts)
-    counts.first = dict(chunk.counts.first)
-    counts.tokens, counts.label_tokens = sum(chunk.lengths), sum(chunk.label_counts)
-    return counts
+    for chunk in encode(rows, indices):
+        samples += _samples(chunk, encode.has_sources)
+        counts.add(encode.counts_of(chunk))
+    return samples, counts
 
 
 def _add(row: RawRow, chunk: Chunk, malformed: RowCounts) -> None:
@@ -166,7 +190,7 @@ def _place(row: RawRow) -> Place:
     return f"line {row.first_number} of {row.path}" if isinstance(row, LineBlock) else row[0]
 
 
-def _samples(chunk: EncodedChunk) -> list[TokenSample]:
+def _samples(chunk: EncodedChunk, has_sources: bool) -> list[TokenSample]:
     samples: list[TokenSample] = []
     for tokens, mask, weight in zip(chunk.tokens, chunk.mask, chunk.weights, strict=True):
         sample: TokenSample = {
@@ -175,5 +199,7 @@ def _samples(chunk: EncodedChunk) -> list[TokenSample]:
         }
         if weight is not None:
             sample["weight"] = float(np.float32(weight))  # as it is in the token cache
+        if has_sources:
+            sample["source"] = chunk.source
         samples.append(sample)
     return samples

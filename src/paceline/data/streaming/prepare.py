@@ -9,18 +9,25 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
-
 from paceline.config.schema import Config
+from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.data.cache import build_once, key_of
 from paceline.data.counts import StreamCounts
-from paceline.data.streaming.dataset import RowEncoder, StreamedText, counts_of
-from paceline.data.streaming.order import StreamShuffle
-from paceline.data.streaming.sources import StreamSource, find_sources, open_rows, without_rows
+from paceline.data.streaming.build import (
+    CheckedRows,
+    StreamRows,
+    Streams,
+    make_dataset,
+    open_streams,
+    uses_windows,
+)
+from paceline.data.streaming.dataset import RowEncoder, StreamedRows, StreamedText
+from paceline.data.streaming.sources import StreamSource, find_sources, without_rows
+from paceline.data.streaming.streams import TextStreams
 from paceline.data.streaming.tables import TableRows
 from paceline.data.text.build import column_notices, nothing_kept
 from paceline.data.text.chunks import COUNTERS, RowCounts, Setup, make_converter, make_setup
@@ -44,26 +51,20 @@ class PreparedStream:
 
     Args:
         dataset: the training rows.
-        eval_folder, eval_indices: as in :class:`paceline.data.text.prepare.PreparedTokens`.
-        sample_lengths, sample_labels: numbers of tokens, and of those with loss, of some rows:
-            int64 [rows].
+        rows: the sizes of the rows of each stream: one, or one for each source that is mixed.
+        eval_folder: as in :class:`paceline.data.text.prepare.PreparedTokens`.
+        eval_indices: None, because validation uses all samples of the folder.
     """
 
-    dataset: StreamedText
-    sample_lengths: np.ndarray
-    sample_labels: np.ndarray
+    dataset: StreamedText | TextStreams
+    rows: tuple[StreamRows, ...]
     fingerprint: str
     tokenizer_path: str
     pad_token_id: int
     eval_folder: Path | None = None
-    eval_indices: np.ndarray | None = None
+    eval_indices: None = None
     num_eval: int = 0
     notices: list[Notice] = field(default_factory=list)
-
-    @property
-    def num_train(self) -> int | None:
-        """Number of training rows, or None if it is unknown."""
-        return self.dataset.num_rows
 
 
 def prepare_stream(config: Config, task: TextTask, resolve_model: ResolveModel) -> PreparedStream:
@@ -76,43 +77,31 @@ def prepare_stream(config: Config, task: TextTask, resolve_model: ResolveModel) 
     """
     started, args = time.perf_counter(), config.train_args
     sources = find_sources(config)
-    rows = open_rows(
-        sources, config, StreamShuffle(args.seed, args.shuffle, args.shuffle_buffer_size)
-    )
+    is_windowed = uses_windows(config, sources)
     folder = config_tokenizer(config, resolve_model)
     tokenizer, template = load_tokenizer(folder, config.trust_remote_code), template_choice(config)
     resolved = [source.resolved for source in sources]
     setup, notices = make_setup(config, task, folder, tokenizer, template, resolved)
     # Each process loads the tokenizer, because the dataset is sent to every rank.
-    setup = replace(setup, tokenizer=None)
+    encode = RowEncoder(replace(setup, tokenizer=None), cuts_documents=is_windowed)
+    streams = open_streams(sources, config)
     data_key = key_of([source.key() for source in sources])
     key = key_of([data_key, tokenizer_fingerprint(folder), template.key])
     evaluation = None
     if config.split_dataset_ratio > 0:
-        assert isinstance(rows, TableRows)  # others are refused
-        evaluation, rows = _hold_out(rows, setup, key, notices)
-    dataset = StreamedText(rows, setup)
+        evaluation, streams = _hold_out(streams, encode.setup, key, notices)
+    checked = [_check_rows(rows, encode, sources, config, notices) for rows in streams]
+    marks = [["windows"]] if is_windowed else []
+    marks += [[evaluation.folder.name]] if evaluation is not None else []
+    dataset, sizes = make_dataset(streams, encode, checked, config, key, is_windowed)
     prepared = PreparedStream(
         dataset,
-        *_check_rows(dataset, sources, config, notices),
-        fingerprint=key if evaluation is None else key_of([key, evaluation.folder.name]),
+        sizes,
+        fingerprint=key_of([key, *marks]) if marks else key,
         tokenizer_path=str(folder),
         pad_token_id=tokenizer.pad_token_id,
     )
-    number = "an unknown number of" if rows.num_rows is None else f"{rows.num_rows:,}"
-    order = "all rows are shuffled"
-    if not args.shuffle:
-        order = "in the order of the files"
-    elif not rows.has_fast_rows:
-        order = f"shuffled in windows of {args.shuffle_buffer_size:,} rows"
-    num_files = sum(len(source.locations) for source in sources)
-    notices.append(
-        Notice(
-            "info",
-            f"data: {number} rows in {counted(num_files, 'file')} are tokenized while training"
-            f" runs; {order}; ready in {time.perf_counter() - started:.1f} s",
-        )
-    )
+    notices.append(_summary(streams, sources, args, time.perf_counter() - started))
     if config.val_dataset is not None:
         entry = TokenEntry(config, task, folder, validation=True)
         entry.build(None)
@@ -131,15 +120,22 @@ class _Evaluation:
 
 
 def _hold_out(
-    rows: TableRows, setup: Setup, key: str, notices: list[Notice]
-) -> tuple[_Evaluation | None, TableRows]:
+    streams: Streams, setup: Setup, key: str, notices: list[Notice]
+) -> tuple[_Evaluation | None, Streams]:
     """Tokenize the rows that are held out for validation. Return them, and the other rows."""
     args, ratio = setup.config.train_args, setup.config.split_dataset_ratio
-    assert rows.num_rows is not None
-    _, indices = split_indices(rows.num_rows, ratio, args.seed)
-    notices.append(split_notice(len(indices), rows.num_rows, ratio, "row"))
+    tables = [rows for rows in streams if isinstance(rows, TableRows)]
+    assert len(tables) == len(streams)  # others are refused
+    joined = TableRows(
+        [table for rows in tables for table in rows.tables],
+        [source for rows in tables for source in rows.sources],
+        tables[0].shuffle,
+    )
+    total = sum(table.num_rows for table in joined.tables)
+    _, indices = split_indices(total, ratio, args.seed)
+    notices.append(split_notice(len(indices), total, ratio, "row"))
     if not len(indices):
-        return None, rows
+        return None, streams
     settings = [
         *(setup.task, setup.config.system, ratio, args.seed, args.max_sample_length),
         *(args.truncation_strategy, args.train_on_inputs, args.train_on_turns),
@@ -150,11 +146,11 @@ def _hold_out(
     def build(staging: Path) -> None:
         writer, counts = TokenWriter(staging), StreamCounts()
         for start in range(0, len(indices), _ENCODED_ROWS):
-            for chunk in encode(rows, indices[start : start + _ENCODED_ROWS].tolist()):
+            for chunk in encode(joined, indices[start : start + _ENCODED_ROWS].tolist()):
                 writer.extend(
                     chunk.tokens, chunk.mask, chunk.lengths, chunk.label_counts, chunk.weights
                 )
-                counts.add(counts_of(chunk))
+                counts.add(encode.counts_of(chunk))
         writer.close()
         meta = {"samples": len(writer.lengths), "counts": counts.as_dict()}
         (staging / _META).write_text(json.dumps(meta))
@@ -169,31 +165,34 @@ def _hold_out(
             "no row that `split_dataset_ratio` holds out can be used",
             fix="raise `split_dataset_ratio`, or set `val_dataset`",
         )
-    return _Evaluation(folder, meta["samples"]), without_rows(rows, indices)
+    return _Evaluation(folder, meta["samples"]), without_rows(tables, indices)
 
 
 def _check_rows(
-    dataset: StreamedText, sources: list[StreamSource], config: Config, notices: list[Notice]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Encode some rows of each source. Add messages about their formats, and return the numbers of
-    tokens and of label tokens of the samples.
+    rows: StreamedRows,
+    encode: RowEncoder,
+    sources: list[StreamSource],
+    config: Config,
+    notices: list[Notice],
+) -> CheckedRows:
+    """Encode some rows of each source. Add messages about their formats, and return the sizes of
+    the samples.
 
     Raises:
         ConfigError: none of the rows can be used.
     """
-    lengths: list[int] = []
-    labels: list[int] = []
-    rows = dataset.rows.checked_rows(_CHECKED_ROWS)
-    chunks = dataset.encode(dataset.rows, rows)
-    encoder = dataset.encode.encoder
+    checked = CheckedRows()
+    chunks = encode(rows, rows.checked_rows(_CHECKED_ROWS))
+    encoder = encode.encoder
+    truncated = 0
     for number in dict.fromkeys(chunk.source for chunk in chunks):
         source = sources[number].resolved
         converter, counts = make_converter(source, encoder, config), RowCounts()
         encoder.refusals = Counter()
         for chunk in [chunk for chunk in chunks if chunk.source == number]:
             counts.add(chunk.counts)
-            lengths += chunk.lengths
-            labels += chunk.label_counts
+            checked.lengths += chunk.lengths
+            checked.labels += chunk.label_counts
             encoder.refusals.update(chunk.refusals)
             for name in COUNTERS:
                 getattr(converter, name).update(chunk.converted[name])
@@ -203,4 +202,32 @@ def _check_rows(
         if dropped := counts.dropped.total():
             text = f"{source.label}: {dropped} of {counts.read} rows that were checked are dropped"
             notices.append(Notice("warning", text))
-    return np.array(lengths, dtype=np.int64), np.array(labels, dtype=np.int64)
+        checked.num_rows += counts.read
+        truncated += counts.truncated
+    if truncated and config.task == "pretrain":
+        text = (
+            f"{truncated} of {checked.num_rows} documents that were checked are longer than"
+            f" max_length {config.train_args.max_length:,}: the rest of each is not used. With"
+            " `train_args.max_steps`, streamed documents are cut into samples"
+        )
+        notices.append(Notice("warning", text))
+    return checked
+
+
+def _summary(
+    streams: Streams, sources: list[StreamSource], args: TrainArgs, elapsed_s: float
+) -> Notice:
+    numbers = [rows.num_rows for rows in streams]
+    known = [number for number in numbers if number is not None]
+    number = f"{sum(known):,}" if len(known) == len(numbers) else "an unknown number of"
+    order = "all rows are shuffled"
+    if not args.shuffle:
+        order = "in the order of the files"
+    elif not all(rows.has_fast_rows for rows in streams):
+        order = f"shuffled in windows of {args.shuffle_buffer_size:,} rows"
+    num_files = sum(len(source.locations) for source in sources)
+    return Notice(
+        "info",
+        f"data: {number} rows in {counted(num_files, 'file')} are tokenized while training runs;"
+        f" {order}; ready in {elapsed_s:.1f} s",
+    )

@@ -98,6 +98,11 @@ class ShardRows:
         """Return positions of rows to check before the start: the first of the order."""
         return list(range(num_rows))
 
+    def indices(self, positions: np.ndarray) -> np.ndarray:
+        """Return the indices of the rows at positions that are counted over all epochs: the
+        positions."""
+        return positions
+
     def row(self, position: int) -> tuple[int, RawRow]:
         """Return the index of the source, and the row, at a position counted over all epochs."""
         total = self._total()

@@ -110,17 +110,21 @@ def _tables(source: StreamSource) -> list[RowTable] | None:
     of a row."""
     tables = []
     for location in source.locations:
-        if data_suffix(Path(location)) in TEXT_SUFFIXES:
-            raise NotStreamable(
-                f"`{location}` cannot be streamed: a file of plain text has no rows",
-                allowed="files of rows (JSON, CSV, Parquet, Arrow), also compressed or at a URL",
-                fix="convert it to JSON lines, or set `streaming: false`",
-            )
         table = None if is_url(location) else open_table(Path(location))
         if table is None:
+            if has_text([location]):
+                raise NotStreamable(
+                    f"`{location}` cannot be streamed: it is compressed or not UTF-8",
+                    fix="convert it to UTF-8 text, or set `streaming: false`",
+                )
             return None
         tables.append(table)
     return [table for table in tables if table.num_rows]
+
+
+def has_text(locations: Sequence[str]) -> bool:
+    """Return whether some of the files are plain text."""
+    return any(data_suffix(Path(location)) in TEXT_SUFFIXES for location in locations)
 
 
 def _take(source: StreamSource, take: int, tables: list[RowTable], seed: int) -> list[RowTable]:
@@ -136,22 +140,26 @@ def _take(source: StreamSource, take: int, tables: list[RowTable], seed: int) ->
     return [SelectedTable(*pair) for pair in zip(tables, parts, strict=True) if len(pair[1])]
 
 
-def without_rows(rows: TableRows, excluded: np.ndarray) -> TableRows:
-    """Return the rows without those with these increasing indices.
+def without_rows(streams: Sequence[TableRows], excluded: np.ndarray) -> list[TableRows]:
+    """Return the rows without those with these increasing indices, counted through all streams.
 
     Raises:
         ConfigError: a source has no row left.
     """
-    parts = split_by_table(excluded, rows.tables)
-    remaining = [RemainingTable(*pair) for pair in zip(rows.tables, parts, strict=True)]
-    left = [(table, owner) for table, owner in zip(remaining, rows.sources, strict=True)]
-    left = [(table, owner) for table, owner in left if table.num_rows]
-    if {owner for _, owner in left} != set(rows.sources):
-        raise ConfigError(
-            "`split_dataset_ratio` leaves no row of a source for training",
-            fix="add rows to it, or set `val_dataset` instead of `split_dataset_ratio`",
-        )
-    return TableRows([table for table, _ in left], [owner for _, owner in left], rows.shuffle)
+    parts = split_by_table(excluded, [table for rows in streams for table in rows.tables])
+    remaining = []
+    for rows in streams:
+        of_stream, parts = parts[: len(rows.tables)], parts[len(rows.tables) :]
+        tables = [RemainingTable(*pair) for pair in zip(rows.tables, of_stream, strict=True)]
+        pairs = [pair for pair in zip(tables, rows.sources, strict=True) if pair[0].num_rows]
+        if {source for _, source in pairs} != set(rows.sources):
+            raise ConfigError(
+                "`split_dataset_ratio` leaves no row of a source for training",
+                fix="add rows to it, or set `val_dataset` instead of `split_dataset_ratio`",
+            )
+        part = TableRows([table for table, _ in pairs], [n for _, n in pairs], rows.shuffle)
+        remaining.append(part)
+    return remaining
 
 
 def _open_shards(

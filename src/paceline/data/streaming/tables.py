@@ -9,7 +9,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 
@@ -21,7 +21,13 @@ from paceline.data.sources.opening import (
     encoding_of,
     not_text,
 )
-from paceline.data.sources.readers import LineBlock, csv_delimiter, first_char
+from paceline.data.sources.readers import (
+    DOCUMENT,
+    TEXT_SUFFIXES,
+    LineBlock,
+    csv_delimiter,
+    first_char,
+)
 from paceline.data.streaming.line_index import LineIndex, open_index
 from paceline.data.streaming.order import StreamOrder, StreamShuffle
 
@@ -30,6 +36,8 @@ RawRow = LineBlock | tuple[str, Any]
 
 #: Number of rows of a text file that are one block of the order.
 _BLOCK_ROWS = 4096
+#: Size of a row of a file of plain text.
+_DOCUMENT_BYTES = 256 << 10
 #: Limit of the decoded row groups that a process keeps.
 _CACHE_BYTES = 512 << 20
 
@@ -216,6 +224,15 @@ class TableRows:
             int(self._ends[-1]), batch_size, shuffle.seed, shuffle.enabled, blocks, shuffle.window
         )
 
+    def indices(self, positions: np.ndarray) -> np.ndarray:
+        """Return the indices of the rows at positions that are counted over all epochs."""
+        order = self.order(1)
+        epochs, numbers = np.divmod(positions, order.num_samples)
+        indices = np.empty(len(positions), dtype=np.int64)
+        for epoch in np.unique(epochs).tolist():
+            indices[epochs == epoch] = order.rows(epoch, numbers[epochs == epoch])
+        return indices
+
     def row(self, index: int) -> tuple[int, RawRow]:
         """Return the index of the row's source, and the row."""
         number = int(np.searchsorted(self._ends, index, side="right"))
@@ -245,7 +262,8 @@ def open_table(path: Path) -> RowTable | None:
         return ParquetTable(path)
     if suffix == ".arrow":
         return ArrowTable(path)
-    if suffix not in (".jsonl", ".ndjson", ".csv", ".tsv") or compression_of(path) is not None:
+    text_suffixes = (".jsonl", ".ndjson", ".csv", ".tsv", *TEXT_SUFFIXES)
+    if suffix not in text_suffixes or compression_of(path) is not None:
         return None
     with open(path, "rb") as handle:
         head = handle.read(HEAD_BYTES)
@@ -253,6 +271,8 @@ def open_table(path: Path) -> RowTable | None:
         header = handle.readline()
     if not encoding_of(head, path).startswith("utf-8"):
         return None
+    if suffix in TEXT_SUFFIXES:
+        return DocumentTable(path)
     if suffix in (".jsonl", ".ndjson"):
         if first_char(head, path) == "[":
             return None
@@ -261,6 +281,40 @@ def open_table(path: Path) -> RowTable | None:
     delimiter = csv_delimiter(text, suffix)
     names = next(csv.reader([text], delimiter=delimiter), [])
     return LineTable(path, open_index(path, quoted=True), names, delimiter)
+
+
+class DocumentTable:
+    """A file of plain text, whose rows are pieces of about a quarter of a mebibyte that begin and
+    end at line ends. Each piece is a document."""
+
+    has_fast_rows = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._size = path.stat().st_size
+        self.num_rows = -(-self._size // _DOCUMENT_BYTES)
+        self.block_sizes = _equal_blocks(self.num_rows)
+
+    def row(self, number: int) -> RawRow:
+        with open(self.path, "rb") as file:
+            start = self._line_start(file, number * _DOCUMENT_BYTES)
+            end = self._line_start(file, (number + 1) * _DOCUMENT_BYTES)
+            file.seek(start)
+            text = file.read(end - start)
+        place = f"bytes {start:,} to {end:,} of {self.path}"
+        try:
+            content = text.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise not_text(self.path, place, error) from error
+        return place, {DOCUMENT: content}
+
+    def _line_start(self, file: IO[bytes], offset: int) -> int:
+        """Return the offset of the first line that begins at ``offset`` or later."""
+        if offset == 0 or offset >= self._size:
+            return min(offset, self._size)
+        file.seek(offset - 1)
+        file.readline()
+        return file.tell()
 
 
 def _equal_blocks(num_rows: int) -> np.ndarray:

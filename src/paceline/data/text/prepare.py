@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,10 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
+from paceline.core.row_figures import SourceFigures
 from paceline.data.cache import build_once, fingerprint, key_of
 from paceline.data.counts import DataCounts
-from paceline.data.order.build import SourceSize, source_sizes
+from paceline.data.order.build import SourceSize, first_shares, source_sizes
 from paceline.data.sources.resolve import open_source
 from paceline.data.text.new_tokens import ResolveModel, config_tokenizer
 from paceline.data.text.templates import template_choice
@@ -50,6 +52,7 @@ class PreparedTokens:
         num_train, num_eval: number of samples.
         notices: messages to log.
         source_sizes: the sizes of the sources of the training samples, for the order.
+        source_figures: the training samples of each source, if there are several.
         tokenizer_path: local folder of the tokenizer.
     """
 
@@ -66,6 +69,7 @@ class PreparedTokens:
     sources: list["SourceMeta"] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     source_sizes: tuple[SourceSize, ...] = ()
+    source_figures: tuple[SourceFigures, ...] = ()
     tokenizer_path: str = ""
     pad_token_id: int = 0
 
@@ -131,7 +135,8 @@ def prepare_tokens(
         ),
         sources=train.meta.get("sources", []),
         notices=list(dict.fromkeys(notices)),
-        source_sizes=train.sizes_of(train_indices, lengths, labels),
+        source_sizes=(sizes := train.sizes_of(train_indices, lengths, labels)),
+        source_figures=train.figures_of(sizes, train_indices, lengths),
         tokenizer_path=str(tokenizer),
         pad_token_id=train.meta["pad_token_id"],
     )
@@ -251,7 +256,7 @@ class TokenEntry:
                     args.train_on_inputs,
                     args.train_on_turns,
                     # Entries of earlier versions do not have the sizes of the sources.
-                    *(["sources"] if config.mixing != "concat" else []),
+                    *(["sources"] if config.mixing != "concat" or len(self.sources) > 1 else []),
                 ],
                 **({"images": _image_settings(config, tokenizer)} if task == "vision" else {}),
             }
@@ -324,9 +329,7 @@ class TokenEntry:
         """
         ends = np.array([len(lengths)])
         if self.config.mixing != "concat":
-            ends = np.cumsum([source["samples"] for source in self.meta["sources"]])
-            if indices is not None:
-                ends = np.searchsorted(indices, ends)
+            ends = self._ends(indices)
         names = [source.label for source in self.sources]
         sizes = source_sizes(self.config, names, lengths, labels, ends)
         for size in sizes:
@@ -336,3 +339,37 @@ class TokenEntry:
                     fix="add rows to it, or set `val_dataset` instead of `split_dataset_ratio`",
                 )
         return sizes
+
+    def figures_of(
+        self, sizes: Sequence[SourceSize], indices: np.ndarray | None, lengths: np.ndarray
+    ) -> tuple[SourceFigures, ...]:
+        """Return the training samples of each source and its share of the rows; empty if there is
+        only one source.
+
+        Args:
+            sizes: the result of :meth:`sizes_of`; the other arguments are its arguments.
+        """
+        if len(self.sources) == 1 and self.config.mixing == "concat":
+            return ()
+        ends = self._ends(indices).tolist()
+        starts = [0, *ends[:-1]]
+        tokens = [int(lengths[start:end].sum()) for start, end in zip(starts, ends, strict=True)]
+        shares = [(end - start) / len(lengths) for start, end in zip(starts, ends, strict=True)]
+        if self.config.mixing != "concat":
+            shares = first_shares(self.config, sizes)
+        elif self.config.train_args.packs_rows:
+            shares = [number / sum(tokens) for number in tokens]
+        return tuple(
+            {
+                "name": source.label,
+                "samples": ends[number] - starts[number],
+                "tokens": tokens[number],
+                "share": shares[number],
+            }
+            for number, source in enumerate(self.sources)
+        )
+
+    def _ends(self, indices: np.ndarray | None) -> np.ndarray:
+        """Return the index of the first sample after each source, int64 [sources]."""
+        ends = np.cumsum([source["samples"] for source in self.meta["sources"]])
+        return ends if indices is None else np.searchsorted(indices, ends)

@@ -4,7 +4,6 @@ are None."""
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -108,9 +107,9 @@ def build_report(
         "resumed_from_step": resumed_from_step,
         "data": cast(DataReport, {**info.data_counts}),
     }
-    if config.train_args.packs_rows and info.sources:
+    if info.has_packed_rows:
         report["packing"] = _packing(info, step, report["train_tokens"])
-    if config.mixing != "concat" and times_read is not None:
+    if info.source_figures:
         report["sources"] = _sources(info, times_read, steps)
     if cost.traffic_is_bound:
         report["traffic_bytes_per_step"]["bound"] = True
@@ -150,7 +149,7 @@ def _seen(info: RunInfo, times_read: np.ndarray | None) -> tuple[int, int | None
     """
     if times_read is None:
         counts = info.data_counts
-        return counts["kept"], counts["tokens"], counts["label_tokens"]
+        return counts["samples"], counts["tokens"], counts["label_tokens"]
     dataset, labels = info.train_dataset, None
     # A part of a sample has as many labels as its mask, which the order does not know.
     if info.config.train_args.packing_strategy != "wrapped":
@@ -189,27 +188,58 @@ def _packing(info: RunInfo, step: int, tokens: int | None) -> PackingFigures:
 
 
 def _sources(
-    info: RunInfo, times_read: np.ndarray, steps: Sequence[StepEvent]
+    info: RunInfo, times_read: np.ndarray | None, steps: Sequence[StepEvent]
 ) -> list[SourceReport]:
-    """Return the figures of each source of a mixture."""
-    lengths = info.train_dataset.lengths
-    ends = accumulate(source.num_samples for source in info.sources)
+    """Return the figures of each source.
+
+    Args:
+        times_read: the result of :func:`_times_read`; None for streamed data.
+    """
+    totals = _streamed_sources(info) if times_read is None else _read_sources(info, times_read)
     reports: list[SourceReport] = []
-    for number, (source, end) in enumerate(zip(info.sources, ends, strict=True)):
-        times = times_read[end - source.num_samples : end]
+    for number, (source, total) in enumerate(zip(info.source_figures, totals, strict=True)):
         losses = [event["sources"][number]["loss"] for event in steps if "sources" in event]
         known = [loss for loss in losses if loss is not None]
+        samples, tokens, epochs = total
         reports.append(
             {
-                "name": source.name,
-                "samples": round(times.sum()),
-                "tokens": round(times @ lengths[end - source.num_samples : end]),
-                "epochs": float(times.sum()) / source.num_samples,
+                "name": source["name"],
+                "samples": samples,
+                "tokens": tokens,
+                "epochs": epochs,
                 "first_loss": known[0] if known else None,
                 "final_loss": known[-1] if known else None,
             }
         )
     return reports
+
+
+def _read_sources(info: RunInfo, times_read: np.ndarray) -> list[tuple[int, int, float | None]]:
+    """Return the samples, tokens and epochs of each source that was tokenized ahead."""
+    lengths, first = info.train_dataset.lengths, 0
+    totals: list[tuple[int, int, float | None]] = []
+    for source in info.source_figures:
+        part = slice(first, first + source["samples"])
+        times, first = times_read[part], part.stop
+        samples = float(times.sum())
+        totals.append((round(samples), round(times @ lengths[part]), samples / max(1, len(times))))
+    return totals
+
+
+def _streamed_sources(info: RunInfo) -> list[tuple[int, int, float | None]]:
+    """Return the samples, tokens and epochs of each source that is streamed."""
+    rows = {source["name"]: source for source in info.data_counts.get("sources", [])}
+    totals: list[tuple[int, int, float | None]] = []
+    for source in info.source_figures:
+        counts = rows.get(source["name"])
+        if counts is None:
+            totals.append((0, 0, None))
+            continue
+        number = source.get("rows")
+        totals.append(
+            (counts["samples"], counts["tokens"], counts["read"] / number if number else None)
+        )
+    return totals
 
 
 def workers_lost(events: Sequence[Event], step: int) -> list[WorkerLostEvent]:

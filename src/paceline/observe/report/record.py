@@ -45,13 +45,13 @@ class DataReport(DataFigures, total=False):
 
 
 class SourceReport(TypedDict):
-    """A source of a mixture. ``epochs`` counts those of the source; ``first_loss`` and
+    """One of several sources. ``epochs`` counts those of the source; ``first_loss`` and
     ``final_loss`` are those of its tokens at the first and the last logged step that had some."""
 
     name: str
     samples: int
     tokens: int
-    epochs: float
+    epochs: float | None
     first_loss: float | None
     final_loss: float | None
 

@@ -53,13 +53,13 @@ def rank_table(steps: Sequence[StepEvent]) -> Table:
 
 
 def source_table(report: Report) -> Table:
-    """Return the figures of each source of a mixture; empty without a mixture."""
+    """Return the figures of each source; empty if there is only one."""
     rows = [
         [
             source["name"],
             formatting.count(source["samples"]),
             formatting.count(source["tokens"]),
-            f"{source['epochs']:.3g}",
+            "–" if source["epochs"] is None else f"{source['epochs']:.3g}",
             formatting.loss(source["first_loss"]),
             formatting.loss(source["final_loss"]),
         ]

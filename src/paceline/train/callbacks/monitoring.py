@@ -53,7 +53,7 @@ class StepLogger(Callback):
 
     Args:
         row_tokens: capacity of a packed row, or None if rows are samples.
-        sources: the recorder of the sources of a mixture, or None.
+        sources: the recorder of several sources, or None.
         task_metrics: the recorder of the task's metrics, or None.
     """
 
@@ -123,7 +123,7 @@ class StepLogger(Callback):
     def _add_rows(
         self, event: StepEvent, sums_by_rank: list[list[float]], state: TrainState
     ) -> None:
-        """Add the fill of packed rows, and the figures of the sources of a mixture."""
+        """Add the fill of packed rows, and the figures of the sources."""
         first = state.first_step if self._logged_step is None else self._logged_step
         if first >= state.step:  # after a rollback
             first = state.step - 1
@@ -132,7 +132,7 @@ class StepLogger(Callback):
         if self.row_tokens is not None and num_rows and event["tokens"] is not None:
             event["fill"] = event["tokens"] * len(steps) / (num_rows * self.row_tokens)
         if self.sources is not None:
-            event["sources"] = self.sources.figures(sums_by_rank, steps)
+            event["sources"] = self.sources.figures(sums_by_rank)
 
 
 class MemoryReport(Callback):

@@ -2,11 +2,9 @@
 
 import logging
 from collections.abc import Mapping
-from typing import cast
 
 from pydantic import JsonValue
 
-from paceline.core.events import DataFigures
 from paceline.core.formatting import counted
 from paceline.data.counts import StreamCounts
 from paceline.data.loader import MicroBatch
@@ -60,12 +58,13 @@ class RowCounter(Callback):
         self._gather(state.step)
 
     def state_dict(self) -> Mapping[str, JsonValue]:
-        return cast("dict[str, JsonValue]", self._total.as_dict())
+        return self._total.state()
 
     def load_state_dict(self, state: Mapping[str, JsonValue]) -> None:
-        counts = StreamCounts.from_dict(cast("DataFigures", state)) if state else StreamCounts()
+        counts = StreamCounts.from_state(state) if state else StreamCounts()
         self._of_rank = counts.copy() if self.ctx.comm.is_rank_zero else StreamCounts()
         self._total = self.data.counts = counts
+        self.data.train_dataset.seek(counts.anchors)
 
     def _gather(self, step: int) -> None:
         """Sum the counts of all ranks and emit a ``data`` event. A collective."""

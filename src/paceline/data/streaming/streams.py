@@ -1,0 +1,131 @@
+"""Text whose samples are found by their position in one stream or in several that are mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from paceline.data.counts import StreamCounts
+from paceline.data.order.base import Keys, Order, keys_of
+from paceline.data.order.mixture import Mixture, Stopping, WeightSchedule
+from paceline.data.order.row_orders import MixedOrder
+from paceline.data.streaming.dataset import FILLER, RowEncoder, StreamedRows, read_rows
+from paceline.data.streaming.order import PositionOrder
+from paceline.data.text.token_dataset import TokenSample
+
+if TYPE_CHECKING:
+    from paceline.data.loader import Key
+
+#: The index of a key is that of its stream times this number, and the number of the row.
+_SPAN = 1 << 44
+
+
+class Stream(Protocol):
+    """Rows that are counted over all epochs."""
+
+    def read(self, numbers: Sequence[int]) -> tuple[list[TokenSample], StreamCounts]:
+        """Return the samples of the rows with these increasing numbers, and their counts."""
+
+    def seek(self, anchor: tuple[int, int]) -> None:
+        """Find rows from this place on; see :attr:`StreamCounts.anchors`."""
+
+
+class SampleStream:
+    """Rows of the data, each of which is one sample."""
+
+    def __init__(self, rows: StreamedRows, encode: RowEncoder) -> None:
+        self.rows, self.encode = rows, encode
+
+    def read(self, numbers: Sequence[int]) -> tuple[list[TokenSample], StreamCounts]:
+        """Return the samples of the rows with these numbers, and their counts."""
+        indices = self.rows.indices(np.array(numbers, dtype=np.int64))
+        return read_rows(self.encode, self.rows, indices.tolist())
+
+    def seek(self, anchor: tuple[int, int]) -> None:
+        """Do nothing: any row is found without the ones before it."""
+
+
+@dataclass(frozen=True)
+class MixtureSettings:
+    """How streams are mixed.
+
+    Args:
+        num_rows: of each stream, or None if it is unknown.
+    """
+
+    schedule: WeightSchedule
+    stopping: Stopping
+    num_rows: tuple[int | None, ...]
+
+    def mixture(self, batch_size: int, seed: int) -> Mixture:
+        """Return the stream of each position."""
+        sizes = tuple(_SPAN if number is None else number for number in self.num_rows)
+        return Mixture(sizes, self.schedule, self.stopping, batch_size, seed)
+
+
+class TextStreams:
+    """The rows of one stream, or of several in stated proportions.
+
+    Args:
+        mixture: None for a single stream.
+    """
+
+    deterministic = True
+
+    def __init__(
+        self, streams: Sequence[Stream], mixture: MixtureSettings | None, seed: int
+    ) -> None:
+        self.streams, self.mixture, self.seed = streams, mixture, seed
+        self.filler = FILLER
+
+    def order(self, batch_size: int) -> Order:
+        """Return the order of the rows."""
+        if self.mixture is None:
+            return PositionOrder(batch_size, self.seed)
+        mixture = self.mixture.mixture(batch_size, self.seed)
+        steps = None
+        if None not in self.mixture.num_rows:
+            steps = -(-mixture.epoch_rows() // batch_size)
+        rows = [_StreamRows(number) for number in range(len(self.streams))]
+        return MixedOrder(rows, mixture, 0, steps, None)
+
+    def seek(self, anchors: Mapping[int, tuple[int, int]]) -> None:
+        """Find rows from these places on."""
+        for number, stream in enumerate(self.streams):
+            stream.seek(anchors.get(number, (0, 0)))
+
+    def read(self, keys: Sequence[Key]) -> tuple[list[TokenSample], StreamCounts]:
+        """Return the samples of rows, those of each stream together, and their counts."""
+        numbers: dict[int, list[int]] = {}
+        for _, index in keys:
+            numbers.setdefault(index // _SPAN, []).append(index % _SPAN)
+        samples: list[TokenSample] = []
+        counts = StreamCounts()
+        for number in sorted(numbers):
+            read, counts_of_stream = self.streams[number].read(sorted(numbers[number]))
+            samples += read
+            counts.add(counts_of_stream)
+        return samples, counts
+
+    def __getitem__(self, index: int) -> TokenSample:
+        """Return a sample of a row, or a filler if it has none."""
+        samples, _ = self.read([(0, index)])
+        return samples[0] if samples else self.filler
+
+
+class _StreamRows:
+    """The rows of a stream for the order, without epochs: the stream knows where they end."""
+
+    num_rows = _SPAN
+
+    def __init__(self, number: int) -> None:
+        self.first = number * _SPAN
+
+    def keys(self, epoch: int, positions: np.ndarray) -> list[Keys]:
+        return np.split(keys_of(0, self.first + positions), len(positions))
+
+    def add_times(self, times: np.ndarray, epoch: int, position: int) -> None:
+        raise NotImplementedError("the samples of streamed rows have no index")
