@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.core.events import (
     CheckpointEvent,
+    DataEvent,
     DriftEvent,
     EvalEvent,
     Event,
@@ -40,6 +41,15 @@ def _other(event: Event) -> tuple[str, str]:
         return _TEXT_LEVELS.get(event["type"], level), text
     fields = {key: value for key, value in event.items() if key not in ("time", "type")}
     return level, f"{event['type']}: {json.dumps(fields, ensure_ascii=False)[:400]}"
+
+
+def _data(event: DataEvent) -> tuple[str, str]:
+    data = event["data"]
+    return (
+        INFO,
+        f"up to step {count(event['step'])}: {counted(data['read'], 'row')} read,"
+        f" {count(data['kept'])} kept, {count(sum(data['dropped'].values()))} dropped",
+    )
 
 
 def _run_start(event: RunStartEvent) -> tuple[str, str]:
@@ -139,6 +149,7 @@ _DESCRIPTIONS: dict[str, _Describe] = {
     ),
     "eval": _eval,
     "checkpoint": _checkpoint,
+    "data": _data,
     "sample": lambda event: (INFO, f"samples generated at step {count(event.get('step'))}"),
     "profile": lambda event: (
         INFO,

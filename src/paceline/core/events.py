@@ -348,7 +348,7 @@ class StepFigures(_Logged, total=False):
             the mean over the last complete period, or None before the first.
         devices: read every few seconds, if NVML reports them.
         fill: with packed rows, the share of their capacity that has tokens.
-        sources: the figures of each source of a mixture.
+        sources: the figures of each source, if there are several.
         metrics: means of the task's metrics, such as ``rewards/margins``, if it has any.
     """
 

@@ -24,6 +24,15 @@ from paceline.models.builtin import resolve_model
 
 ROWS = [{"prompt": f"{number}: ", "completion": "word " * (1 + number % 9)} for number in range(60)]
 STRATEGIES = ["bfd", "wrapped"]
+SOAK = pytest.mark.soak
+#: Strategy of packing and suffix of the file; a few of them are tested quickly.
+CASES = [
+    ("bfd", ""),
+    *(
+        pytest.param(*case, marks=SOAK)
+        for case in [("bfd", ".gz"), ("wrapped", ""), ("wrapped", ".gz")]
+    ),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -92,8 +101,7 @@ def test_packed_stream_has_each_sample_once_per_epoch(strategy: str, tmp_path: P
     assert counts.label_tokens == (ahead.label_tokens if strategy == "bfd" else counts.label_tokens)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("suffix", ["", pytest.param(".gz", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("strategy", "suffix"), CASES)
 def test_packed_rows_do_not_depend_on_ranks_workers_or_resuming(
     strategy: str, suffix: str, tmp_path: Path
 ) -> None:
@@ -166,8 +174,10 @@ def sources(tmp_path: Path, *, suffix: str = "", weights: bool = True) -> list[d
     return result
 
 
-@pytest.mark.parametrize("strategy", ["micro_batch", *STRATEGIES])
-@pytest.mark.parametrize("suffix", ["", pytest.param(".gz", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("strategy", "suffix"),
+    [("micro_batch", ""), pytest.param("micro_batch", ".gz", marks=SOAK), *CASES],
+)
 def test_mixed_streams_follow_weights_and_resume(
     strategy: str, suffix: str, tmp_path: Path
 ) -> None:

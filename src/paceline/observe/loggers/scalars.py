@@ -15,11 +15,15 @@ def step_scalars(step: StepEvent, global_batch_size: float | None) -> dict[str, 
         "train/grad_norm": step.get("grad_norm"),
         "train/epoch": step.get("epoch"),
         f"train/{unit.replace('/s', '_per_second')}": per_second,
+        "train/fill": step.get("fill"),
         "time/step_s": step.get("step_time_s"),
         "time/data_wait_s": step.get("data_wait_s"),
         "time/comm_wait_s": step.get("comm_wait_s"),
     }
     scalars |= {f"train/{name}": value for name, value in (step.get("metrics") or {}).items()}
+    for source in step.get("sources", []):
+        scalars[f"source/{source['name']}/loss"] = source["loss"]
+        scalars[f"source/{source['name']}/tokens"] = source["tokens"]
     memory = step.get("memory_bytes")
     if isinstance(memory, list | tuple):
         scalars |= {f"memory/rank_{rank}_bytes": value for rank, value in enumerate(memory)}

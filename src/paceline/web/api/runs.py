@@ -82,6 +82,11 @@ def run(panel: Panel, id: str) -> StrictJSONResponse:
             "derived": start.get("derived"),
             "model_info": start.get("model"),
             "data": start.get("data"),
+            "sources": {
+                "start": start.get("sources"),
+                "newest": run.summary.newest.get("sources"),
+                "fill": run.summary.newest.get("fill"),
+            },
             "versions": start.get("versions"),
             "axes": start.get("axes"),
             "mesh": start.get("mesh"),

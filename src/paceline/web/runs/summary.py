@@ -29,7 +29,7 @@ _RESTART_S = 5.0
 # A run on another host is reported if its log is this old, because its process cannot be checked.
 _OLD_LOG_S = 120.0
 _RECENT_STEPS = 30  # used to estimate speed and remaining time
-_STEP_KEYS = ("time", "step", "loss", "tokens", "samples", "step_time_s")
+_STEP_KEYS = ("time", "step", "loss", "tokens", "samples", "step_time_s", "fill", "sources")
 
 
 class RunFigures(TypedDict):

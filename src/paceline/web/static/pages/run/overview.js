@@ -9,6 +9,7 @@ import { t } from "../../lib/i18n.js";
 import { numbers, smooth } from "../../lib/smooth.js";
 import { emptyState, card, icon, row, table, termOf } from "../../lib/ui.js";
 import { fetchSeries, appendEvents } from "./series.js";
+import { sourcesCard } from "./sources.js";
 
 const METRICS = [
   { name: "learning_rate", color: "--s3", format: format.digits, min: 0 },
@@ -53,8 +54,9 @@ export async function show(root, store, ctx) {
   const tools = toolbar(state, { axisChanged, smoothChanged, zoom });
   const note = h("p", { class: "muted small", id: "thinned" });
   const marks = h("div", {});
+  const sources = { node: h("div", {}), ...store.run.sources };
   const chartsNode = h("div", { class: "stack" });
-  put(root, tools.node, chartsNode, marks);
+  put(root, tools.node, chartsNode, sources.node, marks);
 
   function buildCharts() {
     charts.splice(0).forEach((built) => built.chart.end());
@@ -225,6 +227,7 @@ export async function show(root, store, ctx) {
       read < 1 ? ` ${t("overview.sampled", { read: format.percent(read) })}` : "",
     );
     tools.renew();
+    put(sources.node, sourcesCard(sources));
     put(marks, marksCard(state.answer.marks.filter(isShown)));
   }
 
@@ -277,6 +280,9 @@ export async function show(root, store, ctx) {
     store.on("append", (events) => {
       if (state.end !== null) return;
       const previousCount = state.answer.step.length;
+      for (const event of events)
+        if (event.type === "step")
+          Object.assign(sources, { newest: event.sources ?? null, fill: event.fill ?? null });
       if (!appendEvents(state.answer, events)) load();
       else if ((previousCount === 0 && state.answer.step.length) || hasNewMetrics()) buildCharts();
       else drawSoon();
@@ -410,7 +416,7 @@ function marksCard(marks) {
 
 // Events of the start, and events that other tabs show, have no mark.
 const isShown = ({ type, level }) =>
-  !["run_start", "memory", "sample", "eval"].includes(type) &&
+  !["run_start", "memory", "sample", "eval", "data"].includes(type) &&
   !(type === "notice" && level === "info");
 
 const markIcon = ({ type, level }) =>
