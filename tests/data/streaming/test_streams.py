@@ -3,7 +3,6 @@ micro-batches on any number of ranks and after resuming."""
 
 import gzip
 import json
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,7 @@ def test_packed_stream_has_each_sample_once_per_epoch(strategy: str, tmp_path: P
 
 @pytest.mark.parametrize(("strategy", "suffix"), CASES)
 def test_packed_rows_do_not_depend_on_ranks_workers_or_resuming(
-    strategy: str, suffix: str, tmp_path: Path
+    strategy: str, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
     text = "".join(json.dumps(row) + "\n" for row in [*ROWS, {"foo": 1}]).encode()
@@ -117,11 +116,11 @@ def test_packed_rows_do_not_depend_on_ranks_workers_or_resuming(
         for rank in range(2)
     ]
     assert [as_values([*first, *second]) for first, second in zip(*by_rank, strict=True)] == flat
-    resumed = stream(str(path), train_args=args)
     anchors = total_counts(expected[:7]).anchors
     assert anchors[0][0] > 0
     # Another machine has no windows, and those before the checkpoint are not tokenized again.
-    shutil.rmtree(cache_dir() / "windows")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    resumed = stream(str(path), train_args=args)
     resumed.dataset.seek(anchors)
     assert [as_values(step) for step in load(resumed, first=7, workers=2)] == flat[7:]
     (folder,) = (cache_dir() / "windows").iterdir()
