@@ -22,6 +22,7 @@ from paceline.version import __version__
 #: Name and summary of every command.
 VERBS = {
     "sft": "train a model from a config",
+    "sweep": "train every combination of some overrides, or search for the best values",
     "plan": "estimate memory, traffic and time of each parallel mode",
     "verify": "train a few steps under each parallel mode and check that they agree",
     "doctor": "check this machine and the network between ranks",

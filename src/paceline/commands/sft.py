@@ -1,11 +1,10 @@
 """`paceline sft` (or `train`): train a model from a config."""
 
 import json
-import os
-import time
 from argparse import Namespace
 
 from paceline.commands.options import OptionParser, add_config, load_job_config
+from paceline.core.processes import process_start_time
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -27,7 +26,7 @@ def run(args: Namespace) -> int:
     from paceline.config.load import to_yaml
     from paceline.launch.preflight import TrainOptions
 
-    started_at = _process_start_time()
+    started_at = process_start_time()
     loaded = load_job_config(args)
     options = TrainOptions(args.dry_run, args.debug, args.allow_config_change)
     result = train(loaded, options, started_at)
@@ -37,16 +36,3 @@ def run(args: Namespace) -> int:
     elif args.json:
         print(json.dumps(result.report, indent=2))
     return result.exit_code
-
-
-def _process_start_time() -> float:
-    """Return when this process started, in seconds since the epoch: the time to the first step
-    includes the start of Python."""
-    try:
-        with open("/proc/self/stat") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])
-        with open("/proc/uptime") as file:
-            uptime_s = float(file.read().split()[0])
-        return time.time() - (uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError):
-        return time.time()

@@ -26,6 +26,11 @@ def is_user_metric(name: str) -> bool:
     return ":" in name
 
 
+def is_lower_better(name: str) -> bool:
+    """Return whether a lower value of a metric is better, judging by its name."""
+    return name.endswith(("loss", "perplexity", "error"))
+
+
 def generated_metrics(names: Sequence[str]) -> list[str]:
     """Return the metrics that are computed from generated answers."""
     return [name for name in names if name in GENERATED_METRICS or is_user_metric(name)]

@@ -1,5 +1,7 @@
 """The event log of a run. Rank 0 appends one JSON line per event; all other code only reads it."""
 
+from __future__ import annotations
+
 import errno
 import json
 import math
@@ -8,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, BinaryIO, cast
 
 from paceline.core.events import Event, StepEvent
 
@@ -129,24 +131,41 @@ def follow_events(
     path: Path, poll_s: float = 0.3, stop: Callable[[], bool] | None = None
 ) -> Iterator[Event]:
     """Yield the existing events, then each new one, until ``stop()`` is true."""
-    while not path.exists():
-        if stop is not None and stop():
-            return
-        time.sleep(poll_s)
-    rest = b""
-    with open(path, "rb") as handle:
+    with EventReader(path) as reader:
         while True:
-            chunk = handle.read()
-            if chunk:
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    event = parse_event(line)
-                    if event is not None:
-                        yield event
+            events = reader.read_new()
+            yield from events
+            if events:
                 continue
             if stop is not None and stop():
                 return
             time.sleep(poll_s)
+
+
+class EventReader:
+    """Reads a log that is still being written. A context manager, which closes the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: BinaryIO | None = None
+        self._rest = b""
+
+    def __enter__(self) -> EventReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            self._handle.close()
+
+    def read_new(self) -> list[Event]:
+        """Return the events since the last call; none while the log does not exist."""
+        if self._handle is None:
+            try:
+                self._handle = open(self.path, "rb")  # noqa: SIM115  (closed in __exit__)
+            except FileNotFoundError:
+                return []
+        *lines, self._rest = (self._rest + self._handle.read()).split(b"\n")
+        return [event for line in lines if (event := parse_event(line)) is not None]
 
 
 def parse_event(line: bytes) -> Event | None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,6 +147,19 @@ def pid_alive(pid: int, began_before: float | None = None) -> bool:
         return True  # it belongs to another user
     except (psutil.NoSuchProcess, ValueError):
         return False
+
+
+def process_start_time() -> float:
+    """Return when this process started, in seconds since the epoch: the time to the first step
+    includes the start of Python."""
+    try:
+        with open("/proc/self/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        with open("/proc/uptime") as file:
+            uptime_s = float(file.read().split()[0])
+        return time.time() - (uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return time.time()
 
 
 def exit_text(code: int | None) -> str:

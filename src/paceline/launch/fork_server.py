@@ -20,8 +20,28 @@ from paceline.core.processes import temporary_environment
 from paceline.tasks import uses_transformers
 
 
-def start_fork_server(config: Config) -> None:
-    """Start the fork server for the ranks of a run. Returns immediately."""
+def start_fork_server(*configs: Config) -> None:
+    """Start the fork server for the ranks of a run, or of several runs one after the other. Returns
+    immediately, and does nothing if this process has started the server already."""
+    modules = dict.fromkeys(name for config in configs for name in _modules_of(config))
+    unused = [set(unused_in_ranks(config)) for config in configs]
+    # The resource tracker would warn about semaphores that remain when a run is killed.
+    warnings = filter(
+        None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]
+    )
+    environment = {
+        "PYTHONWARNINGS": ",".join(warnings),
+        "PACELINE_HIDDEN_PACKAGES": " ".join(sorted(set.intersection(*unused))),
+        "PACELINE_PRELOAD": " ".join(modules),
+    }
+    if any(config.parameter_server.on_worker_failure == "continue" for config in configs):
+        # torch.distributed.rpc warns about each connection to a lost rank.
+        environment["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    start_server(["paceline.launch.preload"], environment)
+
+
+def _modules_of(config: Config) -> list[str]:
+    """Return the modules that the ranks of a run import."""
     # Every torch optimizer imports torch._dynamo when it is created, which takes about a second.
     modules = ["paceline.launch.worker", "torch._dynamo"]
     if config.parallel.mode in ("zero2", "zero3", "fsdp") or config.parallel.shard:
@@ -37,19 +57,7 @@ def start_fork_server(config: Config) -> None:
             modules.append("peft")
     elif config.task == "classify":
         modules.append("paceline.tasks.classify")
-    # The resource tracker would warn about semaphores that remain when a run is killed.
-    warnings = filter(
-        None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]
-    )
-    environment = {
-        "PYTHONWARNINGS": ",".join(warnings),
-        "PACELINE_HIDDEN_PACKAGES": " ".join(unused_in_ranks(config)),
-        "PACELINE_PRELOAD": " ".join(modules),
-    }
-    if config.parameter_server.on_worker_failure == "continue":
-        # torch.distributed.rpc warns about each connection to a lost rank.
-        environment["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
-    start_server(["paceline.launch.preload"], environment)
+    return modules
 
 
 def start_server(modules: Sequence[str], environment: Mapping[str, str]) -> None:

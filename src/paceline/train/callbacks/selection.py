@@ -14,6 +14,7 @@ from paceline.checkpoint.saver import CheckpointManager
 from paceline.checkpoint.train_state import load_train_state
 from paceline.checkpoint.transfer import open_checkpoint
 from paceline.config.derive import ResolvedValues
+from paceline.config.evaluation_metrics import is_lower_better
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError, RunError, did_you_mean
 from paceline.core.formatting import counted
@@ -37,9 +38,8 @@ def best_metric(args: TrainArgs) -> tuple[str, bool]:
     """Return the name of the metric by which evaluations are compared, and whether a higher one is
     better."""
     name = (args.metric_for_best_model or "loss").removeprefix("eval_")
-    is_lower_better = name.endswith(("loss", "perplexity", "error"))
     greater = args.greater_is_better
-    return name, not is_lower_better if greater is None else greater
+    return name, not is_lower_better(name) if greater is None else greater
 
 
 @dataclass

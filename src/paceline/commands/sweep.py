@@ -1,0 +1,255 @@
+"""`paceline sweep`: train every combination of some overrides, or search for the best values."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.commands.options import (
+    AnyPath,
+    Integer,
+    OptionParser,
+    Text,
+    add_config,
+    config_and_overrides,
+)
+from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, RunError
+from paceline.core.formatting import counted
+from paceline.core.log import CONSOLE_ONLY
+
+if TYPE_CHECKING:
+    from paceline.config.schema import Config
+    from paceline.sweep.metric import Metric
+    from paceline.sweep.scheduler import RunSource, Scheduler, SweepSettings
+    from paceline.sweep.space import Space
+    from paceline.sweep.state import RunRecord, SweepState
+
+logger = logging.getLogger(__name__)
+
+#: Columns of the table if standard output is not a terminal.
+_WIDTH = 160
+
+
+def add_arguments(parser: OptionParser) -> None:
+    add_config(parser)
+    parser.add_argument(
+        "--folder",
+        type=AnyPath("a folder"),
+        metavar="FOLDER",
+        help="folder of the sweep, with one folder per run (default: `output_dir` followed by"
+        " `-sweep`)",
+    )
+    parser.add_argument(
+        "--metric",
+        type=Text("eval_loss, train_loss, tokens_per_second or a metric of the evaluations"),
+        metavar="NAME",
+        help="metric by which runs are compared (default: eval_loss; without evaluations,"
+        " train_loss)",
+    )
+    direction = parser.add_mutually_exclusive_group()
+    direction.add_argument(
+        "--maximize",
+        action="store_const",
+        const=True,
+        dest="maximize",
+        help="a higher metric is better (default: by its name)",
+    )
+    direction.add_argument(
+        "--minimize",
+        action="store_const",
+        const=False,
+        dest="maximize",
+        help="a lower metric is better",
+    )
+    parser.add_argument(
+        "--parallel",
+        type=Integer(1, 64),
+        default=1,
+        metavar="N",
+        help="runs at a time, each on devices of its own",
+    )
+    parser.add_argument(
+        "--trials",
+        type=Integer(1, 10_000),
+        metavar="N",
+        help="search with Optuna for the best values, with N runs in all",
+    )
+    parser.add_argument(
+        "--no-pruning", action="store_true", help="with --trials, do not stop runs early"
+    )
+    parser.add_argument(
+        "--allow-config-change",
+        action="store_true",
+        help="resume runs although the config has changed",
+    )
+    parser.example = (
+        "paceline sweep examples/demo.yaml lora.enable=true lora.rank=8,16"
+        " train_args.learning_rate=1e-3,2e-3"
+    )
+
+
+def run(args: Namespace) -> int:
+    """Run the sweep; the results are printed as a table, or with `--json` as a list.
+
+    Raises:
+        ConfigError: the usage or a combination is invalid; no run was started.
+    """
+    from paceline.config.load import load_config
+    from paceline.core.run_dir import LaunchLock, RunDir
+    from paceline.sweep.devices import divide_devices
+    from paceline.sweep.scheduler import Scheduler, SweepSettings
+    from paceline.sweep.space import REPLACED_BY_SWEEP, parse_space
+    from paceline.sweep.state import load_state
+
+    path, overrides = config_and_overrides(args)
+    space = parse_space(overrides)
+    _check_usage(args, space)
+    planned = _planned(space, args.trials)
+    first = load_config(path, [*space.fixed, *planned[0]]).config
+    folder = args.folder or Path(f"{first.output_dir.rstrip('/')}-sweep")
+    _check_folder(folder)
+    fixed = tuple(text for text in space.fixed if text.split("=")[0] not in REPLACED_BY_SWEEP)
+    settings = SweepSettings(
+        path, fixed, folder, first.checkpoint_dir, args.allow_config_change, args.debug
+    )
+    shares = divide_devices(first.parallel, args.parallel)
+    with LaunchLock(RunDir(folder)):
+        state = load_state(folder)
+        with Scheduler(settings, state, shares) as scheduler, scheduler.handling_signals():
+            metric, source, runs = _prepare(args, scheduler, state, space, first)
+            try:
+                scheduler.run(source, metric)
+                _finish(args, scheduler, state, runs, metric)
+            except OSError as error:
+                raise RunError(
+                    f"the state of the sweep in {folder} cannot be written:"
+                    f" {error.strerror or error}",
+                    fix="free some space, and run the same command again",
+                ) from error
+            stopped_by = scheduler.stopped_by
+    if stopped_by is not None:
+        _print_how_to_continue(settings)
+        return stopped_by
+    return EXIT_FAILED if any(run["status"] == "failed" for run in runs) else EXIT_DONE
+
+
+def _check_usage(args: Namespace, space: Space) -> None:
+    from paceline.config.packages import check_package
+    from paceline.distributed.environment import outer_launcher
+
+    if not space.axes:
+        raise ConfigError(
+            "`paceline sweep` needs a key with several values",
+            fix="write for example `lora.rank=8,16` or, with `--trials`,"
+            " `train_args.learning_rate=1e-5..1e-3:log`",
+        )
+    if space.ranges and args.trials is None:
+        key = space.ranges[0].key
+        raise ConfigError(
+            f"`{key}` is a range, and only a search samples from ranges",
+            fix=f"add `--trials N`, or write the values to compare, as in {key}=A,B,C",
+        )
+    if args.trials is not None:
+        check_package("optuna", "`--trials`", "leave out `--trials`", extra="sweep")
+    elif args.no_pruning:
+        raise ConfigError("`--no-pruning` needs `--trials`", fix="leave it out")
+    if outer_launcher() is not None:
+        raise ConfigError(
+            "`paceline sweep` starts the ranks of its runs, so it cannot run under torchrun",
+            fix="run `paceline sweep` alone",
+        )
+
+
+def _planned(space: Space, num_trials: int | None) -> list[tuple[str, ...]]:
+    """Return the combinations that are checked before the first run: all of a grid, and those at
+    the limits of a search."""
+    from paceline.sweep.space import Values, combinations, extremes
+
+    if num_trials is not None:
+        return extremes(space.axes)
+    return combinations([axis for axis in space.axes if isinstance(axis, Values)])
+
+
+def _check_folder(folder: Path) -> None:
+    from paceline.core.run_dir import RunDir
+
+    if RunDir(folder).is_run():
+        raise ConfigError(
+            f"`{folder}` contains a run, so it cannot be the folder of a sweep",
+            fix="choose another folder with `--folder`",
+        )
+
+
+def _prepare(
+    args: Namespace, scheduler: Scheduler, state: SweepState, space: Space, first: Config
+) -> tuple[Metric, RunSource, list[RunRecord]]:
+    """Check all combinations, and return the metric, the source of the runs, and these runs, to
+    which a search appends."""
+    from paceline.sweep.grid import Grid
+    from paceline.sweep.metric import choose_metric
+    from paceline.sweep.space import folder_name
+
+    planned = _planned(space, args.trials)
+    if args.trials is None:
+        runs = [state.find(arguments) or state.add(arguments) for arguments in planned]
+        to_check = [(run["arguments"], run["name"]) for run in runs]
+    else:
+        # Names that no run has: nothing is resumed from these folders.
+        to_check = [(list(arguments), f"check-{folder_name(arguments)}") for arguments in planned]
+    logger.info(f"checking {counted(len(to_check), 'combination')}…", extra=CONSOLE_ONLY)
+    has_evaluations = scheduler.check(to_check)
+    metric = choose_metric(args.metric, args.maximize, has_evaluations)
+    if metric.is_of_evaluation and not has_evaluations:
+        raise ConfigError(
+            f"`--metric {metric.name}` is a metric of evaluations, and not every run evaluates",
+            fix="set `val_dataset` or `split_dataset_ratio=0.05`, or use `--metric train_loss`",
+        )
+    if args.trials is None:
+        return metric, Grid(runs), runs
+    from paceline.sweep.search import Search
+
+    prunes = not args.no_pruning and metric.is_of_evaluation
+    search = Search(space, state, metric, args.trials, first.train_args.seed, prunes)
+    return metric, search, search.runs
+
+
+def _finish(
+    args: Namespace,
+    scheduler: Scheduler,
+    state: SweepState,
+    runs: list[RunRecord],
+    metric: Metric,
+) -> None:
+    """Write the page, and print the results."""
+    from rich.console import Console
+
+    from paceline.sweep.page import result_table, write_page
+    from paceline.sweep.state import PAGE_FILE
+
+    write_page(state, runs, metric)
+    if args.json:
+        print(json.dumps([state.as_json(run) for run in runs], indent=2))
+    else:
+        width = None if sys.stdout.isatty() else _WIDTH
+        print()
+        Console(width=width, highlight=False).print(result_table(runs, metric))
+    if runs and all(run["metric"] is None for run in runs if run["status"] == "done"):
+        logger.warning("no run has reported the metric `%s`", metric.name, extra=CONSOLE_ONLY)
+    for run in runs:
+        if run["status"] == "failed":
+            logger.warning("%s failed: %s", run["name"], run["error"], extra=CONSOLE_ONLY)
+    logger.info(f"\npage        {state.folder / PAGE_FILE}", extra=CONSOLE_ONLY)
+    logger.info(f"in browser  paceline ui {shlex.quote(str(state.folder))}", extra=CONSOLE_ONLY)
+
+
+def _print_how_to_continue(settings: SweepSettings) -> None:
+    logger.info(
+        f"\nstopped; the state is in {settings.folder}. To continue, run the same command again:"
+        " runs that are done are not made again, and others resume from their latest checkpoint",
+        extra=CONSOLE_ONLY,
+    )

@@ -1,0 +1,201 @@
+"""The process that runs combinations one after the other: ``python -m paceline.sweep.runner FD
+CORES``.
+
+It imports torch once, and so does its fork server, from which the ranks of every run are forked.
+Requests and replies are lines of JSON on the socket FD.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, NotRequired, TypedDict
+
+from pydantic import JsonValue
+
+from paceline.core.errors import EXIT_SIGINT, ConfigError, PacelineError
+from paceline.core.processes import end_with_parent, process_start_time, temporary_environment
+
+
+class CheckRequest(TypedDict):
+    """Check combinations. ``runs``: the overrides of each. ``dry_run``: whether to check more than
+    that the configs can be loaded."""
+
+    kind: str
+    config: str | None
+    runs: list[list[str]]
+    allow_config_change: bool
+    dry_run: bool
+
+
+class CheckReply(TypedDict):
+    """``errors``: paragraphs by the number of the combination. ``has_evaluations``: whether every
+    run evaluates; False without a dry run."""
+
+    errors: dict[str, str]
+    has_evaluations: bool
+
+
+class RunRequest(TypedDict):
+    """Run one combination."""
+
+    kind: str
+    config: str | None
+    overrides: list[str]
+    allow_config_change: bool
+    debug: bool
+
+
+class RunReply(TypedDict):
+    """How a run ended. ``error``: the paragraph of a failure."""
+
+    exit_code: int
+    report: NotRequired[dict[str, JsonValue] | None]
+    error: NotRequired[str]
+
+
+class Runner:
+    """Carries out the requests. The first run counts its time from the start of this process."""
+
+    def __init__(self) -> None:
+        self._started_at: float | None = process_start_time()
+
+    def check(self, request: CheckRequest) -> CheckReply:
+        """Load the config of every combination, start the fork server for them, and check them as
+        `paceline sft --dry-run` does (unless ``dry_run`` is False)."""
+        from paceline.config.load import Loaded, load_config
+
+        config = request["config"]
+        loaded: list[Loaded] = []
+        errors: dict[str, str] = {}
+        for number, overrides in enumerate(request["runs"]):
+            try:
+                loaded.append(load_config(config, overrides))
+                _check_for_sweep(loaded[-1])
+            except ConfigError as error:
+                errors[str(number)] = error.paragraph()
+        if errors:
+            return {"errors": errors, "has_evaluations": False}
+        self._warm_up(loaded)
+        if not request["dry_run"]:
+            return {"errors": {}, "has_evaluations": False}
+        has_evaluations = True
+        for number, combination in enumerate(loaded):
+            try:
+                evaluates = _dry_run(combination, request["allow_config_change"])
+                has_evaluations = has_evaluations and evaluates
+            except PacelineError as error:
+                errors[str(number)] = error.paragraph()
+        return {"errors": errors, "has_evaluations": has_evaluations}
+
+    def run(self, request: RunRequest) -> RunReply:
+        """Run a combination until it ends."""
+        from paceline.api import run as train
+        from paceline.config.load import load_config
+        from paceline.launch.preflight import TrainOptions
+
+        started_at, self._started_at = self._started_at or time.time(), None
+        loaded = load_config(request["config"], request["overrides"])
+        options = TrainOptions(
+            debug=request["debug"], allow_config_change=request["allow_config_change"]
+        )
+        result = train(loaded, options, started_at)
+        return {"exit_code": result.exit_code, "report": result.report}
+
+    def _warm_up(self, loaded: list[Any]) -> None:
+        from paceline.config.packages import hide_packages, unused_packages
+        from paceline.launch.fork_server import start_fork_server
+
+        configs = [combination.config for combination in loaded]
+        start_fork_server(*configs)
+        hide_packages(set.intersection(*(set(unused_packages(config)) for config in configs)))
+
+
+def _check_for_sweep(loaded: Any) -> None:
+    """Raise ConfigError for settings with which runs cannot share a host and a sweep."""
+    from paceline.distributed.environment import scheduled_host, with_scheduler
+
+    config = loaded.config
+    if with_scheduler(config.parallel, scheduled_host()).hosts != (1, 1):
+        raise ConfigError(
+            f"`paceline sweep` runs on one host, and `parallel.nnodes` is {config.parallel.nnodes}",
+            fix="set `parallel.nnodes=1`, or submit one job per combination",
+        )
+    if config.train_args.push_to_hub:
+        raise ConfigError(
+            "`train_args.push_to_hub` is not supported in a sweep: every run would upload its model"
+            " to the same repository",
+            fix="remove it, and upload the best model afterwards (see docs/how-to/publish.md)",
+        )
+
+
+def _dry_run(loaded: Any, allow_config_change: bool) -> bool:
+    """Check a combination without printing anything. Return whether it evaluates."""
+    from paceline.api import run as train
+    from paceline.launch.preflight import TrainOptions
+
+    options = TrainOptions(dry_run=True, allow_config_change=allow_config_change)
+    with temporary_environment({"PACELINE_LOG_LEVEL": "error"}):
+        resolved: Any = train(loaded, options, time.time()).resolved
+    return bool(resolved["derived"]["eval_every_steps"])
+
+
+def serve(connection: socket.socket) -> None:
+    """Carry out requests until the other end is closed."""
+    runner = Runner()
+    handlers: Mapping[str, Callable[[Any], Any]] = {"check": runner.check, "run": runner.run}
+    with connection, connection.makefile("rw", encoding="utf-8") as stream:
+        while True:
+            try:
+                line = stream.readline()
+            except KeyboardInterrupt:  # there is no run to stop
+                continue
+            if not line:
+                return
+            request = json.loads(line)
+            reply = _carry_out(handlers[request["kind"]], request)
+            stream.write(json.dumps(reply) + "\n")
+            stream.flush()
+
+
+def _carry_out(handler: Callable[[Any], Any], request: Any) -> Any:
+    try:
+        return handler(request)
+    except KeyboardInterrupt:
+        return {"exit_code": EXIT_SIGINT}
+    except PacelineError as error:
+        return {"exit_code": error.exit_code, "error": error.paragraph()}
+    except Exception as error:
+        if request.get("debug"):
+            traceback.print_exc()
+        return {
+            "exit_code": 1,
+            "error": f"{type(error).__name__}: {error}. This is unexpected. Run the combination"
+            " with `paceline sft --debug` for the full traceback.",
+        }
+
+
+def main(descriptor: str, cores: str) -> None:
+    """Run as a process of its own."""
+    from paceline.core.log import configure_logging
+
+    end_with_parent()
+    if cores:
+        os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the sweep asks the run to stop
+    configure_logging()
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError, ConnectionResetError):
+        serve(socket.socket(fileno=int(descriptor)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

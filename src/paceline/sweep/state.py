@@ -1,0 +1,143 @@
+"""The state of a sweep in its folder: `sweep.json`, which is written atomically after every
+change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypedDict, cast
+
+from pydantic import JsonValue
+
+from paceline.config.yaml_read import YamlValue
+from paceline.core.errors import ConfigError
+from paceline.core.files import write_json_atomic
+from paceline.core.run_dir import RunDir
+from paceline.sweep.space import folder_name, values_of
+
+STATE_FILE, PAGE_FILE = "sweep.json", "sweep.html"
+_VERSION = 1
+
+Status = Literal["pending", "running", "done", "failed", "stopped", "pruned"]
+
+
+class RunRecord(TypedDict):
+    """A run of a sweep.
+
+    Args:
+        arguments: its overrides as they are passed to a run, ``key=value``.
+        overrides: the keys and values of ``arguments``.
+        name: name of its folder in the folder of the sweep.
+        metric: value of the metric; None if unknown.
+        values: the values of the metric that were reported to the search, by step.
+        time_to_first_step_s: from the start of the run, or of the process that runs it; None if no
+            step was made.
+        wall_s: duration of the run in seconds; None if unknown.
+        error: why it failed; None unless it did.
+    """
+
+    arguments: list[str]
+    overrides: dict[str, YamlValue]
+    name: str
+    status: Status
+    metric: float | None
+    values: dict[str, float]
+    time_to_first_step_s: float | None
+    wall_s: float | None
+    error: str | None
+
+
+@dataclass
+class SweepState:
+    """The runs of a sweep, those of earlier commands in the same folder included."""
+
+    folder: Path
+    runs: list[RunRecord] = field(default_factory=list)
+
+    def run_dir(self, run: RunRecord) -> RunDir:
+        return RunDir(self.folder / run["name"])
+
+    def find(self, arguments: tuple[str, ...]) -> RunRecord | None:
+        """Return the run with these overrides, in any order and notation."""
+        overrides = values_of(arguments)
+        return next((run for run in self.runs if run["overrides"] == overrides), None)
+
+    def add(self, arguments: tuple[str, ...], name: str | None = None) -> RunRecord:
+        """Add a run that is still to be made. ``name``: of its folder; default: from its
+        overrides."""
+        run: RunRecord = {
+            "arguments": list(arguments),
+            "overrides": values_of(arguments),
+            "name": name or folder_name(arguments),
+            "status": "pending",
+            "metric": None,
+            "values": {},
+            "time_to_first_step_s": None,
+            "wall_s": None,
+            "error": None,
+        }
+        self.runs.append(run)
+        return run
+
+    def save(self) -> None:
+        """Write the state.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_json_atomic(self.folder / STATE_FILE, {"version": _VERSION, "runs": self.runs})
+
+    def as_json(self, run: RunRecord) -> dict[str, JsonValue]:
+        """Return a run as ``--json`` prints it."""
+        return {
+            "overrides": cast(JsonValue, run["overrides"]),
+            "status": run["status"],
+            "metric": run["metric"],
+            "output_dir": str(self.folder / run["name"]),
+            "time_to_first_step_s": run["time_to_first_step_s"],
+            "wall_s": run["wall_s"],
+            "error": run["error"],
+        }
+
+
+def load_state(folder: Path) -> SweepState:
+    """Return the state of the sweep in a folder. A run that was interrupted is ``stopped``, and one
+    that is done is ``pending`` if its report has been deleted since.
+
+    Raises:
+        ConfigError: the file exists but cannot be used.
+    """
+    path = folder / STATE_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return SweepState(folder)
+    except (OSError, ValueError) as error:
+        raise _unusable(path, str(error)) from error
+    if not isinstance(content, dict) or content.get("version") != _VERSION:
+        raise _unusable(path, "another version of Paceline wrote it")
+    state = SweepState(folder, [_checked(path, run) for run in content.get("runs", [])])
+    for run in state.runs:
+        if run["status"] == "running":
+            run["status"] = "stopped"
+        elif run["status"] == "done" and not state.run_dir(run).report.is_file():
+            run["status"] = "pending"
+    return state
+
+
+def _checked(path: Path, run: object) -> RunRecord:
+    if not isinstance(run, Mapping) or not run.keys() >= RunRecord.__annotations__.keys():
+        raise _unusable(path, "a run lacks keys")
+    name = str(run["name"])
+    if name in ("", ".", "..") or "/" in name:
+        raise _unusable(path, f"`{name[:80]}` is not the name of a folder in it")
+    return cast(RunRecord, dict(run))
+
+
+def _unusable(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be read as the state of a sweep: {reason}",
+        fix="choose another folder with `--folder`, or move the file away",
+    )
