@@ -114,7 +114,8 @@ def _dry_run(
     num_devices = (
         host.devices.count * loaded.config.parallel.hosts[1] if outer is None else outer.world_size
     )
-    spec = _prepare(host, num_devices, options, started_at).spec
+    prepared = _prepare(host, num_devices, options, started_at)
+    spec = prepared.spec
     log_dry_run(spec.derived)
     resolved = {
         "config": host.loaded.config.model_dump(mode="json"),
@@ -123,7 +124,7 @@ def _dry_run(
         "axes": asdict(spec.layout.axes),
         "device": host.devices.type,
     }
-    return TrainResult(EXIT_DONE, resolved=resolved)
+    return TrainResult(EXIT_DONE, prepared.finished, resolved)
 
 
 def _run_on_hosts(

@@ -33,7 +33,7 @@ MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 #: Commands that would run these tests recursively or take too long.
 NOT_RUN = ("make demo", "make test")
 #: Blocks with many steps or modes, which `make soak` runs.
-LONG = ("paceline verify", "parallel.num_gpus=4")
+LONG = ("paceline verify", "paceline sweep", "parallel.num_gpus=4")
 
 
 @dataclass(frozen=True)

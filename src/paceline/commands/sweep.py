@@ -7,6 +7,7 @@ import logging
 import shlex
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,7 +125,7 @@ def run(args: Namespace) -> int:
             metric, source, runs = _prepare(args, scheduler, state, space, first)
             try:
                 scheduler.run(source, metric)
-                _finish(args, scheduler, state, runs, metric)
+                _finish(args, state, runs, metric)
             except OSError as error:
                 raise RunError(
                     f"the state of the sweep in {folder} cannot be written:"
@@ -192,39 +193,37 @@ def _prepare(
     which a search appends."""
     from paceline.sweep.grid import Grid
     from paceline.sweep.metric import choose_metric
+    from paceline.sweep.search import Search, is_in_space
     from paceline.sweep.space import folder_name
 
-    planned = _planned(space, args.trials)
-    if args.trials is None:
-        runs = [state.find(arguments) or state.add(arguments) for arguments in planned]
-        to_check = [(run["arguments"], run["name"]) for run in runs]
+    planned, is_search = _planned(space, args.trials), args.trials is not None
+    if is_search:
+        runs = [run for run in state.runs if is_in_space(run, space)]
     else:
-        # Names that no run has: nothing is resumed from these folders.
-        to_check = [(list(arguments), f"check-{folder_name(arguments)}") for arguments in planned]
+        runs = [state.find(arguments) or state.add(arguments) for arguments in planned]
+    to_check: list[tuple[Sequence[str], str]] = [(run["arguments"], run["name"]) for run in runs]
+    if is_search:  # in folders that no run has, so that nothing is resumed from them
+        to_check += [(arguments, f"check-{folder_name(arguments)}") for arguments in planned]
     logger.info(f"checking {counted(len(to_check), 'combination')}…", extra=CONSOLE_ONLY)
-    has_evaluations = scheduler.check(to_check)
-    metric = choose_metric(args.metric, args.maximize, has_evaluations)
-    if metric.is_of_evaluation and not has_evaluations:
+    checked = scheduler.check(to_check)
+    metric = choose_metric(args.metric, args.maximize, checked["has_evaluations"])
+    if metric.is_of_evaluation and not checked["has_evaluations"]:
         raise ConfigError(
             f"`--metric {metric.name}` is a metric of evaluations, and not every run evaluates",
             fix="set `val_dataset` or `split_dataset_ratio=0.05`, or use `--metric train_loss`",
         )
-    if args.trials is None:
+    for number, run in enumerate(runs):
+        if run["status"] == "done" and number not in checked["complete"]:
+            run["status"] = "pending"  # its files were deleted, or it has further steps now
+        state.refresh(run, metric)
+    if not is_search:
         return metric, Grid(runs), runs
-    from paceline.sweep.search import Search
-
     prunes = not args.no_pruning and metric.is_of_evaluation
     search = Search(space, state, metric, args.trials, first.train_args.seed, prunes)
     return metric, search, search.runs
 
 
-def _finish(
-    args: Namespace,
-    scheduler: Scheduler,
-    state: SweepState,
-    runs: list[RunRecord],
-    metric: Metric,
-) -> None:
+def _finish(args: Namespace, state: SweepState, runs: list[RunRecord], metric: Metric) -> None:
     """Write the page, and print the results."""
     from rich.console import Console
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from paceline.commands.options import AnyPath, Integer, OptionParser, Text
 from paceline.core.errors import EXIT_DONE, ConfigError
+from paceline.sweep.state import STATE_FILE
 from paceline.web.binding import PORT, bind, is_loopback, shown_host
 from paceline.web.files import shown
 
@@ -66,6 +67,8 @@ def run(args: Namespace) -> int:
     port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
     folder_text = shown(os.path.realpath(folder))
     url = f"http://{shown_host(args.host)}:{port}/?token={token}"
+    if (folder / STATE_FILE).is_file():  # the folder of a sweep: compare its runs
+        url += "#/compare/all"
     if args.port not in (0, port):
         logger.info("port %d is in use; using port %d", args.port, port)
     if not is_loopback(args.host):

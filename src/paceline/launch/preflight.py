@@ -324,7 +324,12 @@ class TrainOptions:
 @dataclass(frozen=True)
 class TrainResult:
     """The exit code of a run and its report. Under an outer launcher such as torchrun, every rank
-    receives them."""
+    receives them.
+
+    Args:
+        report: of a dry run, that of the complete run in the folder, or None.
+        resolved: the config of a dry run and what follows from it.
+    """
 
     exit_code: int
     report: dict[str, JsonValue] | None = None

@@ -36,11 +36,13 @@ class CheckRequest(TypedDict):
 
 
 class CheckReply(TypedDict):
-    """``errors``: paragraphs by the number of the combination. ``has_evaluations``: whether every
-    run evaluates; False without a dry run."""
+    """``errors``: paragraphs by the number of the combination. Of a dry run also:
+    ``has_evaluations``, whether every run evaluates, and ``complete``, the numbers of the runs that
+    are complete."""
 
     errors: dict[str, str]
     has_evaluations: bool
+    complete: list[int]
 
 
 class RunRequest(TypedDict):
@@ -81,19 +83,21 @@ class Runner:
                 _check_for_sweep(loaded[-1])
             except ConfigError as error:
                 errors[str(number)] = error.paragraph()
+        reply: CheckReply = {"errors": errors, "has_evaluations": True, "complete": []}
         if errors:
-            return {"errors": errors, "has_evaluations": False}
+            return reply
         self._warm_up(loaded)
-        if not request["dry_run"]:
-            return {"errors": {}, "has_evaluations": False}
-        has_evaluations = True
-        for number, combination in enumerate(loaded):
+        for number, combination in enumerate(loaded if request["dry_run"] else []):
             try:
-                evaluates = _dry_run(combination, request["allow_config_change"])
-                has_evaluations = has_evaluations and evaluates
+                result = _dry_run(combination, request["allow_config_change"])
             except PacelineError as error:
                 errors[str(number)] = error.paragraph()
-        return {"errors": errors, "has_evaluations": has_evaluations}
+                continue
+            if not result.resolved["derived"]["eval_every_steps"]:
+                reply["has_evaluations"] = False
+            if result.report is not None:
+                reply["complete"].append(number)
+        return reply
 
     def run(self, request: RunRequest) -> RunReply:
         """Run a combination until it ends."""
@@ -136,15 +140,14 @@ def _check_for_sweep(loaded: Any) -> None:
         )
 
 
-def _dry_run(loaded: Any, allow_config_change: bool) -> bool:
-    """Check a combination without printing anything. Return whether it evaluates."""
+def _dry_run(loaded: Any, allow_config_change: bool) -> Any:
+    """Check a combination without printing anything."""
     from paceline.api import run as train
     from paceline.launch.preflight import TrainOptions
 
     options = TrainOptions(dry_run=True, allow_config_change=allow_config_change)
     with temporary_environment({"PACELINE_LOG_LEVEL": "error"}):
-        resolved: Any = train(loaded, options, time.time()).resolved
-    return bool(resolved["derived"]["eval_every_steps"])
+        return train(loaded, options, time.time())
 
 
 def serve(connection: socket.socket) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, ConfigError, RunError
-from paceline.core.event_log import EventReader, read_events
+from paceline.core.event_log import EventReader
 from paceline.core.events import EvalEvent
 from paceline.core.formatting import counted, duration, finite, loss
 from paceline.core.log import CONSOLE_ONLY
@@ -128,8 +128,8 @@ class Scheduler:
             runner.close()
         self._selector.close()
 
-    def check(self, runs: Sequence[tuple[Sequence[str], str]]) -> bool:
-        """Check every combination, and warm up the runners. Return whether all runs evaluate.
+    def check(self, runs: Sequence[tuple[Sequence[str], str]]) -> CheckReply:
+        """Check every combination, and warm up the runners.
 
         Args:
             runs: (overrides, name of the folder) of each.
@@ -158,7 +158,7 @@ class Scheduler:
             raise RunError(f"checking the combinations failed: {reply.get('error')}")
         if reply["errors"]:
             raise _invalid({int(number): text for number, text in reply["errors"].items()}, runs)
-        return reply["has_evaluations"]
+        return reply
 
     def run(self, source: RunSource, metric: Metric) -> None:
         """Run what ``source`` returns until it returns nothing more or a signal stops the sweep."""
@@ -282,8 +282,7 @@ class Scheduler:
         else:
             record["status"] = "failed"
             record["error"] = reply.get("error") or f"it ended with code {reply['exit_code']}"
-        events = read_events(self.state.run_dir(record).events)
-        record["metric"] = metric.of_run(report, events)
+        self.state.refresh(record, metric)
         record["time_to_first_step_s"] = finite(report.get("time_to_first_step_s"))
         record["wall_s"] = finite(report.get("wall_s"))
         if record["wall_s"] is None:

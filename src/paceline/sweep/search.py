@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.event_log import effective_events, read_events
 from paceline.core.formatting import counted
 from paceline.sweep.metric import Metric
 from paceline.sweep.space import Range, Space, Values
@@ -51,9 +53,11 @@ class Search:
         self.num_trials = num_trials
         self._axes = space.axes
         self._distributions = {axis.key: _distribution(axis) for axis in space.axes}
-        self.runs = [run for run in state.runs if self._is_in_space(run)]
+        self.runs = [run for run in state.runs if is_in_space(run, space)]
         self._remaining = [run for run in self.runs if run["status"] not in ("done", "pruned")]
+        self._metric = metric
         self._trials: dict[str, Trial] = {}  # by the name of the run
+        self._steps: dict[str, set[int]] = {}  # with a reported value, by the name of the run
         self._number = 0
         # Few runs are needed before the median means something, and a short search has no more.
         num_startup = max(1, min(5, num_trials // 4))
@@ -81,18 +85,18 @@ class Search:
             self.runs.append(run)
         else:
             return None
-        run["values"] = {}
         self._trials[run["name"]] = trial
+        self._steps[run["name"]] = set()
         self._number = self.runs.index(run) + 1
         return run
 
     def observe(self, run: RunRecord, step: int, value: float) -> bool:
-        if str(step) in run["values"]:
+        steps = self._steps[run["name"]]
+        if step in steps:
             return False  # a run that was restarted has evaluated this step before
+        steps.add(step)
         trial = self._trials[run["name"]]
         trial.report(value, step)
-        if math.isfinite(value):
-            run["values"][str(step)] = value
         return bool(trial.should_prune())
 
     def finish(self, run: RunRecord) -> None:
@@ -141,27 +145,20 @@ class Search:
         return max(numbers, default=0) + 1
 
     def _parameters(self, run: RunRecord) -> dict[str, Any]:
-        return {axis.key: value for axis, value in self._values_of(run)}
-
-    def _values_of(self, run: RunRecord) -> list[tuple[Values | Range, Any]]:
-        """Return the value of each axis: the text of :class:`Values`, the number of a range."""
-        texts = dict(argument.split("=", 1) for argument in run["arguments"])
-        return [
-            (axis, texts[axis.key] if isinstance(axis, Values) else run["overrides"][axis.key])
-            for axis in self._axes
-        ]
-
-    def _is_in_space(self, run: RunRecord) -> bool:
-        """Return whether the search could have suggested this run of an earlier command."""
-        if run["overrides"].keys() != self._distributions.keys():
-            return False
-        return all(axis.contains(value) for axis, value in self._values_of(run))
+        return {axis.key: value for axis, value in _axis_values(run, self._axes)}
 
     def _as_trial(self, run: RunRecord) -> Any:
         import optuna
         from optuna.trial import TrialState
 
-        values = {int(step): value for step, value in run["values"].items()}
+        events = effective_events(read_events(self.state.run_dir(run).events))
+        values = {
+            event["step"]: value
+            for event in events
+            if event["type"] == "eval"
+            and (value := self._metric.of_evaluation(event)) is not None
+            and math.isfinite(value)
+        }
         is_done = run["status"] == "done" and run["metric"] is not None
         state = TrialState.PRUNED if run["status"] == "pruned" else TrialState.FAIL
         return optuna.trial.create_trial(
@@ -171,6 +168,25 @@ class Search:
             distributions=self._distributions,
             intermediate_values=values,
         )
+
+
+def is_in_space(run: RunRecord, space: Space) -> bool:
+    """Return whether a search could have suggested this run of an earlier command."""
+    if run["overrides"].keys() != {axis.key for axis in space.axes}:
+        return False
+    return all(axis.contains(value) for axis, value in _axis_values(run, space.axes))
+
+
+def _axis_values(
+    run: RunRecord, axes: Sequence[Values | Range]
+) -> list[tuple[Values | Range, Any]]:
+    """Return the value of each axis in a run: the text of :class:`Values`, the number of a
+    range."""
+    texts = dict(argument.split("=", 1) for argument in run["arguments"])
+    return [
+        (axis, texts[axis.key] if isinstance(axis, Values) else run["overrides"][axis.key])
+        for axis in axes
+    ]
 
 
 def _distribution(axis: Values | Range) -> BaseDistribution:

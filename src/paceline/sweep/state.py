@@ -3,6 +3,7 @@ change."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +14,10 @@ from pydantic import JsonValue
 
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError
+from paceline.core.event_log import read_events
 from paceline.core.files import write_json_atomic
 from paceline.core.run_dir import RunDir
+from paceline.sweep.metric import Metric
 from paceline.sweep.space import folder_name, values_of
 
 STATE_FILE, PAGE_FILE = "sweep.json", "sweep.html"
@@ -31,7 +34,6 @@ class RunRecord(TypedDict):
         overrides: the keys and values of ``arguments``.
         name: name of its folder in the folder of the sweep.
         metric: value of the metric; None if unknown.
-        values: the values of the metric that were reported to the search, by step.
         time_to_first_step_s: from the start of the run, or of the process that runs it; None if no
             step was made.
         wall_s: duration of the run in seconds; None if unknown.
@@ -43,7 +45,6 @@ class RunRecord(TypedDict):
     name: str
     status: Status
     metric: float | None
-    values: dict[str, float]
     time_to_first_step_s: float | None
     wall_s: float | None
     error: str | None
@@ -73,7 +74,6 @@ class SweepState:
             "name": name or folder_name(arguments),
             "status": "pending",
             "metric": None,
-            "values": {},
             "time_to_first_step_s": None,
             "wall_s": None,
             "error": None,
@@ -89,6 +89,14 @@ class SweepState:
         """
         write_json_atomic(self.folder / STATE_FILE, {"version": _VERSION, "runs": self.runs})
 
+    def refresh(self, run: RunRecord, metric: Metric) -> None:
+        """Read the metric of a run that has ended from its files, as an earlier command may have
+        used another metric."""
+        run_dir, report = self.run_dir(run), {}
+        with contextlib.suppress(OSError, ValueError):
+            report = json.loads(run_dir.report.read_text(encoding="utf-8"))
+        run["metric"] = metric.of_run(report, read_events(run_dir.events))
+
     def as_json(self, run: RunRecord) -> dict[str, JsonValue]:
         """Return a run as ``--json`` prints it."""
         return {
@@ -103,8 +111,7 @@ class SweepState:
 
 
 def load_state(folder: Path) -> SweepState:
-    """Return the state of the sweep in a folder. A run that was interrupted is ``stopped``, and one
-    that is done is ``pending`` if its report has been deleted since.
+    """Return the state of the sweep in a folder. A run that was interrupted is ``stopped``.
 
     Raises:
         ConfigError: the file exists but cannot be used.
@@ -122,8 +129,6 @@ def load_state(folder: Path) -> SweepState:
     for run in state.runs:
         if run["status"] == "running":
             run["status"] = "stopped"
-        elif run["status"] == "done" and not state.run_dir(run).report.is_file():
-            run["status"] = "pending"
     return state
 
 

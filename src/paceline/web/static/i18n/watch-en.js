@@ -398,6 +398,7 @@ export const en = {
   "compare.title": "Compare",
   "compare.few": "Nothing to compare",
   "compare.few.text": "Select two or more runs in the list.",
+  "compare.latest": "The latest {n} of {total} runs.",
   "compare.missing": "No longer available: {ids}",
   "compare.metric": "Metric",
   "compare.curves": "Curves",

@@ -361,6 +361,7 @@ export const zh = {
   "compare.title": "比较",
   "compare.few": "没有可比较的内容",
   "compare.few.text": "请在列表中选择两个或更多训练。",
+  "compare.latest": "共 {total} 个训练，显示最近的 {n} 个。",
   "compare.missing": "已不存在：{ids}",
   "compare.metric": "指标",
   "compare.curves": "曲线",

@@ -30,10 +30,11 @@ const METRICS = {
 };
 const SERIES = Object.keys(METRICS).filter((name) => name !== "eval_loss");
 const RENEW_MS = 3000;
+const MAX_RUNS = 50; // of a request
 
 export async function show(root, params, ctx) {
   ctx.title(t("compare.title"));
-  const ids = [...new Set(params.ids.split(","))].filter(Boolean);
+  const { ids, total } = await requestedIds(params.ids);
   const query = ctx.query();
   const state = {
     x: AXES.includes(query.get("x")) ? query.get("x") : "step",
@@ -154,6 +155,9 @@ export async function show(root, params, ctx) {
   put(
     root,
     header(runs, names, missing, lineStyle, ids),
+    total > ids.length
+      ? h("p", { class: "muted" }, t("compare.latest", { n: ids.length, total }))
+      : null,
     controls(state, redraw, ctx, {
       png: () => chart && chartPng(chart, t(`m.${state.metric}`), axis(state.x).name),
       csv: () => curvesCsv(runs, names, state.answers),
@@ -189,6 +193,13 @@ export async function show(root, params, ctx) {
     clearInterval(timer);
     chart?.end();
   };
+}
+
+/** Return the ids in the address, or of `all` runs the latest ones, and how many there are. */
+async function requestedIds(text) {
+  let ids = [...new Set(text.split(","))].filter(Boolean);
+  if (text === "all") ids = (await get("api/runs")).runs.map((run) => run.id);
+  return { ids: text === "all" ? ids.slice(0, MAX_RUNS) : ids, total: ids.length };
 }
 
 // If one of the runs no longer exists, the request fails; then only the others are compared.
