@@ -72,10 +72,10 @@ class SweepSettings:
 
     def overrides(self, arguments: Sequence[str], name: str) -> list[str]:
         """Return all overrides of a run, its folder included."""
-        own = [f"output_dir={json.dumps(str(self.folder / name))}"]
+        folders = [f"output_dir={json.dumps(str(self.folder / name))}"]
         if self.checkpoint_dir is not None:
-            own.append(f"checkpoint_dir={json.dumps(f'{self.checkpoint_dir}/{name}')}")
-        return [*self.fixed, *arguments, *own]
+            folders.append(f"checkpoint_dir={json.dumps(f'{self.checkpoint_dir}/{name}')}")
+        return [*self.fixed, *arguments, *folders]
 
     def request(self, kind: str, **values: object) -> dict[str, object]:
         """Return a request to a runner."""
