@@ -105,13 +105,13 @@ class Cluster:
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}{self.logs()}"
         return done.stdout
 
-    def job(self, number: int) -> dict[str, str]:
-        """Return the fields of a job from `scontrol show job`."""
+    def job(self, number: int | str) -> dict[str, str]:
+        """Return the fields of a job (of an array: ``NUMBER_TASK``) from `scontrol show job`."""
         return dict(
             re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", "--oneliner", str(number)))
         )
 
-    def wait_for(self, number: int, *states: str, timeout_s: float = 120.0) -> dict[str, str]:
+    def wait_for(self, number: int | str, *states: str, timeout_s: float = 120.0) -> dict[str, str]:
         """Wait until the job is in one of these states; return its fields. Fail if it ends in
         another state."""
         deadline = time.monotonic() + timeout_s

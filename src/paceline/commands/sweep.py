@@ -213,9 +213,12 @@ def _prepare(
             fix="set `val_dataset` or `split_dataset_ratio=0.05`, or use `--metric train_loss`",
         )
     for number, run in enumerate(runs):
-        if run["status"] == "done" and number not in checked["complete"]:
+        if number in checked["complete"]:
+            run["status"] = "done"  # perhaps by another command, such as a job of a cluster
+        elif run["status"] == "done":
             run["status"] = "pending"  # its files were deleted, or it has further steps now
-        state.refresh(run, metric)
+        if run["status"] in ("done", "pruned"):  # an earlier command may have used another metric
+            state.set_figures(run, metric, state.read_report(run))
     if not is_search:
         return metric, Grid(runs), runs
     prunes = not args.no_pruning and metric.is_of_evaluation

@@ -282,9 +282,7 @@ class Scheduler:
         else:
             record["status"] = "failed"
             record["error"] = reply.get("error") or f"it ended with code {reply['exit_code']}"
-        self.state.refresh(record, metric)
-        record["time_to_first_step_s"] = finite(report.get("time_to_first_step_s"))
-        record["wall_s"] = finite(report.get("wall_s"))
+        self.state.set_figures(record, metric, report)
         if record["wall_s"] is None:
             record["wall_s"] = round(time.monotonic() - active.started, 3)
 

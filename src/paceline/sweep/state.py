@@ -3,7 +3,6 @@ change."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError
 from paceline.core.event_log import read_events
 from paceline.core.files import write_json_atomic
+from paceline.core.formatting import finite
 from paceline.core.run_dir import RunDir
 from paceline.sweep.metric import Metric
 from paceline.sweep.space import folder_name, values_of
@@ -89,13 +89,21 @@ class SweepState:
         """
         write_json_atomic(self.folder / STATE_FILE, {"version": _VERSION, "runs": self.runs})
 
-    def refresh(self, run: RunRecord, metric: Metric) -> None:
-        """Read the metric of a run that has ended from its files, as an earlier command may have
-        used another metric."""
-        run_dir, report = self.run_dir(run), {}
-        with contextlib.suppress(OSError, ValueError):
-            report = json.loads(run_dir.report.read_text(encoding="utf-8"))
-        run["metric"] = metric.of_run(report, read_events(run_dir.events))
+    def read_report(self, run: RunRecord) -> dict[str, JsonValue]:
+        """Return the content of ``report.json`` of a run; empty if there is none."""
+        try:
+            report = json.loads(self.run_dir(run).report.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return report if isinstance(report, dict) else {}
+
+    def set_figures(self, run: RunRecord, metric: Metric, report: Mapping[str, JsonValue]) -> None:
+        """Set the metric and the times of a run from its report and its event log."""
+        run["metric"] = None
+        if run["status"] != "failed":
+            run["metric"] = metric.of_run(report, read_events(self.run_dir(run).events))
+        run["time_to_first_step_s"] = finite(report.get("time_to_first_step_s"))
+        run["wall_s"] = finite(report.get("wall_s"))
 
     def as_json(self, run: RunRecord) -> dict[str, JsonValue]:
         """Return a run as ``--json`` prints it."""
