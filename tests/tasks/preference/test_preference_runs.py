@@ -82,6 +82,7 @@ def test_resumed_run_has_the_same_bits(task: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["local_sgd", "ddp"])
 def test_adapters_start_at_the_reference(mode: str, tmp_path: Path) -> None:
     args = [*settings("dpo", tmp_path), "parallel.num_gpus=2", f"parallel.mode={mode}"]
+    args.append("local_sgd.sync_every=2")
     folder = tmp_path / "run"
     run(*args, f"output_dir={folder}", "lora.enable=true", "max_steps=4", verb="train")
     first = events(folder, "step")[0]
