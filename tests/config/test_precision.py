@@ -64,6 +64,18 @@ def test_accepts_spellings_of_precision(tmp_path: Path, text: str, expected: str
     assert load(tmp_path, text).config.train_args.precision == expected
 
 
+def test_full_fine_tuning_of_ms_swift_in_mixed_precision_is_explained(tmp_path: Path) -> None:
+    hint = "ms-swift trains them in the dtype of the model's files"
+    for text, is_explained in (
+        ("tuner_type: full\nbf16: true", True),
+        ("tuner_type: lora\nbf16: true", False),
+        ("bf16: true", False),
+        ("tuner_type: full\ntorch_dtype: bfloat16\nbf16: true", False),
+    ):
+        notices = load(tmp_path, text).notices
+        assert any(hint in notice for _, notice in notices) == is_explained, text
+
+
 @pytest.mark.parametrize(
     ("text", "override", "expected"),
     [

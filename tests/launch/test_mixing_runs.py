@@ -14,6 +14,11 @@ RUNS = {
     "mixed-wrapped": (("mixing=weights", "task=pretrain", "packing_strategy=wrapped"), True),
     "bfd": (("packing_strategy=bfd",), False),
     "wrapped": (("packing_strategy=wrapped", "task=pretrain"), False),
+    "bfd-noise": (("packing_strategy=bfd", "neftune_noise_alpha=5"), False),
+    "wrapped-noise": (
+        ("packing_strategy=wrapped", "task=pretrain", "neftune_noise_alpha=5"),
+        False,
+    ),
 }
 #: Strategy → its arguments; the global batch is the same.
 MODES = {

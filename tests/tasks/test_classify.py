@@ -17,6 +17,7 @@ from paceline.distributed.seeds import seed_everything
 from paceline.models.classifiers.images import load_classifier
 from paceline.tasks import load_task
 from paceline.tasks.base import Task
+from paceline.tasks.classify import _mean_auc
 
 
 def make_config(**keys: Any) -> Config:
@@ -176,8 +177,21 @@ def test_f1_is_the_mean_over_classes_as_in_scikit_learn() -> None:
     # Classes 8 and 9 neither occur nor are predicted.
     predicted, labels = torch.randint(0, 8, (2, 60), generator=generator).double()
     expected = f1_score(labels, predicted, average="macro")
-    metrics = prepare_task().metrics({"predicted": predicted, "label": labels})
-    assert metrics == {"f1": pytest.approx(expected)}
+    gathered = {"predicted": predicted, "label": labels}
+    metrics = prepare_task().metrics({**gathered, "probabilities": torch.rand(600)})
+    assert metrics["f1"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("num_classes", [2, 4])
+def test_auc_as_in_scikit_learn(num_classes: int) -> None:
+    from sklearn.metrics import roc_auc_score
+
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(50) % num_classes
+    probabilities = torch.rand((50, num_classes), generator=generator).softmax(-1).double()
+    scores = probabilities[:, 1] if num_classes == 2 else probabilities
+    expected = roc_auc_score(labels, scores, multi_class="ovr")
+    assert _mean_auc(labels, probabilities) == pytest.approx(expected)
 
 
 def test_number_suffix_selects_images(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Language models: packed, padded and separate samples give the same loss and gradients."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from paceline.config.schema import Config
+from paceline.data.collate import noise_inputs
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.tasks.language import LanguageTask
 
@@ -201,6 +203,29 @@ def test_smoothing_and_noise_change_training_but_not_evaluation(packing: bool) -
     # The logits of an untrained model are nearly equal, so smoothing changes little.
     assert 1e-5 < abs(float(smoothed / expected) - 1) < 1e-2
     assert 1e-7 < abs(float(noisy / smoothed) - 1) < 1e-2
+
+
+def test_noise_of_packed_rows_is_that_of_their_samples_and_pieces() -> None:
+    task, model, _ = make_task(train_args={"neftune_noise_alpha": 5})
+    dataset, _ = task.build_datasets()
+    assert not dataset.deterministic
+
+    def read(index: int, *span: int) -> Any:
+        random.seed(index)  # as the loader does for each look-up
+        return dataset.piece(index, *span) if span else dataset[index]
+
+    samples = [read(0), read(1, 0, 20), read(1, 20, 40)]
+    model.train()
+    packed = task.loss(model, task.collate(samples)).item()
+    alone = [task.loss(model, task.collate([sample])).item() for sample in samples]
+    assert packed == pytest.approx(sum(alone), rel=1e-5)
+    without = [{key: sample[key] for key in ("input_ids", "labels_mask")} for sample in samples]
+    assert task.loss(model, task.collate(without)).item() != pytest.approx(packed, rel=1e-5)
+    entire, first, rest = (
+        noise_inputs(sample["seed"], len(sample["input_ids"]))[0]
+        for sample in (read(1), samples[1], samples[2])
+    )
+    assert [*first, *rest] == entire[:40].tolist()
 
 
 def test_noise_is_not_supported_with_streaming(tmp_path: Path) -> None:

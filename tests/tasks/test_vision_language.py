@@ -15,8 +15,11 @@ from vision_models import FAMILIES, make_model
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.loader import LoaderOptions, eval_batches
+from paceline.data.stats.dataset import dataset_stats
 from paceline.inference.export import export
 from paceline.inference.generate import generate
+from paceline.launch.layout import choose_layout
+from paceline.models.builtin import resolve_model
 from paceline.tasks import load_task
 from paceline.tasks.preview import as_text, preview
 from paceline.tasks.vision_language import VisionLanguageTask
@@ -244,8 +247,6 @@ def test_batches_without_images_give_gradients_to_every_part(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"parallel": {"mode": "tensor"}}, "`parallel.mode: tensor` is not supported"),
-        ({"parallel": {"mode": "hybrid", "pipeline": 2}}, "not supported with the vision"),
         ({"train_args": {"packing": True}}, "`train_args.packing: true` is not supported"),
         ({"tokenizer": "builtin:qwen2-micro"}, "`tokenizer` is not supported"),
     ],
@@ -256,3 +257,30 @@ def test_refused(
     data = write_rows(tmp_path / "rows.jsonl", [chat("Hello")])
     with pytest.raises(ConfigError, match=message):
         prepare_task(models["llava"], data, **keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"parallel": {"mode": "tensor"}}, "`parallel.tensor: 2` is not supported with the vision"),
+        ({"parallel": {"pipeline": 2}}, "`parallel.pipeline: 2` is not supported with the vision"),
+        (
+            {"evaluation": {"metrics": ["bleu"]}, "parallel": {"mode": "ddp"}},
+            "would not receive the images",
+        ),
+    ],
+)
+def test_strategies_refused(keys: dict[str, Any], message: str, models: dict[str, Path]) -> None:
+    config = make_config(models["llava"], "d", **keys)
+    with pytest.raises(ConfigError, match=message):
+        choose_layout(config, 2, "cpu", None)
+
+
+def test_statistics_count_the_tokens_of_images(models: dict[str, Path], tmp_path: Path) -> None:
+    make_image(tmp_path / "a.png", 1)
+    rows = [chat("<image>What is it?", images=["a.png"]), chat("Hello")]
+    config = make_config(models["llava"], write_rows(tmp_path / "rows.jsonl", rows))
+    stats, prepared = dataset_stats(config, resolve_model, has_images=True)
+    assert stats["samples"] == 2
+    assert stats["lengths"]["max"] - stats["lengths"]["min"] >= 16  # patches of an image
+    assert any("not by their images" in notice[1] for notice in prepared.notices)

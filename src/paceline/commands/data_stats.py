@@ -44,6 +44,7 @@ def run(args: Namespace) -> int:
     from paceline.data.stats.dataset import dataset_stats
     from paceline.data.stats.text import render_page, table
     from paceline.models.builtin import resolve_model
+    from paceline.models.kinds import reads_images
 
     _add_default_model(args)
     loaded = load_fitted_config(args)
@@ -52,6 +53,7 @@ def run(args: Namespace) -> int:
         resolve_model,
         near_duplicates=args.near_duplicates,
         languages=args.languages,
+        has_images=reads_images(loaded.config),
     )
     print_notices([*loaded.notices, *prepared.notices])
     if args.output is not None:

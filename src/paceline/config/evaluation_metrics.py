@@ -36,6 +36,17 @@ def generated_metrics(names: Sequence[str]) -> list[str]:
     return [name for name in names if name in GENERATED_METRICS or is_user_metric(name)]
 
 
+#: Metrics with several values → the names of the values.
+_VALUES = {"rouge": ("rouge1", "rouge2", "rougeL")}
+
+
+def value_names(names: Sequence[str]) -> list[str] | None:
+    """Return the names of the values of metrics; None if a function of the user determines them."""
+    if any(is_user_metric(name) for name in names):
+        return None
+    return [value for name in names for value in _VALUES.get(name, (name,))]
+
+
 def check_metrics(config: Config) -> None:
     """Raise ConfigError if a metric does not exist, if it does not fit the task, or if its package
     is not installed."""

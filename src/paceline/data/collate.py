@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
-from paceline.data.text.token_dataset import TokenSample
+from paceline.data.text.token_dataset import NOISE_STEP, TokenSample
 
 
 class SegmentInputs(TypedDict):
@@ -162,7 +162,7 @@ def noise_inputs(seed: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         A key for each token, int32 [tokens], and the scale of its noise before it is divided by
         the square root of the width, float32 [tokens].
     """
-    keys = (np.arange(num_tokens, dtype=np.uint64) * 0x27D4EB2F + seed).astype(np.uint32)
+    keys = (np.arange(num_tokens, dtype=np.uint64) * NOISE_STEP + seed).astype(np.uint32)
     scales = np.full(num_tokens, num_tokens**-0.5, dtype=np.float32)
     return keys.view(np.int32), scales
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.checkpoint.format import name_of
 from paceline.checkpoint.reader import read_meta
 from paceline.checkpoint.remote import check_url, is_url
+from paceline.config.best_metric import check_best_metric
 from paceline.config.derive import ResolvedValues, derive
 from paceline.config.evaluation_metrics import check_lm_eval, check_metrics, idle_notice
 from paceline.config.load import Loaded
@@ -247,6 +248,8 @@ def _resolve_sizes(
     check_steps(layout.strategy, config, derived.steps)
     if not derived.eval_every_steps:
         _check_selection_is_off(config.train_args)
+    else:
+        check_best_metric(config.train_args, task.metric_names(data))
     profile = config.train_args.profile
     if profile is not None and profile.last_step > derived.steps:
         raise ConfigError(

@@ -107,6 +107,25 @@ def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> lis
     return notices
 
 
+def evaluated_names(task: Task, model: nn.Module, dataset: Any, seed: int) -> list[str] | None:
+    """Return the names of the results of the task's evaluation, from one of a few real samples;
+    None if it fails on them. The arguments are those of :func:`check_additive`."""
+    if len(dataset) == 0 or any(param.is_meta for param in model.parameters()):
+        return None
+    task = copy.copy(task)
+    with _unchanged(model), torch.no_grad():
+        try:
+            results = task.evaluate(
+                model, _collate(task, model, _draw_samples(dataset, seed), seed)
+            )
+            rows = {name: results[name] for name in task.gathers if name in results}
+            gathered = {name: value.reshape(-1).cpu() for name, value in rows.items()}
+            metrics = task.metrics(gathered) if task.gathers else {}
+        except Exception:  # metrics of a few samples may be undefined
+            return None
+    return [*_sums(task, results), *metrics]
+
+
 def _check_quantity(
     task: Task,
     model: nn.Module,

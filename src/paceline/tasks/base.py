@@ -276,6 +276,11 @@ class Task:
         in the same order for each name."""
         return {}
 
+    def metric_names(self, prepared: Prepared) -> list[str] | None:
+        """Return the names of the results of an evaluation, ``loss`` first; None if they are not
+        known before one. Called before any rank exists."""
+        return None
+
     # -- at the end
     def save_model(self, model: nn.Module, folder: Path) -> None:
         """Write the trained model to the empty ``folder``. Default: its state dict as

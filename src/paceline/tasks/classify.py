@@ -12,12 +12,16 @@ from torch.nn import functional
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.cache import key_of
+from paceline.data.clicks.log import exact_auc
 from paceline.data.counts import DataCounts
 from paceline.data.images import DIGITS, ImageDataset, ImageForm, ImageIndex, open_images
 from paceline.data.text.prepare import split_indices, split_notice
 from paceline.models.blocks import BATCH_NORMS
 from paceline.models.classifiers import images as image_models
 from paceline.tasks.base import Notice, Prepared, Task, dropped_notice, language_settings_notices
+
+#: With more classes, the probabilities of all images would take too much memory.
+_MAX_AUC_CLASSES = 100
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,12 @@ class ClassifyTask(Task):
     """Trains an image classifier, built-in or from Hugging Face, on scikit-learn's digits or on a
     folder with one subfolder per class.
 
-    The loss is cross entropy in nats, summed over images; validation adds the accuracy and the F1.
+    The loss is cross entropy in nats, summed over images; validation adds the accuracy, the F1 and
+    the AUC.
     """
 
     unit = "images"
-    gathers = ("predicted", "label")
+    gathers = ("predicted", "label", "probabilities")
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -162,32 +167,56 @@ class ClassifyTask(Task):
 
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Return sums over the images: ``loss`` (cross entropy in nats) and ``accuracy`` (number of
-        images whose most likely class is correct), and the classes of each image, ``predicted`` and
-        ``label``."""
+        images whose most likely class is correct), and of each image the classes ``predicted`` and
+        ``label`` and, with up to 100 classes, the ``probabilities`` of all classes."""
         images, labels = batch
         logits = image_models.logits_of(model(images)).float()
         predicted = logits.argmax(dim=-1)
-        return {
+        results = {
             "loss": functional.cross_entropy(logits, labels, reduction="sum"),
             "accuracy": (predicted == labels).sum(),
             "predicted": predicted,
             "label": labels,
         }
+        if logits.shape[-1] <= _MAX_AUC_CLASSES:
+            results["probabilities"] = logits.softmax(dim=-1)
+        return results
+
+    def metric_names(self, prepared: Prepared) -> list[str]:
+        names = ["loss", "accuracy", "f1"]
+        num_classes = len(prepared.handle.train.classes)
+        return [*names, "auc"] if num_classes <= _MAX_AUC_CLASSES else names
 
     def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Return ``f1``: the mean of the F1 of the classes that occur or are predicted."""
+        """Return ``f1``, the mean of the F1 of the classes that occur or are predicted, and with up
+        to 100 classes ``auc``: with two, the probability that an image of the second class has a
+        higher score for it than one of the first; with more, the mean over the classes that occur
+        of this probability for one class and all others."""
         predicted, labels = gathered["predicted"].long(), gathered["label"].long()
         num_classes = len(self._handle.train.classes)
         hits = torch.bincount(labels[predicted == labels], minlength=num_classes)
         totals = torch.bincount(torch.cat([predicted, labels]), minlength=num_classes)
         occurs = totals > 0
-        return {"f1": float((2 * hits[occurs] / totals[occurs]).mean())}
+        scores = {"f1": float((2 * hits[occurs] / totals[occurs]).mean())}
+        if num_classes <= _MAX_AUC_CLASSES:
+            scores["auc"] = _mean_auc(labels, gathered["probabilities"].view(-1, num_classes))
+        return scores
 
     def save_model(self, model: nn.Module, folder: Path) -> None:
         """Write the weights, the input format and the class names, so that
         :func:`paceline.models.classifiers.images.load_classifier` can load the model."""
         handle: ClassifyData = self._handle
         image_models.save_image_model(model, self.config, handle.form, handle.train.classes, folder)
+
+
+def _mean_auc(labels: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Return the area under the ROC curve; the mean over the classes if there are more than two."""
+    numbers = [1] if probabilities.shape[1] == 2 else labels.unique().tolist()
+    areas = [
+        exact_auc((labels == number).numpy(), probabilities[:, number].numpy())
+        for number in numbers
+    ]
+    return float(np.mean(areas))
 
 
 def _summary(name: str, index: ImageIndex) -> list[Notice]:

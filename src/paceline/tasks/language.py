@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from paceline.config.evaluation_metrics import value_names
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.row_figures import SourceFigures
@@ -230,6 +231,10 @@ class LanguageTask(Task):
         """Return sums over the tokens with loss: ``loss`` and, with that metric,
         ``token_accuracy`` (number of tokens that the model predicts)."""
         return self._sums(model, batch, "token_accuracy" in self.config.evaluation.metrics)
+
+    def metric_names(self, prepared: Prepared) -> list[str] | None:
+        values = value_names(self.config.evaluation.metrics)
+        return None if values is None else ["loss", *values]
 
     def _sums(self, model: Any, batch: TokenBatch, counts_correct: bool) -> dict[str, Any]:
         with (

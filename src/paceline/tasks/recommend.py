@@ -220,6 +220,9 @@ class RecommendTask(Task):
             results["chance"] = batch["chance"]
         return results
 
+    def metric_names(self, prepared: Prepared) -> list[str]:
+        return ["loss", "auc", "best_auc"]
+
     def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
         """Return the exact ``auc`` over the full validation set and, if the true click
         probabilities are known, their AUC as ``best_auc``."""

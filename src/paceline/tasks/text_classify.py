@@ -220,6 +220,10 @@ class TextClassifyTask(Task):
             "targets": targets,
         }
 
+    def metric_names(self, prepared: Prepared) -> list[str]:
+        names = ["loss", "accuracy", "f1"]
+        return [*names, "f1_micro"] if prepared.handle.is_multi else names
+
     def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
         """Return the F1 scores of the validation set: ``f1``, the mean over the classes that occur
         or are predicted, and with several classes per text ``f1_micro``, over all decisions."""

@@ -19,9 +19,6 @@ from paceline.models.language import copy_processor
 from paceline.tasks.base import Prepared
 from paceline.tasks.language import LanguageTask
 
-#: Modes and settings of `parallel` that divide a model in ways that vision towers do not support.
-_DIVIDING_MODES = ("tensor", "pipeline", "parameter_server")
-
 
 class VisionLanguageTask(LanguageTask):
     """Trains a vision-language model of Hugging Face on chats with images, with loss on the
@@ -30,7 +27,7 @@ class VisionLanguageTask(LanguageTask):
     Rows are padded, because the positions of images in a packed row depend on the model.
     """
 
-    is_language_model = False  # no texts are generated without their images
+    is_language_model = False  # its activations are not predicted
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -43,15 +40,8 @@ class VisionLanguageTask(LanguageTask):
 
     def check(self) -> None:
         super().check()
-        parallel, args = self.config.parallel, self.config.train_args
-        divided = [mode for mode in _DIVIDING_MODES if parallel.mode == mode]
-        divided += [name for name in ("tensor", "pipeline") if getattr(parallel, name)]
+        args = self.config.train_args
         refused = (
-            (
-                divided,
-                f"`parallel.mode: {''.join(divided[:1])}`",
-                "set `parallel.mode: ddp`, `zero1`, `zero2` or `zero3`",
-            ),
             (args.packing is True, "`train_args.packing: true`", "leave `train_args.packing` out"),
             (
                 self.config.tokenizer,
@@ -68,6 +58,11 @@ class VisionLanguageTask(LanguageTask):
                 args.neftune_noise_alpha is not None,
                 "`train_args.neftune_noise_alpha`",
                 "leave it out",
+            ),
+            (
+                self.config.evaluation.lm_eval is not None,
+                "`evaluation.lm_eval`",
+                "leave `evaluation.lm_eval` out",
             ),
             (self.config.streaming is True, "`streaming: true`", "leave `streaming` out"),
         )

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from paceline.checkpoint.train_state import frozen_digest
+from paceline.config.best_metric import check_best_metric
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
 from paceline.core.errors import RunError
@@ -96,11 +97,15 @@ def build_components(
         notices = task.setup(model)
     datasets = task.build_datasets()
     if isinstance(task, UserTask) and spec.resume_from is None:
-        from paceline.tasks.additivity import check_additive  # not imported for built-in tasks
+        # Not imported for built-in tasks.
+        from paceline.tasks.additivity import check_additive, evaluated_names
 
         # Runs on every rank, because the loss may issue collectives.
         seed = spec.config.train_args.seed
         notices += check_additive(task.task, model, datasets[0], seed)
+        if spec.config.train_args.metric_for_best_model and datasets[1] is not None:
+            names = evaluated_names(task.task, model, datasets[1], seed)
+            check_best_metric(spec.config.train_args, names)
     probe = None
     if spec.layout.axes.pipeline > 1:
         # The loss of one sample shows which tensors the stages must send to each other.

@@ -17,6 +17,7 @@ from paceline.checkpoint.remote import CheckpointStore
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.checkpoint.train_state import check_same_model
 from paceline.checkpoint.transfer import open_checkpoint, transfer_notices
+from paceline.config.best_metric import selects_best_model
 from paceline.config.load import to_yaml
 from paceline.core.errors import Outcome, PacelineError
 from paceline.core.event_log import EventLog
@@ -64,7 +65,7 @@ from paceline.train.callbacks.monitoring import (
 from paceline.train.callbacks.profiler import StepProfiler
 from paceline.train.callbacks.row_counts import RowCounter
 from paceline.train.callbacks.sampling import SampleGenerator
-from paceline.train.callbacks.selection import ModelSelection, selects_best_model
+from paceline.train.callbacks.selection import ModelSelection
 from paceline.train.callbacks.sources import SourceRecorder
 from paceline.train.callbacks.task_metrics import MetricRecorder
 from paceline.train.components import build_components, build_model

@@ -130,3 +130,54 @@ def test_generated_metrics_are_refused_with_a_pipeline(tmp_path: Path) -> None:
     result = train(tmp_path / "run", *args, "evaluation.metrics=bleu", expect=2)
     assert "stages of the pipeline" in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+FAILING_TASK = """
+import torch.distributed as dist
+
+from paceline.tasks.language import LanguageTask
+
+
+class FailingTask(LanguageTask):
+    def __init__(self, config):
+        super().__init__(config)
+        self.failing = config.task_args["failing"]
+
+    def build_model(self):
+        model = super().build_model()
+
+        def fail(module, args, kwargs):
+            if kwargs.get("use_cache") and dist.get_rank() in self.failing:
+                raise ValueError("no cache here")
+
+        model.model.layers[1].register_forward_pre_hook(fail, with_kwargs=True)
+        return model
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("failing", ["[1]", "[0, 1]"])
+def test_rank_that_fails_to_generate_ends_the_run_unless_all_fail(
+    failing: str, tmp_path: Path
+) -> None:
+    """The others wait for that rank in a collective."""
+    (tmp_path / "failing_task.py").write_text(FAILING_TASK)
+    result = train(
+        tmp_path / "run",
+        f"task={tmp_path}/failing_task.py:FailingTask",
+        f"task_args.failing={failing}",
+        "parallel.mode=zero3",
+        "parallel.num_gpus=2",
+        "train_args.max_steps=2",
+        "train_args.eval_steps=1",
+        "split_dataset_ratio=0.1",
+        "recovery.max_restarts=0",
+        expect=int(failing == "[1]"),
+    )
+    if failing == "[1]":
+        assert "rank 1 failed to generate answers at an evaluation" in result.stderr
+        assert "no cache here" in result.stderr
+        assert "evaluation.num_samples: 0" in result.stderr
+    else:
+        assert "the model failed to generate (ValueError: no cache here)" in result.stderr
+        assert len(events(tmp_path / "run", "eval")) == 2

@@ -10,7 +10,7 @@ from scripted_task import config_of, final_weight, prepare, run_here, run_on_ran
 
 from paceline.checkpoint.format import step_of
 from paceline.checkpoint.store import committed
-from paceline.core.errors import ConfigError, RunError
+from paceline.core.errors import ConfigError
 from paceline.core.stop import StopFlag
 from paceline.train.callbacks.selection import Selection
 
@@ -120,7 +120,7 @@ def test_evaluation_that_a_signal_prevented_is_made_up_for(tmp_path: Path) -> No
 
 def test_unknown_metric_and_missing_validation_data_are_errors(tmp_path: Path) -> None:
     args = {"train_args__metric_for_best_model": "scor"}
-    with pytest.raises(RunError, match=r"no such metric. Allowed: loss, score. .*`score`"):
+    with pytest.raises(ConfigError, match=r"no such metric. Allowed: loss, score. .*`score`"):
         run_here(config_of(tmp_path, LOSSES, **args))
     config = config_of(tmp_path / "other", {}, train_args__early_stopping={})
     with pytest.raises(ConfigError, match="early_stopping` compare evaluations, and there is no"):

@@ -61,6 +61,7 @@ def resolve_precision(merge: Merge) -> None:
     if dtype is not None and dtype.value == "bf16-mixed" and _trains_loaded_weights(merge):
         present.pop(BF16, None)
         dtype.value = "bf16-true"
+    loads_as_stored = BF16 in present and dtype is None and _trains_loaded_weights(merge)
     claims = [claim for name, key in present.items() if (claim := _claim(name, key))]
     chosen = _choose(merge, [claim for claim in claims if not _is_turned_off(claim, off)])
     flag = _flag_of(chosen, off)
@@ -76,6 +77,8 @@ def resolve_precision(merge: Merge) -> None:
     elif native is not None:
         merge.winners[TARGET] = native
     _report(merge, keys, chosen)
+    if loads_as_stored and chosen is not None and chosen.value == "bf16-mixed":
+        _explain_weights(merge)
     merge.drop_overridden_problems()
 
 
@@ -149,6 +152,17 @@ def _report(merge: Merge, keys: dict[str, Assignment | None], chosen: _Claim | N
         else:
             text = f"is overridden by {chosen.by.entry.shown()}"
         line.resolved.append(("info", text))
+
+
+def _explain_weights(merge: Merge) -> None:
+    """Report what `bf16: true` means in a config of ms-swift for full fine-tuning. It trains the
+    weights in the dtype that the model's config.json names; `bf16` only turns on autocast."""
+    for line in merge.lines:
+        if any(item.target == BF16 for item in line.assigned) and line.resolved:
+            level, text = line.resolved[-1]
+            hint = "weights are float32; ms-swift trains them in the dtype of the model's files"
+            hint += f", for which set `{TARGET}: bf16-true` if that is bfloat16"
+            line.resolved[-1] = (level, f"{text}: {hint}")
 
 
 def _winner(keys: dict[str, Assignment | None], assigned: Assignment) -> ConfigEntry:

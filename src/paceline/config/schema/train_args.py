@@ -314,7 +314,7 @@ class TrainArgs(Section):
     greater_is_better: bool | None = Field(
         None,
         description=(
-            "Whether a higher metric is better. Default: false if the name of the metric ends with"
+            "Whether a higher metric is better. Default: false for `ter` and names that end with"
             " `loss`, `perplexity` or `error`."
         ),
     )

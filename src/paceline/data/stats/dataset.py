@@ -127,6 +127,7 @@ def dataset_stats(
     *,
     near_duplicates: bool = False,
     languages: bool = False,
+    has_images: bool = False,
 ) -> tuple[DatasetStats, PreparedTokens]:
     """Return the statistics of the config's `dataset`, including the samples held out for
     validation, and its preparation for training. ``resolve_model``: see :func:`prepare_tokens`.
@@ -134,6 +135,7 @@ def dataset_stats(
     Args:
         near_duplicates: whether to search for similar samples, which needs datasketch.
         languages: whether to identify the languages, which needs py3langid.
+        has_images: whether the config trains a vision-language model.
 
     Raises:
         ConfigError: the samples of the task have no tokens, the data is invalid, or a package is
@@ -150,6 +152,8 @@ def dataset_stats(
             fix="use a config with one of these tasks",
         )
     task: TextTask = "pretrain" if config.task == "pretrain" else "sft"
+    if has_images:
+        task = "vision"
     prepared = prepare_tokens(config, task, resolve_model)
     uncut = prepared
     if _was_cut(prepared, config):
@@ -169,6 +173,9 @@ def dataset_stats(
             " truncated, although they are cut into samples"
         )
         prepared.notices.append(Notice("warning", text))
+    if has_images:
+        text = "duplicates are compared by their text, not by their images"
+        prepared.notices.append(Notice("info", text))
     limit, overlong = config.train_args.max_length, config.train_args.truncation_strategy
     used = int(np.count_nonzero(samples.vocabulary))
     repeats = duplicates(samples)

@@ -24,6 +24,10 @@ WEIGHTS = "loss_weights.npy"
 #: the labels by number.
 LABELS, LABEL_ENDS, LABEL_NAMES = "labels.npy", "label_ends.npy", "label_names.json"
 
+#: Difference of the noise keys of consecutive tokens; see
+#: :func:`paceline.data.collate.noise_inputs`.
+NOISE_STEP = 0x27D4EB2F
+
 #: A label as it is in the data.
 Label = int | str
 
@@ -110,7 +114,8 @@ class TokenDataset:
             "labels_mask": np.array(self._mask[tokens]),
         }
         if not self.deterministic:
-            sample["seed"] = random.getrandbits(32)
+            # The noise of a piece is that of its place in the sample.
+            sample["seed"] = (random.getrandbits(32) + start * NOISE_STEP) % (1 << 32)
         if self.source_ends:
             sample["source"] = bisect_right(self.source_ends, index)
         if self.loss_weights is not None:

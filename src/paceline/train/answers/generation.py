@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from paceline.config.schema import Config
+from paceline.core.errors import RunError
 from paceline.core.user_code import error_summary
 from paceline.data.text.token_dataset import TokenSample
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
+from paceline.distributed import torch_compat
 from paceline.distributed.progress import ProgressTracker
 from paceline.distributed.traffic import uncounted
 from paceline.models import attention
@@ -33,6 +35,10 @@ from paceline.train.precision import Precision
 _TOGETHER = ("zero2", "zero3", "tensor", "hybrid", "deepspeed")
 #: Length of the prompt, in tokens, if every token of the text contributes to the loss.
 _PREFIX_TOKENS = 32
+
+
+#: Time within which all ranks fail if the model cannot generate at all.
+_FAILURE_WAIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,9 @@ class AnswerGenerator:
     Ranks that hold the full weights decode independently of each other. If the forward pass is a
     collective, the replicas decode a batch each and stop together.
     """
+
+    #: Number of calls of :meth:`generate` in this process, the same on every rank.
+    _num_calls = 0
 
     def __init__(
         self,
@@ -144,6 +153,7 @@ class AnswerGenerator:
             batch_size: number of prompts that are decoded together, padded on the left.
             limit_s: seconds after which the answers are cut short.
         """
+        AnswerGenerator._num_calls += 1
         deadline = None if limit_s is None else time.perf_counter() + limit_s
         # Prompts of similar lengths need little padding.
         numbers = sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids))
@@ -174,9 +184,32 @@ class AnswerGenerator:
                         ids.update(zip(batch, answers, strict=True))
             return Answers(ids, is_cut)
         except Exception as error:  # a model that cannot generate can still be trained
+            if self._works_together and not self._all_fail():
+                # The others wait for this rank in a collective of the forward pass.
+                raise RunError(
+                    f"rank {self.comm.rank} failed to generate answers at an evaluation, and others"
+                    f" did not: {error_summary(error)}",
+                    fix=(
+                        "set `evaluation.num_samples: 0`, and remove metrics of generated answers"
+                        " from `evaluation.metrics`, to train without generating"
+                    ),
+                ) from error
             return Answers({}, is_cut, error_summary(error))
         finally:
             self.model.train(was_training)
+
+    def _all_fail(self) -> bool:
+        """Report to the other ranks that this one failed. Return whether all of them fail within a
+        short time."""
+        store = torch_compat.default_store()
+        key = f"paceline/generation/{AnswerGenerator._num_calls}"
+        store.add(key, 1)
+        deadline = time.monotonic() + _FAILURE_WAIT_S
+        while store.add(key, 0) < self.comm.size:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
 
     @property
     def _works_together(self) -> bool:

@@ -11,6 +11,7 @@ from paceline.config.schema import Config
 from paceline.core.event_log import EventLog
 from paceline.core.events import SampleText
 from paceline.distributed.progress import ProgressTracker
+from paceline.models.kinds import reads_images
 from paceline.train.answers.generation import AnswerGenerator, Prompt
 from paceline.train.callbacks.base import Callback
 from paceline.train.evaluation import EvalResult
@@ -44,8 +45,8 @@ class SampleGenerator(Callback):
     ) -> None:
         self.config = config
         self.dataset, self.events = dataset, events
-        has_prompts = components.task.is_language_model and dataset is not None
-        self.active = has_prompts and config.evaluation.num_samples > 0
+        has_prompts = components.task.is_language_model or reads_images(config)
+        self.active = has_prompts and dataset is not None and config.evaluation.num_samples > 0
         self.generator = AnswerGenerator(
             components.task,
             components.model,

@@ -13,8 +13,8 @@ from paceline.checkpoint.integrity import verify
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.checkpoint.train_state import load_train_state
 from paceline.checkpoint.transfer import open_checkpoint
+from paceline.config.best_metric import best_metric
 from paceline.config.derive import ResolvedValues
-from paceline.config.evaluation_metrics import is_lower_better
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError, RunError, did_you_mean
 from paceline.core.formatting import counted
@@ -26,20 +26,6 @@ from paceline.train.evaluation import EvalResult
 from paceline.train.state import TrainComponents, TrainState
 
 logger = logging.getLogger(__name__)
-
-
-def selects_best_model(args: TrainArgs) -> bool:
-    """Return whether evaluations are compared."""
-    needs_best = args.load_best_model_at_end or args.save_best
-    return needs_best or args.early_stopping is not None or bool(args.metric_for_best_model)
-
-
-def best_metric(args: TrainArgs) -> tuple[str, bool]:
-    """Return the name of the metric by which evaluations are compared, and whether a higher one is
-    better."""
-    name = (args.metric_for_best_model or "loss").removeprefix("eval_")
-    greater = args.greater_is_better
-    return name, not is_lower_better(name) if greater is None else greater
 
 
 @dataclass
