@@ -222,6 +222,10 @@ class PreferenceTask(LanguageTask):
             rows["kl"] = self._divergences(model, batch)
         return {name: rows[name] for name in self.gathers}
 
+    def metric_names(self, prepared: Prepared) -> list[str]:
+        names = ["loss", *self.objective.metric_names, "rewards/margins"]
+        return list(dict.fromkeys(names))
+
     def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
         """Return the loss and the metrics over all samples."""
         totals = self.objective.totals(gathered) if self.total_names else {}
