@@ -86,10 +86,14 @@ def choose_packing(
 
 
 def _autocast(config: Config, device: torch.device, kernel: str) -> AbstractContextManager[Any]:
-    """Return autocast for a fused kernel, which does not compute in float32."""
-    if kernel == SDPA or device.type == "cpu":
+    """Return autocast for a fused kernel, which does not compute in float32, and for modules that
+    are trained in full in float32 between frozen ones in 16 bits."""
+    low, lora = config.train_args.mixed_dtype, config.lora
+    is_fused = kernel != SDPA and device.type != "cpu"
+    mixes_dtypes = lora.enable and bool(lora.modules_to_save or config.adds_tokens)
+    if low is None or not (is_fused or mixes_dtypes):
         return nullcontext()
-    return torch.autocast(device.type, dtype=getattr(torch, str(config.train_args.mixed_dtype)))
+    return torch.autocast(device.type, dtype=getattr(torch, low))
 
 
 def _agrees(model: Any, expected: torch.Tensor, **inputs: Any) -> bool:
