@@ -79,6 +79,13 @@ def test_strategies_agree(
     assert losses(tmp_path) == pytest.approx(losses(alone(*extra)), rel=2e-4)
 
 
+def test_adapters_in_mixed_precision(data: str, tmp_path: Path) -> None:
+    """The embeddings are float32 and the frozen weights between them and the head bfloat16."""
+    args = (LORA, "train_args.precision=bf16-mixed", "max_steps=4")
+    train(tmp_path, data, *args, *mode_args("single"))
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0]
+
+
 def test_saved_model_has_the_tokens(alone: Any) -> None:
     folder = alone() / "model"
     tokenizer = AutoTokenizer.from_pretrained(folder)

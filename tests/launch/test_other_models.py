@@ -14,12 +14,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 KINDS = ("text-classifier", "llava", "idefics3")
 MODES = "single,ddp,zero1,zero2,zero3,deepspeed"
+#: With a higher learning rate, AdamW amplifies the rounding of gradients that are zero in exact
+#: arithmetic (those of the biases of keys), and the losses on these few rows differ by 2e-6.
 RUN = (
     "parallel.device=cpu",
     "per_device_train_batch_size=4",
     "max_length=200",
     "lr_scheduler_type=constant",
-    "learning_rate=1e-3",
+    "learning_rate=1e-4",
 )
 
 
