@@ -247,6 +247,7 @@ def test_batches_without_images_give_gradients_to_every_part(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        ({"evaluation": {"metrics": ["bleu"]}}, r"`evaluation.metrics: \[bleu\]` is not supported"),
         ({"train_args": {"packing": True}}, "`train_args.packing: true` is not supported"),
         ({"tokenizer": "builtin:qwen2-micro"}, "`tokenizer` is not supported"),
     ],
@@ -264,10 +265,6 @@ def test_refused(
     [
         ({"parallel": {"mode": "tensor"}}, "`parallel.tensor: 2` is not supported with the vision"),
         ({"parallel": {"pipeline": 2}}, "`parallel.pipeline: 2` is not supported with the vision"),
-        (
-            {"evaluation": {"metrics": ["bleu"]}, "parallel": {"mode": "ddp"}},
-            "would not receive the images",
-        ),
     ],
 )
 def test_strategies_refused(keys: dict[str, Any], message: str, models: dict[str, Path]) -> None:

@@ -14,6 +14,8 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, Notice
+from paceline.distributed.mesh import ParallelDims
+from paceline.models.kinds import reads_images
 from paceline.parallel.registry import (
     ParallelLayout,
     check_strategy,
@@ -73,6 +75,7 @@ def choose_layout(
             fix="set `parallel.mode: ddp`, or `parallel.nnodes: 1`",
         )
     check_strategy(chosen.strategy, config, chosen.axes)
+    _check_images(config, chosen.axes)
     spec = get_spec(chosen.strategy)
     num_servers = spec.extra_ranks(config)
     if num_servers and device_type not in ("cpu", "cuda"):
@@ -106,6 +109,18 @@ def choose_layout(
             fix="set `on_worker_failure: restart`: all ranks restart from the latest checkpoint",
         )
     return replace(chosen, num_processes=chosen.num_processes + num_servers)
+
+
+def _check_images(config: Config, dims: ParallelDims) -> None:
+    """Raise ConfigError if a vision-language model would be divided in a way that vision towers do
+    not support."""
+    names = [name for name in ("tensor", "pipeline") if getattr(dims, name) > 1]
+    if names and reads_images(config):
+        setting = f"`parallel.{names[0]}: {getattr(dims, names[0])}`"
+        raise ConfigError(
+            f"{setting} is not supported with the vision-language model `{config.model}`",
+            fix="set `parallel.mode: ddp`, `zero1`, `zero2` or `zero3`",
+        )
 
 
 def check_row_state(config: Config, stored: Config, path: Path) -> None:

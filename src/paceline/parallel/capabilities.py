@@ -8,7 +8,6 @@ from paceline.config.evaluation_metrics import generated_metrics
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
-from paceline.models.kinds import reads_images
 from paceline.parallel.balance import check_balance
 from paceline.parallel.compression.settings import check_compression
 
@@ -104,30 +103,15 @@ def check_limits(mode: str, capabilities: Capabilities, config: Config, dims: Pa
 def check_features(
     mode: str, capabilities: Capabilities, config: Config, dims: ParallelDims
 ) -> None:
-    """Raise ConfigError if the strategy does not support the config's model, compression,
-    all-reduce algorithm, unequal shares or metrics of generated text."""
-    check_images(config, dims)
+    """Raise ConfigError if the strategy does not support the config's compression, all-reduce
+    algorithm, unequal shares or metrics of generated text."""
     check_generation(config, dims)
     check_compression(config, mode, capabilities.reduces_in_buckets, dims)
     check_balance(config, mode, capabilities.unequal_shares, capabilities.equal_shares_reason, dims)
 
 
-def check_images(config: Config, dims: ParallelDims) -> None:
-    """Raise ConfigError if a vision-language model would be divided in a way that vision towers do
-    not support."""
-    names = [name for name in ("tensor", "pipeline") if getattr(dims, name) > 1]
-    if names and reads_images(config):
-        setting = f"`parallel.{names[0]}: {getattr(dims, names[0])}`"
-        raise ConfigError(
-            f"{setting} is not supported with the vision-language model `{config.model}`",
-            fix="set `parallel.mode: ddp`, `zero1`, `zero2` or `zero3`",
-        )
-
-
 def reason_against_generation(config: Config, dims: ParallelDims) -> str | None:
     """Return why the model cannot generate text during training; None if it can."""
-    if reads_images(config):
-        return "the model would not receive the images of the prompts"
     if dims.pipeline > 1:
         return "each token would have to pass through all stages of the pipeline"
     if config.parallel.sequence_parallel and dims.tensor > 1:
@@ -145,9 +129,5 @@ def check_generation(config: Config, dims: ParallelDims) -> None:
             f"`evaluation.metrics: [{', '.join(names)}]` is not supported here, because the model"
             f" cannot generate answers during training: {reason}",
             allowed="`evaluation.metrics: [token_accuracy, perplexity]`",
-            fix=(
-                "remove these metrics"
-                if reads_images(config)
-                else "remove these metrics, or set `parallel.mode: zero3` or `ddp`"
-            ),
+            fix="remove these metrics, or set `parallel.mode: zero3` or `ddp`",
         )

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 
+from paceline.config.evaluation_metrics import generated_metrics
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.collate import TokenBatch, collate_padded
@@ -41,7 +42,13 @@ class VisionLanguageTask(LanguageTask):
     def check(self) -> None:
         super().check()
         args = self.config.train_args
+        answer_metrics = generated_metrics(self.config.evaluation.metrics)
         refused = (
+            (
+                answer_metrics,
+                f"`evaluation.metrics: [{', '.join(answer_metrics)}]`",
+                "remove these metrics: answers are not generated from images during training",
+            ),
             (args.packing is True, "`train_args.packing: true`", "leave `train_args.packing` out"),
             (
                 self.config.tokenizer,

@@ -25,6 +25,7 @@ from paceline.distributed.progress import ProgressTracker
 from paceline.distributed.traffic import uncounted
 from paceline.models import attention
 from paceline.models.blocks import base_model
+from paceline.models.kinds import reads_images
 from paceline.parallel.base import Strategy
 from paceline.parallel.capabilities import reason_against_generation
 from paceline.parallel.protocols import checkable_replicas, evaluate, replica_of
@@ -96,6 +97,8 @@ class AnswerGenerator:
 
     def unsupported_reason(self) -> str | None:
         """Return why the model cannot generate with this strategy; None if it can."""
+        if reads_images(self.config):
+            return "the model would not receive the images of the prompts"
         if self._works_together and self.strategy.name not in _TOGETHER:
             return f"with `parallel.mode: {self.strategy.name}` no rank holds the full model"
         return reason_against_generation(self.config, self.comm.axes)
