@@ -27,8 +27,9 @@ def is_user_metric(name: str) -> bool:
 
 
 def is_lower_better(name: str) -> bool:
-    """Return whether a lower value of a metric is better, judging by its name."""
-    return name.endswith(("loss", "perplexity", "error"))
+    """Return whether a lower value of a metric is better, judging by its name. ``ter`` is the
+    translation edit rate."""
+    return name == "ter" or name.endswith(("loss", "perplexity", "error"))
 
 
 def generated_metrics(names: Sequence[str]) -> list[str]:
