@@ -25,7 +25,7 @@ from paceline.core.errors import ConfigError
 from paceline.data.progress import Progress
 from paceline.data.sources.resolve import open_source
 from paceline.data.text import build
-from paceline.data.text.chunks import make_chunks
+from paceline.data.text.encoding.chunks import make_chunks
 from paceline.data.text.templates import TemplateChoice
 from paceline.models.builtin import resolve_model
 

@@ -7,7 +7,8 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.data.sources.hub import HUB_NAMES, find_hub_name
 from paceline.data.sources.rows import MalformedRow
-from paceline.data.text.formats import RowConverter, Sample
+from paceline.data.text.formats import RowConverter
+from paceline.data.text.sample import Sample
 
 
 def convert(row: Any, **settings: Any) -> Sample:

@@ -120,6 +120,10 @@ class StoppedError(RunError):
         self.exit_code = exit_code
 
 
+class NotStreamable(ConfigError):
+    """The data cannot be streamed. With ``streaming: auto`` it is tokenized before the start."""
+
+
 class MismatchError(RunError):
     """The ranks issued different collectives, which may be why other ranks ended without a message.
     A restart would fail in the same way."""

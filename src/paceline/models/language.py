@@ -49,7 +49,7 @@ def load_language_model(config: Config, kind: ModelKind | None = None) -> nn.Mod
     import transformers
 
     from paceline.models import attention
-    from paceline.models.new_tokens import add_token_embeddings
+    from paceline.models.transforms.new_tokens import add_token_embeddings
     from paceline.models.weights import load_pretrained
 
     kind = kind or kind_of(config)
@@ -122,7 +122,7 @@ def language_model_on_meta(
     from paceline.models import attention
     from paceline.models.adapters.lora import add_adapters
     from paceline.models.adapters.quantize import quantize_layers
-    from paceline.models.new_tokens import add_token_embeddings, check_token_embeddings
+    from paceline.models.transforms.new_tokens import add_token_embeddings, check_token_embeddings
     from paceline.models.transforms.parameters import freeze_parameters
 
     args, kind = config.train_args, kind or kind_of(config)

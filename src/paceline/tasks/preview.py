@@ -18,7 +18,7 @@ from paceline.data.images import ImageDataset
 from paceline.data.sources.kinds import classifies_images
 from paceline.data.sources.resolve import ResolvedSource, open_source
 from paceline.data.sources.rows import MalformedRow, Unsupported
-from paceline.data.text.chunks import (
+from paceline.data.text.encoding.chunks import (
     NO_ANSWER,
     TOO_LONG,
     AnyEncoder,
@@ -27,7 +27,7 @@ from paceline.data.text.chunks import (
     make_encoder,
     unsupported_row,
 )
-from paceline.data.text.encode import Encoded
+from paceline.data.text.encoding.encoder import Encoded
 from paceline.data.text.labels import LabelConverter
 from paceline.data.text.new_tokens import config_tokenizer
 from paceline.data.text.templates import template_choice

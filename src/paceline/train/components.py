@@ -209,7 +209,9 @@ def build_model(task: Task, config: Config) -> nn.Module:
     guard_model(model)
     freeze_parameters(model, config.train_args)
     if config.adds_tokens:
-        from paceline.models.new_tokens import check_token_embeddings  # not needed by most runs
+        from paceline.models.transforms.new_tokens import (
+            check_token_embeddings,  # not needed by most runs
+        )
 
         check_token_embeddings(model, config)
     compile_blocks(model, config.train_args)

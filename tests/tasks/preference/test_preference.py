@@ -13,7 +13,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.preference.rows import AnswerConverter, PairConverter
 from paceline.data.sources.rows import MalformedRow, Unsupported
-from paceline.data.text.formats import Sample
+from paceline.data.text.sample import Sample
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.registry import check_strategy
 from paceline.tasks import load_task

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.data.text.chat_template import TemplateRefused
-from paceline.data.text.encode import Encoded, Encoder
-from paceline.data.text.formats import Sample, as_chat
+from paceline.data.text.encoding.encoder import Encoded, Encoder
+from paceline.data.text.sample import Sample, as_chat
 from paceline.data.text.tool_calls import Message
 
 

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing
 from paceline.data.text.chat_template import ChatTemplate
-from paceline.data.text.formats import FORMATS, LOSS_WEIGHT, RowConverter, Sample
+from paceline.data.text.formats import FORMATS, LOSS_WEIGHT, RowConverter
 from paceline.data.text.messages import unpack_list
+from paceline.data.text.sample import Sample
 
 _PROMPT_CHATS = ("messages", "conversations", "prompt")
 _QUESTIONS = ("prompt", "question", "query")

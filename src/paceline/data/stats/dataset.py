@@ -20,7 +20,7 @@ from paceline.core.events import DataFigures
 from paceline.core.log import Notice
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import open_source
-from paceline.data.text.chunks import NO_ANSWER, TOO_LONG
+from paceline.data.text.encoding.chunks import NO_ANSWER, TOO_LONG
 from paceline.data.text.new_tokens import ResolveModel
 from paceline.data.text.prepare import PreparedTokens, TextTask, prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
@@ -309,9 +309,9 @@ def duplicates(samples: Samples) -> Duplicates:
 def cut_by(limit: int, samples: Samples, overlong: str, documents: bool) -> LimitStats:
     """Return the loss of data in training with ``max_length=limit``.
 
-    As in :mod:`paceline.data.text.chunks`, documents are cut into samples and lose only a single
-    last token. Other samples are truncated, or dropped if no token that carries loss remains or if
-    ``truncation_strategy`` is `drop`.
+    As in :mod:`paceline.data.text.encoding.chunks`, documents are cut into samples and lose only a
+    single last token. Other samples are truncated, or dropped if no token that carries loss remains
+    or if ``truncation_strategy`` is `drop`.
     """
     lengths = samples.lengths
     over = lengths > limit

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.config.schema import Config
+from paceline.core.errors import NotStreamable
 from paceline.core.files import cache_dir
 from paceline.data.cache import key_of
 from paceline.data.order.build import rows_by_source, weight_schedule
-from paceline.data.streaming.choice import NotStreamable
 from paceline.data.streaming.dataset import RowEncoder, StreamedText
 from paceline.data.streaming.order import StreamShuffle
 from paceline.data.streaming.shards import ShardRows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError
+from paceline.core.errors import NotStreamable
 from paceline.core.files import human_bytes
 from paceline.core.log import Notice
 from paceline.data.sources.opening import take_count
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 
 #: `streaming: auto` streams more text than this.
 AUTO_BYTES = 1 << 30
-
-
-class NotStreamable(ConfigError):
-    """The data cannot be streamed. With ``streaming: auto`` it is tokenized before the start."""
 
 
 def try_stream(

@@ -13,7 +13,7 @@ from paceline.data.order.base import Order
 from paceline.data.sources.readers import LineBlock
 from paceline.data.sources.resolve import Place, rows_of_block
 from paceline.data.streaming.tables import RawRow
-from paceline.data.text.chunks import (
+from paceline.data.text.encoding.chunks import (
     AnyEncoder,
     Chunk,
     ChunkEncoder,
@@ -62,7 +62,7 @@ class RowEncoder:
 
     Args:
         setup: how rows are encoded.
-        cuts_documents: as in :class:`~paceline.data.text.chunks.ChunkEncoder`.
+        cuts_documents: as in :class:`~paceline.data.text.encoding.chunks.ChunkEncoder`.
     """
 
     def __init__(self, setup: Setup, cuts_documents: bool) -> None:

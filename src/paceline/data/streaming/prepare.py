@@ -30,7 +30,13 @@ from paceline.data.streaming.sources import StreamSource, find_sources, without_
 from paceline.data.streaming.streams import TextStreams
 from paceline.data.streaming.tables import TableRows
 from paceline.data.text.build import column_notices, nothing_kept
-from paceline.data.text.chunks import COUNTERS, RowCounts, Setup, make_converter, make_setup
+from paceline.data.text.encoding.chunks import (
+    COUNTERS,
+    RowCounts,
+    Setup,
+    make_converter,
+    make_setup,
+)
 from paceline.data.text.new_tokens import ResolveModel, config_tokenizer
 from paceline.data.text.prepare import TextTask, TokenEntry, split_indices, split_notice
 from paceline.data.text.templates import template_choice

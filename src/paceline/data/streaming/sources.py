@@ -10,14 +10,13 @@ import numpy as np
 
 from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, NotStreamable
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.data.cache import fingerprint, key_of
 from paceline.data.sources.opening import data_suffix, take_count
 from paceline.data.sources.readers import TEXT_SUFFIXES
 from paceline.data.sources.resolve import ResolvedSource, is_url, open_source
-from paceline.data.streaming.choice import NotStreamable
 from paceline.data.streaming.line_index import HASHED_BYTES
 from paceline.data.streaming.order import StreamShuffle
 from paceline.data.streaming.remote import identity, list_files

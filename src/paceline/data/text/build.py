@@ -16,20 +16,19 @@ from paceline.data.preference.dataset import ChosenLengthWriter
 from paceline.data.progress import Progress
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import ResolvedSource
-from paceline.data.text.chunks import (
+from paceline.data.text.encoding.chunks import (
     NO_ANSWER,
     TOO_LONG,
     AnyConverter,
     AnyEncoder,
     EncodedChunk,
     RowCounts,
-    encode_chunks,
     make_chunks,
     make_converter,
     make_encoder,
     make_setup,
-    start_workers,
 )
+from paceline.data.text.encoding.workers import encode_chunks, start_workers
 from paceline.data.text.formats import matching_formats
 from paceline.data.text.labels import LABEL_LISTS
 from paceline.data.text.refused_rows import MEDIA

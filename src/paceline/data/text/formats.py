@@ -30,42 +30,8 @@ from paceline.data.text.refused_rows import (
     check_text,
     check_without_format,
 )
-from paceline.data.text.token_dataset import Label
+from paceline.data.text.sample import Sample, as_chat, exchange
 from paceline.data.text.tool_calls import Message, read_tools
-
-
-@dataclass
-class Sample:
-    """A row in its canonical form: exactly one of ``messages``, ``pair`` (prompt, completion) and
-    ``text`` is set.
-
-    Args:
-        is_document: the text is an entire file, to be cut into samples.
-        trailing_turns: number of turns after the last answer, which are removed.
-        tools: passed to the chat template as `tools`.
-        excluded: indices of the messages whose loss the data disables.
-        labels: classes of a text or a pair of texts, which has no answer then.
-        has_list: the labels are a list, of any length.
-        images: paths or contents of the images of a chat, in the order of their places in it.
-        weight: factor of the loss, if a column has it.
-        rejected: the same prompt with the answer that the data prefers less, if it has one.
-        is_desirable: whether the data marks the only answer as good, if it marks answers.
-    """
-
-    messages: list[Message] | None = None
-    pair: tuple[str, str] | None = None
-    text: str | None = None
-    is_document: bool = False
-    trailing_turns: int = 0
-    tools: list[Row] | None = None
-    excluded: frozenset[int] = frozenset()
-    labels: tuple[Label, ...] = ()
-    has_list: bool = False
-    images: tuple[str | bytes, ...] = ()
-    weight: float | None = None
-    rejected: "Sample | None" = None
-    is_desirable: bool | None = None
-
 
 #: Accepted names of each column, the usual one first.
 _CHAT = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
@@ -428,7 +394,7 @@ class RowConverter:
         used = (prompt_key, answer_key, *_SYSTEM, "history", "reasoning_content")
         pair = (read_text(row, (prompt_key,), "prompt"), read_text(row, (answer_key,), "answer"))
         self._check_prompts(row, (prompt_key,))
-        turns = Chat([*earlier_turns(row), *_exchange(*pair)])
+        turns = Chat([*earlier_turns(row), *exchange(*pair)])
         self._add_reasoning(row, turns)
         is_pair = len(turns.messages) == 2 and len(turns.messages[-1]) == 2
         if is_pair and all(is_missing(row.get(name)) for name in _SYSTEM):
@@ -485,18 +451,6 @@ class RowConverter:
         return Sample(messages=used, trailing_turns=len(messages) - last - 1, excluded=excluded)
 
 
-def as_chat(sample: Sample, system: str | None) -> list[Message]:
-    """Return a prompt and its completion as a chat of two turns, after the system message if there
-    is one."""
-    assert sample.pair is not None
-    start: list[Message] = [{"role": "system", "content": system}] if system else []
-    return [*start, *_exchange(*sample.pair)]
-
-
-def _exchange(prompt: str, answer: str) -> list[Message]:
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-
-
 def _alpaca(row: Row) -> list[Message]:
     instruction = read_optional_text(row, ("instruction",)) or ""
     context = read_optional_text(row, _INPUT) or ""
@@ -504,4 +458,4 @@ def _alpaca(row: Row) -> list[Message]:
     question = "\n".join(part for part in (instruction, context) if part.strip())
     if not question:
         raise MalformedRow("empty prompt")
-    return [*earlier_turns(row), *_exchange(question, answer)]
+    return [*earlier_turns(row), *exchange(question, answer)]

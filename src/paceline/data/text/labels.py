@@ -14,9 +14,9 @@ import numpy as np
 
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, is_missing
-from paceline.data.text.encode import Encoded
-from paceline.data.text.formats import Sample
+from paceline.data.text.encoding.encoder import Encoded
 from paceline.data.text.messages import read_text
+from paceline.data.text.sample import Sample
 from paceline.data.text.token_dataset import LABEL_NAMES, Label
 from paceline.data.text.tokenizer import LoadedTokenizer
 
@@ -178,8 +178,9 @@ class LabelEncoder:
             pair first; None to leave them as they are.
 
     Attributes:
-        facts, refusals, pretrain, template: as in :class:`paceline.data.text.encode.Encoder`;
-            there is no answer and no chat template.
+        facts, refusals, pretrain, template: as in
+            :class:`paceline.data.text.encoding.encoder.Encoder`; there is no answer and no chat
+            template.
     """
 
     tokenizer: LoadedTokenizer

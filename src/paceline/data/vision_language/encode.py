@@ -10,8 +10,8 @@ import numpy as np
 
 from paceline.data.sources.rows import MalformedRow
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
-from paceline.data.text.encode import Encoded, Encoder
-from paceline.data.text.formats import Sample
+from paceline.data.text.encoding.encoder import Encoded, Encoder
+from paceline.data.text.sample import Sample
 from paceline.data.text.tool_calls import Message
 from paceline.data.vision_language.images import ImageProcessor
 from paceline.data.vision_language.rows import IMAGE_MARK, PLACEHOLDER

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data.sources.rows import MalformedRow, Unsupported, holds_nothing
-from paceline.data.text.formats import RowConverter, Sample
+from paceline.data.text.formats import RowConverter
+from paceline.data.text.sample import Sample
 from paceline.data.text.tool_calls import Message
 
 #: Path of an image file, or the content of one.

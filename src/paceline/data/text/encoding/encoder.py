@@ -11,7 +11,7 @@ import numpy as np
 from paceline.config.chat_names import TEMPLATE_NAMES
 from paceline.core.errors import ConfigError
 from paceline.data.text.chat_template import ChatTemplate, Rendered, Span, TemplateRefused
-from paceline.data.text.formats import Sample, as_chat
+from paceline.data.text.sample import Sample, as_chat
 from paceline.data.text.token_dataset import Label
 from paceline.data.text.tokenizer import LoadedTokenizer
 

@@ -1,19 +1,13 @@
-"""Split the rows of sources into chunks, and encode these in this process or in several worker
-processes.
+"""Split the rows of sources into chunks, and encode a chunk.
 
-Chunks are encoded independently of each other and returned in order, so the number of workers and
-their speed affect neither tokens nor counts.
+Chunks are encoded independently of each other, so the number of workers and their speed affect
+neither tokens nor counts.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -23,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError, RunError
+from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
-from paceline.core.stop import poll
 from paceline.data.counts import DataCounts
 from paceline.data.preference.encode import PreferenceEncoder
 from paceline.data.preference.rows import AnswerConverter, PairConverter
@@ -33,21 +26,20 @@ from paceline.data.sources.readers import DOCUMENT, LineBlock
 from paceline.data.sources.resolve import Place, ResolvedSource, rows_of_block
 from paceline.data.sources.rows import MalformedRow, Unsupported
 from paceline.data.text.chat_template import ChatTemplate
-from paceline.data.text.encode import Encoded, Encoder
-from paceline.data.text.formats import RowConverter, Sample
+from paceline.data.text.encoding.encoder import Encoded, Encoder
+from paceline.data.text.formats import RowConverter
 from paceline.data.text.labels import LabelConverter, LabelEncoder
+from paceline.data.text.sample import Sample
 from paceline.data.text.templates import TemplateChoice
 from paceline.data.text.token_dataset import Label
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 from paceline.data.vision_language.encode import ImageChatTemplate, ImageEncoder
 from paceline.data.vision_language.images import ImageProcessor
 from paceline.data.vision_language.rows import ImageRowConverter, with_paths
-from paceline.data.worker_pool import worker_pool
 
 TOO_LONG, NO_ANSWER = "longer than max_length", "no answer left after truncation"
 NO_LABELS = "no trainable tokens"
 _CHUNK_ROWS, _CHUNK_CHARS = 256, 2 << 20
-_CHUNKS_AHEAD = 4  # number of chunks per worker that may wait for an earlier chunk
 
 AnyEncoder = Encoder | LabelEncoder
 AnyConverter = RowConverter | LabelConverter | PairConverter | AnswerConverter
@@ -437,89 +429,3 @@ class ChunkEncoder:
         result.converted = {name: getattr(converter, name) for name in COUNTERS}
         result.facts, result.refusals = self.encoder.facts, self.encoder.refusals
         return result
-
-
-def encode_chunks(
-    chunks: Iterable[Chunk],
-    setup: Setup,
-    encoder: AnyEncoder,
-    pool: ProcessPoolExecutor | None,
-    num_workers: int,
-    setup_file: Path,
-) -> Iterator[EncodedChunk]:
-    """Yield the encoded chunks in the order of ``chunks``.
-
-    Args:
-        encoder: used if this process encodes them.
-        pool: the result of :func:`start_workers`; None to encode in this process.
-        setup_file: the path at which ``setup`` is stored for the worker processes.
-
-    Raises:
-        ConfigError: a row makes the data unusable. If there are several such rows, the error is
-            that of the first one.
-        RunError: a worker process was killed.
-    """
-    if pool is None:
-        encode = ChunkEncoder(setup, encoder)
-        for chunk in chunks:
-            poll()
-            yield encode(chunk)
-        return
-    # A pipe cannot buffer a tokenizer, so sending it would wait for each process in turn.
-    setup_file.write_bytes(pickle.dumps(setup))
-    try:
-        yield from _in_order(pool, num_workers, chunks, setup_file)
-    except BrokenProcessPool as error:
-        raise RunError(
-            "a worker process that tokenizes the data was killed, possibly by the out-of-memory"
-            " killer",
-            fix="free memory and run the command again; no tokens were stored",
-        ) from error
-    finally:
-        setup_file.unlink(missing_ok=True)
-
-
-def _in_order(
-    pool: ProcessPoolExecutor, num_workers: int, chunks: Iterable[Chunk], setup_file: Path
-) -> Iterator[EncodedChunk]:
-    pending: deque[Future[EncodedChunk]] = deque()
-    read_errors = []
-
-    def readable_chunks() -> Iterator[Chunk]:
-        try:
-            yield from chunks
-        except ConfigError as error:  # raised after the errors of earlier rows
-            read_errors.append(error)
-
-    for chunk in readable_chunks():
-        pending.append(pool.submit(_encode, setup_file, chunk))
-        while len(pending) >= num_workers * _CHUNKS_AHEAD or (pending and pending[0].done()):
-            poll()
-            yield pending.popleft().result()
-    while pending:
-        poll()
-        yield pending.popleft().result()
-    if read_errors:
-        raise read_errors[0]
-
-
-def start_workers(num_workers: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
-    """Start the processes that encode chunks, unless there is only one worker. They import their
-    modules while this process loads the tokenizer, and end with the block."""
-    return worker_pool(num_workers, _import_encoders) if num_workers > 1 else nullcontext()
-
-
-def _import_encoders() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per worker
-    import jinja2  # noqa: F401
-    import tokenizers  # noqa: F401
-
-
-_encoder: ChunkEncoder | None = None
-
-
-def _encode(setup_file: Path, chunk: Chunk) -> EncodedChunk:
-    global _encoder
-    if _encoder is None:
-        _encoder = ChunkEncoder(pickle.loads(setup_file.read_bytes()))
-    return _encoder(chunk)

@@ -1,0 +1,1 @@
+"""Tokenize rows: one at a time, or in chunks on several processes."""
