@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from paceline.checkpoint.format import name_of
 from paceline.checkpoint.reader import read_meta
 from paceline.checkpoint.remote import check_url, is_url
-from paceline.config.best_metric import check_best_metric
 from paceline.config.derive import ResolvedValues, derive
-from paceline.config.evaluation_metrics import check_lm_eval, check_metrics, idle_notice
 from paceline.config.load import Loaded
+from paceline.config.metrics.best import check_best_metric
+from paceline.config.metrics.evaluation import check_lm_eval, check_metrics, idle_notice
 from paceline.config.packages import check_loggers, check_optimizer_package
 from paceline.config.schema import Config
 from paceline.config.schema.train_args import TrainArgs

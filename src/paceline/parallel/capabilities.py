@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 
-from paceline.config.evaluation_metrics import generated_metrics
+from paceline.config.metrics.evaluation import generated_metrics
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from paceline.config.evaluation_metrics import is_lower_better
+from paceline.config.metrics.evaluation import is_lower_better
 from paceline.core.event_log import effective_events
 from paceline.core.events import EvalEvent, Event
 from paceline.core.formatting import finite, number

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from paceline.config.evaluation_metrics import value_names
+from paceline.config.metrics.evaluation import value_names
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.row_figures import SourceFigures

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from paceline.config.evaluation_metrics import generated_metrics
+from paceline.config.metrics.evaluation import generated_metrics
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.collate import TokenBatch, collate_padded

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from paceline.checkpoint.train_state import frozen_digest
-from paceline.config.best_metric import check_best_metric
 from paceline.config.derive import ResolvedValues
+from paceline.config.metrics.best import check_best_metric
 from paceline.config.schema import Config
 from paceline.core.errors import RunError
 from paceline.data.loader import LoaderOptions, StreamedDataset

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.config.evaluation_metrics import generated_metrics
+from paceline.config.metrics.evaluation import generated_metrics
 from paceline.config.schema import Config
 from paceline.core.events import EvalEvent
 from paceline.data.loader import LoaderOptions, eval_batches

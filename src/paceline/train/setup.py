@@ -17,8 +17,8 @@ from paceline.checkpoint.remote import CheckpointStore
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.checkpoint.train_state import check_same_model
 from paceline.checkpoint.transfer import open_checkpoint, transfer_notices
-from paceline.config.best_metric import selects_best_model
 from paceline.config.load import to_yaml
+from paceline.config.metrics.best import selects_best_model
 from paceline.core.errors import Outcome, PacelineError
 from paceline.core.event_log import EventLog
 from paceline.core.events import RunEndEvent

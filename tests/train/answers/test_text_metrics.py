@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config.evaluation_metrics import check_metrics
+from paceline.config.metrics.evaluation import check_metrics
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.train.answers.text_metrics import load_user_metrics, split_text, text_metric

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from paceline.config.evaluation_metrics import is_user_metric
+from paceline.config.metrics.evaluation import is_user_metric
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.user_code import import_user_module

@@ -13,8 +13,8 @@ from paceline.checkpoint.integrity import verify
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.checkpoint.train_state import load_train_state
 from paceline.checkpoint.transfer import open_checkpoint
-from paceline.config.best_metric import best_metric
 from paceline.config.derive import ResolvedValues
+from paceline.config.metrics.best import best_metric
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError, RunError, did_you_mean
 from paceline.core.formatting import counted

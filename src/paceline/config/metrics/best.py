@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from paceline.config.evaluation_metrics import is_lower_better
+from paceline.config.metrics.evaluation import is_lower_better
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError, did_you_mean
 

@@ -1,0 +1,1 @@
+"""Names of the metrics of an evaluation."""
