@@ -143,8 +143,8 @@ def test_rollback_of_a_stream_skips_only_its_batch(packing: str, tmp_path: Path)
     easy = {"prompt": "say", "completion": " the same thing again and again and again"}
     rows = [easy] * 200
     # Random words in one batch; the others have the same text.
-    words = random.Random(3)
-    hard = " ".join(str(words.randrange(10**9)) for _ in range(12))
+    numbers = random.Random(3)
+    hard = " ".join(str(numbers.randrange(10**9)) for _ in range(12))
     for number in range(80, 90):
         rows[number] = {"prompt": "say", "completion": hard}
     path = save(tmp_path / "a.jsonl", rows)
