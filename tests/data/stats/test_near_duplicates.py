@@ -22,6 +22,7 @@ def write(folder: Path, samples: list[np.ndarray]) -> TokenDataset:
         [np.ones(len(sample), dtype=np.bool_).tobytes() for sample in samples],
         [len(sample) for sample in samples],
         [len(sample) - 1 for sample in samples],
+        [None] * len(samples),
     )
     writer.close()
     return TokenDataset(folder)

@@ -77,7 +77,7 @@ def test_index_is_read_from_cache_until_file_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("rows.jsonl", '[{"text": "a"}]'), ("rows.json", "{}"), ("rows.txt", "a")]
+    ("name", "text"), [("rows.jsonl", '[{"text": "a"}]'), ("rows.json", "{}"), ("rows.xml", "a")]
 )
 def test_other_files_have_no_table(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)

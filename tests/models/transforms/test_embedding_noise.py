@@ -21,7 +21,7 @@ def make_dataset(folder: Path) -> TokenDataset:
     for number, length in enumerate(lengths):
         ids = np.full(length, number, dtype=np.int32)
         writer.extend(
-            [ids.tobytes()], [np.ones(length, np.bool_).tobytes()], [length], [length - 1]
+            [ids.tobytes()], [np.ones(length, np.bool_).tobytes()], [length], [length - 1], [None]
         )
     writer.close()
     return TokenDataset(folder, with_seeds=True)

@@ -62,6 +62,7 @@ const en = {
   "group.evaluation": "evaluation",
   "group.classify": "classify",
   "group.vision": "vision",
+  "group.preference": "preference",
   "group.recommend": "recommend",
   "group.parameter_server": "parameter_server",
   "group.recovery": "recovery",
