@@ -54,7 +54,7 @@ def unused_packages(config: Config) -> list[str]:
 
     The code of a custom task may import them, so then there are none.
     """
-    if config.task not in (*CAUSAL_TASKS, "classify", "recommend"):
+    if config.task not in (*CAUSAL_TASKS, "reward", "classify", "recommend"):
         return []
     needed = {OPTIMIZER_PACKAGES.get(config.train_args.optim)}
     if config.lora.quantize != "none":

@@ -219,7 +219,7 @@ def make_plan(
             allowed=f"an integer between 1 and {_MAX_DEVICES:,}",
         )
     memory = parse_size(device_memory) if isinstance(device_memory, str) else device_memory
-    if config.task not in (*CAUSAL_TASKS, "classify"):
+    if config.task not in (*CAUSAL_TASKS, "reward", "classify"):
         load_task(config)  # report a missing task before measuring anything
     machine = _machine(config, world_size, memory, device)
     if config.train_args.precision == "auto":

@@ -227,7 +227,7 @@ def pick(
     try:
         profile = describe(config)
     except ConfigError:
-        if config.task in (*CAUSAL_TASKS, "classify"):
+        if config.task in (*CAUSAL_TASKS, "reward", "classify"):
             raise
         return plain, f"{plain.strategy}: the model's memory is not known before it is built"
     batch = micro_batch(config)

@@ -22,6 +22,7 @@ BUILT_IN = {
     "orpo": "the same with an odds ratio and without a reference model",
     "simpo": "the same with mean log-probabilities and without a reference model",
     "kto": "language models, answers that are marked as good or bad",
+    "reward": "text classifiers that score answers, pairs of a preferred and a rejected answer",
     "classify": "images or texts into classes",
     "recommend": "click prediction with embedding tables",
 }
@@ -47,6 +48,10 @@ def load_task(config: Config) -> Task:
         from paceline.tasks.preference.task import PreferenceTask
 
         return PreferenceTask(config)
+    if name == "reward":
+        from paceline.tasks.preference.reward import RewardTask
+
+        return RewardTask(config)
     if name == "classify" and classifies_images(config):
         from paceline.tasks.classify import ClassifyTask
 
@@ -75,4 +80,4 @@ def uses_transformers(config: Config) -> bool:
     """Return whether the task trains a model of transformers that reads text."""
     if config.task == "classify":
         return not classifies_images(config)
-    return config.task in CAUSAL_TASKS
+    return config.task in (*CAUSAL_TASKS, "reward")

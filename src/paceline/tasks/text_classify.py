@@ -1,10 +1,8 @@
 """`task: classify` with texts."""
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,24 +13,13 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.cache import key_of
 from paceline.data.collate import pad_tokens
-from paceline.data.sources.resolve import check_hub_sources
 from paceline.data.text.labels import class_names, read_labels
 from paceline.data.text.prepare import PreparedTokens, prepare_tokens
 from paceline.data.text.token_dataset import LabeledDataset, LabeledSample
-from paceline.models import attention
-from paceline.models.adapters.check import check_adapters
-from paceline.models.adapters.lora import adapter_notices
-from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
-from paceline.models.classifiers.texts import (
-    class_settings,
-    known_classes,
-    load_text_classifier,
-)
-from paceline.models.files import check_files, check_hub
-from paceline.models.kinds import save_classes
-from paceline.models.language import save_language_model
-from paceline.tasks.base import Notice, Prepared, Task
+from paceline.models.classifiers.texts import class_settings, known_classes
+from paceline.tasks.base import Notice, Prepared
+from paceline.tasks.sequence_classifier import PaddedTexts, SequenceClassifierTask
 
 
 @dataclass(frozen=True)
@@ -52,22 +39,18 @@ class LabeledTexts:
     eval_numbers: list[int]
 
 
-class TextBatch(TypedDict):
-    """Texts padded on the right: ``input_ids``, ``attention_mask`` and ``token_type_ids`` int64
-    [texts, longest].
+class TextBatch(PaddedTexts):
+    """Texts with ``token_type_ids``, int64 [texts, longest].
 
     ``targets`` has the class of each text, int64 [texts], or 1 for each of its classes, float32
     [texts, num_classes].
     """
 
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
     token_type_ids: torch.Tensor
     targets: torch.Tensor
-    num_tokens: int
 
 
-class TextClassifyTask(Task):
+class TextClassifyTask(SequenceClassifierTask):
     """Trains a text classifier of Hugging Face, in full or with LoRA.
 
     The loss is the cross entropy in nats, summed over texts. If a text may have several classes, it
@@ -75,8 +58,6 @@ class TextClassifyTask(Task):
     """
 
     unit = "texts"
-    packed = False
-    tokenizes = True
     gathers = ("predictions", "targets")
 
     def __init__(self, config: Config) -> None:
@@ -84,25 +65,16 @@ class TextClassifyTask(Task):
         self.default_learning_rate = 1e-3 if config.model.startswith("builtin:") else 2e-5
         if config.lora.enable:
             self.default_learning_rate = 1e-4
-        self._has_types = False
 
-    def check(self) -> None:
-        if self.config.train_args.packing is True:
-            raise ConfigError(
-                "`train_args.packing: true` is not supported with `task: classify`: rows are padded"
-                " to the longest text of a micro-batch",
-                fix="leave `train_args.packing` out",
-            )
-        if self.config.train_args.neftune_noise_alpha is not None:
-            raise ConfigError(
-                "`train_args.neftune_noise_alpha` is not supported with `task: classify`: only"
-                " causal language models are trained with noise",
-                fix="leave `train_args.neftune_noise_alpha` out",
-            )
-        check_adapters(self.config)
-        check_files(self.config)
-        check_hub(self.config)
-        check_hub_sources(self.config)
+    @property
+    def _tokens(self) -> PreparedTokens:
+        texts: LabeledTexts = self._handle
+        return texts.tokens
+
+    @property
+    def _head_settings(self) -> Mapping[str, object]:
+        texts: LabeledTexts = self._handle
+        return class_settings(texts.classes, texts.is_multi)
 
     def prepare(self) -> Prepared:
         """Tokenize the texts, or find them in the token cache, and number the classes.
@@ -147,20 +119,6 @@ class TextClassifyTask(Task):
             return train, None
         return train, LabeledDataset(tokens.eval_folder, tokens.eval_indices, texts.eval_numbers)
 
-    def build_model(self) -> nn.Module:
-        texts: LabeledTexts = self._handle
-        return load_text_classifier(
-            self.config, texts.classes, texts.is_multi, texts.tokens.pad_token_id
-        )
-
-    def setup(self, model: nn.Module) -> list[Notice]:
-        base = base_model(model)
-        parameters = inspect.signature(base.forward).parameters
-        num_types = int(getattr(base.config, "type_vocab_size", 0) or 0)
-        self._has_types = "token_type_ids" in parameters and num_types > 1
-        attention.install_requested(base, self.config)
-        return adapter_notices(model, self.config) if self.config.lora.enable else []
-
     def collate(self, samples: Sequence[LabeledSample]) -> TextBatch:
         texts: LabeledTexts = self._handle
         ids = [sample["input_ids"] for sample in samples]
@@ -173,27 +131,14 @@ class TextClassifyTask(Task):
             targets = np.array([sample["classes"][0] for sample in samples], dtype=np.int64)
         types = [sample["labels_mask"].astype(np.int64) for sample in samples]
         return {
-            "input_ids": torch.from_numpy(pad_tokens(ids, texts.tokens.pad_token_id)),
-            "attention_mask": torch.from_numpy(pad_tokens(map(np.ones_like, ids), 0)),
+            **self._padded(ids),
             "token_type_ids": torch.from_numpy(pad_tokens(types, 0)),
             "targets": torch.from_numpy(targets),
-            "num_tokens": sum(map(len, ids)),
         }
-
-    def num_tokens(self, batch: TextBatch) -> int:
-        return int(batch["num_tokens"])
 
     def loss(self, model: nn.Module, batch: TextBatch) -> torch.Tensor:
         smoothing = self.config.train_args.label_smoothing_factor
         return self._loss(self._logits(model, batch), batch["targets"], smoothing)
-
-    def _logits(self, model: nn.Module, batch: TextBatch) -> torch.Tensor:
-        """Return the logits, float32 [texts, num_classes]."""
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-        if self._has_types:
-            inputs["token_type_ids"] = batch["token_type_ids"]
-        logits: torch.Tensor = model(**inputs).logits
-        return logits.float()
 
     def _loss(
         self, logits: torch.Tensor, targets: torch.Tensor, smoothing: float = 0.0
@@ -242,15 +187,6 @@ class TextClassifyTask(Task):
         if texts.is_multi:
             scores["f1_micro"] = float(2 * hits.sum() / totals.sum().clamp(min=1))
         return scores
-
-    def save_model(self, model: nn.Module, folder: Path) -> None:
-        """Write the model with the names of its classes, and the tokenizer, as transformers (or,
-        with adapters, peft) loads them."""
-        tokenizer = None if self.prepared is None else self.prepared.handle.tokens.tokenizer_path
-        save_language_model(model, tokenizer, folder)
-        if self.config.lora.enable and self.prepared is not None:
-            texts: LabeledTexts = self._handle
-            save_classes(class_settings(texts.classes, texts.is_multi), folder)
 
 
 def _class_notice(texts: LabeledTexts) -> Notice:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import digest, events, losses, run
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 VOCABULARY = ("alpha", "beta", "gamma", "delta", "red", "green", "blue", "tree")
 
@@ -43,7 +44,7 @@ def settings(task: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("task", ["dpo", "orpo", "kto", "simpo"])
+@pytest.mark.parametrize("task", ["dpo", "orpo", "kto", "simpo", "reward"])
 def test_strategies_agree(task: str, tmp_path: Path) -> None:
     modes = "ddp,zero1,zero2,zero3,dp"
     args = [*settings(task, tmp_path), f"output_dir={tmp_path / 'verify'}", "--world-size", "2"]
@@ -88,3 +89,34 @@ def test_adapters_start_at_the_reference(mode: str, tmp_path: Path) -> None:
     first = events(folder, "step")[0]
     assert first["metrics"]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
     assert losses(folder)[0] == pytest.approx(0.693147, abs=1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_reward_model_resumes_and_is_saved(has_adapter: bool, tmp_path: Path) -> None:
+    args = [
+        *settings("reward", tmp_path),
+        "parallel.num_gpus=2",
+        "parallel.mode=zero3",
+        f"lora.enable={str(has_adapter).lower()}",
+        "save_steps=3",
+        "max_steps=6",
+        "split_dataset_ratio=8",
+        "eval_steps=2",
+    ]
+    run(*args, f"output_dir={tmp_path / 'a'}", verb="train")
+    middle = tmp_path / "a" / "checkpoints" / "step-00000003"
+    run(*args, f"output_dir={tmp_path / 'b'}", f"resume={middle}", verb="train")
+    last = "checkpoints/step-00000006"
+    assert digest(tmp_path / "a" / last) == digest(tmp_path / "b" / last)
+    for evaluation in events(tmp_path / "a", "eval"):
+        assert {"accuracy", "margin", "max_reward"} <= set(evaluation["metrics"])
+    folder = tmp_path / "a" / "model"
+    if has_adapter:
+        folder = tmp_path / "merged"
+        run(str(tmp_path / "a"), "--merge", "--output", str(folder), verb="export")
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert model.config.num_labels == 1
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rewards = model(**tokenizer(["red tree", "blue"], return_tensors="pt", padding=True)).logits
+    assert rewards.shape == (2, 1)

@@ -48,3 +48,27 @@ def test_first_steps_agree(
             rounding = ROUNDING * beta * abs(theirs["logps/chosen"])
             expected_value = pytest.approx(theirs[name], rel=TOLERANCE, abs=rounding)
             assert value == expected_value, f"step {number + 1}: {name}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("data", "settings"),
+    [("pairs", {}), ("margins", {"center_rewards_coefficient": 0.01})],
+    ids=["plain", "margins"],
+)
+def test_reward_models_agree(
+    data: str, settings: dict[str, Any], kind: str, with_adapter: bool, tmp_path: Path
+) -> None:
+    model, rows = make_model(tmp_path / "model", kind, num_labels=1), make_rows(data)
+    adapter = make_adapter(model, tmp_path / "adapter", has_head=True) if with_adapter else None
+    expected = trl_steps("reward", model, rows, tmp_path / "trl", adapter, **settings)
+    actual = paceline_steps("reward", model, rows, tmp_path / "run", adapter, **settings)
+    assert len(actual) == len(expected) == 10
+    assert {"accuracy", "margin", "min_reward", "mean_reward", "max_reward"} <= actual[0].keys()
+    for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        for name, value in ours.items():
+            rounding = 0.0 if name in ("loss", "grad_norm") else ROUNDING
+            expected_value = pytest.approx(theirs[name], rel=TOLERANCE, abs=rounding)
+            assert value == expected_value, f"step {number + 1}: {name}"

@@ -50,15 +50,23 @@ def make_model(folder: Path, kind: str, num_labels: int | None = None) -> Path:
     return folder
 
 
-def make_adapter(model: Path, folder: Path) -> Path:
-    """Save an adapter of a causal language model that already changes its answers."""
+def make_adapter(model: Path, folder: Path, has_head: bool = False) -> Path:
+    """Save an adapter that already changes the answers of a causal language model, or the rewards
+    of a classifier."""
     import torch
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     torch.manual_seed(1)
-    settings = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear")
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), settings)
+    auto_class: Any = AutoModelForSequenceClassification if has_head else AutoModelForCausalLM
+    settings = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="SEQ_CLS" if has_head else None,
+    )
+    adapted = get_peft_model(auto_class.from_pretrained(model), settings)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
@@ -72,7 +80,8 @@ def _phrase(numbers: random.Random) -> str:
 
 
 def make_rows(task: str) -> list[dict[str, Any]]:
-    """Return rows with conversational prompts, enough for one epoch."""
+    """Return rows with conversational prompts, enough for one epoch; for ``margins`` pairs that
+    have one each."""
     numbers = random.Random(0)
     rows: list[dict[str, Any]] = []
     for number in range(STEPS * BATCH):
@@ -82,6 +91,8 @@ def make_rows(task: str) -> list[dict[str, Any]]:
             rows.append({"prompt": prompt, "completion": answers[0], "label": number % 3 > 0})
         else:
             rows.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
+        if task == "margins":
+            rows[-1]["margin"] = number % 4 / 4
     return rows
 
 

@@ -18,10 +18,10 @@ from paceline.config.compat.keys import (
     method_tables,
     methods_of,
     named_method,
+    task_of_method,
 )
 from paceline.config.entries import ConfigEntry, Problem, quoted_names
 from paceline.config.fields import KEYS, MAPPINGS, SECTIONS, SOURCE_KEYS
-from paceline.config.schema.tasks import PREFERENCE_TASKS
 from paceline.core.errors import nearest
 
 _MAX_SHOWN = 4
@@ -147,7 +147,7 @@ def unsupported_method(bindings: Sequence[KeyBinding], hints: Iterable[str]) -> 
     if not is_named:
         fix += ", or keep them without effect by adding `task: sft`"
     verb = "requires" if len(entries) == 1 else "require"
-    supported = [name for name in candidates if name in PREFERENCE_TASKS]
+    supported = dict.fromkeys(task for name in candidates if (task := task_of_method(name)))
     if supported and not is_named:
         tasks = " or ".join(f"`task: {name}`" for name in supported)
         return Problem(
@@ -166,8 +166,8 @@ def unsupported_method(bindings: Sequence[KeyBinding], hints: Iterable[str]) -> 
         f"{shown} {verb} {method}",
         entries[0],
         allowed=(
-            "`task: sft`, `pretrain`, `dpo`, `orpo`, `kto`, `simpo`, `classify`, `recommend`, and a"
-            " custom task as `./file.py:Class`"
+            "`task: sft`, `pretrain`, `dpo`, `orpo`, `kto`, `simpo`, `reward`, `classify`,"
+            " `recommend`, and a custom task as `./file.py:Class`"
         ),
         fix=fix,
         target="task",

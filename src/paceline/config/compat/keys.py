@@ -19,7 +19,7 @@ from typing import Any
 from paceline.config.compat import conversion, datasets, llamafactory, values
 from paceline.config.compat.conversion import Convert, by_case, read_table
 from paceline.config.compat.parallel import values as parallel_values
-from paceline.config.schema.tasks import PREFERENCE_TASKS
+from paceline.config.schema.tasks import ANSWER_TASKS
 
 #: Modules with the functions that ``convert`` names in ``aliases.yaml``.
 _CONVERTERS = {
@@ -229,11 +229,17 @@ def named_method(key: str, value: Any) -> str | None:
         return "rm" if key == "reward_model" else "prm"
     if key not in _NAMED_BY or not isinstance(value, str):
         return None
-    if key == "task" and value in PREFERENCE_TASKS:
+    if key == "task" and value in ANSWER_TASKS:
         return None
     name = value.strip().lower().replace("-", "_")
     name = _SPELLINGS.get(name, name)
     return name if name in method_tables().methods else None
+
+
+def task_of_method(method: str) -> str | None:
+    """Return Paceline's task that trains with a method of ``methods.yaml``, or None."""
+    tasks: dict[str, dict[str, str]] = read_table("preference.yaml")["tasks"]
+    return tasks[method]["task"] if method in tasks else None
 
 
 def methods_of(key: str, value: Any) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from paceline.config.compat.conversion import (
 )
 from paceline.config.compat.datasets import eval_sources, train_sources
 from paceline.config.compat.values import targets
-from paceline.config.schema.tasks import PREFERENCE_TASKS
+from paceline.config.schema.tasks import ANSWER_TASKS
 from paceline.config.yaml_read import YamlValue, parse_yaml
 from paceline.core.errors import ConfigError, did_you_mean
 
@@ -123,7 +123,7 @@ def _from_entry(
     source: dict[str, YamlValue] = {"path": _path(entry, root) + mark}
     form, columns = _shape(entry, pretrain=task == "pretrain")
     source["format"] = form
-    if task in PREFERENCE_TASKS:
+    if task in ANSWER_TASKS:
         columns |= {
             name: entry.columns[name]
             for name in ("chosen", "rejected", "kto_tag")
@@ -147,8 +147,8 @@ def _from_entry(
 def _check(entry: _Entry, task: str) -> None:
     """Raise an error for data of another training method, media, and unsupported settings."""
     preference = f"marks pairs of answers, which `task: {task}` does not train on"
-    other_data = "choose another dataset, or set `task: dpo`, `orpo` or `simpo`"
-    has_pairs = task in PREFERENCE_TASKS and task != "kto"
+    other_data = "choose another dataset, or set `task: dpo`, `orpo`, `simpo` or `reward`"
+    has_pairs = task in ANSWER_TASKS and task != "kto"
     if entry.values.get("ranking") and not has_pairs:
         raise entry.unsupported(f"`ranking: true` {preference}", other_data)
     for column in entry.columns:

@@ -14,7 +14,7 @@ from paceline.config.compat.conversion import Notice, is_off, read_table
 from paceline.config.compat.keys import DATA_KEYS, named_method
 from paceline.config.compat.merge import Assignment, Merge, SourceLine
 from paceline.config.entries import Problem, short
-from paceline.config.schema.tasks import PREFERENCE_TASKS
+from paceline.config.schema.tasks import ANSWER_TASKS
 
 _DIFFERENT_MEAN: Notice = (
     "warning",
@@ -46,7 +46,7 @@ def read_preferences(merge: Merge, hints: Iterable[str]) -> None:
         if methods <= _tables()["tasks"].keys():
             _Reader(merge, _task_of(merge, methods)).read()
     elif task is not None:
-        if task.value in PREFERENCE_TASKS:
+        if task.value in ANSWER_TASKS:
             _Reader(merge, task.value).read()
     elif merge.methods:
         methods = set(likely_methods(merge.methods, hints))

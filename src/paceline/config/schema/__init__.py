@@ -18,7 +18,7 @@ from paceline.config.schema.lora import Lora
 from paceline.config.schema.parallel import LocalSgd, Parallel, ParameterServer
 from paceline.config.schema.preference import LOSSES, Preference
 from paceline.config.schema.recovery import RecoveryConfig
-from paceline.config.schema.tasks import PREFERENCE_TASKS, Classify, Recommend
+from paceline.config.schema.tasks import ANSWER_TASKS, Classify, Recommend
 from paceline.config.schema.train_args import TrainArgs
 from paceline.config.schema.vision import Vision
 from paceline.core.hub import modelscope_name
@@ -45,8 +45,8 @@ class Config(Section):
     task: Text = Field(
         "sft",
         description=(
-            "`sft`, `pretrain`, `dpo`, `orpo`, `kto`, `simpo`, `classify`, `recommend`, or a custom"
-            " task as `./file.py:Class`."
+            "`sft`, `pretrain`, `dpo`, `orpo`, `kto`, `simpo`, `reward`, `classify`, `recommend`,"
+            " or a custom task as `./file.py:Class`."
         ),
     )
     dataset: Text | DatasetSource | list[Text | DatasetSource] = Field(
@@ -312,7 +312,7 @@ class Config(Section):
     def _check_preference(self) -> None:
         names = self.preference.loss_type
         known = LOSSES.get(self.task)
-        if names and known is None and self.task in PREFERENCE_TASKS:
+        if names and known is None and self.task in ANSWER_TASKS:
             raise ValueError(
                 f"preference.loss_type is not supported with task: {self.task}, which has a single"
                 " loss; remove it"

@@ -42,7 +42,8 @@ Losses = Annotated[list[str], BeforeValidator(_as_list), AfterValidator(_check_l
 
 
 class Preference(Section):
-    """Settings of `task: dpo`, `orpo`, `kto` and `simpo`, with the names of TRL's trainers."""
+    """Settings of `task: dpo`, `orpo`, `kto`, `simpo` and `reward`, with the names of TRL's
+    trainers."""
 
     beta: float = Field(
         0.1,
@@ -97,6 +98,14 @@ class Preference(Section):
         description=(
             "`simpo`: weight of the cross entropy of the preferred answers (CPO-SimPO); TRL's"
             " CPOTrainer defaults to 1."
+        ),
+    )
+    center_rewards_coefficient: float | None = Field(
+        None,
+        ge=0,
+        description=(
+            "`reward`: weight of the squared sum of the rewards of a pair, which keeps the mean of"
+            " the rewards near 0 (Eisenstein et al., 2023; 0.01 there). Default: none."
         ),
     )
     disable_dropout: bool = Field(

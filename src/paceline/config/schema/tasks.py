@@ -10,6 +10,8 @@ from paceline.config.schema.base import Names, Section, Text
 LANGUAGE_TASKS = ("sft", "pretrain")
 #: Tasks that train one on answers that are marked as preferred or not.
 PREFERENCE_TASKS = ("dpo", "orpo", "kto", "simpo")
+#: Tasks that train on answers that are marked as preferred or not, with any kind of model.
+ANSWER_TASKS = (*PREFERENCE_TASKS, "reward")
 #: All tasks that train a causal language model.
 CAUSAL_TASKS = (*LANGUAGE_TASKS, *PREFERENCE_TASKS)
 

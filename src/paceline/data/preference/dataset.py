@@ -13,6 +13,8 @@ from paceline.data.text.token_dataset import TokenDataset, TokenSample
 
 #: The number of tokens of each sample that belong to the preferred answer's sequence.
 _CHOSEN_LENGTHS = "chosen_lengths.npy"
+#: The difference that the scores of each pair should have at least. Missing if all are 0.
+_MARGINS = "margins.npy"
 
 
 class PreferenceSample(TokenSample):
@@ -22,6 +24,7 @@ class PreferenceSample(TokenSample):
     Args:
         chosen_length: tokens of the first sequence, that of the preferred answer; of a single
             sequence 0 if its answer is undesirable.
+        margin: difference that the scores of a pair should have at least.
         index: of the sample in the dataset.
         mismatched: the prompt of this sample with the answer of another one, if the dataset has
             such pairs.
@@ -29,6 +32,7 @@ class PreferenceSample(TokenSample):
     """
 
     chosen_length: int
+    margin: float
     index: int
     mismatched: NotRequired[TokenSample]
     reference: NotRequired[np.ndarray]
@@ -61,6 +65,8 @@ class PreferenceDataset(TokenDataset):
         self.reference: np.ndarray | None = None
         chosen = slice(None) if self.indices is None else self.indices
         self.chosen_lengths = np.load(self.folder / _CHOSEN_LENGTHS)[chosen]
+        margins = self.folder / _MARGINS
+        self.margins: np.ndarray | None = np.load(margins)[chosen] if margins.is_file() else None
 
     def __reduce__(self) -> Any:
         arguments = (self.folder, self.indices, self.mismatch_size, self.max_length)
@@ -72,6 +78,7 @@ class PreferenceDataset(TokenDataset):
             "input_ids": tokens["input_ids"],
             "labels_mask": tokens["labels_mask"],
             "chosen_length": int(self.chosen_lengths[index]),
+            "margin": 0.0 if self.margins is None else float(self.margins[index]),
             "index": index,
         }
         if self.mismatch_size:
@@ -90,16 +97,20 @@ class PreferenceDataset(TokenDataset):
         return {"input_ids": ids, "labels_mask": np.arange(len(ids)) >= len(prompt)}
 
 
-class ChosenLengthWriter:
-    """Append the lengths that :class:`PreferenceDataset` reads."""
+class PreferenceWriter:
+    """Append the lengths and margins that :class:`PreferenceDataset` reads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lengths = array("q")
+        self._margins = array("d")
 
-    def extend(self, lengths: Iterable[int]) -> None:
+    def extend(self, lengths: Iterable[int], margins: Iterable[float]) -> None:
         """Append those of several samples."""
         self._lengths.extend(lengths)
+        self._margins.extend(margins)
 
     def close(self) -> None:
         np.save(self.folder / _CHOSEN_LENGTHS, np.array(self._lengths, dtype=np.int64))
+        if any(self._margins):
+            np.save(self.folder / _MARGINS, np.array(self._margins, dtype=np.float32))

@@ -83,6 +83,7 @@ class PreferenceEncoder(Encoder):
             np.array([token for answer in answers for token in answer], dtype=np.int32),
             np.concatenate(masks),
             chosen_length=chosen_length,
+            margin=sample.margin,
         )
 
     def _ended(self, ids: list[int]) -> list[int]:

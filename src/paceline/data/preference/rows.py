@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from math import isinf
 from typing import Any, ClassVar
 
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing
@@ -48,7 +49,9 @@ class _PreferenceConverter:
     unmatched: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
     #: The columns with the preference.
-    own_columns = ("chosen", "chosen_response", *_REJECTED, "rejected", *_LABELS)
+    own_columns: ClassVar[tuple[str, ...]] = (
+        "chosen", "chosen_response", *_REJECTED, "rejected", *_LABELS,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         self._names = {name: self.columns.get(name, name) for name in self.own_columns}
@@ -195,6 +198,26 @@ class PairConverter(_PreferenceConverter):
             if name in rest:
                 return {**rest, name: _text_of(answer)}
         raise MalformedRow("the row has a rejected answer and no other answer")
+
+
+class MarginConverter(PairConverter):
+    """Convert the rows of one source to pairs, with the margin of each that has the column."""
+
+    own_columns = (*PairConverter.own_columns, "margin")
+
+    def __call__(self, row: Any) -> Sample:
+        """Convert one row.
+
+        Raises:
+            MalformedRow: the row cannot be used.
+            Unsupported: the dataset needs another kind of training.
+        """
+        sample = super().__call__(row)
+        margin = self._take(row)[0].get("margin", 0.0)
+        if isinstance(margin, bool) or not isinstance(margin, int | float) or isinf(margin):
+            raise MalformedRow("`margin` is not a number")
+        sample.margin = float(margin)
+        return sample
 
 
 class AnswerConverter(_PreferenceConverter):

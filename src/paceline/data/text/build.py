@@ -12,7 +12,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.events import DataFigures
 from paceline.core.log import Notice
-from paceline.data.preference.dataset import ChosenLengthWriter
+from paceline.data.preference.dataset import PreferenceWriter
 from paceline.data.progress import Progress
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import ResolvedSource
@@ -106,7 +106,7 @@ def build_entry(
             TokenWriter(folder),
             LabelWriter(folder) if task == "classify" else None,
             ImageWriter(folder) if task == "vision" else None,
-            ChosenLengthWriter(folder) if task in ("pairs", "answers") else None,
+            PreferenceWriter(folder) if task in ("pairs", "answers", "reward") else None,
         )
         progress = Progress(_text_bytes(sources))
         try:
@@ -124,7 +124,7 @@ class _Writers:
     tokens: TokenWriter
     labels: LabelWriter | None
     images: ImageWriter | None
-    chosen: ChosenLengthWriter | None
+    preferences: PreferenceWriter | None
 
     def add(self, encoded: EncodedChunk) -> None:
         """Append the samples of a chunk."""
@@ -139,8 +139,8 @@ class _Writers:
             self.labels.extend(encoded.labels)
         if self.images is not None:
             self.images.extend(encoded.images)
-        if self.chosen is not None:
-            self.chosen.extend(encoded.chosen_lengths)
+        if self.preferences is not None:
+            self.preferences.extend(encoded.chosen_lengths, encoded.margins)
 
     def close(self, has_lists: bool) -> None:
         """Write the files. ``has_lists`` states whether a label is a list."""
@@ -149,8 +149,8 @@ class _Writers:
             self.labels.close(is_multi=has_lists)
         if self.images is not None:
             self.images.close()
-        if self.chosen is not None:
-            self.chosen.close()
+        if self.preferences is not None:
+            self.preferences.close()
 
 
 @dataclass

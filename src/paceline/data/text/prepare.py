@@ -29,8 +29,9 @@ from paceline.data.text.tokenizer import tokenizer_fingerprint
 if TYPE_CHECKING:
     from paceline.data.text.build import EntryMeta, SourceMeta
 
-#: How the texts of a task are encoded; `pairs` and `answers`: answers with preferences.
-TextTask = Literal["sft", "pretrain", "classify", "vision", "pairs", "answers"]
+#: How the texts of a task are encoded; `pairs` and `answers`: answers with preferences,
+#: `reward`: pairs with margins.
+TextTask = Literal["sft", "pretrain", "classify", "vision", "pairs", "answers", "reward"]
 
 _META = "meta.json"
 

@@ -23,6 +23,7 @@ class Sample:
         weight: factor of the loss, if a column has it.
         rejected: the same prompt with the answer that the data prefers less, if it has one.
         is_desirable: whether the data marks the only answer as good, if it marks answers.
+        margin: difference that the scores of the answers should have at least.
     """
 
     messages: list[Message] | None = None
@@ -38,6 +39,7 @@ class Sample:
     weight: float | None = None
     rejected: "Sample | None" = None
     is_desirable: bool | None = None
+    margin: float = 0.0
 
 
 def as_chat(sample: Sample, system: str | None) -> list[Message]:

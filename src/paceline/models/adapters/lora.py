@@ -142,7 +142,7 @@ def _peft_config(model: Any, config: Config) -> Any:
         "modules_to_save": [*lora.modules_to_save, *embeddings] or None,
         "bias": "none",
         # With "SEQ_CLS", peft also trains the head of a classifier in full, and saves it.
-        "task_type": "SEQ_CLS" if config.task == "classify" else "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if config.task in ("classify", "reward") else "CAUSAL_LM",
     }
     if lora.method == "vera":
         if bypassed:  # VeraConfig cannot exclude modules

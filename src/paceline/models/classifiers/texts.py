@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.config.schema import Config
@@ -14,6 +14,12 @@ from paceline.models.language import load_language_model
 if TYPE_CHECKING:
     from torch import nn
 
+#: What the config of a reward model says about its head.
+REWARD_SETTINGS: Mapping[str, object] = {
+    "id2label": {0: "reward"},
+    "label2id": {"reward": 0},
+    "problem_type": None,
+}
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
 
 
@@ -36,20 +42,22 @@ def class_settings(classes: Sequence[str], is_multi: bool) -> dict[str, object]:
 
 
 def load_text_classifier(
-    config: Config, classes: Sequence[str], is_multi: bool, pad_token_id: int
+    config: Config, settings: Mapping[str, object], pad_token_id: int
 ) -> nn.Module:
     """Load the model to train, on the CPU, or on the meta device if that is the default device.
 
-    Its config has the names of the classes. A head that does not fit them is replaced by an
-    initialized one. With LoRA, the head is trained in full and saved with the adapters.
+    A head that does not fit the settings is replaced by an initialized one. With LoRA, the head is
+    trained in full and saved with the adapters.
+
+    Args:
+        settings: what the model's config says about its head.
+        pad_token_id: the token after shorter texts of a batch.
 
     Raises:
         ConfigError: the model cannot be loaded.
     """
-    kind = text_classifier(class_settings(classes, is_multi), has_new_head=True)
+    kind = text_classifier(settings, has_new_head=True)
     model = load_language_model(config, kind)
     # Decoders classify by the last token of a text, which they find by the padding after it.
-    model_config = base_model(model).config.get_text_config()
-    if model_config.pad_token_id is None:
-        model_config.pad_token_id = pad_token_id
+    base_model(model).config.get_text_config().pad_token_id = pad_token_id
     return model

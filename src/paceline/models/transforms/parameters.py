@@ -108,3 +108,10 @@ def _in_layers(model: nn.Module, number: int) -> set[str]:
 
 def _names_in(prefix: str, module: nn.Module) -> Iterator[str]:
     return (f"{prefix}.{name}" for name, _ in module.named_parameters())
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Turn off the dropout layers of a model and of its adapters."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0

@@ -411,7 +411,7 @@ PARAMETER_SERVER = (
         "task",
         "a parameter server keeps embedding tables on servers, and this task has none",
         "set `parallel.mode: ddp`, or `zero3` if memory is short",
-        unsupported=(*CAUSAL_TASKS, "classify"),
+        unsupported=(*CAUSAL_TASKS, "reward", "classify"),
         allowed=(
             "`task: recommend`, or a custom task whose model has paceline.models.recommend.Table"
         ),

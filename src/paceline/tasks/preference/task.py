@@ -18,6 +18,7 @@ from paceline.models import attention
 from paceline.models.builtin import resolve_model
 from paceline.models.head.chunked_loss import IGNORED, ChunkedLoss, chunked_loss
 from paceline.models.head.transform import output_head
+from paceline.models.transforms.parameters import disable_dropout
 from paceline.tasks.base import Notice, Prepared
 from paceline.tasks.language import LanguageTask
 from paceline.tasks.preference.objectives import Rows, make_objective
@@ -115,7 +116,7 @@ class PreferenceTask(LanguageTask):
     def build_model(self) -> Any:
         model = super().build_model()
         if self.config.preference.disable_dropout:
-            _disable_dropout(model)
+            disable_dropout(model)
         return model
 
     def setup(self, model: Any) -> list[Notice]:
@@ -349,9 +350,3 @@ def _parts_of(sample: PreferenceSample) -> tuple[TokenSample, TokenSample]:
         "labels_mask": sample["labels_mask"][length:],
     }
     return chosen, rejected
-
-
-def _disable_dropout(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0

@@ -7,7 +7,7 @@ from typing import Any
 from paceline.config.descriptions import chinese
 from paceline.config.fields import KEYS, SECTIONS, describe
 from paceline.config.schema import Config
-from paceline.config.schema.tasks import PREFERENCE_TASKS
+from paceline.config.schema.tasks import ANSWER_TASKS
 
 #: Keys that the form shows first, by group. All others are in their section, which is collapsed.
 COMMON: dict[str, tuple[str, ...]] = {
@@ -32,7 +32,7 @@ SUGGESTED: dict[str, tuple[str, ...]] = {
         "builtin:mlp",
         "builtin:dlrm",
     ),
-    "task": ("sft", "pretrain", *PREFERENCE_TASKS, "classify", "recommend"),
+    "task": ("sft", "pretrain", *ANSWER_TASKS, "classify", "recommend"),
     "parallel.mode": (
         "auto",
         "single",

@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
 from paceline.data.counts import DataCounts
 from paceline.data.preference.encode import PreferenceEncoder
-from paceline.data.preference.rows import AnswerConverter, PairConverter
+from paceline.data.preference.rows import AnswerConverter, MarginConverter, PairConverter
 from paceline.data.sources.readers import DOCUMENT, LineBlock
 from paceline.data.sources.resolve import Place, ResolvedSource, rows_of_block
 from paceline.data.sources.rows import MalformedRow, Unsupported
@@ -133,7 +133,7 @@ class EncodedChunk:
         labels: those of each labeled text.
         images: those of each sample.
         weights: factor of each sample's loss; None if the source has none.
-        chosen_lengths: those of each sample with preferences.
+        chosen_lengths, margins: those of each sample with preferences.
         converted: the counters of the :class:`RowConverter`, by name.
         facts, refusals: those of the :class:`Encoder`.
     """
@@ -150,6 +150,7 @@ class EncodedChunk:
     images: list[tuple[str | bytes, ...]] = field(default_factory=list)
     weights: list[float | None] = field(default_factory=list)
     chosen_lengths: list[int] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
     counts: RowCounts = field(default_factory=RowCounts)
     converted: dict[str, Counter[Any]] = field(default_factory=dict)
     facts: Counter[str] = field(default_factory=Counter)
@@ -212,6 +213,7 @@ class EncodedChunk:
         counts.kept += 1
         counts.truncated += longest > limit
         self.chosen_lengths.append(min(chosen_length, limit))
+        self.margins.append(encoded.margin)
         self._append(
             np.concatenate([ids[part] for part in parts]),
             np.concatenate([mask[part] for part in parts]),
@@ -301,8 +303,8 @@ def make_encoder(
         truncates = config.train_args.truncation_strategy == "truncate"
         return LabelEncoder(tokenizer, config.train_args.max_length if truncates else None)
     kind: Callable[..., Encoder] = Encoder
-    if task in ("pairs", "answers"):
-        kind = partial(PreferenceEncoder, has_pairs=task == "pairs")
+    if task in ("pairs", "answers", "reward"):
+        kind = partial(PreferenceEncoder, has_pairs=task != "answers")
     template_kind = ChatTemplate
     if task == "vision":
         assert folder is not None
@@ -328,6 +330,8 @@ def make_converter(source: ResolvedSource, encoder: AnyEncoder, config: Config) 
         kind = partial(ImageRowConverter, max_images=config.vision.max_images)
     if isinstance(encoder, PreferenceEncoder):
         kind = PairConverter if encoder.has_pairs else AnswerConverter
+        if config.task == "reward":
+            kind = MarginConverter
     return kind(
         source.label, spec.format, spec.columns, config.system, encoder.pretrain,
         ignore_columns=spec.ignore_columns, roles=spec.roles, template=encoder.template,

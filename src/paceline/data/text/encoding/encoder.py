@@ -39,6 +39,7 @@ class Encoded:
         weight: that of :class:`paceline.data.text.formats.Sample`.
         chosen_length: number of tokens of the sequence with the preferred answer, which comes first
             in a pair; of a single answer 0 if it is undesirable. None without preferences.
+        margin: that of :class:`paceline.data.text.sample.Sample`.
     """
 
     input_ids: np.ndarray
@@ -51,6 +52,7 @@ class Encoded:
     min_length: int = 0
     weight: float | None = None
     chosen_length: int | None = None
+    margin: float = 0.0
 
 
 @dataclass
