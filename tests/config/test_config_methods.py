@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from commands import run
 
-from paceline.config.compat.keys import method_tables
+from paceline.config.compat.keys import method_tables, task_of_method
 from paceline.config.load import Loaded
-from paceline.config.schema.tasks import PREFERENCE_TASKS
+from paceline.config.schema.tasks import ANSWER_TASKS
 from paceline.core.errors import ConfigError
 
 BASE = "model: m\ndataset: d\n"
@@ -20,11 +20,8 @@ Load = Callable[..., Loaded]
     ("text", "expected"),
     [
         ("rl: grpo\ntrl: {num_generations: 4}\nvllm: {port: 8000}", "GRPO"),
-        ("reward_model: true", "reward modeling"),
         ("process_reward_model: true", "process reward modeling"),
         ("rlhf_type: gkd", "GKD"),
-        ("rlhf_type: rm", "reward modeling"),
-        ("stage: rm", "reward modeling"),
         ("stage: ppo\nreward_model: saves/reward", "PPO"),
         ("task: ppo", "PPO"),
         ("loss_type: dr_grpo", "GRPO ("),
@@ -37,7 +34,6 @@ Load = Callable[..., Loaded]
         ),
         ("reward_model_path: r\nrloo_k: 2\nkl_coef: 0.03", "RLOO ("),
         ("reward_model_path: r\nnum_ppo_epochs: 4\nkl_coef: 0.05", "PPO ("),
-        ("center_rewards_coefficient: 0.01", "reward modeling"),
         ("teacher_model_name_or_path: t\nlmbda: 0.5\nbeta: 0.5", "GKD ("),
         ("kd_trainer: true\nkd_ce_alpha: 0.1", "knowledge distillation"),
         ("task_type: embedding", "embedding"),
@@ -75,6 +71,11 @@ def test_rejects_unsupported_method_by_name(load: Load, text: str, expected: str
         ("beta: 0.05\nloss_type: apo_zero", "dpo", {"loss_type": ["apo_zero"]}),
         ("beta: 0.1\ndesirable_weight: 1.3", "kto", {"desirable_weight": 1.3}),
         ("task: simpo\nbeta: 2.0", "simpo", {"beta": 2.0}),
+        ("stage: rm", "reward", {"center_rewards_coefficient": None}),
+        ("rlhf_type: rm", "reward", {}),
+        ("reward_model: true\nnum_labels: 1", "reward", {}),
+        ("center_rewards_coefficient: 0.01", "reward", {"center_rewards_coefficient": 0.01}),
+        ("task: reward\ndisable_dropout: false", "reward", {"disable_dropout": False}),
         ("task: dpo\nprecompute_ref_log_probs: true\nsync_ref_model: false", "dpo", {}),
     ],
 )
@@ -97,6 +98,7 @@ def test_reads_preference_training(
         ("stage: dpo\npref_loss: kto_pair", "this loss is not supported"),
         ("stage: dpo\nref_model: other", "not supported with `task: dpo`"),
         ("stage: kto\npref_ftx: 0.1", "not supported with `task: kto`"),
+        ("stage: rm\npref_beta: 0.2", "preference.beta is not supported with task: reward"),
     ],
 )
 def test_rejects_what_preference_training_lacks(load: Load, text: str, expected: str) -> None:
@@ -112,7 +114,6 @@ def test_rejects_what_preference_training_lacks(load: Load, text: str, expected:
             "dataset_mixture: {datasets: [{id: a, split: s, columns: [chosen, rejected], weight:"
             " 1.0}]}"
         ),
-        "datasets: [{path: a, type: bradley_terry.chat_template}]",
         "datasets: [{path: a, type: stepwise_supervised}]",
         "dataset: [{path: a, columns: {chosen: good, rejected: bad}}]",
     ],
@@ -189,7 +190,7 @@ def test_no_single_key_of_another_method_trains_sft(load: Load) -> None:
             task = load(BASE + text).config.task
         except ConfigError:  # the method, the value or the setting is not supported
             continue
-        assert task in {*PREFERENCE_TASKS} & {*methods}, text
+        assert task in {*ANSWER_TASKS} & {*map(task_of_method, methods)}, text
 
 
 def test_command_exits_with_2_and_writes_nothing(tmp_path: Path) -> None:

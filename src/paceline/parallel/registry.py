@@ -96,6 +96,7 @@ _FOR_ALL = (
     *ACTIVATION_OFFLOAD,
     *training.AVERAGE,
     limits.NO_DIVIDED_PREFERENCES,
+    limits.NO_DIVIDED_REWARDS,
 )
 _HYBRID = Capabilities(limits.HYBRID, reduces_in_buckets=True)
 _WORKERS_COUNT_EQUALLY = (

@@ -1,4 +1,4 @@
-"""`task: dpo`, `orpo`, `kto` and `simpo`: rows, tokens, losses, metrics and errors."""
+"""`task: dpo`, `orpo`, `kto`, `simpo` and `reward`: rows, tokens, losses, metrics and errors."""
 
 import json
 from pathlib import Path
@@ -88,7 +88,13 @@ def test_other_data_is_refused_or_dropped() -> None:
         PairConverter("data")({"prompt": "q", "completion": "a"})
 
 
-def make_task(path: Path, task: str, rows: list[dict[str, Any]], **train_args: Any) -> Any:
+def make_task(
+    path: Path,
+    task: str,
+    rows: list[dict[str, Any]],
+    settings: dict[str, Any] | None = None,
+    **train_args: Any,
+) -> Any:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     config = Config.model_validate(
         {
@@ -96,6 +102,7 @@ def make_task(path: Path, task: str, rows: list[dict[str, Any]], **train_args: A
             "task": task,
             "dataset": str(path),
             "train_args": {"precision": "32", **train_args},
+            **(settings or {}),
         }
     )
     made = load_task(config)
@@ -165,6 +172,34 @@ def test_loss_of_a_batch_is_the_sum_of_its_parts(task: str, tmp_path: Path) -> N
     assert made.metrics(gathered)["loss"] == pytest.approx(total / 3, rel=1e-5)
 
 
+def test_reward_of_pairs_with_margins(tmp_path: Path) -> None:
+    """The loss of padded pairs is that of the formula on each text alone."""
+    rows = [{**row, "margin": number / 2} for number, row in enumerate(ROWS)]
+    rows.append({**ROWS[0], "margin": "large"})
+    settings = {"preference": {"center_rewards_coefficient": 0.1}}
+    task = make_task(tmp_path / "rows.jsonl", "reward", rows, settings)
+    assert task.prepared.counts.dropped == {"`margin` is not a number": 1}
+    dataset, _ = task.build_datasets()
+    model = task.build_model()
+    task.setup(model)
+    batch = task.collate([dataset[index] for index in range(3)])
+    loss = task.loss(model, batch)
+    expected = []
+    for index in range(3):
+        ids = torch.from_numpy(dataset[index]["input_ids"]).long()
+        length = dataset[index]["chosen_length"]
+        good, bad = (
+            model(input_ids=part.unsqueeze(0)).logits[0, 0] for part in (ids[:length], ids[length:])
+        )
+        loss_of_pair = -functional.logsigmoid(good - bad - index / 2) + 0.1 * (good + bad) ** 2
+        expected.append(loss_of_pair.item())
+    assert loss.item() == pytest.approx(sum(expected), rel=1e-5)
+    with torch.no_grad():
+        metrics = task.metrics(task.evaluate(model, batch))
+    assert metrics["loss"] == pytest.approx(sum(expected) / 3, rel=1e-5)
+    assert metrics["min_reward"] <= metrics["mean_reward"] <= metrics["max_reward"]
+
+
 def test_prompt_of_kto_with_the_answer_of_the_row_before(tmp_path: Path) -> None:
     rows = [
         {"prompt": f"What is {n}?", "completion": f"It is {n}", "label": n % 2 == 0}
@@ -200,3 +235,16 @@ def test_settings_that_do_not_fit(tmp_path: Path) -> None:
     config = Config.model_validate({**base, "parallel": {"mode": "tensor"}})
     with pytest.raises(ConfigError, match="divided over ranks"):
         check_strategy("tensor", config, ParallelDims(tensor=2))
+    for preference, name in (({"beta": 0.2}, "beta"), ({"loss_type": "hinge"}, "loss_type")):
+        with pytest.raises(ValueError, match=f"preference.{name} is not supported with task: rew"):
+            Config.model_validate({**base, "task": "reward", "preference": preference})
+    with pytest.raises(ValueError, match="belongs to task: reward"):
+        Config.model_validate({**base, "preference": {"center_rewards_coefficient": 0.1}})
+    for args in ({"packing": True}, {"train_on_inputs": True}, {"packing_strategy": "bfd"}):
+        task = load_task(Config.model_validate({**base, "task": "reward", "train_args": args}))
+        with pytest.raises(ConfigError, match="`task: reward`"):
+            task.check()
+    for mode, dims in (("tensor", ParallelDims(tensor=2)), ("pipeline", ParallelDims(pipeline=2))):
+        config = Config.model_validate({**base, "task": "reward", "parallel": {"mode": mode}})
+        with pytest.raises(ConfigError, match="only the layers of causal language models"):
+            check_strategy(mode, config, dims)

@@ -55,14 +55,19 @@ def test_first_steps_agree(
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize(
     ("data", "settings"),
-    [("pairs", {}), ("margins", {"center_rewards_coefficient": 0.01})],
-    ids=["plain", "margins"],
+    [("pairs", {}), ("margins", {"center_rewards_coefficient": 0.01}), ("texts", {})],
+    ids=["plain", "margins", "texts"],
 )
 def test_reward_models_agree(
     data: str, settings: dict[str, Any], kind: str, with_adapter: bool, tmp_path: Path
 ) -> None:
     model, rows = make_model(tmp_path / "model", kind, num_labels=1), make_rows(data)
     adapter = make_adapter(model, tmp_path / "adapter", has_head=True) if with_adapter else None
+    if data == "texts":  # the end-of-sequence token is appended to texts without a chat template
+        (model / "chat_template.jinja").unlink()
+        rows = [
+            {name: _text(row[name]) for name in ("prompt", "chosen", "rejected")} for row in rows
+        ]
     expected = trl_steps("reward", model, rows, tmp_path / "trl", adapter, **settings)
     actual = paceline_steps("reward", model, rows, tmp_path / "run", adapter, **settings)
     assert len(actual) == len(expected) == 10
@@ -72,3 +77,7 @@ def test_reward_models_agree(
             rounding = 0.0 if name in ("loss", "grad_norm") else ROUNDING
             expected_value = pytest.approx(theirs[name], rel=TOLERANCE, abs=rounding)
             assert value == expected_value, f"step {number + 1}: {name}"
+
+
+def _text(turns: list[dict[str, str]]) -> str:
+    return "".join(f"{turn['role']}: {turn['content']} " for turn in turns)

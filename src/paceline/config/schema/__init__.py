@@ -16,7 +16,7 @@ from paceline.config.schema.data import DatasetSource, modelscope_sources
 from paceline.config.schema.evaluation import Evaluation
 from paceline.config.schema.lora import Lora
 from paceline.config.schema.parallel import LocalSgd, Parallel, ParameterServer
-from paceline.config.schema.preference import LOSSES, Preference
+from paceline.config.schema.preference import LOSSES, REWARD_KEYS, Preference
 from paceline.config.schema.recovery import RecoveryConfig
 from paceline.config.schema.tasks import ANSWER_TASKS, Classify, Recommend
 from paceline.config.schema.train_args import TrainArgs
@@ -316,6 +316,19 @@ class Config(Section):
             raise ValueError(
                 f"preference.loss_type is not supported with task: {self.task}, which has a single"
                 " loss; remove it"
+            )
+        if self.task == "reward":
+            for name, field in Preference.model_fields.items():
+                if name in REWARD_KEYS or getattr(self.preference, name) == field.default:
+                    continue
+                raise ValueError(
+                    f"preference.{name} is not supported with task: reward, which has"
+                    f" {', '.join(REWARD_KEYS)}; remove it"
+                )
+        elif self.preference.center_rewards_coefficient is not None:
+            raise ValueError(
+                f"preference.center_rewards_coefficient is not supported with task: {self.task}: it"
+                " belongs to task: reward; remove it"
             )
         for name in names or []:
             if known is not None and name not in known:

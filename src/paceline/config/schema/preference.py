@@ -18,6 +18,8 @@ Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_diverge
 _OF_DIFFERENCES = (
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft",
 )  # fmt: skip
+#: The settings of `task: reward`.
+REWARD_KEYS = ("center_rewards_coefficient", "disable_dropout")
 _SORTED = ("aot", "aot_pair", "aot_unpaired")
 
 

@@ -67,7 +67,10 @@ def check_pairs(row: Row, rejected: Collection[str], has_answer: bool) -> None:
         f"the rows are preference pairs ({_names([*good, *bad])}) for {methods} or another method"
         f" of preference training (ORPO, SimPO, CPO); {_UNSUPPORTED}",
         allowed=_SINGLE_ANSWER,
-        fix=f"set `task: dpo`, `orpo` or `simpo`; or {_sft_instead(row, good, bad, has_answer)}",
+        fix=(
+            "set `task: dpo`, `orpo`, `simpo` or `reward`; or"
+            f" {_sft_instead(row, good, bad, has_answer)}"
+        ),
     )
 
 

@@ -123,6 +123,14 @@ NO_DIVIDED_PREFERENCES = Limit(
     " `diloco`, `deepspeed`",
     subject=with_dims("tensor", "pipeline"),
 )
+NO_DIVIDED_REWARDS = Limit(
+    "task",
+    "only the layers of causal language models are divided over ranks",
+    "set `parallel.mode: ddp`, `zero2` or `zero3`",
+    unsupported=("reward",),
+    allowed="`parallel.mode: single`, `dp`, `ddp`, `zero1`, `zero2`, `zero3`",
+    subject=with_dims("tensor", "pipeline"),
+)
 NO_QUANTIZATION = Limit(
     "lora.quantize",
     "it splits, averages or copies weights as 16- or 32-bit numbers",
