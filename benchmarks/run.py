@@ -84,6 +84,7 @@ WARM_UP_STEPS = 2
 
 def main() -> int:
     args = _arguments()
+    common.PER_DEVICE = args.samples_per_device
     signal.signal(signal.SIGTERM, _on_sigterm)
     names = [name for name in CONTENDERS if name in args.only]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
@@ -126,6 +127,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--model", type=Path, help="config.json of a model, trained from random weights"
+    )
+    parser.add_argument(
+        "--samples-per-device",
+        type=int,
+        default=common.PER_DEVICE,
+        help=f"samples of a micro-batch (default {common.PER_DEVICE})",
     )
     parser.add_argument("--json", action="store_true", help="print all measurements as JSON")
     parser.add_argument(
