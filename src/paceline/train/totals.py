@@ -16,6 +16,8 @@ def add_totals(components: TrainComponents, batches: list[MicroBatch]) -> None:
     task, strategy = components.task, components.strategy
     world = strategy.world
     names = task.total_names
+    if not names:
+        return
     sums = torch.zeros(len(names), dtype=world.wide_dtype, device=world.device)
     for batch in batches:
 

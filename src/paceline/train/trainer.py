@@ -80,8 +80,7 @@ class Trainer:
         self._has_reported_no_rollback = False
 
     def train(self) -> Literal["done", "stopped"]:
-        """Train to the last step or until a stop is requested, and save the state in both cases,
-        unless the run only measures its steps."""
+        """Train to the last step or until a stop is requested, and save the state."""
         self.components.model.train()
         state, derived = self.state, self.spec.derived
         self.callbacks.on_train_begin(state)
@@ -136,8 +135,7 @@ class Trainer:
         self.metrics.data_ready()
         progress.enter("forward")
         counts = self.counts.start(batches)  # all-reduced during the first forward pass
-        if self.components.task.total_names:
-            add_totals(self.components, batches)
+        add_totals(self.components, batches)
         losses = LossAccumulator(self.ctx.device)
         timer = self.balancer.begin_step(batches)
         set_token_counts(strategy, counts.local_count, counts.denominator)
@@ -171,14 +169,13 @@ class Trainer:
     ) -> MicroStep:
         """Return the function with which the strategy computes the loss of a micro-batch."""
         task, precision = self.components.task, self.components.precision
-        progress, step = self.ctx.progress, self.state.step
-        seed = self.spec.config.train_args.seed
+        progress, step, args = self.ctx.progress, self.state.step, self.spec.config.train_args
         first_number, is_first_step = self.data.first_micro_batch, step == self.state.first_step
 
         def micro_step(number: int, model: nn.Module) -> torch.Tensor:
             batch = batches[number]
             progress.enter("forward")
-            seed_everything(seed, "step", step, first_number + number)
+            seed_everything(args.seed, "step", step, first_number + number)
             with precision.autocast():
                 loss = task.loss(model, batch.data)
             if is_first_step:
@@ -203,8 +200,7 @@ class Trainer:
 
     def roll_back_on_spike(self, loss_sum: torch.Tensor, count: float) -> bool:
         """Roll back instead of updating the weights if the loss spiked. ``loss_sum`` and ``count``
-        are this rank's terms of the global loss sum, in which each sample counts once, and of its
-        divisor. A collective."""
+        are this rank's terms of the global loss sum and of its divisor. A collective."""
         state, settings = self.state, self.spec.config.recovery
         if not settings.rollback_on_loss_spike:
             return False
@@ -219,9 +215,8 @@ class Trainer:
         return False
 
     def roll_back(self, spike: LossSpike) -> bool:
-        """Load the latest checkpoint before the current step, and skip the batch of this step from
-        now on. Returns False, without loading it, if too many batches have been skipped since that
-        checkpoint. A collective."""
+        """Load the latest checkpoint before this step, and skip this step's batch from now on.
+        Returns False if too many batches have been skipped since then. A collective."""
         state, comm = self.state, self.ctx.comm
         settings, step = self.spec.config.recovery, state.step
         self.checkpoints.finish()
