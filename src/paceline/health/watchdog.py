@@ -94,6 +94,9 @@ class Watchdog:
     def start(self) -> None:
         if self.settings.watchdog and self.world.size > 1:
             self._exchange = HeartbeatExchange(self.world.rank, self.world.size)
+            # Other ranks can only report a rank whose process ID they know, also if it is stopped
+            # before the thread runs for the first time.
+            self._exchange.publish()
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
 
