@@ -1,9 +1,10 @@
-"""Test the structure of the source tree: import cycles, sizes of files and folders, and the map in
-docs/architecture.md."""
+"""Test the structure of the source tree: import cycles, sizes of files and folders, untyped
+mappings, output that bypasses logging, and the map in docs/architecture.md."""
 
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ MAX_LINES = 500
 MAX_MODULES = 16
 #: One file per command or topic.
 ANY_NUMBER_OF_MODULES = {"commands", "explain/topics"}
+#: Folders and modules that print the results of commands.
+PRINTING = ("commands/", "cli.py")
+#: The console layer, which writes messages and progress.
+CONSOLE = ("core/log.py", "data/progress.py", "observe/console.py", "observe/terminal.py")
 
 
 def find_modules() -> dict[str, Path]:
@@ -96,6 +101,37 @@ def test_folders_hold_at_most_16_modules() -> None:
         sizes[path.parent.relative_to(SOURCE).as_posix()] += 1
     too_large = {name: size for name, size in sizes.items() if size > MAX_MODULES}
     assert {name: too_large[name] for name in too_large.keys() - ANY_NUMBER_OF_MODULES} == {}
+
+
+def parse_files() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield path.relative_to(SOURCE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def find_output(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Return the calls of ``print``, and the writes to the standard streams."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in ("print", "builtins.print") or re.fullmatch(
+                r"sys\.(__)?std(out|err)(__)?(\.buffer)?\.write(lines)?", called
+            ):
+                yield node.lineno, called
+
+
+def test_only_commands_and_the_console_print() -> None:
+    calls = [
+        f"{name}:{line} {called}"
+        for name, tree in parse_files()
+        if not name.startswith(PRINTING) and name not in CONSOLE
+        for line, called in find_output(tree)
+    ]
+    assert not calls, "use logging or `write_line`:\n" + "\n".join(calls)
+
+
+def test_output_is_detected() -> None:
+    text = "print(1)\nsys.stderr.write('')\nconsole.print('')\nsys.stdout.buffer.write(b'')"
+    assert [line for line, _ in find_output(ast.parse(text))] == [1, 2, 4]
 
 
 def read_map() -> list[tuple[str, str]]:

@@ -154,15 +154,28 @@ class ConsoleHandler(logging.Handler):
             return
         prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         line = clean(f"{prefix}{message}")
-        # Standard error may be closed, or a signal may interrupt another write: the run continues.
-        with suppress(OSError, ValueError, AttributeError, RuntimeError):
-            is_dumb = os.environ.get("TERM", "") in ("", "dumb", "unknown")
-            is_plain = is_dumb or os.environ.get("NO_COLOR") or not sys.stderr.isatty()
-            if prefix and not is_plain:
-                line = f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{line}{_RESET}"
-            with discarding_unread(sys.stderr):
-                sys.stderr.write(f"{line}\n")
-                sys.stderr.flush()
+        if prefix and _has_color():
+            line = f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{line}{_RESET}"
+        write_line(line)
+
+
+def _has_color() -> bool:
+    is_dumb = os.environ.get("TERM", "") in ("", "dumb", "unknown")
+    with suppress(ValueError, AttributeError):  # standard error may be closed or missing
+        return not is_dumb and not os.environ.get("NO_COLOR") and sys.stderr.isatty()
+    return False
+
+
+def write_line(line: str) -> None:
+    """Write a line on standard error, at every level of messages: for output of other processes,
+    which have selected and formatted it."""
+    # Standard error may be closed, or a signal may interrupt another write: the run continues.
+    with (
+        suppress(OSError, ValueError, AttributeError, RuntimeError),
+        discarding_unread(sys.stderr),
+    ):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 class NoticeRecorder(logging.Handler):

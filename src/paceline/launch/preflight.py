@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from paceline.core.errors import (
 )
 from paceline.core.events import Fault
 from paceline.core.formatting import counted
-from paceline.core.log import CONSOLE_ONLY, log_notices
+from paceline.core.log import CONSOLE_ONLY, log_notices, write_line
 from paceline.core.run_dir import RunDir
 from paceline.distributed.devices import (
     check_several_ranks,
@@ -408,7 +407,7 @@ def result_of(outcome: Outcome, options: TrainOptions, config: Config) -> TrainR
         return TrainResult(EXIT_DONE, report)
     if outcome["status"] == "failed":
         if options.debug and outcome.get("traceback"):
-            sys.stderr.write(f"{outcome['traceback']}\n")
+            write_line(outcome["traceback"])
         if outcome["exit_code"] == EXIT_USAGE:
             raise ConfigError(outcome["text"])
         raise ReportedError(

@@ -32,8 +32,8 @@ def main() -> None:
     os.dup2(2, 1)  # libraries print to standard output
     warnings.simplefilter("ignore")
     for line in sys.stdin:
-        json.dump(_result(json.loads(line)), results)
-        print(file=results, flush=True)
+        results.write(f"{json.dumps(_result(json.loads(line)))}\n")
+        results.flush()
 
 
 def _result(fields: Mapping[str, Any]) -> "dict[str, RankReport] | dict[str, str]":

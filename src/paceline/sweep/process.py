@@ -11,6 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
+from paceline.core.log import write_line
 from paceline.core.processes import exit_text
 from paceline.sweep.devices import DeviceShare
 
@@ -75,7 +76,7 @@ class RunnerProcess:
         if not chunk and self._output:
             lines, self._output = [self._output], b""
         for line in lines:
-            print(f"[{self.label}] {line.decode('utf-8', 'replace')}", file=sys.stderr)
+            write_line(f"[{self.label}] {line.decode('utf-8', 'replace')}")
         return bool(chunk)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
