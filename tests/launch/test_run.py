@@ -137,6 +137,7 @@ def test_generate_prints_json(full):
         str(folder), "What does json.dumps do?", "--json", "--max-new-tokens", "5", verb="generate"
     )
     assert set(json.loads(output.stdout)) == {"question", "answer"}
+    assert output.stderr == ""  # no messages of packages that the run does not use
 
 
 @pytest.mark.soak

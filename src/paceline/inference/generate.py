@@ -1,15 +1,20 @@
 """Generation with the model of a run."""
 
+from __future__ import annotations
+
 import json
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, first_line
 from paceline.models.blocks import base_model
 from paceline.models.kinds import LANGUAGE, saved_kind
 from paceline.models.language import qwen_folder
 from paceline.models.qwen import CONVERTED_KEY, converted_folder
+
+if TYPE_CHECKING:
+    from paceline.config.schema import Config
 
 
 def model_folder(run: Path) -> Path:
@@ -54,16 +59,24 @@ def load_generator(run: Path) -> tuple[Any, Any]:
 
 
 def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
-    """Return (model in eval mode on the CPU, tokenizer), with adapters on their base model."""
+    """Return (model in eval mode on the CPU, tokenizer), with adapters on their base model.
+
+    Optional packages that the config of the run does not use are hidden from this process, because
+    they take long to import and print messages.
+    """
     import transformers
     from transformers.utils import logging
 
+    from paceline.config.packages import hide_packages, unused_packages
     from paceline.models.weights import load_pretrained
 
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
     folder = model_folder(run)
     kind = saved_kind(folder)
+    run_config = _run_config(folder)
+    if run_config is not None:
+        hide_packages(unused_packages(run_config))
     if (folder / "config.json").is_file() and (original := qwen_folder(str(folder))) is not None:
         folder = converted_folder(original)
     base = folder
@@ -86,7 +99,8 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
             fix=f"check that {base} exists" if base != folder else None,
         ) from error
     if base != folder:
-        _round_base(model, folder)
+        if run_config is not None:
+            _round_base(model, run_config)
         from peft import PeftModel
 
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
@@ -95,18 +109,22 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def _round_base(model: Any, folder: Path) -> None:
-    """Give the base model of an adapter in the folder of a run the weights that it was trained on:
-    quantized ones have other values than the files of the model."""
+def _run_config(folder: Path) -> Config | None:
+    """Return the config of the run that has written the model folder, or None if it was not one."""
     from paceline.config.load import load_config
+
+    path = folder.parent / "config.yaml"
+    return load_config(path, {}).config if folder.name == "model" and path.is_file() else None
+
+
+def _round_base(model: Any, config: Config) -> None:
+    """Give the base model of an adapter the weights that it was trained on: quantized ones have
+    other values than the files of the model."""
     from paceline.models.adapters.check import check_adapters
     from paceline.models.adapters.quantize import round_weights
 
-    run_config = folder.parent / "config.yaml"
-    if folder.name == "model" and run_config.is_file():
-        config = load_config(run_config, {}).config
-        check_adapters(config)
-        round_weights(model, config)
+    check_adapters(config)
+    round_weights(model, config)
 
 
 def check_trained_length(model: Any, num_tokens: int) -> None:
