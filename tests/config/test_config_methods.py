@@ -77,6 +77,9 @@ def test_rejects_unsupported_method_by_name(load: Load, text: str, expected: str
         ("center_rewards_coefficient: 0.01", "reward", {"center_rewards_coefficient": 0.01}),
         ("task: reward\ndisable_dropout: false", "reward", {"disable_dropout": False}),
         ("task: dpo\nprecompute_ref_log_probs: true\nsync_ref_model: false", "dpo", {}),
+        ("rlhf_type: dpo\nref_model: m", "dpo", {}),
+        ("lora_task_type: SEQ_CLS", "reward", {}),
+        ("reward_model: true\nnum_labels: 1\nlora_task_type: SEQ_CLS", "reward", {}),
     ],
 )
 def test_reads_preference_training(
@@ -96,7 +99,12 @@ def test_reads_preference_training(
         ("rl: dpo\nuse_weighting: true", "not supported with `task: dpo`"),
         ("rl: dpo\nsync_ref_model: true", "not supported with `task: dpo`"),
         ("stage: dpo\npref_loss: kto_pair", "this loss is not supported"),
-        ("stage: dpo\nref_model: other", "not supported with `task: dpo`"),
+        ("stage: dpo\nref_model: other", "the reference is the model before training, and another"),
+        ("stage: dpo\nld_alpha: 0.5", "`task: dpo`: length-desensitized DPO is not supported"),
+        ("stage: dpo\ndpo_label_smoothing: 0.1", "smoothing of `loss_type: sigmoid` is not"),
+        ("task_type: seq_cls\nnum_labels: 1", "one label is regression, which is not supported"),
+        ("task_type: seq_cls\nproblem_type: regression", "regression is not supported"),
+        ("lora_task_type: TOKEN_CLS", "adapters of language models (`CAUSAL_LM`)"),
         ("stage: kto\npref_ftx: 0.1", "not supported with `task: kto`"),
         ("stage: rm\npref_beta: 0.2", "preference.beta is not supported with task: reward"),
     ],
@@ -150,6 +158,51 @@ def test_rejects_preference_data_by_its_columns(load: Load, data: str) -> None:
 )
 def test_accepts_supervised_configs(load: Load, text: str) -> None:
     assert load((BASE if "dataset:" not in text else "model: m\n") + text).config.task == "sft"
+
+
+@pytest.mark.parametrize(
+    ("rl", "fields", "columns"),
+    [
+        (
+            "dpo",
+            "{field_prompt: q, field_chosen: good, field_rejected: bad, prompt_format: '{prompt}'}",
+            {"prompt": "q", "chosen": "good", "rejected": "bad"},
+        ),
+        (
+            "kto",
+            "{field_prompt: q, field_completion: a, field_label: mark}",
+            {"prompt": "q", "completion": "a", "label": "mark"},
+        ),
+    ],
+)
+def test_reads_fields_of_own_preference_data(
+    load: Load, rl: str, fields: str, columns: dict[str, str]
+) -> None:
+    loaded = load(f"model: m\nrl: {rl}\ndatasets: [{{path: d, type: {fields}}}]")
+    (source,) = loaded.config.sources()
+    assert (source.format, source.columns) == ("auto", columns)
+    assert ("prompt_format" in fields) == any(
+        "`prompt_format`" in text for _, text in loaded.notices
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "unused"),
+    [
+        ("task: dpo\npreference: {label_smoothing: 0.1, beta: 0.2}", ["label_smoothing"]),
+        ("task: dpo\npreference: {label_smoothing: 0.1, loss_type: robust}", []),
+        ("task: dpo\npreference: {discopop_tau: 0.1, simpo_gamma: 1.0}",
+         ["discopop_tau", "simpo_gamma"]),
+        ("task: simpo\npreference: {label_smoothing: 0.1, simpo_gamma: 1.0}", []),
+        ("task: kto\npreference: {desirable_weight: 2.0, cpo_alpha: 1.0}", ["cpo_alpha"]),
+        ("task: sft\npreference: {disable_dropout: false}", ["disable_dropout"]),
+    ],
+)  # fmt: skip
+def test_reports_settings_that_the_task_does_not_use(
+    load: Load, text: str, unused: list[str]
+) -> None:
+    config = load(BASE + text).config
+    assert config.preference.unused(config.task) == unused
 
 
 def test_explicit_task_ignores_keys_of_other_methods(load: Load) -> None:

@@ -289,6 +289,8 @@ def _warn_about_idle_settings(
     idle_metrics = idle_notice(config)
     if idle_metrics is not None:
         logger.warning(idle_metrics)
+    for name in config.preference.unused(config.task):
+        logger.warning(f"`preference.{name}` has no effect with the loss of `task: {config.task}`")
     num_ranks = layout.num_processes
     if devices is not None:
         num_ranks = min(devices.count, num_ranks)

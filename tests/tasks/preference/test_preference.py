@@ -49,6 +49,17 @@ def turns(sample: Sample | None) -> list[str]:
         ({"messages": [*QUESTION, GOOD], "rejected_response": "bad"}, {}),
         ({"messages": [*QUESTION, GOOD], "rejected_messages": [*QUESTION, BAD]}, {}),
         ({"query": "q", "response": "good", "rejected_response": "bad"}, {}),
+        ({"question": "q", "chosen": "good", "rejected": "bad"}, {}),
+        ({"input": "q", "chosen": "good", "rejected": "bad"}, {}),
+        ({"instruction": "q", "chosen_response": "good", "rejected_response": "bad"}, {}),
+        (
+            {
+                "input": {"messages": QUESTION},
+                "preferred_output": [GOOD],
+                "non_preferred_output": [BAD],
+            },
+            {},
+        ),
         ({"x": "q", "y": "good", "z": "bad"}, {"prompt": "x", "chosen": "y", "rejected": "z"}),
     ],
 )

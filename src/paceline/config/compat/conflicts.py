@@ -102,6 +102,16 @@ def _jinja(merge: Merge, by: Assignment) -> Notice:
     return "info", "is the template in `chat_template_jinja`"
 
 
+def _regression(merge: Merge, by: Assignment) -> Notice:
+    """Check ms-swift's `num_labels: 1`, which is regression if the task is not a reward model."""
+    if merge.value_of("task") == "classify":
+        raise UnsupportedValue(
+            "one label is regression, which is not supported",
+            "use the tool this config was written for, or remove the key to train with classes",
+        )
+    return "info", "is ignored: the task determines the number of labels"
+
+
 def _save_names(merge: Merge, names: list[str], by: Assignment) -> str:
     """Add embeddings and heads that are named in addition to all linear layers to the modules
     trained in full."""
@@ -375,6 +385,7 @@ _ACTIONS: dict[str, _Action] = {
     "_target_regex": _target_regex,
     "_save_in_full": lambda merge, by: ("info", _save_names(merge, by.value, by)),
     "_jinja": _jinja,
+    "_regression": _regression,
     "_save_strategy": _save_strategy,
     "_saves_per_epoch": partial(_per_epoch, target="train_args.save_steps"),
     "_evals_per_epoch": partial(_per_epoch, target="train_args.eval_steps"),

@@ -36,7 +36,12 @@ _COLUMNS = {  # key of the other tool → the column it names
     "field_system": "system", "field_human": "prompt", "field_model": "completion",
     "field_tools": "tools", "message_field_training": "weight",
     "message_field_training_detail": "train_detail", "field_thinking": "reasoning_content",
-    "field_chosen": "chosen", "field_rejected": "rejected",
+    "field_chosen": "chosen", "field_rejected": "rejected", "field_prompt": "prompt",
+    "field_completion": "completion", "field_label": "label",
+}  # fmt: skip
+#: Fields of rows with preferences, whose format is detected.
+_PREFERENCE_FIELDS = {
+    "field_prompt", "field_chosen", "field_rejected", "field_completion", "field_label",
 }  # fmt: skip
 #: Ignored keys that change the training, and those that do not.
 _IGNORED_WITH_WARNING = {
@@ -238,7 +243,8 @@ def _set_type(
         if rest:
             text = "of `type`: prompts are formatted with the tokenizer's chat template"
             notices.append(("warning", f"{quoted_names(rest)} {text}"))
-        source.setdefault("format", "alpaca")
+        if not _PREFERENCE_FIELDS & kind.keys():
+            source.setdefault("format", "alpaca")
         return
     name = re.split(r"[.:]", str(kind).lower())[0]
     if name in _TYPES:

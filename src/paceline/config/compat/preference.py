@@ -85,6 +85,10 @@ def description(key: str) -> tuple[str, str] | None:
     for group in tables["ignored"]:
         if key in group["keys"].split():
             return group["level"], group["reason"]
+    if key in tables["reference_models"].split():
+        return "info", f"no effect if it is the model that is trained: {tables['refused'][key]}"
+    if key in tables["refused"]:
+        return "refused", tables["refused"][key]
     return None
 
 
@@ -138,8 +142,13 @@ class _Reader:
             self.merge.lines.append(SourceLine(binding, [], (*notices, ignored)))
         elif is_off(entry.value) or (name == "ld_alpha" and entry.value == 1):
             self.merge.lines.append(SourceLine(binding, [], tuple(notices)))
+        elif self._is_trained_model(name, entry.value):
+            text = "the reference is the model before training"
+            self.merge.lines.append(SourceLine(binding, [], (*notices, ("info", text))))
         else:
-            self._refuse(binding, f"it is not supported with `task: {self.task}`")
+            reason = self.tables["refused"].get(name)
+            text = f"it is not supported with `task: {self.task}`"
+            self._refuse(binding, text if reason is None else f"{text}: {reason}")
 
     def _named(self, method: str) -> dict[str, Any]:
         """Return what the name of a method sets."""
@@ -187,6 +196,13 @@ class _Reader:
                     )
                     return
         self._refuse(binding, "set `preference.loss_type` and `preference.loss_weights` instead")
+
+    def _is_trained_model(self, name: str, value: Any) -> bool:
+        """Return whether a key names the model that is trained as the reference model."""
+        return name in self.tables["reference_models"].split() and any(
+            assigned.target == "model" and assigned.value == value
+            for assigned in self.merge.assigned
+        )
 
     def _ignored(self, name: str) -> Notice | None:
         for group in self.tables["ignored"]:

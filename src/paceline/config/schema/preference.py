@@ -5,6 +5,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.config.schema.base import Section
+from paceline.config.schema.tasks import ANSWER_TASKS
 
 PairLoss = Literal[
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard",
@@ -20,6 +21,17 @@ _OF_DIFFERENCES = (
 )  # fmt: skip
 #: The settings of `task: reward`.
 REWARD_KEYS = ("center_rewards_coefficient", "disable_dropout")
+#: Settings that only some tasks use, and of `dpo` only some losses (empty: all).
+_USES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "label_smoothing": (("dpo", "simpo"), ("robust", "exo_pair")),
+    "f_divergence_type": (("dpo",), ()),
+    "f_alpha_divergence_coef": (("dpo",), ()),
+    "discopop_tau": (("dpo",), ("discopop",)),
+    "desirable_weight": (("kto",), ()),
+    "undesirable_weight": (("kto",), ()),
+    "simpo_gamma": (("simpo",), ()),
+    "cpo_alpha": (("simpo",), ()),
+}
 _SORTED = ("aot", "aot_pair", "aot_unpaired")
 
 
@@ -113,6 +125,22 @@ class Preference(Section):
     disable_dropout: bool = Field(
         True, description="Turn off the dropout layers of the model and of the adapters."
     )
+
+    def unused(self, task: str) -> list[str]:
+        """Return the names of the settings that have been changed and that a task does not use."""
+        losses = self.loss_type or [LOSSES["dpo"][0]]
+
+        def is_used(name: str) -> bool:
+            tasks, losses_of_dpo = _USES.get(name, (ANSWER_TASKS, ()))
+            is_of_loss = not losses_of_dpo or not set(losses_of_dpo).isdisjoint(losses)
+            return task in tasks and (task != "dpo" or is_of_loss)
+
+        changed = [
+            name
+            for name, field in type(self).model_fields.items()
+            if getattr(self, name) != field.default
+        ]
+        return [name for name in changed if not is_used(name)]
 
     def losses(self, task: str) -> list[tuple[str, float]]:
         """Return the losses of ``dpo`` or ``kto`` with their weights."""

@@ -1,9 +1,9 @@
 """Convert rows to pairs of answers, or to single answers that are marked as good or bad.
 
-A pair is in the columns `chosen` and `rejected`, whose prompt is explicit (`prompt`, `instruction`,
-`messages` or `conversations`) or implicit (what both have in common); or the rejected answer is in
-`rejected_response` or `rejected_messages`, beside a usual row. A single answer is a usual row with
-a `label` or `kto_tag`.
+A pair is in the columns `chosen` and `rejected` (or the names of other tools), whose prompt is
+explicit (`prompt`, `question`, `instruction`, `input`, `messages` or `conversations`) or implicit
+(what both have in common); or the rejected answer is in `rejected_response` or `rejected_messages`,
+beside a usual row. A single answer is a usual row with a `label` or `kto_tag`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from paceline.data.text.sample import Sample
 
 _PROMPT_CHATS = ("messages", "conversations", "prompt")
 _QUESTIONS = ("prompt", "question", "query")
+#: Other names of `chosen` and `rejected`: axolotl's, and those of OpenAI's API.
+_PAIRS = (("chosen_response", "rejected_response"), ("preferred_output", "non_preferred_output"))
 _REJECTED = ("rejected_response", "rejected_messages")
 _LABELS = ("label", "kto_tag", "kto_label")
 _ANSWERS = ("response", "output", "completion", "answer")
@@ -50,7 +52,7 @@ class _PreferenceConverter:
 
     #: The columns with the preference.
     own_columns: ClassVar[tuple[str, ...]] = (
-        "chosen", "chosen_response", *_REJECTED, "rejected", *_LABELS,
+        "chosen", "chosen_response", *_REJECTED, "rejected", *_PAIRS[1], *_LABELS,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -117,22 +119,23 @@ class PairConverter(_PreferenceConverter):
             Unsupported: the dataset needs another kind of training.
         """
         marks, rest = self._take(row)
-        if "chosen_response" in marks and "rejected_response" in marks:
-            marks = {
-                "chosen": marks["chosen_response"],
-                "rejected": marks["rejected_response"],
-            }
+        for good, bad in _PAIRS:
+            if good in marks and bad in marks:
+                marks = {"chosen": marks[good], "rejected": marks[bad]}
+        prompt = rest.get("input")
+        if isinstance(prompt, dict):  # OpenAI's prompt: `{messages: […], tools: […]}`
+            rest = {**rest, "input": None, **prompt}
         if "chosen" in marks and "rejected" in marks:
             make = self._answer_rows(rest, marks["chosen"], marks["rejected"])
-            good, bad = make(marks["chosen"]), make(marks["rejected"])
+            chosen, rejected = make(marks["chosen"]), make(marks["rejected"])
         elif any(name in marks for name in _REJECTED):
-            good, bad = rest, self._with_rejected(rest, marks)
+            chosen, rejected = rest, self._with_rejected(rest, marks)
         else:
             self._check_kind(marks, rest)
             self.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow("the row has no pair of answers")
-        sample = _answered(self._convert(good))
-        sample.rejected = _answered(self._convert_second(bad))
+        sample = _answered(self._convert(chosen))
+        sample.rejected = _answered(self._convert_second(rejected))
         return sample
 
     def _check_kind(self, marks: Row, rest: Row) -> None:
@@ -162,14 +165,16 @@ class PairConverter(_PreferenceConverter):
             ),
             None,
         )
+        has_instruction = self._column("instruction") in rest
+        questions = _QUESTIONS if has_instruction else (*_QUESTIONS, "input")
         question = next(
-            (name for name in map(self._column, _QUESTIONS) if isinstance(rest.get(name), str)),
+            (name for name in map(self._column, questions) if isinstance(rest.get(name), str)),
             None,
         )
         others = {name: value for name, value in rest.items() if name not in (chat, question)}
         if chat is not None:
             return partial(_after_turns, others, unpack_list(rest[chat]))
-        if self._column("instruction") in rest and isinstance(chosen, str | dict):
+        if has_instruction and isinstance(chosen, str | dict):
             return lambda answer: {**rest, self._column("output"): _text_of(answer)}
         if not isinstance(chosen, str):
             text = None if question is None else str(rest[question])

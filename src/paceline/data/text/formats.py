@@ -42,7 +42,7 @@ _PAIRS = (
     ("prompt", "completion"), ("question", "answer"), ("query", "response"), ("prompt", "response"),
     ("question", "response"),
     ("query", "answer"), ("prompt", "answer"), ("input", "output"), ("problem", "solution"),
-    ("prompt", "output"),
+    ("prompt", "output"), ("question", "completion"),
 )  # fmt: skip
 _TEXT = ("text", "content", "story", "document")
 _TOOLS = ("tools", "functions")

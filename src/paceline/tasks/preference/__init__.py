@@ -1,1 +1,1 @@
-"""Preference training: DPO, ORPO, KTO and SimPO."""
+"""Preference training: DPO, ORPO, KTO, SimPO and reward models."""
