@@ -1,4 +1,4 @@
-"""Dataset downloads from a local HTTP server that imitates the Hugging Face Hub."""
+"""Datasets and configs from a local HTTP server that imitates the Hugging Face Hub."""
 
 import json
 import os
@@ -42,6 +42,9 @@ class _HubHandler(BaseHTTPRequestHandler):
             self._respond(json.dumps(dataset_info).encode(), Content_Type="application/json")
         elif self.path.endswith(f"resolve/{COMMIT}/train.jsonl"):
             self._respond(ROWS, ETag=f'"{BLOB}"', X_Repo_Commit=COMMIT)
+        elif self.path == "/user/pictures/resolve/main/config.json":
+            body = json.dumps({"model_type": "smolvlm"}).encode()
+            self._respond(body, ETag=f'"{BLOB}"', X_Repo_Commit=COMMIT)
         elif self.path.startswith("/api/datasets/"):
             self._respond(b"{}", 404, X_Error_Code="RepoNotFound")
         else:
@@ -101,6 +104,18 @@ def test_rows_of_hub_dataset_are_streamed(hub: ThreadingHTTPServer, tmp_path: Pa
     output = execute(code, hub, tmp_path)
     assert output.startswith("20 20 ")
     assert "user/rows: 1 file on the hub" in output
+
+
+@pytest.mark.slow
+def test_vision_language_model_is_recognized_before_it_is_downloaded(
+    hub: ThreadingHTTPServer, tmp_path: Path
+) -> None:
+    code = (
+        "from paceline.config.schema import Config; from paceline.models.kinds import reads_images"
+        "\nfor name in ('user/pictures', 'user/missing'): print(reads_images(Config(model=name,"
+        " dataset='d')))"
+    )
+    assert execute(code, hub, tmp_path).split() == ["True", "False"]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from paceline.core.hub import is_hub_id, unreachable
 from paceline.models.json_config import read_object
 from paceline.models.qwen import as_qwen2_config
 
@@ -103,6 +104,14 @@ def download_config(name: str) -> None:
     # Each client library raises its own types of network errors.
     with contextlib.suppress(Exception):
         hf_hub_download(canonical_id(name), "config.json")
+
+
+@cache
+def fetch_config(name: str) -> None:
+    """Download the config.json of a hub ID if it is neither in the hub's cache nor in the table of
+    well-known models, and the hub can be reached. Tried once per process."""
+    if is_hub_id(name) and read_raw_config(name) is None and unreachable() is None:
+        download_config(name)
 
 
 @cache

@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.config.schema import Config
 from paceline.core.files import write_json_atomic
 from paceline.models.builtin import model_type
+from paceline.models.hub_configs import fetch_config
 from paceline.models.json_config import read_object
 
 _CLASSIFIER = "ForSequenceClassification"
@@ -68,7 +69,9 @@ VISION_FAMILIES = {
 
 
 def vision_family(model: str) -> VisionFamily | None:
-    """Return the family of a vision-language model, or None for another model."""
+    """Return the family of a vision-language model, or None for another model. The config.json of a
+    hub ID is downloaded if it is not known, because it decides how the model is trained."""
+    fetch_config(model)
     return VISION_FAMILIES.get(model_type(model) or "")
 
 
@@ -129,5 +132,7 @@ def saved_kind(folder: Path) -> ModelKind:
         return text_classifier({}, has_new_head=False)
     if folder.joinpath("adapter_config.json").is_file():
         base = (read_object(folder / "adapter_config.json") or {}).get("base_model_name_or_path")
-        content = read_object(Path(str(base)).expanduser() / "config.json") or {}
-    return VISION_LANGUAGE if content.get("model_type") in VISION_FAMILIES else LANGUAGE
+        is_vision = vision_family(str(base)) is not None
+    else:
+        is_vision = content.get("model_type") in VISION_FAMILIES
+    return VISION_LANGUAGE if is_vision else LANGUAGE

@@ -105,6 +105,39 @@ def test_card_of_a_model_without_a_run(tmp_path: Path) -> None:
     assert "## Results" not in card
 
 
+@pytest.mark.parametrize(
+    ("task", "files", "expected"),
+    [
+        (
+            "sft",
+            {"config.json": {"model_type": "llava"}},
+            ["pipeline_tag: image-text-to-text", "AutoModelForImageTextToText", "AutoProcessor"],
+        ),
+        (
+            "reward",
+            {"config.json": {"architectures": ["Qwen2ForSequenceClassification"]}},
+            ["pipeline_tag: text-classification", "AutoModelForSequenceClassification.from_pretra"],
+        ),
+        (
+            "classify",
+            {"adapter_config.json": {}, "classes.json": {"id2label": {"0": "bad", "1": "good"}}},
+            ["pipeline_tag: text-classification", 'from_pretrained("me/x", num_labels=2)'],
+        ),
+        ("dpo", {"config.json": {"model_type": "qwen2"}}, ["AutoModelForCausalLM.from_pretrained"]),
+    ],
+)
+def test_card_tells_how_the_model_is_loaded(
+    finished_run: Path, task: str, files: dict[str, object], expected: list[str]
+) -> None:
+    events = [json.loads(line) for line in (finished_run / "events.jsonl").read_text().splitlines()]
+    events[0]["config"]["task"] = task
+    (finished_run / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    for name, content in files.items():
+        (finished_run / "model" / name).write_text(json.dumps(content))
+    card = model_card(finished_run, finished_run / "model", "me/x")
+    assert all(text in card for text in expected), card
+
+
 def test_failed_upload_commits_nothing_and_can_be_repeated(
     hub: HubStandIn, finished_run: Path
 ) -> None:

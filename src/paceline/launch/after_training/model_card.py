@@ -1,6 +1,7 @@
 """The model card of a trained model: ``README.md`` in its repository. Imports no torch."""
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,16 @@ from paceline.core.event_log import read_events
 from paceline.core.events import RunStartEvent
 from paceline.core.hub import is_hub_id
 from paceline.core.run_dir import RunDir
+from paceline.models.kinds import LANGUAGE, saved_kind
 
 #: Keys of the config that belong to the machine of the run and not to the training.
 _LOCAL_KEYS = ("output_dir", "checkpoint_dir", "resume")
-_TASK_TAGS = dict.fromkeys(CAUSAL_TASKS, "text-generation")
+#: The hub's tag of the models that transformers' class loads.
+_PIPELINE_TAGS = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForSequenceClassification": "text-classification",
+}
 
 
 def model_card(run: Path, folder: Path, repository: str) -> str:
@@ -30,13 +37,16 @@ def model_card(run: Path, folder: Path, repository: str) -> str:
     config: dict[str, Any] = {**(start.get("config") or {})}
     is_adapter = (folder / "adapter_config.json").is_file()
     sources = _sources(config)
+    auto_class = _auto_class(config, folder)
+    metadata = _metadata(config, sources, is_adapter, auto_class)
     page = {
-        "metadata": yaml.safe_dump(_metadata(config, sources, is_adapter), sort_keys=False),
+        "metadata": yaml.safe_dump(metadata, sort_keys=False),
         "name": repository.rpartition("/")[2],
         "repository": repository,
         "base": _public(str(config.get("model") or "unknown")),
         "is_adapter": is_adapter,
-        "is_language_model": config.get("task") in _TASK_TAGS,
+        "auto_class": auto_class,
+        "num_labels": _num_labels(folder) if is_adapter else None,
         "has_adapters": bool((config.get("lora") or {}).get("enable")),
         "task": config.get("task"),
         "sources": [_public(source) for source in sources],
@@ -86,15 +96,33 @@ def _public(name: str) -> str:
     return Path(name).name
 
 
-def _metadata(config: dict[str, Any], sources: list[str], is_adapter: bool) -> dict[str, Any]:
+def _auto_class(config: dict[str, Any], folder: Path) -> str | None:
+    """Return the name of transformers' class that loads the model; None if none of them does, or if
+    the task is not known."""
+    auto_class = saved_kind(folder).auto_class
+    is_saved_here = config.get("task") in (*CAUSAL_TASKS, "reward", "classify")
+    if is_saved_here and (auto_class != LANGUAGE.auto_class or config["task"] in CAUSAL_TASKS):
+        return auto_class
+    return None
+
+
+def _num_labels(folder: Path) -> int | None:
+    """Return the number of classes of the adapters of a text classifier, or None for others."""
+    names = saved_kind(folder).settings.get("id2label")
+    return len(names) if isinstance(names, Mapping) else None
+
+
+def _metadata(
+    config: dict[str, Any], sources: list[str], is_adapter: bool, auto_class: str | None
+) -> dict[str, Any]:
     base, task = str(config.get("model") or ""), str(config.get("task"))
     adapters = (config.get("lora") or {}).get("enable")
     metadata: dict[str, Any] = {
         "library_name": "peft" if is_adapter else "transformers",
         "tags": ["paceline", task, *(["lora"] if adapters else [])],
     }
-    if task in _TASK_TAGS:
-        metadata["pipeline_tag"] = _TASK_TAGS[task]
+    if auto_class is not None:
+        metadata["pipeline_tag"] = _PIPELINE_TAGS[auto_class]
     if _is_public(base):
         metadata["base_model"] = base
     public = [source.partition("#")[0] for source in sources if _is_public(source)]
