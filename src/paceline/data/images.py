@@ -1,9 +1,10 @@
-"""Image datasets: scikit-learn's digits, and folders with one subfolder per class."""
+"""Image datasets: scikit-learn's digits, folders with one subfolder per class, and tar shards."""
 
 from __future__ import annotations
 
 import gzip
 import importlib.util
+import io
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,8 +15,10 @@ import numpy as np
 from paceline.core.errors import ConfigError, RunError, did_you_mean, first_line
 from paceline.core.log import Notice
 from paceline.data.cache import key_of
+from paceline.data.image_shards import names_shards, open_image_shards
 from paceline.data.sources.opening import take_count
 from paceline.data.sources.readers import SPLITS
+from paceline.data.sources.tar import read_tar_file
 from paceline.distributed.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -23,7 +26,8 @@ if TYPE_CHECKING:
 
 DIGITS = "builtin:digits"
 _ALLOWED = (
-    f"{DIGITS}, or a folder with one subfolder of images per class; either as path#N for N images"
+    f"{DIGITS}, a folder with one subfolder of images per class, or tar shards (WebDataset); each"
+    " also as path#N for N images"
 )
 
 
@@ -47,14 +51,15 @@ class ImageIndex:
     """The locations and classes of the images of one source, without pixels. Small and picklable.
 
     Args:
-        source: DIGITS, or the folder as an absolute path.
-        names: for a folder, each image's path below it; None for the digits.
-        rows: for the digits, each image's row in scikit-learn's table; None for a folder.
+        source: DIGITS, or the folder of the images or tar shards as an absolute path.
+        names: each image's path below the folder (for those in tar shards:
+            :attr:`~paceline.data.sources.tar.TarFile.path`); None for the digits.
+        rows: for the digits, each image's row in scikit-learn's table; None for others.
         labels: index of each image's class, int64 [num_images].
         classes: names of the classes, by index.
         dropped: number of skipped files, by reason.
         notices: messages to log.
-        sizes: for a folder, each file's size in bytes.
+        sizes: each image's size in bytes; None for the digits.
     """
 
     source: str
@@ -89,15 +94,14 @@ class ImageIndex:
 
 
 def open_images(path: str, seed: int) -> ImageIndex:
-    """Find the images of a dataset. Reads the names in a folder and the header of each file, but no
-    pixels.
+    """Find the images of a dataset. Reads names and the header of each file, but no pixels.
 
     Args:
-        path: ``builtin:digits`` or a folder; with ``#N``, the first N images of a shuffle that
-            depends only on ``seed``.
+        path: ``builtin:digits``, a folder or tar shards; with ``#N``, the first N images of a
+            shuffle that depends only on ``seed``.
 
     Raises:
-        ConfigError: the folder does not exist, or has no class subfolders or readable images.
+        ConfigError: the folder or a shard does not exist, or has no classes or readable images.
     """
     name, count = take_count(path, "images")
     if name.startswith("builtin:"):
@@ -110,6 +114,8 @@ def open_images(path: str, seed: int) -> ImageIndex:
         _, digits = _digits_table()
         classes = [str(digit) for digit in range(10)]
         index = ImageIndex(DIGITS, None, np.arange(len(digits)), digits, classes)
+    elif names_shards(name):
+        index = _shard_index(name)
     else:
         index = _folder_index(Path(name).expanduser())
     if count is None:
@@ -206,6 +212,20 @@ def _folder_index(folder: Path) -> ImageIndex:
     return index
 
 
+def _shard_index(name: str) -> ImageIndex:
+    shards = open_image_shards(name)
+    return ImageIndex(
+        shards.source,
+        shards.names,
+        None,
+        shards.labels,
+        shards.classes,
+        dict(shards.dropped),
+        shards.notices,
+        shards.sizes,
+    )
+
+
 def _check_not_splits(folder: Path, subfolders: list[Path]) -> None:
     """Raise ConfigError if the subfolders are splits, which contain the class folders."""
     split_names = set().union(*SPLITS.values())
@@ -296,8 +316,11 @@ class ImageDataset:
 
 
 def read_image(file: Path, form: ImageForm) -> torch.Tensor:
-    """Read an image file as float32 [channels, height, width] in [0, 1], resized to the form's size
+    """Read an image as float32 [channels, height, width] in [0, 1], resized to the form's size
     (bilinear).
+
+    Args:
+        file: its path, or :attr:`~paceline.data.sources.tar.TarFile.path`.
 
     Raises:
         RunError: the file cannot be decoded.
@@ -305,8 +328,9 @@ def read_image(file: Path, form: ImageForm) -> torch.Tensor:
     import torch
     from PIL import Image, ImageOps
 
+    content = read_tar_file(str(file))
     try:
-        with Image.open(file) as opened:
+        with Image.open(file if content is None else io.BytesIO(content)) as opened:
             image: Any = ImageOps.exif_transpose(opened).convert(
                 "RGB" if form.channels == 3 else "L"
             )

@@ -68,6 +68,12 @@ class SequenceClassifierTask(Task):
                 " language models are trained with noise",
                 fix="leave `train_args.neftune_noise_alpha` out",
             )
+        if self.config.streaming is True:
+            raise ConfigError(
+                f"`streaming: true` is not supported with {task} on texts: the classes are known"
+                " once all rows have been read",
+                fix="leave `streaming` out",
+            )
         check_adapters(self.config)
         check_files(self.config)
         check_hub(self.config)

@@ -255,10 +255,12 @@ class Config(Section):
     def streaming_conflict(self) -> tuple[str, str, str] | None:
         """Return the setting with which the data cannot be streamed, the reason, and what to do;
         None if there is no such setting."""
-        if self.task not in ("sft", "pretrain"):
+        # The images of task: classify are always read while training runs; its texts are refused by
+        # the task.
+        if self.task not in ("sft", "pretrain", "classify"):
             return (
                 f"task: {self.task}",
-                "only task: sft and task: pretrain stream their data",
+                "only task: sft, task: pretrain and image classification stream their data",
                 "set streaming: false",
             )
         if (

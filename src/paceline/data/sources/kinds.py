@@ -6,11 +6,12 @@ from paceline.config.schema import Config
 from paceline.data.sources.builtin import LABELED_DATASETS
 from paceline.data.sources.opening import take_count
 from paceline.data.sources.readers import is_table, is_text
+from paceline.data.sources.tar import is_tar
 
 
 def classifies_images(config: Config) -> bool:
-    """Return whether ``dataset`` has images: the digits, or a folder with subfolders or without
-    data files.
+    """Return whether ``dataset`` has images: the digits, tar shards, or a folder with subfolders or
+    without data files.
 
     Files, folders of data files, patterns, hub IDs and built-in datasets of labeled texts have
     texts.
@@ -18,10 +19,13 @@ def classifies_images(config: Config) -> bool:
     name, _ = take_count(config.sources()[0].path, "images or texts")
     if name.startswith("builtin:"):
         return name.removeprefix("builtin:") not in LABELED_DATASETS
+    if is_tar(name):
+        return True
     path = Path(name).expanduser()
     if path.is_dir():
         entries = list(path.iterdir())
-        return any(entry.is_dir() for entry in entries) or not any(map(is_table, entries))
+        is_data = [is_table(entry) and not is_tar(entry.name) for entry in entries]
+        return any(entry.is_dir() for entry in entries) or not any(is_data)
     if path.exists():
         return not (is_table(path) or is_text(path))
     if any(character in name for character in "*?["):

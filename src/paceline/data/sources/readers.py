@@ -27,14 +27,16 @@ from paceline.data.sources.opening import (
     text_lines,
 )
 from paceline.data.sources.rows import Row
+from paceline.data.sources.tar import TAR_SUFFIX, tar_rows
 
 NumberedRows = Iterator[tuple[int, Any]]
 
-TABLE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+TABLE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", TAR_SUFFIX)
 TEXT_SUFFIXES = (".txt", ".md")
 KINDS = (
-    "JSON (.json), JSON lines (.jsonl), CSV (.csv, .tsv), Parquet (.parquet), Arrow (.arrow), plain"
-    " text (.txt, .md); JSON, CSV and text also compressed (.gz, .bz2, .xz, .zst)"
+    "JSON (.json), JSON lines (.jsonl), CSV (.csv, .tsv), Parquet (.parquet), Arrow (.arrow), tar"
+    " shards of samples (.tar), plain text (.txt, .md); JSON, CSV and text also compressed (.gz,"
+    " .bz2, .xz, .zst)"
 )
 #: The names that splits have in files and file names.
 SPLITS = {
@@ -108,13 +110,16 @@ def read_file(
         return _parquet(path, position)
     if suffix == ".arrow":
         return _arrow(path, position)
+    if suffix == TAR_SUFFIX:
+        return tar_rows(path)
     if suffix in TEXT_SUFFIXES:
         return _text(path, position)
     raise unknown_kind(path)
 
 
 def is_table(path: Path) -> bool:
-    """Return whether the file name is that of a table: JSON, CSV, Parquet or Arrow."""
+    """Return whether the file name is that of a table: JSON, CSV, Parquet, Arrow, or a tar shard of
+    samples."""
     return data_suffix(path) in TABLE_SUFFIXES
 
 
@@ -129,7 +134,7 @@ def unknown_kind(path: Path) -> ConfigError:
     if suffix in COMPRESSED_SUFFIXES:
         what = f"`{path}`: the file name does not show the type of the compressed data"
         fix = f"rename the file to match its content, e.g. `{path.stem}.jsonl{path.suffix}`"
-    elif suffix in (".zip", ".tar", ".tgz", ".7z", ".rar"):
+    elif suffix in (".zip", ".tgz", ".7z", ".rar"):
         what = f"`{path}` is an archive"
         fix = "unpack it and use the folder or file inside"
     else:
@@ -200,11 +205,13 @@ def parse_lines(block: LineBlock) -> NumberedRows:
 def _parsed(line: str, number: int, path: Path) -> Any:
     try:
         return json.loads(line.rstrip("\r\n"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _invalid_json(path, number, line, error) from error
 
 
-def _invalid_json(path: Path, number: int, line: str, error: ValueError) -> ConfigError:
+def _invalid_json(
+    path: Path, number: int, line: str, error: ValueError | RecursionError
+) -> ConfigError:
     column = getattr(error, "pos", 0)
     before, text = max(0, column - 30), line.rstrip("\r\n")
     prefix = "…" if before else ""

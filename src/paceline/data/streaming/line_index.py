@@ -27,10 +27,12 @@ class LineIndex:
     Args:
         folder: the entry of the cache.
         num_rows: number of rows, without blank lines.
+        size: of the file in bytes.
     """
 
     folder: Path
     num_rows: int
+    size: int
     _handle: int | None = field(default=None, repr=False)
     _blanks: np.ndarray | None = field(default=None, repr=False)
 
@@ -66,7 +68,8 @@ def open_index(path: Path, *, quoted: bool = False) -> LineIndex:
         (staging / _META).write_text(json.dumps({"rows": num_rows, "file": str(path)}))
 
     build_once(folder, _META, build)
-    return LineIndex(folder, int(json.loads((folder / _META).read_text())["rows"]))
+    num_rows = int(json.loads((folder / _META).read_text())["rows"])
+    return LineIndex(folder, num_rows, path.stat().st_size)
 
 
 def _write_index(path: Path, folder: Path, quoted: bool) -> int:

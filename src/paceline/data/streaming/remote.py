@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -13,9 +14,12 @@ from paceline.data.sources.readers import is_table
 _FILE = "data"
 
 
-def list_files(url: str) -> list[str]:
+def list_files(url: str, is_data: Callable[[Path], bool] = is_table) -> list[str]:
     """Return the URLs of the data files at ``url``: a file, a pattern, or all data files below a
     folder, sorted.
+
+    Args:
+        is_data: whether a file is a data file, by its name.
 
     Raises:
         ConfigError: the location cannot be read or has no data files, or a package is missing.
@@ -30,7 +34,7 @@ def list_files(url: str) -> list[str]:
             paths = fs.find(path)
     except Exception as error:  # each store's library raises errors of its own
         raise _unreachable(url, error) from error
-    files = sorted(str(fs.unstrip_protocol(name)) for name in paths if is_table(Path(name)))
+    files = sorted(str(fs.unstrip_protocol(name)) for name in paths if is_data(Path(name)))
     if not files:
         raise ConfigError(f"`{url}` has no data files", fix="check the URL")
     return files

@@ -13,7 +13,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from paceline.core.errors import ConfigError, first_line
+from paceline.core.errors import ConfigError, RunError, first_line
 from paceline.data.sources.opening import (
     HEAD_BYTES,
     compression_of,
@@ -34,6 +34,7 @@ from paceline.data.streaming.order import StreamOrder, StreamShuffle
 #: A row that is not parsed yet, or the place and the content of one.
 RawRow = LineBlock | tuple[str, Any]
 
+_NEWLINE = 10
 #: Number of rows of a text file that are one block of the order.
 _BLOCK_ROWS = 4096
 #: Size of a row of a file of plain text.
@@ -77,9 +78,7 @@ class LineTable:
 
     def row(self, number: int) -> RawRow:
         start, end = self.index.span(number + self._first)
-        if self._handle is None:
-            self._handle = os.open(self.path, os.O_RDONLY)
-        line = os.pread(self._handle, end - start, start)
+        line = self._read(start, end)
         if start == 0:
             line = line.removeprefix(codecs.BOM_UTF8)
         line_number = self.index.line_number(number + self._first)
@@ -88,11 +87,32 @@ class LineTable:
         place = f"line {line_number} of {self.path}"
         try:
             text = io.StringIO(line.decode("utf-8"), newline="")
-        except UnicodeDecodeError as error:
-            raise not_text(self.path, f"line {line_number}", error) from error
-        row = next(csv.DictReader(text, self.header, delimiter=self.delimiter), None)
+            row = next(csv.DictReader(text, self.header, delimiter=self.delimiter), None)
+        except (UnicodeDecodeError, csv.Error):
+            return place, None
         # The key None means more fields than the header has columns.
         return place, None if row is None or None in row else row
+
+    def _read(self, start: int, end: int) -> bytes:
+        """Return the bytes of a row.
+
+        Raises:
+            RunError: they do not begin and end at line ends, so the file has changed.
+        """
+        if self._handle is None:
+            csv.field_size_limit(1 << 30)
+            self._handle = os.open(self.path, os.O_RDONLY)
+        before = 1 if start else 0
+        text = os.pread(self._handle, end - start + before, start - before)
+        is_whole = len(text) == end - start + before and (not before or text[0] == _NEWLINE)
+        if not is_whole or (text[-1] != _NEWLINE and end != self.index.size):
+            raise RunError(
+                f"`{self.path}` has changed since its rows were found: bytes {start:,} to {end:,}"
+                " are not a row",
+                fix="do not change the data of a run; restore the file, and run the command again"
+                " to resume",
+            )
+        return text[before:]
 
 
 class _GroupTable:

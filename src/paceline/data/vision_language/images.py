@@ -11,6 +11,7 @@ import numpy as np
 
 from paceline.core.errors import ConfigError, RunError, first_line
 from paceline.data.sources.rows import MalformedRow
+from paceline.data.sources.tar import read_tar_file
 from paceline.data.text.token_dataset import TokenSample
 from paceline.data.vision_language.rows import ImageSource
 
@@ -126,19 +127,20 @@ class ImageProcessor:
 
 
 def _opened(source: ImageSource) -> Any:
-    return io.BytesIO(source) if isinstance(source, bytes) else source
+    content = read_tar_file(source) if isinstance(source, str) else source
+    return source if content is None else io.BytesIO(content)
 
 
 def _size_of(source: ImageSource) -> tuple[int, int]:
     """Return the width and the height of an image, from its header."""
     from PIL import Image
 
-    if isinstance(source, str) and not Path(source).is_file():
-        raise MalformedRow("the image file does not exist")
     try:
         with Image.open(_opened(source)) as image:
             width, height = image.size
             is_turned = image.getexif().get(_ORIENTATION) in _TURNED
+    except FileNotFoundError:
+        raise MalformedRow("the image file does not exist") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         raise MalformedRow("the image cannot be read") from None
     return (height, width) if is_turned else (width, height)

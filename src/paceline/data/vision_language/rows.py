@@ -11,7 +11,8 @@ from paceline.data.text.formats import RowConverter
 from paceline.data.text.sample import Sample
 from paceline.data.text.tool_calls import Message
 
-#: Path of an image file, or the content of one.
+#: Path of an image file (see also :attr:`~paceline.data.sources.tar.TarFile.path`), or the content
+#: of one.
 ImageSource = str | bytes
 
 _COLUMNS = ("images", "image")

@@ -1,0 +1,146 @@
+"""Labeled images in tar shards (WebDataset): find them, without reading their pixels."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from paceline.core.errors import ConfigError
+from paceline.core.formatting import counted
+from paceline.core.log import Notice
+from paceline.data.sources.resolve import is_url
+from paceline.data.sources.tar import (
+    TarFile,
+    TarSample,
+    expand_braces,
+    is_tar,
+    sample_class,
+    tar_samples,
+)
+from paceline.data.streaming.remote import fetch, list_files
+
+#: Number of bytes from which Pillow's plugins recognize an image.
+_HEAD_BYTES = 16
+
+
+@dataclass
+class ImageShards:
+    """The images of tar shards.
+
+    Args:
+        source: the folder of the shards.
+        names: path of each image below it; see :attr:`TarFile.path`.
+        sizes: of each image in bytes.
+        labels: index of each image's class, int64 [num_images].
+        dropped: number of samples that cannot be used, by reason.
+    """
+
+    source: str
+    names: list[str]
+    sizes: list[int]
+    labels: np.ndarray
+    classes: list[str]
+    dropped: Counter[str] = field(default_factory=Counter)
+    notices: list[Notice] = field(default_factory=list)
+
+
+def names_shards(name: str) -> bool:
+    """Return whether a dataset is a tar shard, a pattern or URL of some, or a folder with shards
+    and without subfolders."""
+    if is_tar(name):
+        return True
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        return False
+    entries = list(path.iterdir())
+    return any(map(_is_shard, entries)) and not any(entry.is_dir() for entry in entries)
+
+
+def open_image_shards(name: str) -> ImageShards:
+    """Find the images of tar shards and their classes. Shards at a URL are downloaded.
+
+    Raises:
+        ConfigError: there are no shards, one is damaged, or no image has a class.
+    """
+    shards = _find_shards(name)
+    source = os.path.commonpath([shard.parent for shard in shards])
+    names: list[str] = []
+    sizes: list[int] = []
+    class_names: list[str] = []
+    dropped: Counter[str] = Counter()
+    for shard in shards:
+        folder = os.path.relpath(shard.parent, source)
+        for sample in tar_samples(shard):
+            image = _image(sample)
+            if not isinstance(image, TarFile):
+                dropped[image] += 1
+            elif (class_name := sample_class(sample)) is None:
+                dropped["image without a class"] += 1
+            else:
+                names.append(f"{folder}/{Path(image.path).relative_to(shard.parent)}")
+                sizes.append(image.size)
+                class_names.append(class_name)
+    if not names:
+        reasons = "; ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
+        raise ConfigError(
+            f"`{name}` has no images with classes ({reasons or 'no files'})",
+            allowed="samples of an image and a file with its class, e.g. 0001.jpg and 0001.cls, or"
+            " a JSON file with the key `label`",
+        )
+    classes = sorted(set(class_names), key=_class_order)
+    number = {class_name: index for index, class_name in enumerate(classes)}
+    labels = np.array([number[class_name] for class_name in class_names], dtype=np.int64)
+    notices = [Notice("info", f"{name}: {counted(len(shards), 'tar shard')}")]
+    return ImageShards(source, names, sizes, labels, classes, dropped, notices)
+
+
+def _find_shards(name: str) -> list[Path]:
+    """Return the local paths of the shards, in the order of their names."""
+    shards: list[Path] = []
+    for pattern in expand_braces(name):
+        if is_url(pattern):
+            shards += map(fetch, list_files(pattern, _is_shard))
+            continue
+        path = Path(pattern).expanduser()
+        if path.is_dir():
+            found = [entry for entry in path.iterdir() if _is_shard(entry)]
+        else:
+            found = [path] if path.is_file() else list(map(Path, glob.glob(str(path))))
+        if not found:
+            raise ConfigError(f"`{pattern}` does not exist", fix="check the path of the tar shards")
+        shards += sorted(found)
+    return [shard.absolute() for shard in shards]
+
+
+def _is_shard(path: Path) -> bool:
+    return is_tar(path.name) and not path.name.startswith(".")
+
+
+def _image(sample: TarSample) -> TarFile | str:
+    """Return the image of a sample, or why it cannot be used."""
+    images = sample.images()
+    if not images:
+        return "no image"
+    if len(images) > 1:
+        return "several images"
+    if not images[0].size:
+        return "empty file"
+    return images[0] if _is_image(images[0].read(_HEAD_BYTES)) else "not an image"
+
+
+def _is_image(head: bytes) -> bool:
+    """Return whether a plugin of Pillow recognizes the first bytes of a file."""
+    from PIL import Image
+
+    Image.init()
+    return any(accept is not None and accept(head) is True for _, accept in Image.OPEN.values())
+
+
+def _class_order(name: str) -> tuple[bool, int, str]:
+    """Sort numbers by their value, before other names."""
+    return (not name.isdecimal(), int(name) if name.isdecimal() else 0, name)
