@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tar_shards import write_shard
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
@@ -247,6 +248,60 @@ def test_undecodable_image_error_names_file(tmp_path: Path) -> None:
     task = prepare_task(dataset=str(folder))
     with pytest.raises(RunError, match=r"a/00\.png has a valid header"):
         task.build_datasets()[0][0]
+
+
+def test_images_in_tar_shards_are_those_of_a_folder(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "images", {"2": 3, "10": 3})
+    files = {path: path.read_bytes() for path in sorted(folder.rglob("*.png"))}
+    shards: list[dict[str, bytes]] = [{}, {}]
+    for number, (path, content) in enumerate(files.items()):
+        shard = shards[number % 2]
+        shard[f"{number}.png"] = content
+        if number % 2:
+            shard[f"{number}.json"] = json.dumps({"label": int(path.parent.name)}).encode()
+        else:
+            shard[f"{number}.cls"] = path.parent.name.encode()
+    shards[1] |= {"x1.png": b"", "x1.cls": b"2", "x2.png": b"text", "x2.cls": b"2"}
+    shards[1] |= {"x3.png": shards[0]["0.png"], "x4.cls": b"2"}
+    for number, shard in enumerate(shards):
+        write_shard(tmp_path / "shards" / f"train-{number}.tar", shard)
+    names = {"{0..1}.tar": 6, "*.tar": 6, "0.tar": 3, "{0..1}.tar#4": 4}
+    sizes = {f"{tmp_path}/shards/train-{name}": number for name, number in names.items()}
+    sizes |= {f"{tmp_path}/shards": 6, f"file://{tmp_path}/shards/train-*.tar": 6}
+    for dataset, size in sizes.items():
+        task = prepare_task(dataset=dataset, streaming=True)
+        assert task.prepared is not None
+        assert task.prepared.num_train == size
+        train_set = pickle.loads(pickle.dumps(task.build_datasets()[0]))
+        assert len(train_set) == size
+    task = prepare_task(dataset=f"{tmp_path}/shards")
+    assert task.prepared is not None
+    assert task.prepared.counts.dropped == {
+        "empty file": 1, "not an image": 1, "image without a class": 1, "no image": 1,
+    }  # fmt: skip
+    assert task._handle.train.classes == ["2", "10"]  # by value
+    images, expected = task.build_datasets()[0], prepare_task(dataset=str(folder)).build_datasets()
+    order = [expected[0].index.names.index(path.relative_to(folder).as_posix()) for path in files]
+    for index, number in enumerate([0, 2, 4, 1, 3, 5]):
+        image, label = expected[0][order[number]]
+        assert torch.equal(images[index][0], image)
+        assert ["2", "10"][images[index][1]] == expected[0].index.classes[label]
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "message"),
+    [
+        ("a.tar", {"1.png": b"x", "2.png": b""}, "no images with classes"),
+        ("a.tar", {}, r"no images with classes \(no files\)"),
+        ("b-{0..1}.tar", {}, r"b-0\.tar` does not exist"),
+    ],
+)
+def test_unusable_tar_shards_are_refused(
+    name: str, files: dict[str, bytes], message: str, tmp_path: Path
+) -> None:
+    write_shard(tmp_path / "a.tar", files)
+    with pytest.raises(ConfigError, match=message):
+        prepare_task(dataset=str(tmp_path / name))
 
 
 def test_validation_folder_uses_training_class_indices(tmp_path: Path) -> None:

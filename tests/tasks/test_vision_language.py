@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tar_shards import write_shard
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from vision_models import FAMILIES, make_model
 
@@ -167,6 +168,29 @@ def test_images_in_parquet_and_urls(models: dict[str, Path], tmp_path: Path) -> 
     rows = [chat("Which?", images=["https://example.org/cat.png"])]
     with pytest.raises(ConfigError, match="is a URL; images are read from files"):
         prepare_task(models["llava"], write_rows(tmp_path / "urls.jsonl", rows))
+
+
+def test_chats_in_tar_shards_are_those_of_files(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = [
+        chat("Which?", images=["0.png"]),
+        chat("<image> or <image>?", images=["1.png", "2.png"]),
+    ]
+    for number in range(3):
+        make_image(tmp_path / f"{number}.png", number)
+    images = [(tmp_path / f"{number}.png").read_bytes() for number in range(3)]
+    shard = {
+        "a.png": images[0], "a.json": json.dumps(chat("Which?", image="a.png")).encode(),
+        "b.left.png": images[1], "b.right.png": images[2],
+        "b.json": json.dumps(chat("<image> or <image>?")).encode(),
+    }  # fmt: skip
+    packed = prepare_task(models["idefics3"], str(write_shard(tmp_path / "rows.tar", shard)))
+    linked = prepare_task(models["idefics3"], write_rows(tmp_path / "rows.jsonl", rows))
+    samples, expected = (task.build_datasets()[0] for task in (packed, linked))
+    assert len(samples) == 2
+    for index in range(2):
+        assert np.array_equal(samples[index]["input_ids"], expected[index]["input_ids"])
+        pixels = (row[index]["pixels"]["pixel_values"] for row in (samples, expected))
+        assert torch.equal(*pixels)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -108,12 +108,12 @@ def _find_shards(name: str) -> list[Path]:
             continue
         path = Path(pattern).expanduser()
         if path.is_dir():
-            found = [entry for entry in path.iterdir() if _is_shard(entry)]
+            matches = [entry for entry in path.iterdir() if _is_shard(entry)]
         else:
-            found = [path] if path.is_file() else list(map(Path, glob.glob(str(path))))
-        if not found:
+            matches = [path] if path.is_file() else list(map(Path, glob.glob(str(path))))
+        if not matches:
             raise ConfigError(f"`{pattern}` does not exist", fix="check the path of the tar shards")
-        shards += sorted(found)
+        shards += sorted(matches)
     return [shard.absolute() for shard in shards]
 
 
@@ -138,6 +138,7 @@ def _is_image(head: bytes) -> bool:
     from PIL import Image
 
     Image.init()
+    head = head.ljust(_HEAD_BYTES, b"\0")  # plugins expect at least some bytes
     return any(accept is not None and accept(head) is True for _, accept in Image.OPEN.values())
 
 

@@ -89,10 +89,13 @@ def test_samples_and_counts_equal_those_of_tokenizing_ahead(tmp_path: Path) -> N
 
 def test_malformed_line_is_dropped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text("\n".join([json.dumps(PAIRS[0]), "{broken", json.dumps(PAIRS[1])]))
-    samples, counts = stream(config_of(str(path))).dataset.read([(0, 0), (0, 1), (0, 2)])
+    surrogate = json.dumps({"prompt": "half of a pair: \ud83d", "completion": "a"})
+    nested = "[" * 100_000
+    lines = [json.dumps(PAIRS[0]), "{broken", surrogate, nested, json.dumps(PAIRS[1])]
+    path.write_text("\n".join(lines))
+    samples, counts = stream(config_of(str(path))).dataset.read([(0, row) for row in range(5)])
     assert len(samples) == counts.kept == 2
-    assert counts.dropped == {"malformed line": 1}
+    assert counts.dropped == {"malformed line": 3}
     assert counts.first == {"malformed line": f"line 2 of {path}"}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paceline.core.errors import RunError
 from paceline.data.sources.readers import LineBlock, read_file
 from paceline.data.sources.resolve import rows_of_block
 from paceline.data.streaming import line_index
@@ -82,3 +83,31 @@ def test_index_is_read_from_cache_until_file_changes(tmp_path: Path) -> None:
 def test_other_files_have_no_table(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     assert open_table(tmp_path / name) is None
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_changed_file_ends_the_run(shift: int, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = "".join(json.dumps({"prompt": f"{number}" * 9}) + "\n" for number in range(9))
+    path.write_text(lines)
+    table = open_table(path)
+    assert table is not None
+    path.write_text(lines[shift:] + lines[:shift])
+    with pytest.raises(
+        RunError, match=r"has changed since its rows were found: bytes .* not a row"
+    ):
+        table.row(4)
+    path.write_text(lines[:-5])
+    with pytest.raises(RunError, match="has changed"):
+        table.row(8)
+    path.write_text(lines * 2)  # rows that are appended are not used
+    assert numbered(table.row(8)) == (f"line 9 of {path}", {"prompt": "8" * 9})
+
+
+def test_csv_row_that_is_not_text_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"prompt,completion\na,b\n\xff\xfe,c\nd," + b"e " * 100_000 + b"\n")
+    table = open_table(path)
+    assert table is not None
+    assert table.row(1) == (f"line 3 of {path}", None)
+    assert numbered(table.row(2))[1]["completion"] == "e " * 100_000

@@ -26,7 +26,7 @@ from paceline.data.sources.opening import (
     read_text,
     text_lines,
 )
-from paceline.data.sources.rows import Row
+from paceline.data.sources.rows import Row, parse_json
 from paceline.data.sources.tar import TAR_SUFFIX, tar_rows
 
 NumberedRows = Iterator[tuple[int, Any]]
@@ -204,7 +204,7 @@ def parse_lines(block: LineBlock) -> NumberedRows:
 
 def _parsed(line: str, number: int, path: Path) -> Any:
     try:
-        return json.loads(line.rstrip("\r\n"))
+        return parse_json(line.rstrip("\r\n"))
     except (ValueError, RecursionError) as error:
         raise _invalid_json(path, number, line, error) from error
 
@@ -233,7 +233,7 @@ def _json(path: Path, split: str, notices: list[Notice] | None, position: Positi
     if not text.strip():
         return
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
             # Many tools write JSON lines to files named .json.
@@ -242,6 +242,10 @@ def _json(path: Path, split: str, notices: list[Notice] | None, position: Positi
         line = text.splitlines()[error.lineno - 1] if error.lineno <= len(text.splitlines()) else ""
         error.pos = error.colno - 1
         raise _invalid_json(path, error.lineno, line, error) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"`{path}` is not valid JSON: {first_line(error)}", fix="correct the file"
+        ) from error
     rows, number = _rows_of(value, path, split, [] if notices is None else notices), 0
     position.follow(lambda: number / len(rows))
     for number, row in enumerate(rows, 1):

@@ -1,5 +1,7 @@
 """Rows: their type, the errors that reject them, and tests for empty values."""
 
+import json
+import re
 from typing import Any
 
 from pydantic import JsonValue
@@ -49,3 +51,22 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+#: The escape of a surrogate in JSON.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is not valid JSON, or it has half of a surrogate pair, which is not text.
+    """
+    value = json.loads(text)
+    if _SURROGATE.search(text) is not None:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("it has an unpaired surrogate, such as \\ud83d") from None
+    return value

@@ -22,7 +22,7 @@ from paceline.core.errors import ConfigError, first_line
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once, fingerprint, key_of
 from paceline.data.sources.opening import compression_of, data_suffix
-from paceline.data.sources.rows import Row
+from paceline.data.sources.rows import Row, parse_json
 
 TAR_SUFFIX = ".tar"
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "jp2")
@@ -171,8 +171,8 @@ def _kind(suffix: str) -> str:
 
 def _json(file: TarFile) -> Any:
     try:
-        return json.loads(file.read())
-    except ValueError as error:
+        return parse_json(file.read().decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"`{file.name}` in `{file.shard}` is not valid JSON: {first_line(error)}",
             fix="correct the file and write the shard again",
