@@ -109,6 +109,7 @@ def _dry_run(
     loaded: Loaded, options: TrainOptions, started_at: float, outer: RankEnv | None
 ) -> TrainResult:
     from paceline.launch.preflight import TrainResult, log_dry_run, prepare_host
+    from paceline.tasks import load_task
 
     host = prepare_host(loaded, outer)
     num_devices = (
@@ -123,6 +124,7 @@ def _dry_run(
         "strategy": spec.layout.strategy,
         "axes": asdict(spec.layout.axes),
         "device": host.devices.type,
+        "metrics": load_task(spec.config).metric_names(spec.data),
     }
     return TrainResult(EXIT_DONE, prepared.finished, resolved)
 

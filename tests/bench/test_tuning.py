@@ -166,10 +166,7 @@ def test_repeating_gives_the_same_recommendation() -> None:
     recommended = dict.fromkeys(gains, 0)
     for _ in range(200):
         trials = [
-            _trial(
-                Change(name, name, {name: True}),
-                [gain * generator.lognormvariate(0, 0.05) for _ in range(5)],
-            )
+            _noisy_trial(Change(name, name, {name: True}), gain, generator)
             for name, gain in gains.items()
         ]
         for trial in select_changes(trials, "time", 0.03, None):
@@ -177,6 +174,23 @@ def test_repeating_gives_the_same_recommendation() -> None:
     assert recommended["a"] >= 198
     assert recommended["b"] <= 2
     assert recommended["c"] == 0
+
+
+def test_repeating_recommends_the_same_combination() -> None:
+    """The second change adds less than the noise to the first one."""
+    generator = random.Random(7)
+    recommended = []
+    for _ in range(200):
+        trials = [_noisy_trial(_BF16, 1.4, generator), _noisy_trial(_COMPILE, 1.3, generator)]
+        selected = select_changes(trials, "time", 0.03, None)
+        combined = _noisy_trial(combined_change(selected), 1.45, generator)
+        chosen = final_choice(selected, combined, "time", 0.03, None)
+        recommended.append("" if chosen is None else chosen.change.name)
+    assert recommended.count("precision: bf16-mixed + torch_compile: true") >= 198
+
+
+def _noisy_trial(change: Change, gain: float, generator: random.Random) -> Trial:
+    return _trial(change, [gain * generator.lognormvariate(0, 0.05) for _ in range(5)])
 
 
 def test_conflicting_changes_are_not_combined() -> None:

@@ -225,6 +225,9 @@ def test_invalid_combination_is_refused_before_the_first_run(tmp_path: Path) -> 
     assert "there is no validation data" in err
     _, err = sweep(folder, "lora.rank=2,4", "split_dataset_ratio=0", "--metric=eval_loss", expect=2)
     assert "`--metric eval_loss` is a metric of evaluations" in err
+    _, err = sweep(folder, "lora.rank=2,4", "--metric=eval_los", expect=2)
+    assert "`--metric eval_los`: evaluations have no such metric" in err
+    assert "did you mean `eval_loss`?" in err
     assert not folder.exists()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.sweep.grid import Grid
-from paceline.sweep.metric import Metric
+from paceline.sweep.metric import Metric, check_metric
 from paceline.sweep.page import ranked, write_page
 from paceline.sweep.scheduler import SweepSettings
 from paceline.sweep.state import SweepState, load_state
@@ -78,6 +78,21 @@ def test_page_escapes_values_and_lists_the_best_run_first(tmp_path: Path) -> Non
     assert "<script>alert" not in page
     assert "http://" not in page
     assert "https://" not in page
+
+
+@pytest.mark.parametrize("name", ["eval_loss", "loss", "eval_f1", "f1", "train_loss"])
+def test_metrics_of_the_evaluations_are_accepted(name: str) -> None:
+    check_metric(Metric(name, False), True, ["loss", "f1"])
+    check_metric(Metric(name, False), True, None)  # a function of the user determines the names
+
+
+def test_unknown_metric_is_refused() -> None:
+    with pytest.raises(ConfigError, match="evaluations have no such metric") as error:
+        check_metric(Metric("eval_f2", True), True, ["loss", "f1"])
+    assert "eval_loss, eval_f1, train_loss, tokens_per_second" in error.value.paragraph()
+    assert "did you mean `eval_f1`?" in error.value.paragraph()
+    with pytest.raises(ConfigError, match="not every run evaluates"):
+        check_metric(Metric("eval_loss", False), False, None)
 
 
 def test_json_has_the_documented_keys(tmp_path: Path) -> None:

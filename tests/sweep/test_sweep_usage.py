@@ -19,6 +19,7 @@ from paceline.core.errors import ConfigError
         (["lora.rank=many,16"], "lora.rank"),
         (["lora.rank=8,16", "--parallel", "0"], "`--parallel 0` is out of range"),
         (["lora.rank=8,16", "--parallel", "64"], "separate cores"),
+        (["lora.rank=8,16", "--metric", ""], "`--metric` is empty"),
         (["lora.rank=8,16", "--folder", "used"], "contains a run"),
     ],
 )

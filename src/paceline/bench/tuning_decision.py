@@ -136,7 +136,9 @@ def _certain_gain(trial: Trial, goal: Goal) -> float:
 
 
 def combined_change(trials: Sequence[Trial]) -> Change:
-    """Return the change that makes all of these changes."""
+    """Return the change that makes all of these changes. Its name does not depend on their order,
+    so that two measurements with the same result recommend a change of the same name."""
+    trials = sorted(trials, key=lambda trial: trial.change.name)
     effects = [trial.change.changes_result for trial in trials]
     return Change(
         " + ".join(trial.change.name for trial in trials),
@@ -154,7 +156,7 @@ def final_choice(
     planned_steps: int | None,
 ) -> Trial | None:
     """Return what to recommend: all selected changes together if this is measurably better than no
-    change and at least as good as the best change alone; otherwise that one.
+    change and not measurably worse than the best change alone; otherwise that one.
 
     Args:
         combined: the trial of all selected changes; None if there are fewer than two.
@@ -167,4 +169,6 @@ def final_choice(
     together, alone = gain_of(combined, goal), gain_of(best, goal)
     assert together is not None
     assert alone is not None
-    return combined if together.mean >= alone.mean else best
+    assert together.high is not None
+    # A comparison of the means would be decided by noise if the other changes gain little.
+    return combined if together.high >= alone.mean else best

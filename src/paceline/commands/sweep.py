@@ -47,7 +47,10 @@ def add_arguments(parser: OptionParser) -> None:
     )
     parser.add_argument(
         "--metric",
-        type=Text("eval_loss, train_loss, tokens_per_second or a metric of the evaluations"),
+        type=Text(
+            "eval_loss, train_loss, tokens_per_second or a metric of the evaluations",
+            may_be_empty=False,
+        ),
         metavar="NAME",
         help="metric by which runs are compared (default: eval_loss; without evaluations,"
         " train_loss)",
@@ -192,7 +195,7 @@ def _prepare(
     """Check all combinations, and return the metric, the source of the runs, and these runs, to
     which a search appends."""
     from paceline.sweep.grid import Grid
-    from paceline.sweep.metric import choose_metric
+    from paceline.sweep.metric import check_metric, choose_metric
     from paceline.sweep.search import Search, is_in_space
     from paceline.sweep.space import folder_name
 
@@ -207,11 +210,7 @@ def _prepare(
     logger.info(f"checking {counted(len(to_check), 'combination')}…", extra=CONSOLE_ONLY)
     checked = scheduler.check(to_check)
     metric = choose_metric(args.metric, args.maximize, checked["has_evaluations"])
-    if metric.is_of_evaluation and not checked["has_evaluations"]:
-        raise ConfigError(
-            f"`--metric {metric.name}` is a metric of evaluations, and not every run evaluates",
-            fix="set `val_dataset` or `split_dataset_ratio=0.05`, or use `--metric train_loss`",
-        )
+    check_metric(metric, checked["has_evaluations"], checked["metrics"])
     for number, run in enumerate(runs):
         if number in checked["complete"]:
             run["status"] = "done"  # perhaps by another command, such as a job of a cluster

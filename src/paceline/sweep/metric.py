@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from paceline.config.metrics.evaluation import is_lower_better
+from paceline.core.errors import ConfigError, did_you_mean
 from paceline.core.event_log import effective_events
 from paceline.core.events import EvalEvent, Event
 from paceline.core.formatting import finite, number
@@ -68,3 +69,29 @@ def choose_metric(name: str | None, maximize: bool | None, has_evaluations: bool
     """
     name = name or ("eval_loss" if has_evaluations else "train_loss")
     return Metric(name, not is_lower_better(name) if maximize is None else maximize)
+
+
+def check_metric(metric: Metric, has_evaluations: bool, names: Sequence[str] | None) -> None:
+    """Raise ConfigError if the runs do not report the metric.
+
+    Args:
+        has_evaluations: whether every run evaluates.
+        names: the results of an evaluation; None if they are not known before one.
+    """
+    if not metric.is_of_evaluation:
+        return
+    if not has_evaluations:
+        raise ConfigError(
+            f"`--metric {metric.name}` is a metric of evaluations, and not every run evaluates",
+            fix="set `val_dataset` or `split_dataset_ratio=0.05`, or use `--metric train_loss`",
+        )
+    if names is None or {metric.name, metric.name.removeprefix("eval_")} & set(names):
+        return
+    known = [*(f"eval_{name}" for name in names), *_OF_REPORT]
+    raise ConfigError(
+        f"`--metric {metric.name}`: evaluations have no such metric",
+        allowed=", ".join(known),
+        fix=did_you_mean(
+            metric.name, known, "choose one of these; `evaluation.metrics` adds metrics of answers"
+        ),
+    )

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from pydantic import JsonValue
@@ -37,11 +37,13 @@ class CheckRequest(TypedDict):
 
 class CheckReply(TypedDict):
     """``errors``: paragraphs by the number of the combination. Of a dry run also:
-    ``has_evaluations``, whether every run evaluates, and ``complete``, the numbers of the runs that
-    are complete."""
+    ``has_evaluations``, whether every run evaluates, ``metrics``, the names of the results of an
+    evaluation in every run (None if they are not known before one), and ``complete``, the numbers
+    of the runs that are complete."""
 
     errors: dict[str, str]
     has_evaluations: bool
+    metrics: list[str] | None
     complete: list[int]
 
 
@@ -83,9 +85,15 @@ class Runner:
                 _check_for_sweep(loaded[-1])
             except ConfigError as error:
                 errors[str(number)] = error.paragraph()
-        reply: CheckReply = {"errors": errors, "has_evaluations": True, "complete": []}
+        reply: CheckReply = {
+            "errors": errors,
+            "has_evaluations": True,
+            "metrics": None,
+            "complete": [],
+        }
         if errors:
             return reply
+        metrics: list[list[str] | None] = []
         self._warm_up(loaded)
         for number, combination in enumerate(loaded if request["dry_run"] else []):
             try:
@@ -95,8 +103,10 @@ class Runner:
                 continue
             if not result.resolved["derived"]["eval_every_steps"]:
                 reply["has_evaluations"] = False
+            metrics.append(result.resolved["metrics"])
             if result.report is not None:
                 reply["complete"].append(number)
+        reply["metrics"] = _common_names(metrics)
         return reply
 
     def run(self, request: RunRequest) -> RunReply:
@@ -138,6 +148,14 @@ def _check_for_sweep(loaded: Any) -> None:
             " to the same repository",
             fix="remove it, and upload the best model afterwards (see docs/how-to/publish.md)",
         )
+
+
+def _common_names(names: Sequence[Sequence[str] | None]) -> list[str] | None:
+    """Return the names that are in all lists; None if one of them is not known."""
+    known = [each for each in names if each is not None]
+    if not known or len(known) < len(names):
+        return None
+    return [name for name in known[0] if all(name in each for each in known)]
 
 
 def _dry_run(loaded: Any, allow_config_change: bool) -> Any:
