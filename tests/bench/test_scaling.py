@@ -17,6 +17,7 @@ from paceline.bench.scaling import (
     cases_of,
     default_predictions,
     make_report,
+    measure_scaling,
     threads_per_rank,
 )
 from paceline.bench.scaling_fit import Point, fit_model
@@ -24,9 +25,10 @@ from paceline.bench.scaling_page import render
 from paceline.bench.short_runs import RunLength, StepParts, figures_of, short_config, split_step
 from paceline.commands.bench_scaling import BUILTIN, make_options, scaling_tables
 from paceline.commands.options import load_job_config
-from paceline.config.load import load_config
+from paceline.config.load import Loaded, load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.launch.preflight import TrainResult
 
 _LENGTH = RunLength(steps=4, warm_up=1)
 
@@ -143,6 +145,17 @@ def test_ranks_without_an_accelerator_have_no_figures() -> None:
     assert report["fit"] is not None
     json.dumps(report)
     assert "–" in render(report)
+
+
+def test_sizes_that_do_not_allow_a_number_of_ranks_are_refused_before_the_first_run() -> None:
+    config = load_config(None, [*MICRO, "parallel.data=2"]).config
+    options = ScalingOptions((1, 2), _LENGTH)
+
+    def train(loaded: Loaded) -> TrainResult:
+        raise AssertionError("a run was started")
+
+    with pytest.raises(ConfigError, match="does not make 1 rank"):
+        measure_scaling(Loaded(config), options, train)
 
 
 def test_strong_scaling_shares_one_global_batch() -> None:

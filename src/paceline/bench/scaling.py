@@ -147,6 +147,8 @@ def measure_scaling(loaded: Loaded, options: ScalingOptions, train: Train) -> Sc
     units = find_units(config)
     cases = cases_of(config, options)
     started = [case for case in cases if not (units.limits_ranks and case.ranks > units.count)]
+    for case in started:
+        _check_layout(_for_case(loaded, case, units).config, case.ranks)
     threads = threads_per_rank(options.ranks, units)
     warn_if_busy()
     batch_size = config.train_args.per_device_train_batch_size
@@ -179,6 +181,20 @@ def _check(config: Config) -> None:
             "`parallel.mode: single` trains on one device, so there is nothing to compare",
             fix="set `parallel.mode: ddp`",
         )
+
+
+def _check_layout(config: Config, num_ranks: int) -> None:
+    """Raise ConfigError if the config's parallel sizes do not allow this number of ranks."""
+    from paceline.parallel.registry import layout
+
+    try:
+        layout(config.parallel, num_ranks)
+    except ConfigError as error:
+        raise ConfigError(
+            f"`--ranks`: {error.what}",
+            allowed=error.allowed,
+            fix="leave these sizes out of the config, or change `--ranks`",
+        ) from error
 
 
 def find_units(config: Config) -> Units:
