@@ -32,6 +32,7 @@ from paceline.commands.bench_tuning import make_options, tuning_tables
 from paceline.config.load import Loaded, load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
+from paceline.launch.preflight import TrainResult
 
 _OPTIONS = TuningOptions(RunLength(8, 2))
 _COMPILE = Change("torch_compile: true", "compile", {"train_args.torch_compile": True})
@@ -377,3 +378,14 @@ def test_command_measures_real_runs(tmp_path: Path) -> None:
     assert (report["tuned_config"] is not None) == is_recommended
     assert (tmp_path / "mine.tuned.yaml").exists() == is_recommended
     assert config.read_text().startswith("# mine")
+
+
+def test_techniques_without_a_change_are_refused_before_the_first_run() -> None:
+    config = load_config(None, [*MICRO, "packing_strategy=wrapped"])
+    options = TuningOptions(RunLength(8, 2), techniques=("packing",))
+
+    def train(loaded: Loaded) -> TrainResult:
+        raise AssertionError("a run was started")
+
+    with pytest.raises(ConfigError, match="no change of these techniques is possible"):
+        measure_tuning(config, options, train)

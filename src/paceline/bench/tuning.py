@@ -130,13 +130,15 @@ def measure_tuning(loaded: Loaded, options: TuningOptions, train: Train) -> Tuni
         ConfigError: the config cannot run, or no change is possible.
         RunError: a run of the unchanged config failed.
     """
-    _check(loaded.config)
+    _check(loaded.config, options)
     log_notices(logger, loaded.notices)
     warn_if_busy()
     logger.info("unchanged config", extra=CONSOLE_ONLY)
     first = run_short(loaded, train, options.length)
     config = loaded.config
-    trials = [Trial(change) for change in _changes(config, options, first)]
+    trials = [
+        Trial(change) for change in _changes(config, options, first.precision, first.world_size)
+    ]
     planned = planned_steps(config, first)
     rounds = _Rounds(loaded, options, train)
 
@@ -155,7 +157,7 @@ def measure_tuning(loaded: Loaded, options: TuningOptions, train: Train) -> Tuni
     return make_report(config, options, unchanged, trials, chosen, planned)
 
 
-def _check(config: Config) -> None:
+def _check(config: Config, options: TuningOptions) -> None:
     from paceline.distributed.environment import outer_launcher
 
     if outer_launcher() is not None or config.parallel.hosts != (1, 1):
@@ -163,14 +165,19 @@ def _check(config: Config) -> None:
             "`paceline bench tuning` starts its own ranks on one host",
             fix="run it without torchrun, and without `parallel.nnodes`",
         )
+    # The precision and the number of ranks are not known before the first run. With several ranks
+    # there are more changes.
+    _changes(config, options, "32", num_ranks=2)
 
 
-def _changes(config: Config, options: TuningOptions, first: ShortRun) -> list[Change]:
+def _changes(
+    config: Config, options: TuningOptions, precision: str, num_ranks: int
+) -> list[Change]:
     from paceline.distributed.devices import cpu_cores
 
     changes = [
         change
-        for change in candidate_changes(config, first.precision, first.world_size, cpu_cores())
+        for change in candidate_changes(config, precision, num_ranks, cpu_cores())
         if not (options.keep_result and change.changes_result)
         and (not options.techniques or change.technique in options.techniques)
     ]
