@@ -263,10 +263,11 @@ def test_options() -> None:
     assert options.predict == (16, 64)
     assert options.kinds == ("weak",)
     assert load_job_config(args, BUILTIN).config.model == "builtin:qwen2-tiny"
-    args = parse("bench", "scaling", "per_device_train_batch_size=2")
+    args = parse("bench", "scaling", "per_device_train_batch_size=2", "train_args.max_length=128")
     config = load_job_config(args, BUILTIN).config
     assert config.model == "builtin:qwen2-tiny"
     assert config.train_args.per_device_train_batch_size == 2
+    assert config.train_args.max_length == 128  # not the built-in 256
 
 
 @pytest.mark.parametrize(

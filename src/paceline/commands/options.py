@@ -423,7 +423,8 @@ def load_job_config(args: argparse.Namespace, builtin: Sequence[str] = ()) -> Lo
     """Load the config, and hide the packages that it does not use from this process.
 
     Args:
-        builtin: overrides that name a model and a dataset, for a command without a config.
+        builtin: overrides that name a model and a dataset, for a command without a config. The
+            user's take precedence.
 
     Raises:
         ConfigError: the config is invalid.
@@ -432,9 +433,12 @@ def load_job_config(args: argparse.Namespace, builtin: Sequence[str] = ()) -> Lo
     from paceline.config.packages import hide_packages, unused_packages
 
     path, overrides = config_and_overrides(args)
-    names = {override.lstrip("-").partition("=")[0] for override in overrides}
-    is_named = path is not None or "model" in names
-    loaded = load_config(path, overrides if is_named else [*builtin, *overrides])
+    keys = [override.lstrip("-").partition("=")[0] for override in overrides]
+    if path is None and "model" not in keys:
+        names = {key.rpartition(".")[2] for key in keys}
+        defaults = [text for text in builtin if text.partition("=")[0] not in names]
+        overrides = [*defaults, *overrides]
+    loaded = load_config(path, overrides)
     hide_packages(unused_packages(loaded.config))
     return loaded
 
