@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import EXIT_DONE, StoppedError
 
 if TYPE_CHECKING:
-    from pydantic import JsonValue
-
     from paceline.config.load import Loaded
     from paceline.config.yaml_read import YamlValue
     from paceline.core.log import NoticeRecorder
+    from paceline.core.report import Report
     from paceline.distributed.environment import RankEnv
     from paceline.launch.preflight import (
         LeaderPlan,
@@ -28,9 +27,7 @@ if TYPE_CHECKING:
     )
 
 
-def train(
-    config: str | Path | Mapping[str, YamlValue], **overrides: YamlValue
-) -> dict[str, JsonValue]:
+def train(config: str | Path | Mapping[str, YamlValue], **overrides: YamlValue) -> Report:
     """Train as ``paceline train CONFIG`` does, and return the report (the content of
     ``report.json``). Under an outer launcher (``torchrun script.py``) every rank calls this
     function, and every rank gets the report.

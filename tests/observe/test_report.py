@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.event_log import EventLog, read_events
+from paceline.core.report import REPORT_KEYS
 from paceline.core.run_dir import RunDir
 from paceline.observe.report.charts import (
     MAX_POINTS,
@@ -22,7 +23,6 @@ from paceline.observe.report.charts import (
     ticks,
 )
 from paceline.observe.report.html import render_report, write_reports
-from paceline.observe.report.record import REPORT_KEYS
 
 HTML_INJECTION = "</script><script>alert('x')</script><img src=x onerror=\"alert(1)\">"
 VOID_ELEMENTS = {"meta", "br", "img", "line", "path", "input", "hr", "link"}

@@ -5,6 +5,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ MAX_LINES = 500
 MAX_MODULES = 16
 #: One file per command or topic.
 ANY_NUMBER_OF_MODULES = {"commands", "explain/topics"}
+MAX_UNTYPED_MAPPINGS = 60
+MAPPINGS = {"dict", "Dict", "Mapping", "MutableMapping", "defaultdict", "OrderedDict"}
 #: Folders and modules that print the results of commands.
 PRINTING = ("commands/", "cli.py")
 #: The console layer, which writes messages and progress.
@@ -103,9 +106,77 @@ def test_folders_hold_at_most_16_modules() -> None:
     assert {name: too_large[name] for name in too_large.keys() - ANY_NUMBER_OF_MODULES} == {}
 
 
-def parse_files() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(SOURCE.rglob("*.py")):
-        yield path.relative_to(SOURCE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def parse_files() -> dict[str, ast.Module]:
+    return {
+        path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(SOURCE.rglob("*.py"))
+    }
+
+
+def name_of(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def is_untyped_mapping(node: ast.AST) -> bool:
+    """Return whether a type is a mapping with values of any type, such as ``dict[str, Any]``."""
+    return (
+        isinstance(node, ast.Subscript)
+        and name_of(node.value) in MAPPINGS
+        and isinstance(node.slice, ast.Tuple)
+        and name_of(node.slice.elts[-1]) in ("Any", "object")
+    )
+
+
+def walk_types(tree: ast.AST) -> Iterator[ast.AST]:
+    """Return all nodes, also those of types in quotes."""
+    for node in ast.walk(tree):
+        yield node
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and ("Any]" in node.value or "object]" in node.value):
+            try:
+                quoted = ast.parse(node.value, mode="eval")
+            except SyntaxError:
+                continue
+            for inner in ast.walk(quoted):
+                yield ast.copy_location(inner, node)
+
+
+def find_aliases(tree: ast.Module) -> Iterator[str]:
+    """Return the names in a module that stand for untyped mappings, or for types with one."""
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(
+            statement.value, ast.Subscript | ast.BinOp | ast.Constant
+        ):
+            target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
+            if any(is_untyped_mapping(node) for node in walk_types(statement.value)):
+                yield name_of(target)
+
+
+def find_untyped_mappings(trees: dict[str, ast.Module]) -> list[str]:
+    aliases = {name for tree in trees.values() for name in find_aliases(tree)}
+    return [
+        f"{module}:{node.lineno} {ast.unparse(node)}"
+        for module, tree in trees.items()
+        for node in walk_types(tree)
+        if is_untyped_mapping(node)
+        or (isinstance(node, ast.Name) and node.id in aliases and isinstance(node.ctx, ast.Load))
+    ]
+
+
+def test_few_mappings_are_untyped() -> None:
+    found = find_untyped_mappings(parse_files())
+    text = "give the values a type (TypedDict, dataclass, JsonValue):\n" + "\n".join(found)
+    assert len(found) < MAX_UNTYPED_MAPPINGS, text
+
+
+def test_untyped_mappings_and_their_aliases_are_counted() -> None:
+    text = """
+Rows = dict[str, Any]
+def read(rows: Rows, more: "Mapping[str, list[dict[str, object]]]") -> dict[str, list[Any]]: ...
+values = cast("dict[int, Any]", typing.Mapping[str, typing.Any])
+"""
+    assert len(find_untyped_mappings({"module.py": ast.parse(text)})) == 5
 
 
 def find_output(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -122,7 +193,7 @@ def find_output(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_only_commands_and_the_console_print() -> None:
     calls = [
         f"{name}:{line} {called}"
-        for name, tree in parse_files()
+        for name, tree in parse_files().items()
         if not name.startswith(PRINTING) and name not in CONSOLE
         for line, called in find_output(tree)
     ]

@@ -14,9 +14,9 @@ from paceline.config.schema import Config
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.core.event_log import EventLog
+from paceline.core.report import REPORT_KEYS
 from paceline.core.run_dir import RunDir
 from paceline.observe.report.html import write_reports
-from paceline.observe.report.record import REPORT_KEYS
 from paceline.verify.certificate import (
     Bounds,
     combine,

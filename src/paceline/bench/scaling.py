@@ -247,7 +247,7 @@ def case_of(config: Config, options: ScalingOptions, kind: Scaling, ranks: int) 
 
 def _for_case(loaded: Loaded, case: Case, units: Units) -> Loaded:
     config = loaded.config
-    update: dict[str, object] = {"num_gpus": case.ranks, "device": units.device}
+    update: dict[str, str | int] = {"num_gpus": case.ranks, "device": units.device}
     if config.parallel.mode == "auto":
         update["mode"] = "ddp"  # `auto` could choose another strategy for each number of ranks
     args = config.train_args.model_copy(

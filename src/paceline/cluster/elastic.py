@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -272,7 +273,7 @@ class ExitWatch:
 
     def __init__(self, folder: AgentFolder) -> None:
         self.folder = folder
-        self._processes: dict[int, Any] = {}  # by process ID
+        self._processes: dict[int, BaseProcess] = {}  # by process ID
         self._ended_at: dict[int, float] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="exit-watch", daemon=True)

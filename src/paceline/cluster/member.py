@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from pydantic import JsonValue
 
@@ -39,6 +39,7 @@ from paceline.core.log import (
     mute_console,
     recorded_notices,
 )
+from paceline.core.report import Report
 from paceline.core.run_dir import LaunchLock, RunDir
 from paceline.core.stop import StopFlag
 from paceline.distributed.environment import from_environment
@@ -191,11 +192,10 @@ def _prepare(
         return prepare(layout, None)
 
     leading = _on_rank_zero(member, "leader", prepare_leader)
-    plan = round_.broadcast("plan", _plan_record(leading) if round_.is_first else None)
+    plan: _PlanRecord = round_.broadcast("plan", _plan_record(leading) if round_.is_first else None)
     if plan["finished"] is not None:
         return PreparedRun(None, None, plan["finished"])
-    axes = ParallelDims(**plan["layout"]["axes"])
-    layout = ParallelLayout(plan["layout"]["strategy"], axes, plan["layout"]["num_processes"])
+    layout = ParallelLayout(plan["strategy"], ParallelDims(**plan["axes"]), plan["num_processes"])
     leader = LeaderPlan(plan["resume_from"], plan["global_batch_size"])
     prepared: PreparedRun = _on_all_ranks(
         member, "planned", lambda: leading if round_.is_first else prepare(layout, leader)
@@ -228,13 +228,27 @@ def _on_rank_zero(member: Membership, name: str, action: Callable[[], Any]) -> A
     return _on_all_ranks(member, name, action if member.round.is_first else lambda: None)
 
 
-def _plan_record(prepared: PreparedRun) -> dict[str, JsonValue]:
+class _PlanRecord(TypedDict, total=False):
+    """What rank 0 has planned, for the other ranks: the report of a run that is already complete,
+    or the layout and what :class:`LeaderPlan` has."""
+
+    finished: Report | None
+    strategy: str
+    axes: dict[str, int]
+    num_processes: int
+    resume_from: str | None
+    global_batch_size: int | None
+
+
+def _plan_record(prepared: PreparedRun) -> _PlanRecord:
     if prepared.finished is not None:
         return {"finished": prepared.finished}
     spec = prepared.spec
     return {
         "finished": None,
-        "layout": asdict(spec.layout),
+        "strategy": spec.layout.strategy,
+        "axes": asdict(spec.layout.axes),
+        "num_processes": spec.layout.num_processes,
         "resume_from": spec.resume_from,
         "global_batch_size": spec.derived.global_batch_size,
     }

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from paceline.commands.options import (
     Choice,
@@ -239,14 +239,32 @@ def _count(spec: CountSpec, args: Namespace) -> CountResult:
     return count_locally(spec, args.ranks, args.output)
 
 
-def _summary(
-    spec: CountSpec, args: Namespace, result: CountResult, wall_s: float
-) -> dict[str, Any]:
-    """Return what `--json` prints."""
+class CountSummary(TypedDict):
+    """What `--json` prints."""
+
+    total: int
+    distinct: int
+    top: list[tuple[str, int]]
+    by: str
+    engine: str
+    ranks: int
+    files: int
+    size_bytes: int
+    memory_bytes: int
+    spills: int
+    spilled_bytes: int
+    shuffled_bytes: int | None
+    replaced: int
+    seconds: dict[str, float]
+    wall_s: float
+    output: str | None
+
+
+def _summary(spec: CountSpec, args: Namespace, result: CountResult, wall_s: float) -> CountSummary:
     return {
         "total": result.total,
         "distinct": result.distinct,
-        "top": [list(entry) for entry in result.top],
+        "top": list(result.top),
         "by": spec.by,
         "engine": args.engine,
         "ranks": args.ranks,
@@ -263,7 +281,7 @@ def _summary(
     }
 
 
-def _print_notices(summary: dict[str, Any]) -> None:
+def _print_notices(summary: CountSummary) -> None:
     """Log what the user should know besides the counts."""
     if summary["spills"]:
         logger.info(
@@ -299,7 +317,7 @@ def _sigterm_as_exception() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def table(summary: dict[str, Any]) -> str:
+def table(summary: CountSummary) -> str:
     """Return the most frequent words with their shares."""
     noun = summary["by"].removesuffix("s")
     lines = [

@@ -3,6 +3,7 @@
 import json
 import sys
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from paceline.commands.options import (
     Integer,
@@ -13,6 +14,9 @@ from paceline.commands.options import (
     print_notices,
 )
 from paceline.core.errors import EXIT_DONE
+
+if TYPE_CHECKING:
+    from paceline.simulation.records import SimulatedPart
 
 _WIDTH = 100  # columns, unless a terminal has its own width
 
@@ -68,8 +72,8 @@ def run(args: Namespace) -> int:
 
         simulation = simulate_plan(plan)
     if args.json:
-        content = plan.as_dict() | ({} if simulation is None else simulation.as_dict())
-        print(json.dumps(content, indent=2))
+        simulated: SimulatedPart = {} if simulation is None else simulation.as_dict()
+        print(json.dumps({**plan.as_dict(), **simulated}, indent=2))
     else:
         from rich.console import Console
 

@@ -8,10 +8,12 @@ stale.
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypedDict
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from paceline.config.compat.keys import TOOLS, alias_tables, ignored_tables, method_tables
@@ -46,7 +48,7 @@ def markdown() -> str:
         _environment()
         .get_template("config.md.jinja")
         .render(
-            **_schema(),
+            _schema(),
             mapped=sorted((mapped | tables.sections).items()),
             shared=sorted((tables.shared | tables.shared_if_foreign).items()),
             ignored=ignored,
@@ -58,10 +60,18 @@ def markdown() -> str:
 
 def chinese_markdown() -> str:
     """Return the text of docs/zh/config.md."""
-    return _environment().get_template("config_zh.md.jinja").render(**_schema(), texts=chinese())
+    return _environment().get_template("config_zh.md.jinja").render(_schema(), texts=chinese())
 
 
-def _schema() -> dict[str, object]:
+class _Schema(TypedDict):
+    """The keys of the config, by section, and those of a source of data."""
+
+    top_level: dict[str, FieldInfo]
+    sections: Mapping[str, type[BaseModel]]
+    source: Mapping[str, FieldInfo]
+
+
+def _schema() -> _Schema:
     return {
         "top_level": {key: info for key, info in KEYS.items() if "." not in key},
         "sections": SECTIONS,

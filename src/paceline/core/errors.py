@@ -5,10 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, TypedDict
-
-if TYPE_CHECKING:
-    from pydantic import JsonValue
+from typing import Any, TypedDict
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -182,7 +179,8 @@ def first_line(error: BaseException) -> str:
 class Outcome(TypedDict, total=False):
     """The outcome of a rank or of a run.
 
-    ``report`` is the result, on ranks that have one. The other fields describe failures:
+    ``report`` is the result, on ranks that have one: a :class:`~paceline.core.report.Report`, or
+    what another command measures. The other fields describe failures:
 
     - ``fault``: whether resuming from a checkpoint may succeed; None if unknown.
     - ``repeats``: whether the same exception would be raised again.
@@ -198,7 +196,7 @@ class Outcome(TypedDict, total=False):
 
     status: str  # done, stopped, failed or finished
     exit_code: int
-    report: dict[str, JsonValue] | None
+    report: Any
     text: str
     traceback: str
     rank: int

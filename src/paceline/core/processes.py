@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
 
 from paceline.core.events import RunStartEvent
 from paceline.core.formatting import finite
@@ -61,7 +61,8 @@ def end_by_parent_alone(number: int) -> None:
 
 
 _hiding = threading.Lock()
-_hidden: list[dict[str, Any]] = []  # the hidden names, for each active block
+#: The hidden names, for each active block.
+_hidden: list[dict[str, str | ModuleSpec | None]] = []
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, cast
 
+from pydantic import JsonValue
+
 from paceline.core.events import DataFigures
 from paceline.core.row_figures import SourceRows
 
@@ -90,7 +92,7 @@ class StreamCounts(DataCounts):
         anchors = {int(number): tuple(place) for number, place in state.get("anchors", {}).items()}
         return cls(**{**state, "sources": sources, "anchors": anchors})
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, JsonValue]:
         """Return the counts as JSON values."""
         state = asdict(self)
         for name in ("sources", "anchors"):

@@ -35,8 +35,14 @@ _NUM_FRAMES = 3
 #: Folders whose frames are not part of a call site.
 _INTERNAL_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
-#: Positional and keyword arguments of a call.
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+class Arguments(NamedTuple):
+    """Positional and keyword arguments of a call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 #: Function of torch.distributed → (position and name of the tensor or list of tensors, position and
 #: name of the group). The first position is None if the tensors of ranks may differ in size.
 ARGUMENTS: dict[str, tuple[int | None, str, int, str]] = {

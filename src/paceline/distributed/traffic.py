@@ -187,15 +187,16 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        arguments = Arguments(args, kwargs)
         if not getattr(_MUTED, "nested", False):
-            progress.issue_from(name, (args, kwargs))
+            progress.issue_from(name, arguments)
         if size_of is not None and label is not None:
             muted = getattr(_MUTED, "on", False)
             if muted is not True and not (muted and label in muted):
-                size_bytes = size_of((args, kwargs))
+                size_bytes = size_of(arguments)
                 TRAFFIC.add(label, size_bytes)
                 if _CALLS is not None:
-                    counted = _begin(name, label, size_bytes, (args, kwargs))
+                    counted = _begin(name, label, size_bytes, arguments)
                     _CALLS.append(counted)
                     return _timed(counted, function(*args, **kwargs))
         return function(*args, **kwargs)

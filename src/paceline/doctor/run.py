@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
@@ -25,6 +25,7 @@ from paceline.doctor.checks import (
     check_writing,
 )
 from paceline.launch.host_checks import (
+    CheckRecord,
     CheckResult,
     check_open_files,
     check_port,
@@ -74,7 +75,7 @@ class DoctorReport(TypedDict, total=False):
     """What `--json` prints; the ranks return the keys that they measure."""
 
     ok: bool
-    checks: list[dict[str, Any]]
+    checks: list[CheckRecord]
     links: list[PairRecord]
     all_reduce: AllReduceRecord | None
     host_links: list[HostLink]
@@ -166,7 +167,7 @@ def doctor(options: DoctorOptions) -> DoctorResult:
                 )
             )
         else:
-            measured = cast("DoctorReport", outcome["report"])
+            measured = outcome["report"]
     if measured is not None:
         checks += [CheckResult(**check) for check in measured["checks"]]
     elif not checks:  # under an outer launcher, rank 0 prints for all
@@ -175,7 +176,7 @@ def doctor(options: DoctorOptions) -> DoctorResult:
         return DoctorResult(EXIT_DONE)
     report: DoctorReport = {
         "ok": not any(check.fatal for check in checks),
-        "checks": [asdict(check) for check in checks],
+        "checks": [check.as_dict() for check in checks],
         "links": measured["links"] if measured else [],
         "all_reduce": measured["all_reduce"] if measured else None,
         "host_links": hosts.links if hosts else (measured or {}).get("host_links", []),
@@ -308,7 +309,7 @@ def examine_rank(exam: HostExam, env: RankEnv, stop: StopFlag) -> Outcome:
     if exam.checks_host:
         checks, gradients, between, fatal = _check_hosts(exam, env)
         report: DoctorReport = {
-            "checks": [asdict(check) for check in checks],
+            "checks": [check.as_dict() for check in checks],
             "links": [],
             "all_reduce": None,
             **between,
@@ -320,7 +321,7 @@ def examine_rank(exam: HostExam, env: RankEnv, stop: StopFlag) -> Outcome:
         network = measure_network(world)
         checks += check_links(network, gradients)
         report = {
-            "checks": [asdict(check) for check in checks],
+            "checks": [check.as_dict() for check in checks],
             "links": [pair.record() for pair in network.pairs],
             "all_reduce": cast(
                 AllReduceRecord,
@@ -334,7 +335,7 @@ def examine_rank(exam: HostExam, env: RankEnv, stop: StopFlag) -> Outcome:
 
 
 def _outcome(report: DoctorReport | None) -> Outcome:
-    return {"status": "done", "report": cast("dict[str, JsonValue] | None", report)}
+    return {"status": "done", "report": report}
 
 
 def examine_member(exam: HostExam, member: Membership, stop: StopFlag) -> Outcome:

@@ -90,7 +90,7 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
             str(base),
             dtype=dtype,
             ignore_mismatched_sizes=kind.has_new_head,
-            **dict[str, Any](kind.settings),
+            **kind.settings,
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError) as error:

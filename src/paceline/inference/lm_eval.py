@@ -1,18 +1,19 @@
 """Evaluation of a trained model with lm-evaluation-harness (extra ``lm-eval``)."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.config.packages import check_package
 from paceline.config.schema.evaluation import LmEval
 from paceline.core.errors import ConfigError, first_line
+from paceline.core.report import LmEvalReport
 from paceline.inference.generate import load_model
 
 
-def evaluate_model(run: Path, settings: LmEval) -> dict[str, Any]:
-    """Return the results of the tasks: ``results`` (task → metric → value), ``versions`` of the
-    tasks, ``num_rows`` (task → rows), and ``lm_eval``, the version of the package.
+def evaluate_model(run: Path, settings: LmEval) -> LmEvalReport:
+    """Return the results of the tasks.
 
     Raises:
         ConfigError: the package is not installed, a task does not exist, or its data cannot be
@@ -59,7 +60,7 @@ def evaluate_model(run: Path, settings: LmEval) -> dict[str, Any]:
     }
 
 
-def _metrics(values: dict[str, Any]) -> dict[str, float]:
+def _metrics(values: Mapping[str, float | str]) -> dict[str, float]:
     """Return the metrics of a task. The harness adds the name of a filter: ``acc,none``."""
     return {
         name.removesuffix(",none"): float(value)

@@ -6,7 +6,7 @@ import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, TypedDict
 
 from paceline.config.schema import Config
 from paceline.core.files import human_bytes
@@ -18,6 +18,16 @@ _SHARED = Path("/dev/shm")
 _MIN_SHARED_BYTES = 1 << 30
 #: Limit on open files below which ranks, loader processes and checkpoints may exceed it.
 _MIN_OPEN_FILES = 1024
+
+
+class CheckRecord(TypedDict):
+    """A :class:`CheckResult` as JSON."""
+
+    name: str
+    ok: bool
+    value: str
+    advice: str | None
+    fatal: bool
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,11 @@ class CheckResult:
     value: str
     advice: str | None = None
     fatal: bool = False
+
+    def as_dict(self) -> CheckRecord:
+        return CheckRecord(
+            name=self.name, ok=self.ok, value=self.value, advice=self.advice, fatal=self.fatal
+        )
 
     @classmethod
     def passed(cls, name: str, value: str) -> Self:

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.errors import EXIT_SIGINT, EXIT_SIGTERM, Outcome, failed_outcome
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SignalHandler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 #: Called after a failed attempt. Returns (spec of the next attempt, outcome). If there is no
 #: further attempt, the spec is None and the outcome is the one to report.
 Follow = Callable[[Any, Outcome], tuple[Any, Outcome]]
@@ -101,7 +103,7 @@ class SignalForwarder:
         # Called after a second signal has killed the ranks.
         self.on_second_signal: Callable[[int], None] = lambda number: None
         self._ranks: ForwardsSignals | None = None
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, SignalHandler] = {}
 
     def __enter__(self) -> SignalForwarder:
         if threading.current_thread() is threading.main_thread():

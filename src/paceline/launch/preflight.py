@@ -35,6 +35,7 @@ from paceline.core.errors import (
 from paceline.core.events import Fault
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, log_notices, write_line
+from paceline.core.report import Report
 from paceline.core.run_dir import RunDir
 from paceline.distributed.devices import (
     check_several_ranks,
@@ -98,7 +99,7 @@ class PreparedRun:
 
     spec: Any  # a RunSpec; None on a rank that is only notified that the run is complete
     devices: Devices | None
-    finished: dict[str, JsonValue] | None = None
+    finished: Report | None = None
 
 
 @dataclass(frozen=True)
@@ -336,7 +337,7 @@ class TrainResult:
     """
 
     exit_code: int
-    report: dict[str, JsonValue] | None = None
+    report: Report | None = None
     resolved: dict[str, JsonValue] | None = None
 
 
@@ -404,7 +405,7 @@ def result_of(outcome: Outcome, options: TrainOptions, config: Config) -> TrainR
         ReportedError: if the run failed.
     """
     if outcome["status"] == "finished":
-        report = outcome["report"] or {}
+        report: Report = outcome["report"]
         log_finished(config, report.get("steps"))
         return TrainResult(EXIT_DONE, report)
     if outcome["status"] == "failed":

@@ -79,9 +79,9 @@ def run_on_ranks(
 
 def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
     deadline = time.monotonic() + timeout_s
-    results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+    results: list[Any] = [None] * len(pipes)
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting:
         ready = multiprocessing.connection.wait(
             list(waiting), max(0.0, deadline - time.monotonic())
         )
@@ -103,11 +103,12 @@ def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
                 ) from None
             if succeeded:
                 results[rank] = value
+                del waiting[pipe]
             elif isinstance(value, PacelineError):
                 raise value
             else:
                 raise RunError(f"rank {rank} failed: {value}")
-    return [results[rank] for rank in range(len(pipes))]
+    return results
 
 
 def _rank(

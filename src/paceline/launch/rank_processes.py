@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import time
+from multiprocessing.process import BaseProcess
 from typing import Any, TypedDict
 
 from paceline.core.errors import Outcome
@@ -66,7 +67,7 @@ class RankProcesses:
         self._lost: list[int] = []  # had exited without an outcome when the first failure was seen
         self._killed: set[int] = set()  # by this launcher
         context = multiprocessing.get_context("forkserver")
-        self.processes: dict[int, Any] = {
+        self.processes: dict[int, BaseProcess] = {
             rank: context.Process(
                 target=_rank, args=(rank, num_ranks, store.port, spec, str(self.folder), run_rank)
             )
@@ -110,6 +111,7 @@ class RankProcesses:
             if process.pid is not None and process.is_alive()
         }
         for rank, process in alive.items():
+            assert process.pid is not None
             self._killed.add(rank)
             _send(process.pid, signal.SIGKILL)
         deadline = time.monotonic() + wait_s

@@ -8,8 +8,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pydantic import JsonValue
-
 from paceline.checkpoint import store
 from paceline.checkpoint.format import CheckpointMeta
 from paceline.checkpoint.integrity import foreign_files, verify
@@ -21,6 +19,7 @@ from paceline.config.schema import Config
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.log import CONSOLE_ONLY
+from paceline.core.report import Report
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.launch.layout import check_row_state
 from paceline.tasks.base import Prepared
@@ -111,7 +110,7 @@ def checkpoint_after_restart(config: Config, run_dir: RunDir) -> Path | None:
 
 def check_resume(
     spec: RunSpec, path: Path, meta: CheckpointMeta, allow_change: bool
-) -> dict[str, JsonValue] | None:
+) -> Report | None:
     """Check that the run can resume exactly from the checkpoint at ``path``.
 
     Returns:
@@ -219,11 +218,11 @@ def _check_same_data(data: Prepared, meta: CheckpointMeta, path: Path, allow_cha
 
 def _finished_report(
     run_dir: RunDir, derived: ResolvedValues, early_end: int | None
-) -> dict[str, JsonValue] | None:
+) -> Report | None:
     """Return the report of the run if it is complete. ``early_end`` is a step at which a callback
     may have ended it."""
     try:
-        report = json.loads(run_dir.report.read_text())
+        report: Report = json.loads(run_dir.report.read_text())
     except (OSError, ValueError):
         return None
     last_step = early_end if report.get("stop_reason") else derived.steps
@@ -232,7 +231,7 @@ def _finished_report(
         and report.get("steps") == last_step
         and os.path.isdir(run_dir.model)
     )
-    return dict(report) if done else None
+    return report if done else None
 
 
 def check_run_folder(loaded: Loaded, run_dir: RunDir, is_first_attempt: bool) -> None:

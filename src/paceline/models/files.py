@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -169,7 +169,15 @@ class IncompleteHeaderError(ValueError):
     """A file has no complete safetensors header. The message says what it is instead."""
 
 
-def read_header(file: Path) -> tuple[dict[str, Any], int]:
+class HeaderEntry(TypedDict):
+    """A tensor in the header of a safetensors file. ``data_offsets``: its range of bytes."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def read_header(file: Path) -> tuple[dict[str, HeaderEntry], int]:
     """Read the header of a safetensors file: the dtype, shape and range of bytes of each tensor.
 
     The file starts with the size of the header (8 bytes, little endian) and the header in JSON.

@@ -3,20 +3,28 @@ libraries."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypedDict
 
 from paceline.config.schema import Config
 from paceline.core.files import write_json_atomic
 from paceline.models.builtin import model_type
 from paceline.models.hub_configs import fetch_config
-from paceline.models.json_config import read_object
+from paceline.models.json_config import JsonObject, read_object
 
 _CLASSIFIER = "ForSequenceClassification"
 #: The class names and kind of labels of a classifier whose folder has only adapters and no
 #: config.json: arguments of ``from_pretrained`` of its base model.
 _CLASSES = "classes.json"
+
+
+class HeadSettings(TypedDict, total=False):
+    """What a model's config says about the head of a text classifier."""
+
+    id2label: dict[int, str]
+    label2id: dict[str, int]
+    problem_type: str | None
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class ModelKind:
 
     auto_class: str = "AutoModelForCausalLM"
     noun: str = "causal language model"
-    settings: Mapping[str, object] = field(default_factory=dict)
+    settings: HeadSettings = field(default_factory=HeadSettings)
     has_new_head: bool = False
 
 
@@ -100,12 +108,12 @@ def frozen_parts(config: Config) -> list[str]:
     return [name for name, is_frozen in parts if is_frozen]
 
 
-def text_classifier(settings: Mapping[str, object], has_new_head: bool) -> ModelKind:
+def text_classifier(settings: HeadSettings, has_new_head: bool) -> ModelKind:
     """Return the kind of a text classifier. ``settings`` has the names of its classes."""
     return ModelKind(f"AutoModel{_CLASSIFIER}", "text classifier", settings, has_new_head)
 
 
-def is_text_classifier(content: Mapping[str, object]) -> bool:
+def is_text_classifier(content: JsonObject) -> bool:
     """Return whether a config.json is that of a text classifier."""
     architectures = content.get("architectures")
     return isinstance(architectures, list) and any(
@@ -113,20 +121,22 @@ def is_text_classifier(content: Mapping[str, object]) -> bool:
     )
 
 
-def save_classes(settings: Mapping[str, object], folder: Path) -> None:
+def save_classes(settings: HeadSettings, folder: Path) -> None:
     """Write the names of the classes next to the adapters of a text classifier."""
     write_json_atomic(folder / _CLASSES, dict(settings))
 
 
 def saved_kind(folder: Path) -> ModelKind:
     """Return the kind of the model in the folder of a run, or of its adapters."""
-    classes = read_object(folder / _CLASSES)
+    classes: Any = read_object(folder / _CLASSES)
     if classes is not None:
         names = classes.get("id2label")
         numbered = (
             {int(key): str(name) for key, name in names.items()} if isinstance(names, dict) else {}
         )
-        return text_classifier({**classes, "id2label": numbered}, has_new_head=True)
+        settings: HeadSettings = classes
+        settings["id2label"] = numbered
+        return text_classifier(settings, has_new_head=True)
     content = read_object(folder / "config.json") or {}
     if is_text_classifier(content):
         return text_classifier({}, has_new_head=False)

@@ -56,7 +56,7 @@ def choose_packing(
         torch.randint(0, max(vocabulary, 2), (1, length), generator=generator).to(device)
         for length in lengths
     ]
-    row: dict[str, Any] = {
+    row = {
         "input_ids": torch.cat(ids, dim=1),
         "position_ids": torch.cat(
             [torch.arange(length, device=device) for length in lengths]

@@ -21,7 +21,7 @@ def load_generation_config(model: Any, name: str, trust_remote_code: bool) -> No
     Raises:
         ConfigError: this transformers has no such function, or it has other arguments.
     """
-    arguments: dict[str, Any] = {
+    arguments: dict[str, str | bool | None] = {
         "generation_config": None,
         "from_auto_class": True,
         "from_pipeline": None,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from paceline.core.errors import ConfigError
 from paceline.core.events import PeakRate
@@ -120,6 +120,24 @@ class Device:
         return self.float32_flops_s if dtype is None else rates[dtype]
 
 
+class _DeviceRow(TypedDict):
+    name: str
+    chip: NotRequired[str]
+    compute_capability: str | None
+    memory_gb: float
+    bf16_tflops: float | None
+    fp16_tflops: float | None
+    tf32_tflops: float | None
+    fp32_tflops: float
+    memory_bandwidth_gb_s: float
+    interconnect: str
+    link_gb_s: float
+    network_gb_s: float
+    aliases: list[str]
+    source: str
+    note: NotRequired[str]
+
+
 @cache
 def devices() -> tuple[Device, ...]:
     """Return all rows, in the order of the file. Of rows that share an alias, the first is the most
@@ -128,19 +146,20 @@ def devices() -> tuple[Device, ...]:
     return tuple(_device(row) for row in content["devices"])
 
 
-def _device(row: dict[str, Any]) -> Device:
-    def rate(key: str) -> float | None:
-        return None if row[key] is None else row[key] * _T
+def _flops_s(tera: float | None) -> float | None:
+    return None if tera is None else tera * _T
 
+
+def _device(row: _DeviceRow) -> Device:
     capability = row["compute_capability"]
     major, _, minor = (capability or "").partition(".")
     return Device(
         name=row["name"],
         compute_capability=(int(major), int(minor)) if capability else None,
         memory_bytes=round(row["memory_gb"] * _GB),
-        bfloat16_flops_s=rate("bf16_tflops"),
-        float16_flops_s=rate("fp16_tflops"),
-        tf32_flops_s=rate("tf32_tflops"),
+        bfloat16_flops_s=_flops_s(row["bf16_tflops"]),
+        float16_flops_s=_flops_s(row["fp16_tflops"]),
+        tf32_flops_s=_flops_s(row["tf32_tflops"]),
         float32_flops_s=row["fp32_tflops"] * _T,
         memory_bandwidth_bytes_s=row["memory_bandwidth_gb_s"] * _GB,
         interconnect=row["interconnect"],

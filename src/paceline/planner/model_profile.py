@@ -187,7 +187,7 @@ def _trial(task: Task, model: nn.Module, config: Config, dataset: Any) -> tuple[
         torch_compat.storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())
     }
     # Holds the storages themselves, because the id of a freed storage is reused.
-    stored: dict[int, Any] = {}
+    stored: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         key = torch_compat.storage_id(tensor)

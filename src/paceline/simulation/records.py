@@ -65,6 +65,20 @@ class SimulationReport(TypedDict):
     ranks: list[RankReport]
 
 
+class SimulatedPart(TypedDict, total=False):
+    """The keys that a simulation adds to the JSON of a plan."""
+
+    simulated: SimulationReport | None
+    simulated_reason: str | None
+
+
+class RankResult(TypedDict, total=False):
+    """The result of a job: the report, or why the rank cannot be simulated."""
+
+    report: RankReport
+    error: str
+
+
 @dataclass(frozen=True)
 class RankJob:
     """One rank to simulate.

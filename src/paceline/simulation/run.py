@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -20,7 +19,14 @@ from paceline.planner.api import Plan
 from paceline.planner.estimate import ModeEstimate
 from paceline.planner.hardware import Machine
 from paceline.planner.micro_batch import MicroBatchProfile
-from paceline.simulation.records import RankJob, RankReport, SimulationReport, verdict_of
+from paceline.simulation.records import (
+    RankJob,
+    RankReport,
+    RankResult,
+    SimulatedPart,
+    SimulationReport,
+    verdict_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +53,7 @@ class Simulation:
     report: SimulationReport | None
     reason: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> SimulatedPart:
         """Return the keys that it adds to the JSON of the plan."""
         return {"simulated": self.report, "simulated_reason": self.reason}
 
@@ -178,7 +184,7 @@ def _run_process(jobs: Sequence[RankJob], program: Sequence[str]) -> list[RankRe
             fix="set it to the Python interpreter of an environment with Paceline and the CPU"
             " build of torch",
         ) from error
-    results: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    results: list[RankResult] = [json.loads(line) for line in done.stdout.splitlines()]
     errors = [result["error"] for result in results if "error" in result]
     if len(results) < len(jobs):
         errors.append(

@@ -10,17 +10,12 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
 from paceline.config.packages import hide_packages, unused_packages
 from paceline.config.schema import Config
 from paceline.core.errors import PacelineError, first_line
 from paceline.planner.devices import find_device
-from paceline.simulation.records import DEVICES_PER_HOST, RankJob
-
-if TYPE_CHECKING:
-    from paceline.simulation.records import RankReport
+from paceline.simulation.records import DEVICES_PER_HOST, RankJob, RankResult
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +27,13 @@ def main() -> None:
     os.dup2(2, 1)  # libraries print to standard output
     warnings.simplefilter("ignore")
     for line in sys.stdin:
-        results.write(f"{json.dumps(_result(json.loads(line)))}\n")
+        results.write(f"{json.dumps(_result(RankJob(**json.loads(line))))}\n")
         results.flush()
 
 
-def _result(fields: Mapping[str, Any]) -> "dict[str, RankReport] | dict[str, str]":
+def _result(job: RankJob) -> RankResult:
     from paceline.simulation.cuda import simulate_cuda
 
-    job = RankJob(**fields)
     hide_packages(unused_packages(Config.model_validate(job.config)))
     try:
         # Before any other module of torch asks for the accelerator.

@@ -18,10 +18,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
-from pydantic import JsonValue
-
 from paceline.core.errors import EXIT_SIGINT, ConfigError, PacelineError
 from paceline.core.processes import end_with_parent, process_start_time, temporary_environment
+from paceline.core.report import Report
 
 
 class CheckRequest(TypedDict):
@@ -61,7 +60,7 @@ class RunReply(TypedDict):
     """How a run ended. ``error``: the paragraph of a failure."""
 
     exit_code: int
-    report: NotRequired[dict[str, JsonValue] | None]
+    report: NotRequired[Report | None]
     error: NotRequired[str]
 
 

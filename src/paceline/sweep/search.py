@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pydantic import JsonValue
+
 from paceline.core.event_log import effective_events, read_events
 from paceline.core.formatting import counted
 from paceline.sweep.metric import Metric
@@ -144,7 +146,7 @@ class Search:
         ]
         return max(numbers, default=0) + 1
 
-    def _parameters(self, run: RunRecord) -> dict[str, Any]:
+    def _parameters(self, run: RunRecord) -> dict[str, JsonValue]:
         return {axis.key: value for axis, value in _axis_values(run, self._axes)}
 
     def _as_trial(self, run: RunRecord) -> Any:

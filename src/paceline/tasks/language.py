@@ -227,7 +227,7 @@ class LanguageTask(Task):
         of its row."""
         return self._sums(model, batch, counts_correct=False)["loss"]
 
-    def evaluate(self, model: Any, batch: TokenBatch) -> dict[str, Any]:
+    def evaluate(self, model: Any, batch: TokenBatch) -> dict[str, torch.Tensor]:
         """Return sums over the tokens with loss: ``loss`` and, with that metric,
         ``token_accuracy`` (number of tokens that the model predicts)."""
         return self._sums(model, batch, "token_accuracy" in self.config.evaluation.metrics)
@@ -236,7 +236,7 @@ class LanguageTask(Task):
         values = value_names(self.config.evaluation.metrics)
         return None if values is None else ["loss", *values]
 
-    def _sums(self, model: Any, batch: TokenBatch, counts_correct: bool) -> dict[str, Any]:
+    def _sums(self, model: Any, batch: TokenBatch, counts_correct: bool) -> dict[str, torch.Tensor]:
         with (
             attention.known_padding(batch.get("attention_mask"), batch["num_tokens"]),
             noisy_embeddings(batch.get("noise_keys"), batch.get("noise_scales")),

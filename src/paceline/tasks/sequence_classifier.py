@@ -2,7 +2,7 @@
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -21,7 +21,7 @@ from paceline.models.adapters.lora import adapter_notices
 from paceline.models.blocks import base_model
 from paceline.models.classifiers.texts import load_text_classifier
 from paceline.models.files import check_files, check_hub
-from paceline.models.kinds import save_classes
+from paceline.models.kinds import HeadSettings, save_classes
 from paceline.models.language import save_language_model
 from paceline.tasks.base import Notice, Task
 
@@ -51,7 +51,7 @@ class SequenceClassifierTask(Task):
 
     @property
     @abstractmethod
-    def _head_settings(self) -> Mapping[str, object]:
+    def _head_settings(self) -> HeadSettings:
         """What the model's config says about its head."""
 
     def check(self) -> None:

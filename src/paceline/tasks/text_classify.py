@@ -1,6 +1,6 @@
 """`task: classify` with texts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from paceline.data.text.prepare import PreparedTokens, prepare_tokens
 from paceline.data.text.token_dataset import LabeledDataset, LabeledSample
 from paceline.models.builtin import resolve_model
 from paceline.models.classifiers.texts import class_settings, known_classes
+from paceline.models.kinds import HeadSettings
 from paceline.tasks.base import Notice, Prepared
 from paceline.tasks.sequence_classifier import PaddedTexts, SequenceClassifierTask
 
@@ -72,7 +73,7 @@ class TextClassifyTask(SequenceClassifierTask):
         return texts.tokens
 
     @property
-    def _head_settings(self) -> Mapping[str, object]:
+    def _head_settings(self) -> HeadSettings:
         texts: LabeledTexts = self._handle
         return class_settings(texts.classes, texts.is_multi)
 

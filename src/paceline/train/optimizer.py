@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import nn
@@ -29,6 +29,15 @@ _SCHEDULES = {
 }
 
 
+class _ParamGroup(TypedDict):
+    """A parameter group. ``is_hidden``: Muon updates it."""
+
+    params: list[nn.Parameter]
+    lr: NotRequired[float]
+    weight_decay: float
+    is_hidden: bool
+
+
 def matrices_of(model: nn.Module) -> frozenset[str]:
     """Return the names of the parameters that weight decay applies to: matrices, not biases and
     norms."""
@@ -51,7 +60,7 @@ def build_optimizer(
     updated_by_muon = [param for name, param in named if name in hidden]
     decayed = [param for name, param in named if name in matrices - hidden]
     not_decayed = [param for name, param in named if name not in matrices]
-    groups: list[dict[str, Any]] = [
+    split: list[_ParamGroup] = [
         {"params": params, "weight_decay": decay, "is_hidden": params is updated_by_muon}
         for params, decay in (
             (updated_by_muon, args.weight_decay),
@@ -62,7 +71,8 @@ def build_optimizer(
     ]
     if settings:
         by_param = {param: settings.get(name, ParameterSettings()) for name, param in named}
-        groups = list(_split_by_settings(groups, by_param, learning_rate))
+        split = list(_split_by_settings(split, by_param, learning_rate))
+    groups = [{**group} for group in split]
     betas = (args.adam_beta1, args.adam_beta2)
     can_fuse = all(
         param.device.type in ("cpu", "cuda", "xpu", "mps") and param.is_floating_point()
@@ -117,10 +127,10 @@ def build_optimizer(
 
 
 def _split_by_settings(
-    groups: list[dict[str, Any]],
+    groups: list[_ParamGroup],
     settings: Mapping[nn.Parameter, ParameterSettings],
     learning_rate: float,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[_ParamGroup]:
     """Yield the groups, divided so that the parameters of each have one learning rate and one
     weight decay."""
     for group in groups:
@@ -133,7 +143,12 @@ def _split_by_settings(
             )
             parts.setdefault(key, []).append(param)
         for rate, decay in sorted(parts):
-            yield {**group, "params": parts[rate, decay], "lr": rate, "weight_decay": decay}
+            yield {
+                "params": parts[rate, decay],
+                "lr": rate,
+                "weight_decay": decay,
+                "is_hidden": group["is_hidden"],
+            }
 
 
 class Schedule:

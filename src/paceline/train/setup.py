@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import cast
-
-from pydantic import JsonValue
 
 from paceline.checkpoint.remote import CheckpointStore
 from paceline.checkpoint.saver import CheckpointManager
@@ -216,8 +213,7 @@ def _run(trainer: Trainer) -> Outcome:
     ctx.comm.barrier()
     close_servers(strategy)
     has_report = ctx.comm.is_rank_zero or spec.reports_everywhere
-    result = cast("dict[str, JsonValue] | None", report if has_report else None)
-    return {"status": status, "report": result}
+    return {"status": status, "report": report if has_report else None}
 
 
 def _monitoring(trainer: Trainer, advisor: CommAdvisor | None) -> list[Callback]:

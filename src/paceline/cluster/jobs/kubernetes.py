@@ -9,9 +9,10 @@ in ``runtime.yaml``.
 """
 
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypedDict
 
 import yaml
+from pydantic import JsonValue
 
 from paceline.cluster.jobs.hosts import template
 from paceline.cluster.jobs.kubernetes_options import (
@@ -27,7 +28,19 @@ from paceline.cluster.jobs.kubernetes_options import (
 )
 from paceline.config.load import to_yaml
 
-Object = dict[str, Any]
+
+class PodFields(TypedDict):
+    """The fields of a pod that depend on the options, as in ``pod.yaml.jinja``."""
+
+    command: list[str]
+    env: list[JsonValue] | None
+    rendezvous_env: list[JsonValue]
+    resources: JsonValue
+    volumes: list[JsonValue]
+    volumeMounts: list[JsonValue]
+    access: dict[str, JsonValue] | None
+    securityContext: dict[str, JsonValue]
+
 
 #: The same as Kubeflow Trainer's.
 _PORT = 29500
@@ -57,7 +70,7 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
 _Dumper.add_representer(str, _text)
 
 
-def manifest(options: KubernetesOptions) -> list[Object]:
+def manifest(options: KubernetesOptions) -> list[dict[str, JsonValue]]:
     """Return the objects in the order in which they are created."""
     is_own_runtime = options.runtime in (RUNTIME_NAME, COSCHEDULING_RUNTIME_NAME)
     values = {
@@ -80,8 +93,8 @@ def _pod(
     job: str = "node",
     endpoint: str = "",
     starts_in_work_dir: bool = True,
-) -> Object:
-    """Return the fields of a pod that depend on the options.
+) -> PodFields:
+    """Return the fields of a pod.
 
     Args:
         work_pvc: of the working folder; None: the folder is deleted with the pod.
@@ -101,11 +114,11 @@ def _pod(
         "data_dir": DATA_FOLDER,
         "cache_dir": CACHE_FOLDER,
     }
-    pod: Object = yaml.safe_load(template("pod.yaml.jinja").render(values))
+    pod: PodFields = yaml.safe_load(template("pod.yaml.jinja").render(values))
     return pod
 
 
-def _replicated_jobs(options: KubernetesOptions) -> list[Object]:
+def _replicated_jobs(options: KubernetesOptions) -> list[dict[str, JsonValue]]:
     """Return one Job of all pods or, if only the first pod has a volume claim, one of that pod and
     one of the others. A pod that is replaced keeps its host name."""
     nodes = options.hosts.nodes
@@ -120,7 +133,9 @@ def _replicated_jobs(options: KubernetesOptions) -> list[Object]:
     ]
 
 
-def _replicated_job(options: KubernetesOptions, name: str, count: int, fields: Object) -> Object:
+def _replicated_job(
+    options: KubernetesOptions, name: str, count: int, fields: PodFields
+) -> dict[str, JsonValue]:
     """Fit the Job template of the shipped runtime (retry policies and pod template) to the
     options."""
     runtime = yaml.safe_load(runtime_text())

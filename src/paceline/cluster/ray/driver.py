@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from packaging.version import Version
-from pydantic import JsonValue
 
 from paceline.cluster.ray.record import RunRecord
 from paceline.cluster.ray.worker import WorkerTask, train_worker
@@ -33,6 +32,7 @@ from paceline.core.errors import (
 )
 from paceline.core.events import Fault
 from paceline.core.processes import temporary_environment
+from paceline.core.report import Report
 
 if TYPE_CHECKING:
     from ray.train import RunConfig, ScalingConfig
@@ -113,7 +113,7 @@ class TorchTrainer:
         self._record: Any = None
         self._stop_signal: int | None = None
 
-    def fit(self) -> dict[str, JsonValue]:
+    def fit(self) -> Report:
         """Train, and return the report (the content of ``report.json``). Connect to a cluster first
         if there is no connection, as Ray's own trainers do.
 
@@ -129,7 +129,8 @@ class TorchTrainer:
                 text = "a signal stopped the run; a checkpoint is in"
                 text += f" {self.loaded.config.output_dir}"
             raise StoppedError(text, result["exit_code"])
-        return result["report"] or {}
+        report: Report = result["report"]
+        return report
 
     def results(self) -> list[Outcome]:
         """Like :meth:`fit`, but return ``{status, exit_code, report}`` of every rank, even if the
@@ -308,6 +309,14 @@ def _callback(record: Any) -> Any:
     return _LostWorkers()
 
 
+class _ConnectionSettings(TypedDict, total=False):
+    """Arguments of ``ray.init``."""
+
+    logging_level: int
+    log_to_driver: bool
+    runtime_env: dict[str, str]
+
+
 def _quiet() -> dict[str, Any]:
     """Return settings that hide the log of Ray Train except errors: the ranks and the driver report
     what happens."""
@@ -354,7 +363,10 @@ def connected(address: str | None, num_cpus: int, working_dir: Path | None) -> I
 
     import ray
 
-    settings: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": True}
+    settings: _ConnectionSettings = {
+        "logging_level": logging.WARNING,
+        "log_to_driver": True,
+    }
     if working_dir is not None:
         settings["runtime_env"] = {"working_dir": str(working_dir)}
     folder = None
@@ -380,7 +392,7 @@ def connected(address: str | None, num_cpus: int, working_dir: Path | None) -> I
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _join(address: str | None, settings: dict[str, Any]) -> bool:
+def _join(address: str | None, settings: _ConnectionSettings) -> bool:
     """Connect to an existing cluster. Return False if there is none and none was requested."""
     import ray
 

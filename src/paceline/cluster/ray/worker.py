@@ -111,7 +111,7 @@ def _run(task: WorkerTask, attempt: Attempt) -> Outcome:
         loaded = task.loaded if is_first else replace(task.loaded, notices=[])
         result = run_under_agent(loaded, options, started_at)
     return {
-        "status": str((result.report or {}).get("status", "stopped")),
+        "status": "stopped" if result.report is None else result.report.get("status", "stopped"),
         "exit_code": result.exit_code,
         "report": result.report,
     }

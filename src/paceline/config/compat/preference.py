@@ -5,9 +5,9 @@ trainer. The method is then the only one that has all keys, or the one that the 
 mention.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypedDict
 
 from paceline.config.compat.binding import KeyBinding, likely_methods
 from paceline.config.compat.conversion import Notice, is_off, read_table
@@ -15,6 +15,7 @@ from paceline.config.compat.keys import DATA_KEYS, named_method
 from paceline.config.compat.merge import Assignment, Merge, SourceLine
 from paceline.config.entries import Problem, short
 from paceline.config.schema.tasks import ANSWER_TASKS
+from paceline.config.yaml_read import YamlValue
 
 _DIFFERENT_MEAN: Notice = (
     "warning",
@@ -23,9 +24,27 @@ _DIFFERENT_MEAN: Notice = (
 _FIX = "remove the key, or train this file with the tool it was written for"
 
 
+class _IgnoredKeys(TypedDict):
+    level: str
+    reason: str
+    keys: str
+
+
+class _Tables(TypedDict):
+    """The content of ``preference.yaml``, where comments explain the fields."""
+
+    tasks: dict[str, dict[str, str]]
+    keys: dict[str, str]
+    cross_entropy_weights: str
+    losses: str
+    reference_models: str
+    ignored: list[_IgnoredKeys]
+    refused: dict[str, str]
+
+
 @cache
-def _tables() -> dict[str, Any]:
-    tables: dict[str, Any] = read_table("preference.yaml")
+def _tables() -> _Tables:
+    tables: _Tables = read_table("preference.yaml")
     return tables
 
 
@@ -150,7 +169,7 @@ class _Reader:
             text = f"it is not supported with `task: {self.task}`"
             self._refuse(binding, text if reason is None else f"{text}: {reason}")
 
-    def _named(self, method: str) -> dict[str, Any]:
+    def _named(self, method: str) -> dict[str, str]:
         """Return what the name of a method sets."""
         return {**self.tables["tasks"][method], "task": self.task}
 
@@ -210,7 +229,9 @@ class _Reader:
                 return group["level"], group["reason"]
         return None
 
-    def _set(self, binding: KeyBinding, sets: dict[str, Any], notices: list[Notice]) -> None:
+    def _set(
+        self, binding: KeyBinding, sets: Mapping[str, YamlValue], notices: list[Notice]
+    ) -> None:
         leaves = []
         for target, value in sets.items():
             assigned = Assignment(target, value, binding.entry)

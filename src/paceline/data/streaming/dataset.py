@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -69,7 +69,7 @@ class RowEncoder:
         self.setup, self.cuts_documents = setup, cuts_documents
         self._chunk_encoder: ChunkEncoder | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> object:
         return {**self.__dict__, "_chunk_encoder": None}
 
     def __call__(

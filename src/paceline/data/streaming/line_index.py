@@ -4,7 +4,6 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -36,7 +35,7 @@ class LineIndex:
     _handle: int | None = field(default=None, repr=False)
     _blanks: np.ndarray | None = field(default=None, repr=False)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> object:
         return {**self.__dict__, "_handle": None, "_blanks": None}
 
     def span(self, row: int) -> tuple[int, int]:

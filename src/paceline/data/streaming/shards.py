@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -87,7 +86,7 @@ class ShardRows:
     _loaded: tuple[int, int] | None = field(default=None, repr=False)
     _rows: list[tuple[int, RawRow]] = field(default_factory=list, repr=False)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> object:
         return {**self.__dict__, "_iterator": None, "_loaded": None, "_rows": []}
 
     def order(self, batch_size: int) -> PositionOrder:

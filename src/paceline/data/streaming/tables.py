@@ -73,7 +73,7 @@ class LineTable:
         self.block_sizes = _equal_blocks(self.num_rows)
         self._handle: int | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> object:
         return {**self.__dict__, "_handle": None}
 
     def row(self, number: int) -> RawRow:
@@ -131,7 +131,7 @@ class _GroupTable:
         self._file: Any = None
         self._groups: OrderedDict[int, Any] = OrderedDict()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> object:
         return {**self.__dict__, "_file": None, "_groups": OrderedDict()}
 
     def _open(self) -> Any:

@@ -86,7 +86,7 @@ class PackedStream:
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> object:
         names = ("_windows", "_build_lock", "_thread")
         return {name: value for name, value in self.__dict__.items() if name not in names}
 

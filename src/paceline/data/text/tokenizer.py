@@ -1,9 +1,12 @@
 """Find tokenizers in a folder or on the hub, and load them without transformers if possible."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+
+from pydantic import JsonValue
 
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.hub import go_offline_if_unreachable
@@ -225,7 +228,7 @@ def _load_directly(folder: Path) -> LoadedTokenizer | None:
     return _loaded(backend, None, special, template)
 
 
-def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+def _special_tokens(settings: Mapping[str, JsonValue]) -> dict[str, str]:
     # Qwen2's defaults.
     special = {
         "eos_token": "<|endoftext|>",

@@ -6,13 +6,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from paceline.core.errors import RunError
 from paceline.core.event_log import read_events
+from paceline.core.events import Event
 from paceline.core.files import Scratch
 from paceline.core.formatting import counted
 from paceline.explain.catalog import ExplainOptions
@@ -89,7 +88,7 @@ def record(options: ExplainOptions) -> Recording:
     )
 
 
-def _run_both(folder: Path, ranks: int) -> tuple[list[Mapping[str, Any]], tuple[str, str]]:
+def _run_both(folder: Path, ranks: int) -> tuple[list[Event], tuple[str, str]]:
     """Train with and without the fault at the same time. Return the events of the disturbed run,
     and the digests of the final checkpoints of both.
 
@@ -119,7 +118,7 @@ def _run_both(folder: Path, ranks: int) -> tuple[list[Mapping[str, Any]], tuple[
         *(["inspect", str(run / final), "--json"] for run in (disturbed, undisturbed))
     )
     first, second = (str(json.loads(text)["digest"]) for text in inspected)
-    return list(read_events(disturbed / "events.jsonl")), (first, second)
+    return read_events(disturbed / "events.jsonl"), (first, second)
 
 
 def _run_commands(*commands: list[str]) -> list[str]:
@@ -153,7 +152,7 @@ def _run_commands(*commands: list[str]) -> list[str]:
 
 
 def _replay(
-    events: list[Mapping[str, Any]], ranks: int
+    events: list[Event], ranks: int
 ) -> tuple[tuple[Frame, ...], tuple[Span, ...], dict[int, float], dict[int, float]]:
     """Return the frames and spans of a run, and the losses of each step when it was first and last
     made."""
@@ -165,12 +164,12 @@ def _replay(
     step_start_s, is_restarting = 0.0, False
     for event in events:
         time_s = float(event["time"]) - begin
-        kind, text, is_key = event["type"], "", False
-        if kind == "run_start":
+        text, is_key = "", False
+        if event["type"] == "run_start":
             text = "The run starts." if not frames else ""
             is_restarting = bool(frames)
             is_key = not frames
-        elif kind == "step":
+        elif event["type"] == "step":
             step, loss = int(event["step"]), float(event["loss"])
             if step in first:
                 state.repeated.add(step)
@@ -184,22 +183,22 @@ def _replay(
                 Span(rank, "steps", name, str(step), step_start_s, time_s) for rank in range(ranks)
             ]
             is_restarting = False
-        elif kind == "checkpoint":
+        elif event["type"] == "checkpoint":
             state.checkpoints.append(int(event["step"]))
             text = f"The checkpoint of step {event['step']} is complete."
-        elif kind == "fault":
+        elif event["type"] == "fault":
             is_lost = is_key = True
             text = f"The restart begins: {event['reason'].split(' (often')[0]}."
-        elif kind == "resume":
+        elif event["type"] == "resume":
             is_lost, is_key = False, True
             step = int(event["step"])
             state.losses = {done: loss for done, loss in state.losses.items() if done <= step}
             text = f"All ranks load the checkpoint of step {step}: later steps are made again."
-        if kind in ("step", "run_start") and not is_restarting:
+        if event["type"] in ("step", "run_start") and not is_restarting:
             step_start_s = time_s
         if text:
             rows = _rows(state, ranks, is_lost)
-            frames.append(Frame(text, rows, phase=kind, time_s=time_s, is_key=is_key))
+            frames.append(Frame(text, rows, phase=event["type"], time_s=time_s, is_key=is_key))
     last = dict(state.losses)
     return tuple(frames), tuple(spans), first, last
 

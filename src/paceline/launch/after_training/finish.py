@@ -7,12 +7,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
-
-from pydantic import JsonValue
 
 from paceline.config.schema import Config
 from paceline.core.errors import EXIT_DONE, RunError
+from paceline.core.report import HubUpload, LmEvalReport, Report
 from paceline.core.run_dir import RunDir
 from paceline.launch.preflight import TrainResult
 
@@ -30,23 +28,23 @@ def finish_run(result: TrainResult, config: Config) -> TrainResult:
     if not is_requested or result.report is None or result.exit_code != EXIT_DONE:
         return result
     run_dir = RunDir(Path(config.output_dir))
-    report: dict[str, Any] = dict(result.report)
+    report = result.report.copy()
     if config.evaluation.lm_eval is not None:
         report["lm_eval"] = _evaluate(run_dir)
         _write(run_dir, report)
     if config.train_args.push_to_hub:  # the card has the results of the evaluation
         report["hub"] = _upload(run_dir, config)
         _write(run_dir, report)
-    return replace(result, report=cast("dict[str, JsonValue]", report))
+    return replace(result, report=report)
 
 
-def _write(run_dir: RunDir, report: dict[str, Any]) -> None:
+def _write(run_dir: RunDir, report: Report) -> None:
     from paceline.observe.report.html import write_reports
 
-    write_reports(run_dir, cast(Any, report))
+    write_reports(run_dir, report)
 
 
-def _evaluate(run_dir: RunDir) -> dict[str, Any]:
+def _evaluate(run_dir: RunDir) -> LmEvalReport:
     """Run ``paceline eval`` in a process of its own, which imports torch and frees its memory."""
     logger.info(f"evaluating {run_dir.model} with lm-evaluation-harness")
     command = [sys.executable, "-m", "paceline", "eval", str(run_dir.root), "--json"]
@@ -57,14 +55,14 @@ def _evaluate(run_dir: RunDir) -> dict[str, Any]:
             f" {run_dir.root}` repeats the evaluation"
         )
         return {"error": f"`paceline eval` ended with exit code {process.returncode}"}
-    results: dict[str, Any] = json.loads(process.stdout)
+    results: LmEvalReport = json.loads(process.stdout)
     for task, metrics in results["results"].items():
         values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         logger.info(f"{task}: {values}")
     return results
 
 
-def _upload(run_dir: RunDir, config: Config) -> dict[str, Any]:
+def _upload(run_dir: RunDir, config: Config) -> HubUpload:
     from paceline.launch.after_training.hub_upload import repository_of, upload_model
 
     repository = repository_of(config)

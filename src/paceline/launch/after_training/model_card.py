@@ -1,12 +1,11 @@
 """The model card of a trained model: ``README.md`` in its repository. Imports no torch."""
 
-import json
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import JsonValue
 
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core import formatting
@@ -14,6 +13,7 @@ from paceline.core.event_log import read_events
 from paceline.core.events import RunStartEvent
 from paceline.core.hub import is_hub_id
 from paceline.core.run_dir import RunDir
+from paceline.models.json_config import JsonObject, read_object
 from paceline.models.kinds import LANGUAGE, saved_kind
 
 #: Keys of the config that belong to the machine of the run and not to the training.
@@ -31,10 +31,10 @@ def model_card(run: Path, folder: Path, repository: str) -> str:
     such as those of a folder without a report, are left out. Paths of models and data are reduced
     to their names."""
     files = RunDir(run)
-    report = _read_json(files.report)
+    report = read_object(files.report) or {}
     starts = [event for event in read_events(files.events) if event["type"] == "run_start"]
     start: RunStartEvent = starts[-1] if starts else {}
-    config: dict[str, Any] = {**(start.get("config") or {})}
+    config = start.get("config") or {}
     is_adapter = (folder / "adapter_config.json").is_file()
     sources = _sources(config)
     auto_class = _auto_class(config, folder)
@@ -47,10 +47,10 @@ def model_card(run: Path, folder: Path, repository: str) -> str:
         "is_adapter": is_adapter,
         "auto_class": auto_class,
         "num_labels": _num_labels(folder) if is_adapter else None,
-        "has_adapters": bool((config.get("lora") or {}).get("enable")),
+        "has_adapters": bool(_section(config, "lora").get("enable")),
         "task": config.get("task"),
         "sources": [_public(source) for source in sources],
-        "data": report.get("data") or {},
+        "data": _section(report, "data"),
         "results": _results(report),
         "benchmarks": _benchmarks(report),
         "training": _training(report, start),
@@ -71,15 +71,12 @@ def _template() -> Any:
     return environment.get_template("model_card.md.jinja")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content
+def _section(content: JsonObject, key: str) -> JsonObject:
+    section = content.get(key)
+    return section if isinstance(section, dict) else {}
 
 
-def _sources(config: dict[str, Any]) -> list[str]:
+def _sources(config: JsonObject) -> list[str]:
     data = config.get("dataset") or []
     items = data if isinstance(data, list) else [data]
     return [str(item.get("path") if isinstance(item, dict) else item) for item in items]
@@ -96,7 +93,7 @@ def _public(name: str) -> str:
     return Path(name).name
 
 
-def _auto_class(config: dict[str, Any], folder: Path) -> str | None:
+def _auto_class(config: JsonObject, folder: Path) -> str | None:
     """Return the name of transformers' class that loads the model; None if none of them does, or if
     the task is not known."""
     auto_class = saved_kind(folder).auto_class
@@ -109,15 +106,15 @@ def _auto_class(config: dict[str, Any], folder: Path) -> str | None:
 def _num_labels(folder: Path) -> int | None:
     """Return the number of classes of the adapters of a text classifier, or None for others."""
     names = saved_kind(folder).settings.get("id2label")
-    return len(names) if isinstance(names, Mapping) else None
+    return None if names is None else len(names)
 
 
 def _metadata(
-    config: dict[str, Any], sources: list[str], is_adapter: bool, auto_class: str | None
-) -> dict[str, Any]:
+    config: JsonObject, sources: list[str], is_adapter: bool, auto_class: str | None
+) -> dict[str, str | list[str]]:
     base, task = str(config.get("model") or ""), str(config.get("task"))
-    adapters = (config.get("lora") or {}).get("enable")
-    metadata: dict[str, Any] = {
+    adapters = _section(config, "lora").get("enable")
+    metadata: dict[str, str | list[str]] = {
         "library_name": "peft" if is_adapter else "transformers",
         "tags": ["paceline", task, *(["lora"] if adapters else [])],
     }
@@ -131,26 +128,26 @@ def _metadata(
     return metadata
 
 
-def _results(report: dict[str, Any]) -> list[tuple[str, str]]:
+def _results(report: JsonObject) -> list[tuple[str, str]]:
     rows = [
         ("training loss", report.get("final_train_loss")),
         ("evaluation loss", report.get("final_eval_loss")),
-        *(report.get("final_eval_metrics") or {}).items(),
+        *_section(report, "final_eval_metrics").items(),
     ]
     return [(name, formatting.loss(value)) for name, value in rows if value is not None]
 
 
-def _benchmarks(report: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _benchmarks(report: JsonObject) -> list[tuple[str, str, str]]:
     """Return task, metric and value of each result of lm-evaluation-harness."""
-    tasks = (report.get("lm_eval") or {}).get("results") or {}
+    tasks = _section(_section(report, "lm_eval"), "results")
     return [
         (task, metric, formatting.loss(value))
-        for task, metrics in tasks.items()
-        for metric, value in metrics.items()
+        for task in tasks
+        for metric, value in _section(tasks, task).items()
     ]
 
 
-def _training(report: dict[str, Any], start: RunStartEvent) -> list[tuple[str, str]]:
+def _training(report: JsonObject, start: RunStartEvent) -> list[tuple[str, str]]:
     fmt, get = formatting, report.get
     derived = start.get("derived") or {}
     model, mesh = start.get("model") or {}, start.get("mesh") or {}
@@ -172,7 +169,7 @@ def _training(report: dict[str, Any], start: RunStartEvent) -> list[tuple[str, s
     return [(name, str(value)) for name, value in rows if value not in (None, fmt.UNKNOWN)]
 
 
-def _config_text(config: dict[str, Any]) -> str:
+def _config_text(config: JsonObject) -> str:
     """Return the config as YAML, without what belongs to the machine of the run."""
     kept = {key: value for key, value in config.items() if key not in _LOCAL_KEYS}
     for key in ("model", "tokenizer", "dataset", "val_dataset"):
@@ -181,7 +178,7 @@ def _config_text(config: dict[str, Any]) -> str:
     return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True) if kept else ""
 
 
-def _public_tree(value: Any) -> Any:
+def _public_tree(value: JsonValue) -> JsonValue:
     if isinstance(value, str):
         return _public(value)
     if isinstance(value, list):

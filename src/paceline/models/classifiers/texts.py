@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.config.schema import Config
 from paceline.models.blocks import base_model
 from paceline.models.builtin import config_numbers
-from paceline.models.kinds import is_text_classifier, text_classifier
+from paceline.models.kinds import HeadSettings, is_text_classifier, text_classifier
 from paceline.models.language import load_language_model
 
 if TYPE_CHECKING:
     from torch import nn
 
 #: What the config of a reward model says about its head.
-REWARD_SETTINGS: Mapping[str, object] = {
+REWARD_SETTINGS: HeadSettings = {
     "id2label": {0: "reward"},
     "label2id": {"reward": 0},
     "problem_type": None,
@@ -32,7 +32,7 @@ def known_classes(model: str) -> list[str]:
     return [str(names[key]) for key in sorted(names, key=int)]
 
 
-def class_settings(classes: Sequence[str], is_multi: bool) -> dict[str, object]:
+def class_settings(classes: Sequence[str], is_multi: bool) -> HeadSettings:
     """Return what the config of a text classifier says about its classes."""
     return {
         "id2label": dict(enumerate(classes)),
@@ -41,9 +41,7 @@ def class_settings(classes: Sequence[str], is_multi: bool) -> dict[str, object]:
     }
 
 
-def load_text_classifier(
-    config: Config, settings: Mapping[str, object], pad_token_id: int
-) -> nn.Module:
+def load_text_classifier(config: Config, settings: HeadSettings, pad_token_id: int) -> nn.Module:
     """Load the model to train, on the CPU, or on the meta device if that is the default device.
 
     A head that does not fit the settings is replaced by an initialized one. With LoRA, the head is

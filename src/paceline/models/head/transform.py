@@ -10,6 +10,7 @@ from torch.nn import functional
 from paceline.distributed import torch_compat
 from paceline.models.blocks import base_model, evaluation_mode, wrap_forward
 from paceline.models.head.chunked_loss import ChunkedLoss, LogitTransform, chunked_loss
+from paceline.models.json_config import JsonObject
 
 #: Numbers up to this one are exact in bfloat16, and large enough to show a soft cap.
 _LARGEST = 64
@@ -65,21 +66,29 @@ def find_transform(model: Any, device: torch.device) -> LogitTransform | str:
     return "it changes the output of its head in another way than by a factor or a soft cap"
 
 
-def _by_name(config: dict[str, Any]) -> LogitTransform:
+def _by_name(config: JsonObject) -> LogitTransform:
     """Return the function of a config.json by the names of transformers' families, for models
     without values."""
-    divisor = config.get("logits_scaling") or 1.0
+    scale, divisor = _number(config, "logit_scale"), _number(config, "logits_scaling")
     return LogitTransform(
-        scale=float(config.get("logit_scale") or 1.0 / divisor),
-        cap=config.get("final_logit_softcapping"),
+        scale=scale or 1.0 / (divisor or 1.0), cap=_number(config, "final_logit_softcapping")
     )
 
 
-def _candidates(config: dict[str, Any]) -> Iterator[LogitTransform]:
+def _number(config: JsonObject, key: str) -> float | None:
+    value = config.get(key)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _candidates(config: JsonObject) -> Iterator[LogitTransform]:
     """Yield the functions with the numbers of a config.json, such as ``logit_scale`` (Cohere),
     ``logits_scaling`` (Granite, a divisor) and ``final_logit_softcapping`` (Gemma 2)."""
     yield LogitTransform()
-    numbers = {float(value) for value in config.values() if type(value) in (int, float) and value}
+    numbers = {
+        float(value)
+        for value in config.values()
+        if isinstance(value, int | float) and not isinstance(value, bool) and value
+    }
     for number in sorted(numbers):
         yield LogitTransform(scale=number)
         yield LogitTransform(scale=1 / number)

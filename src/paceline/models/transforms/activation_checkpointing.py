@@ -2,8 +2,9 @@
 them."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -24,6 +25,13 @@ _MATRIX_PRODUCTS = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 
 _CHEAP_RATIO = 8
 
 
+class _CheckpointArguments(TypedDict, total=False):
+    """Arguments of ``torch.utils.checkpoint.checkpoint``."""
+
+    use_reentrant: bool
+    context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
 def checkpoint_activations(model: nn.Module, setting: str | int) -> None:
     """Recompute the activations of blocks in backward. Losses and gradients do not change.
 
@@ -41,7 +49,7 @@ def checkpoint_activations(model: nn.Module, setting: str | int) -> None:
     """
     if setting == "none":
         return
-    keywords: dict[str, Any] = {"use_reentrant": False}
+    keywords: _CheckpointArguments = {"use_reentrant": False}
     if setting == "selective":
         keywords["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     every = setting if isinstance(setting, int) else 1
@@ -63,7 +71,9 @@ def checkpoint_activations(model: nn.Module, setting: str | int) -> None:
         wrap_forward(block, partial(_run, keywords))
 
 
-def _run(keywords: dict[str, Any], forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+def _run(
+    keywords: _CheckpointArguments, forward: Callable[..., Any], *args: Any, **inputs: Any
+) -> Any:
     return checkpoint(forward, *args, **keywords, **inputs)
 
 
@@ -105,7 +115,10 @@ def recomputable_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _enable(
-    enable: Callable[..., object], keywords: dict[str, Any], model: nn.Module, setting: str | int
+    enable: Callable[..., object],
+    keywords: _CheckpointArguments,
+    model: nn.Module,
+    setting: str | int,
 ) -> None:
     try:
         enable(gradient_checkpointing_kwargs=keywords)

@@ -4,9 +4,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from pydantic import JsonValue
+
+T = TypeVar("T")
 
 DEFAULT_PROJECT = "paceline"
 
@@ -52,9 +54,9 @@ class Tracker(Protocol):
         """Write or send what is pending, and mark the run as ended."""
 
 
-def flat(values: Mapping[str, object], separator: str = ".") -> dict[str, object]:
+def flat(values: Mapping[str, T], separator: str = ".") -> dict[str, T]:
     """Return nested mappings as one, with joined keys."""
-    result: dict[str, object] = {}
+    result: dict[str, T] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
             inner = flat(value, separator)

@@ -17,6 +17,7 @@ from paceline.core.errors import first_line
 from paceline.core.events import Event, RunStartEvent
 from paceline.core.files import write_json_atomic
 from paceline.core.formatting import counted, finite
+from paceline.core.report import Report
 from paceline.core.run_dir import RunDir
 from paceline.distributed.progress import PROGRESS
 from paceline.observe.loggers.base import TrackedRun, Tracker
@@ -117,7 +118,7 @@ class MetricLogger:
             self.error = error
 
     # -- at the end of the run
-    def finish(self, report: Mapping[str, object]) -> None:
+    def finish(self, report: Report) -> None:
         """Log the figures of the report, wait for the tracker, and log what went wrong."""
         self._put(report_scalars(report), self._step, None)
         self._end(_FINISH_S)

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 
 from paceline.core import formatting
 from paceline.core.events import EvalEvent, StepEvent
+from paceline.core.report import Report
 from paceline.observe.loggers.base import flat
 
 
 def step_scalars(step: StepEvent, global_batch_size: float | None) -> dict[str, float]:
     per_second, unit = formatting.throughput(step, global_batch_size)
-    scalars: dict[str, object] = {
+    scalars: dict[str, float | None] = {
         "train/loss": step.get("loss"),
         "train/learning_rate": step.get("learning_rate"),
         "train/grad_norm": step.get("grad_norm"),
@@ -37,7 +38,7 @@ def eval_scalars(event: EvalEvent) -> dict[str, float]:
     return _numbers({"eval/loss": event.get("loss"), **metrics})
 
 
-def report_scalars(report: Mapping[str, object]) -> dict[str, float]:
+def report_scalars(report: Report) -> dict[str, float]:
     """Return the figures of a report, such as ``report/tokens_per_second``. Texts and lists are
     left out."""
     figures = {
@@ -48,6 +49,6 @@ def report_scalars(report: Mapping[str, object]) -> dict[str, float]:
     return _numbers(figures)
 
 
-def _numbers(values: Mapping[str, object]) -> dict[str, float]:
+def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
     numbers = {name: formatting.number(value) for name, value in values.items()}
     return {name: number for name, number in numbers.items() if number is not None}

@@ -10,13 +10,13 @@ import numpy as np
 
 from paceline.core.event_log import effective_events, effective_steps, read_events
 from paceline.core.events import Event, StepEvent, WorkerLostEvent
+from paceline.core.report import BestModel, DataReport, Report, SourceReport
 from paceline.core.row_figures import PackingFigures
 from paceline.data.order.base import sample_shares
 from paceline.health.anomalies import skipped_steps
 from paceline.models.transforms.compile import compile_times
 from paceline.observe.comm_advisor import CommAdvisor
 from paceline.observe.metrics import StepMetrics, memory_peak
-from paceline.observe.report.record import BestModel, DataReport, Report, SourceReport
 from paceline.observe.run_start import RunInfo
 from paceline.parallel.protocols import report_metrics, sent_in_a_step
 from paceline.parallel.registry import estimate_cost

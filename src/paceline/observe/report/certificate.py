@@ -1,7 +1,7 @@
 """The certificate of ``paceline verify``: content, table, summary and page."""
 
 import time
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from paceline.core.files import human_bytes
 
@@ -150,7 +150,18 @@ def excluded_text(certificate: Certificate, limit: int = 6) -> str:
     )
 
 
-def certificate_page(certificate: Certificate) -> dict[str, Any]:
+class CertificatePage(TypedDict):
+    """The template values of a certificate."""
+
+    model: str
+    ok: bool
+    subtitle: str
+    summary: str
+    when: str
+    rows: list[dict[str, str]]
+
+
+def certificate_page(certificate: Certificate) -> CertificatePage:
     """Return the template values for the page of a certificate and for its section in the
     report."""
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(certificate["time"]))

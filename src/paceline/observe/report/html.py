@@ -19,10 +19,10 @@ from paceline.core.events import (
     RunStartEvent,
 )
 from paceline.core.files import write_atomic, write_json_atomic
+from paceline.core.report import Report, SkippedBatches, check_report
 from paceline.core.run_dir import RunDir
 from paceline.observe.report.certificate import Certificate, certificate_page
 from paceline.observe.report.charts import draw_plots
-from paceline.observe.report.record import Report, SkippedBatches, check_report
 from paceline.observe.report.tables import (
     communication_rows,
     memory_table,

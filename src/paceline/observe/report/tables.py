@@ -8,7 +8,7 @@ from pydantic import JsonValue
 from paceline.core import formatting
 from paceline.core.event_log import effective_events
 from paceline.core.events import Event, RunStartEvent, StepEvent
-from paceline.observe.report.record import Report
+from paceline.core.report import Report
 
 #: Keys of a step's ``ranks`` that are redundant if the parts of the step are known; and labels.
 _OLDER = ("data_wait_s", "comm_wait_s")

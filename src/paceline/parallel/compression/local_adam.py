@@ -15,9 +15,9 @@ moment.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from paceline.distributed import torch_compat
 from paceline.parallel.compression.base import SECOND_MOMENT, CompressorState, blocks
@@ -63,7 +63,7 @@ class DirectionOptimizer(torch.optim.Optimizer):
             Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2).
     """
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
+    def __init__(self, groups: ParamsT) -> None:
         super().__init__(groups, {"lr": 1e-3, "weight_decay": 0.0})
 
     @torch.no_grad()

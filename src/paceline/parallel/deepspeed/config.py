@@ -5,7 +5,6 @@ are supported.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import JsonValue
 
@@ -49,8 +48,8 @@ def check_json(config: Config, num_ranks: int) -> None:
         )
     if (
         args.mixed_dtype == "float16"
-        and isinstance(content.get("fp16"), Mapping)
-        and content["fp16"].get("loss_scale", 0) not in (0, "auto")
+        and isinstance(fp16 := content.get("fp16"), Mapping)
+        and fp16.get("loss_scale", 0) not in (0, "auto")
     ):
         text = "fp16.loss_scale: a fixed loss scale; Paceline scales the loss dynamically (0)"
         problems += [] if text in problems else [text]
@@ -64,7 +63,7 @@ def check_json(config: Config, num_ranks: int) -> None:
         )
 
 
-def zero_section(config: Config, trained_elements: int, low_bytes: int) -> dict[str, Any]:
+def zero_section(config: Config, trained_elements: int, low_bytes: int) -> dict[str, int]:
     """Return `zero_optimization` for DeepSpeed: Paceline's choices, overridden by the user's JSON.
 
     The bucket has the size of `parallel.bucket_cap_mb`, at most that of all gradients; DeepSpeed's
@@ -76,7 +75,7 @@ def zero_section(config: Config, trained_elements: int, low_bytes: int) -> dict[
     parallel = config.parallel
     stage = stage_of(parallel)
     cap = int(parallel.bucket_cap_mb * 2**20) // (low_bytes or 4)
-    section: dict[str, Any] = {
+    section: dict[str, int] = {
         "stage": stage,
         "reduce_bucket_size": max(2, min(cap, trained_elements)),
         "overlap_comm": False,
@@ -88,17 +87,22 @@ def zero_section(config: Config, trained_elements: int, low_bytes: int) -> dict[
             "stage3_max_live_parameters": 0,
             "stage3_prefetch_bucket_size": 0,
         }
-    if parallel.state_offload in ("optimizer", "all"):
-        section["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if parallel.state_offload == "all":
-        section["offload_param"] = {"device": "cpu", "pin_memory": True}
-    theirs = read_json(parallel.deepspeed_config).get("zero_optimization") or {}
-    for key, value in theirs.items():
+    theirs = read_json(parallel.deepspeed_config).get("zero_optimization")
+    for key, value in theirs.items() if isinstance(theirs, Mapping) else ():
         name = SHORT_NAMES.get(key, key)
         if name in HONORED_ZERO and value not in ("auto", None):
             section[name] = HONORED_ZERO[name](value)
     # DeepSpeed allocates the bucket in full, so it is no larger than needed.
     section["reduce_bucket_size"] = max(2, min(section["reduce_bucket_size"], trained_elements))
+    return section
+
+
+def _offload_section(parallel: Parallel) -> dict[str, JsonValue]:
+    section: dict[str, JsonValue] = {}
+    if parallel.state_offload in ("optimizer", "all"):
+        section["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if parallel.state_offload == "all":
+        section["offload_param"] = {"device": "cpu", "pin_memory": True}
     return section
 
 
@@ -116,5 +120,8 @@ def engine_config(config: Config, trained_elements: int) -> dict[str, JsonValue]
         "timers": {"throughput": {"enabled": False}},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero_section(config, trained_elements, 2 if args.mixed_dtype else 0),
+        "zero_optimization": {
+            **zero_section(config, trained_elements, 2 if args.mixed_dtype else 0),
+            **_offload_section(config.parallel),
+        },
     }

@@ -13,13 +13,12 @@ def _selection(
     reason: str, fix: str, *keys: str, subject: Subject | None = None
 ) -> tuple[Limit, ...]:
     """Return the limits of a strategy that does not support these keys of ``train_args``."""
-    defaults: dict[str, object] = {"trainable_layers": None}
     return tuple(
         Limit(
             f"train_args.{key}",
             reason,
             f"leave `train_args.{key}` out, or {fix}",
-            supported=(defaults.get(key, []),),
+            supported=(None if key == "trainable_layers" else [],),
             subject=subject,
         )
         for key in keys

@@ -9,10 +9,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,28 +44,43 @@ class WorkerExit:
     clock: int = 0
 
 
-#: By rank: the values of a collective, and the lost workers.
-Answer = tuple[dict[int, Any], dict[int, WorkerExit]]
+class Answer(NamedTuple, Generic[T]):
+    """By rank: the values of a collective, and the lost workers."""
+
+    values: dict[int, T]
+    lost: dict[int, WorkerExit]
+
+
+class _Collective(Generic[T]):
+    """An incomplete collective: the values received, and the answers to give, by rank."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, T] = {}
+        self.answers: dict[int, torch.futures.Future[Answer[T]]] = {}
+
+    def complete(self, ranks: Iterable[int], lost: dict[int, WorkerExit]) -> None:
+        answer = Answer({rank: self.values[rank] for rank in ranks}, lost)
+        for rank in answer.values:
+            self.answers[rank].set_result(answer)
 
 
 class CollectiveServer:
-    """On the first server: the live ranks, and the values received for incomplete collectives, by
-    the collective's number."""
+    """On the first server: the live ranks, and the incomplete collectives by their number."""
 
     def __init__(self, size: int) -> None:
         self.live = set(range(size))
         self.lost: dict[int, WorkerExit] = {}
         self._changed = threading.Condition()
         self._left: set[int] = set()
-        self._values: dict[int, dict[int, Any]] = {}
-        self._answers: dict[int, dict[int, torch.futures.Future[Answer]]] = {}
+        self._collectives: dict[int, _Collective[Any]] = {}
 
-    def join(self, rank: int, number: int, value: Any) -> torch.futures.Future[Answer]:
+    def join(self, rank: int, number: int, value: T) -> torch.futures.Future[Answer[T]]:
         """Take part in a collective. The future completes when all live ranks have joined."""
-        answer: torch.futures.Future[Answer] = torch.futures.Future()
+        answer: torch.futures.Future[Answer[T]] = torch.futures.Future()
         with self._changed:
-            self._values.setdefault(number, {})[rank] = value
-            self._answers.setdefault(number, {})[rank] = answer
+            collective = self._collectives.setdefault(number, _Collective())
+            collective.values[rank] = value
+            collective.answers[rank] = answer
         self._complete()
         return answer
 
@@ -91,16 +106,15 @@ class CollectiveServer:
     def _complete(self) -> None:
         """Answer the collectives that all live ranks have joined. This releases the lock before it
         sets results, because callbacks run in this thread."""
-        ready: list[tuple[torch.futures.Future[Answer], Answer]] = []
         with self._changed:
-            for number in sorted(self._values):
-                if self.live and self.live <= self._values[number].keys():
-                    values, answers = self._values.pop(number), self._answers.pop(number)
-                    ranks = sorted(self.live)
-                    answer = ({rank: values[rank] for rank in ranks}, dict(self.lost))
-                    ready += [(answers[rank], answer) for rank in ranks]
-        for future, answer in ready:
-            future.set_result(answer)
+            ranks, lost = sorted(self.live), dict(self.lost)
+            ready = [
+                self._collectives.pop(number)
+                for number in sorted(self._collectives)
+                if ranks and self.live <= self._collectives[number].values.keys()
+            ]
+        for collective in ready:
+            collective.complete(ranks, lost)
 
 
 _SERVER: CollectiveServer | None = None
@@ -112,7 +126,7 @@ def _server() -> CollectiveServer:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def join(rank: int, number: int, value: Any) -> torch.futures.Future[Answer]:
+def join(rank: int, number: int, value: T) -> torch.futures.Future[Answer[T]]:
     """As :meth:`CollectiveServer.join`, on the first server."""
     return _server().join(rank, number, value)
 
@@ -167,7 +181,7 @@ class ServerCommunicator(Communicator):
         with contextlib.suppress(RuntimeError):  # the server may exit before it has answered
             rpc.rpc_sync(rank_name(self.host), leave, args=(self.rank,), timeout=_LEAVE_S)
 
-    def join(self, value: Any) -> Callable[[], dict[int, Any]]:
+    def join(self, value: T) -> Callable[[], dict[int, T]]:
         """Take part in the next collective. Returns a function that waits for the live ranks'
         values, by rank."""
         self._number += 1
@@ -177,14 +191,14 @@ class ServerCommunicator(Communicator):
         else:
             answer = rpc.rpc_async(rank_name(self.host), join, args=args)
 
-        def wait() -> dict[int, Any]:
-            values, losses = answer.wait()
-            self.losses.update(losses)
+        def wait() -> dict[int, T]:
+            values, lost = answer.wait()
+            self.losses.update(lost)
             return values
 
         return wait
 
-    def _gather(self, value: Any) -> dict[int, Any]:
+    def _gather(self, value: T) -> dict[int, T]:
         start_s = time.perf_counter()
         values = self.join(value)()
         self.waits.seconds += time.perf_counter() - start_s

@@ -27,6 +27,7 @@ from paceline.parallel.pipeline.partition import PartitionedModel, drop, partiti
 from paceline.parallel.pipeline.schedule import (
     DynamicStage,
     Hidden,
+    PipelineSchedule,
     make_schedule,
     supported_schedule,
 )
@@ -90,7 +91,7 @@ class PipelineRunner:
         drop(model, self.division, self.local_stages)
         self._micro_step: MicroStep | None = None
         self.stages: list[DynamicStage] = []
-        self._schedules: dict[int, Any] = {}
+        self._schedules: dict[int, PipelineSchedule] = {}
         # shape before the blocks → hidden states after each stage
         self._known: dict[tuple[int, ...], tuple[Hidden, ...]] = {}
         self._keeps_shape = True

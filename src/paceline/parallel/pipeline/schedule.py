@@ -23,6 +23,7 @@ from torch.distributed.pipelining._backward import (
     stage_backward_input,
     stage_backward_weight,
 )
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from paceline.core.errors import RunError
@@ -31,6 +32,7 @@ from paceline.distributed.traffic import TRAFFIC, counted_again
 
 #: Shape and dtype of the hidden states after a stage.
 Hidden = tuple[tuple[int, ...], torch.dtype]
+PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 class DynamicStage(_PipelineStageBase):
@@ -245,9 +247,11 @@ def supported_schedule(schedule: str, num_ranks: int, micro_batches: int) -> tup
     return schedule, None
 
 
-def make_schedule(schedule: str, stages: list[DynamicStage], micro_batches: int) -> Any:
+def make_schedule(
+    schedule: str, stages: list[DynamicStage], micro_batches: int
+) -> PipelineSchedule:
     """Return a schedule of :mod:`torch.distributed.pipelining` over this rank's stages."""
-    kinds: dict[str, Callable[..., Any]] = {
+    kinds: dict[str, Callable[..., PipelineSchedule]] = {
         "gpipe": ScheduleGPipe,
         "1f1b": Schedule1F1B,
         "interleaved_1f1b": ScheduleInterleaved1F1B,

@@ -21,7 +21,7 @@ class AssumedReport(TypedDict):
     and the sum as torch allocates it and as the driver counts it."""
 
     assumed: dict[str, int | float | str | bool | list[str]]
-    setup: dict[str, object]
+    setup: dict[str, int | float | str | bool | tuple[str, ...] | None]
     world_size: int
     verdict: Verdict
     memory_bytes: dict[str, float]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import TypedDict
 
 from paceline.planner.devices import Device
 from paceline.planner.setup import TrainingSetup
@@ -31,15 +31,30 @@ def spread_of(device: Device) -> float:
     """Return by which factor (as its logarithm) a time may differ either way, so that 80 % of the
     published results are within it: those of a left-out project, on a chip that other projects
     also used, or on one that they did not."""
-    spread: dict[str, float] = _table()["spread"]
-    entry = _table()["constants"].get(f"products: {device.chip}", {})
-    return spread["fitted chip" if entry.get("rows") else "other chip"]
+    entry = _table()["constants"].get(f"products: {device.chip}")
+    is_fitted = entry is not None and bool(entry.get("rows"))
+    return _table()["spread"]["fitted chip" if is_fitted else "other chip"]
+
+
+class _ConstantRow(TypedDict):
+    """A fitted constant; ``rows`` is the number of results that depend on it."""
+
+    value: float
+    prior: float
+    width: float
+    rows: int
+    source: str
+
+
+class _Table(TypedDict):
+    constants: dict[str, _ConstantRow]
+    spread: dict[str, float]
 
 
 @cache
-def _table() -> dict[str, Any]:
+def _table() -> _Table:
     text = (files("paceline.planner") / "devices.json").read_text(encoding="utf-8")
-    content: dict[str, Any] = json.loads(text)
+    content: _Table = json.loads(text)
     return content
 
 

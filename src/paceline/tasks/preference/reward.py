@@ -1,6 +1,6 @@
 """`task: reward`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from paceline.data.preference.dataset import PreferenceDataset, PreferenceSample
 from paceline.data.text.prepare import PreparedTokens, prepare_tokens
 from paceline.models.builtin import resolve_model
 from paceline.models.classifiers.texts import REWARD_SETTINGS
+from paceline.models.kinds import HeadSettings
 from paceline.models.transforms.parameters import disable_dropout
 from paceline.tasks.base import Prepared
 from paceline.tasks.sequence_classifier import PaddedTexts, SequenceClassifierTask
@@ -91,7 +92,7 @@ class RewardTask(SequenceClassifierTask):
         return tokens
 
     @property
-    def _head_settings(self) -> Mapping[str, object]:
+    def _head_settings(self) -> HeadSettings:
         return REWARD_SETTINGS
 
     def build_datasets(self) -> tuple[Any, Any | None]:

@@ -19,8 +19,8 @@ from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError, RunError, did_you_mean
 from paceline.core.formatting import counted
 from paceline.core.formatting import loss as figure_text
+from paceline.core.report import BestModel
 from paceline.distributed.communicator import Communicator
-from paceline.observe.report.record import BestModel
 from paceline.train.callbacks.base import Callback, TrainingInfo
 from paceline.train.evaluation import EvalResult
 from paceline.train.state import TrainComponents, TrainState

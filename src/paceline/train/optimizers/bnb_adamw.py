@@ -1,7 +1,5 @@
 """AdamW with 8-bit moments, from bitsandbytes."""
 
-from typing import Any
-
 import torch
 from bitsandbytes.optim.adamw import AdamW8bit as BitsAndBytesAdamW
 from torch import Tensor
@@ -39,7 +37,7 @@ class AdamW8bit(BitsAndBytesAdamW):
         moments = {number: state.pop(name) for name, number in _MOMENTS.items()}
         step = int(state.pop("step"))
         state.clear()
-        self.init_state(*self._place_of(key))  # type: ignore[no-untyped-call]
+        self._init_state_of(key)
         state["step"] = step
         for name, number in _MOMENTS.items():
             buffer, values = state[f"state{number}"], moments[number]
@@ -50,11 +48,10 @@ class AdamW8bit(BitsAndBytesAdamW):
             else:
                 buffer.copy_(values)
 
-    def _place_of(self, key: Tensor) -> tuple[dict[str, Any], Tensor, int, int]:
-        """Return a parameter as the arguments of ``init_state``."""
-        return next(
-            (group, param, group_index, index)
-            for group_index, group in enumerate(self.param_groups)
-            for index, param in enumerate(group["params"])
-            if param is key
-        )
+    def _init_state_of(self, key: Tensor) -> None:
+        for group_index, group in enumerate(self.param_groups):
+            for index, param in enumerate(group["params"]):
+                if param is key:
+                    self.init_state(  # type: ignore[no-untyped-call]
+                        group, param, group_index, index
+                    )

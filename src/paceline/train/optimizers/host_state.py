@@ -5,8 +5,8 @@ it back, while the state of the next ones is on its way. So the updates have the
 without offloading, and the state of about two groups of parameters is on the device at a time.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeGuard
 
 import torch
 
@@ -16,6 +16,8 @@ from paceline.parallel.base import Strategy
 
 #: A tensor of a parameter's state: the parameter, the key, and the tensor on the device.
 _Entry = tuple[torch.Tensor, str, torch.Tensor]
+#: Tensors and numbers by parameter and key.
+OptimizerState = Mapping[torch.Tensor, dict[str, torch.Tensor | float]]
 
 
 class HostState(torch.optim.Optimizer):
@@ -66,7 +68,7 @@ class _Copies:
         self._fetching: tuple[list[_Entry], torch.Event | None] | None = None
         self._storing: tuple[list[torch.Tensor], torch.Event | None] | None = None
 
-    def fetch(self, params: list[torch.Tensor], state: dict[torch.Tensor, Any]) -> None:
+    def fetch(self, params: list[torch.Tensor], state: OptimizerState) -> None:
         """Start to copy the state of parameters to their device."""
         entries = []
         for param in params:
@@ -85,7 +87,7 @@ class _Copies:
             self._to_device.wait(self._fetching[1])
         self._fetching = None
 
-    def store(self, params: list[torch.Tensor], state: dict[torch.Tensor, Any]) -> None:
+    def store(self, params: list[torch.Tensor], state: OptimizerState) -> None:
         """Start to copy the state of parameters to the host."""
         sources = []
         for param in params:
@@ -138,7 +140,7 @@ def keep_state_on_host(optimizer: torch.optim.Optimizer) -> None:
     optimizer._copies.finish(synchronize=True)
 
 
-def _has_elements(value: object) -> bool:
+def _has_elements(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 

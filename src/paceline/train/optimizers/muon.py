@@ -2,9 +2,9 @@
 2025) together with AdamW for the other parameters."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -22,7 +22,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: ParamsT,
         lr: float,
         betas: tuple[float, float],
         eps: float,

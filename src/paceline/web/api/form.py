@@ -2,7 +2,9 @@
 presets for common jobs."""
 
 from functools import cache
-from typing import Any
+from typing import Any, TypedDict
+
+from pydantic import JsonValue
 
 from paceline.config.descriptions import chinese
 from paceline.config.fields import KEYS, SECTIONS, describe
@@ -180,23 +182,79 @@ train_args:
 ]
 
 
-Schema = dict[str, Any]  # a JSON schema as pydantic writes it
+#: The parts of a JSON schema that pydantic writes for the config.
+Schema = TypedDict(
+    "Schema",
+    {
+        "$defs": dict[str, "Schema"],
+        "$ref": str,
+        "anyOf": list["Schema"],
+        "const": JsonValue,
+        "description": str,
+        "enum": list[JsonValue],
+        "exclusiveMaximum": float,
+        "exclusiveMinimum": float,
+        "maximum": float,
+        "minimum": float,
+        "properties": dict[str, "Schema"],
+        "type": str,
+    },
+    total=False,
+)
+
+
+class FieldGroup(TypedDict):
+    """Keys that the form shows together. ``common``: not collapsed."""
+
+    name: str
+    common: bool
+    help: str
+    help_zh: str
+    keys: list[str]
+
+
+class FormField(TypedDict):
+    """The field of a key.
+
+    Attributes:
+        kind: bool, integer, number, choice, text or yaml.
+        help, help_zh: the description in English and Chinese.
+        takes: the accepted values as text.
+        exclusive: which of the bounds are excluded.
+    """
+
+    key: str
+    kind: str
+    help: str
+    help_zh: str
+    takes: str
+    default: object
+    required: bool
+    nullable: bool
+    choices: list[JsonValue]
+    suggested: list[str]
+    minimum: float | None
+    maximum: float | None
+    exclusive: list[str]
+
+
+class Form(TypedDict):
+    """``fields`` are by key."""
+
+    schema: Schema
+    groups: list[FieldGroup]
+    fields: dict[str, FormField]
+
+
 _NUMERIC = ("integer", "number")
 _BARE = ("null", "boolean")  # types that can be part of a list of choices
 
 
 @cache
-def form() -> Schema:
-    """Return ``{schema, groups: [{name, help, help_zh, keys}], fields: {key: Field}}``.
-
-    A field has ``key``, ``kind`` (bool, integer, number, choice, text or yaml), ``help`` and
-    ``help_zh`` (the description in English and Chinese), ``takes`` (the accepted values as text),
-    ``default``, ``required``, ``choices``, ``minimum``, ``maximum`` and ``exclusive`` (which of the
-    bounds are excluded).
-    """
-    schema = Config.model_json_schema()
+def form() -> Form:
+    schema = _config_schema()
     common = {key for keys in COMMON.values() for key in keys}
-    groups = [
+    groups: list[FieldGroup] = [
         {"name": name, "common": True, "help": "", "help_zh": "", "keys": list(keys)}
         for name, keys in COMMON.items()
     ]
@@ -223,7 +281,13 @@ def form() -> Schema:
     }
 
 
-def _field(key: str, schema: Schema) -> Schema:
+def _config_schema() -> Schema:
+    content: Any = Config.model_json_schema()
+    schema: Schema = content
+    return schema
+
+
+def _field(key: str, schema: Schema) -> FormField:
     section, _, name = key.rpartition(".")
     parent = schema if not section else _resolved(schema["properties"][section], schema)
     prop, info = parent["properties"][name], KEYS[key]
@@ -239,7 +303,8 @@ def _field(key: str, schema: Schema) -> Schema:
     has_only_choices = all(
         "enum" in member or "const" in member or member.get("type") in _BARE for member in members
     )
-    bounds = next((member for member in members if member.get("type") in _NUMERIC), {})
+    unbounded: Schema = {}
+    bounds = next((each for each in members if each.get("type") in _NUMERIC), unbounded)
     return {
         "key": key,
         "kind": _kind(types, choices, has_only_choices),
@@ -259,7 +324,7 @@ def _field(key: str, schema: Schema) -> Schema:
     }
 
 
-def _kind(types: set[Any], choices: list[str], has_only_choices: bool) -> str:
+def _kind(types: set[str | None], choices: list[JsonValue], has_only_choices: bool) -> str:
     if types == {"boolean"}:
         return "bool"
     if choices and has_only_choices:
@@ -281,4 +346,6 @@ def _resolved(prop: Schema, schema: Schema) -> Schema:
     if "$ref" not in prop:
         return prop
     target = schema["$defs"][prop["$ref"].rpartition("/")[2]]
-    return {**target, **{name: value for name, value in prop.items() if name != "$ref"}}
+    resolved: Schema = {**target, **prop}
+    del resolved["$ref"]
+    return resolved

@@ -2,7 +2,7 @@
 stopping and resuming."""
 
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
@@ -60,11 +60,11 @@ def _configs() -> ModuleType:
 
 
 @router.get("/api/schema")
-def schema() -> JSONObject:
+def schema() -> Any:
     """Return the JSON schema of the config, and the fields and groups of the form."""
     from paceline.web.api.form import form
 
-    return dict(form())
+    return form()
 
 
 @router.get("/api/presets")

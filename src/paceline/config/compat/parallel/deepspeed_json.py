@@ -304,7 +304,7 @@ def looks_like_deepspeed(tree: Mapping[str, YamlValue]) -> bool:
 
 def read_json(
     config: str | Mapping[str, YamlValue] | None, key: str = "parallel.deepspeed_config"
-) -> dict[str, Any]:
+) -> dict[str, YamlValue]:
     """The DeepSpeed config as a mapping; empty if there is none.
 
     Args:

@@ -1,12 +1,15 @@
 """The keys of ``report.json``, and their validation."""
 
-from collections.abc import Collection
-from typing import TypedDict
+from __future__ import annotations
 
-from pydantic import JsonValue
+from collections.abc import Collection
+from typing import TYPE_CHECKING, TypedDict
 
 from paceline.core.events import DataFigures, PeakRate, WorkerLostEvent
 from paceline.core.row_figures import PackingFigures
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 
 class Predicted(TypedDict):
@@ -80,6 +83,25 @@ class _AlwaysReported(TypedDict):
     data: DataReport
 
 
+class LmEvalReport(TypedDict, total=False):
+    """The results of lm-evaluation-harness (task → metric → value), the versions and numbers of
+    rows of the tasks, and the version of the package; or ``error``."""
+
+    results: dict[str, dict[str, float]]
+    versions: dict[str, float | str]
+    num_rows: dict[str, int]
+    lm_eval: str
+    error: str
+
+
+class HubUpload(TypedDict):
+    """The repository that the model was uploaded to, with the URL of the commit or the error."""
+
+    repository: str
+    url: str | None
+    error: str | None
+
+
 class Report(_AlwaysReported, total=False):
     """The content of ``report.json``. Figures that were not measured are None. ``communication``,
     ``link`` and ``staleness`` depend on the strategy; ``balance`` has the shares of the ranks;
@@ -103,10 +125,8 @@ class Report(_AlwaysReported, total=False):
     compile: dict[str, float]
     best: BestModel
     stop_reason: str
-    #: Results of lm-evaluation-harness after training, or the error.
-    lm_eval: dict[str, JsonValue]
-    #: The repository that the model was uploaded to, with the URL of the commit or the error.
-    hub: dict[str, str | None]
+    lm_eval: LmEvalReport
+    hub: HubUpload
     packing: PackingFigures
     sources: list[SourceReport]
 
