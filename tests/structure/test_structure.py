@@ -165,9 +165,9 @@ def find_untyped_mappings(trees: dict[str, ast.Module]) -> list[str]:
 
 
 def test_few_mappings_are_untyped() -> None:
-    found = find_untyped_mappings(parse_files())
-    text = "give the values a type (TypedDict, dataclass, JsonValue):\n" + "\n".join(found)
-    assert len(found) < MAX_UNTYPED_MAPPINGS, text
+    mappings = find_untyped_mappings(parse_files())
+    text = "give the values a type (TypedDict, dataclass, JsonValue):\n" + "\n".join(mappings)
+    assert len(mappings) < MAX_UNTYPED_MAPPINGS, text
 
 
 def test_untyped_mappings_and_their_aliases_are_counted() -> None:
