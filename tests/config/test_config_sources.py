@@ -72,7 +72,15 @@ Load = Callable[..., Loaded]
             "dataset_mixer: {a: 1.0}\ndataset_splits: [train_sft, test_sft]\ndataset_configs: [en]",
             [{"path": "a", "split": "train_sft", "name": "en"}],
         ),
-        ("dataset_mixer: {a: 1.0, b: 0.5}", [{"path": "a"}, {"path": "b"}]),
+        ("dataset_mixer: {a: 1.0, b: 0.5}", [{"path": "a"}, {"path": "b#50%"}]),
+        (
+            "datasets: [{path: a, weight: 0.125}, {path: b, weight: 1}, {path: c}]",
+            [{"path": "a#12.5%"}, {"path": "b"}, {"path": "c"}],
+        ),
+        (
+            "datasets: [{path: a, weight: 3}, {path: b, weight: 0.5}]\nmixing: weights",
+            [{"path": "a", "weight": 3}, {"path": "b", "weight": 0.5}],
+        ),
         (
             (
                 "datasets: [{path: a, type: chat_template, field_messages: conv,"

@@ -346,6 +346,11 @@ def test_number_suffix_selects_first_n_of_seeded_shuffle(tmp_path: Path) -> None
     notices = [text for _, text in source.notices]
     assert any("1,000 rows requested, but the dataset has 100" in text for text in notices)
     assert "selects 0 rows" in expect_error(f"{path}#0")
+    assert read_rows(f"{path}#10%") == selection
+    assert len(read_rows(f"{path}#0.1%")) == 1
+    assert read_rows(f"{path}#100%") == all_rows
+    assert "selects more than all rows" in expect_error(f"{path}#101%")
+    assert "selects 0 rows" in expect_error(f"{path}#0%")
 
 
 def test_file_name_that_contains_number_sign(tmp_path: Path) -> None:

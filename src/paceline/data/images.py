@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError, RunError, did_you_mean, first_line
 from paceline.core.log import Notice
 from paceline.data.cache import key_of
 from paceline.data.image_shards import names_shards, open_image_shards
-from paceline.data.sources.opening import take_count
+from paceline.data.sources.opening import number_to_take, take_count
 from paceline.data.sources.readers import SPLITS
 from paceline.data.sources.tar import read_tar_file
 from paceline.distributed.seeds import derive_seed
@@ -97,13 +97,13 @@ def open_images(path: str, seed: int) -> ImageIndex:
     """Find the images of a dataset. Reads names and the header of each file, but no pixels.
 
     Args:
-        path: ``builtin:digits``, a folder or tar shards; with ``#N``, the first N images of a
-            shuffle that depends only on ``seed``.
+        path: ``builtin:digits``, a folder or tar shards; with ``#N`` or ``#P%``, the first
+            images of a shuffle that depends only on ``seed``.
 
     Raises:
         ConfigError: the folder or a shard does not exist, or has no classes or readable images.
     """
-    name, count = take_count(path, "images")
+    name, take = take_count(path, "images")
     if name.startswith("builtin:"):
         if name != DIGITS:
             raise ConfigError(
@@ -118,9 +118,9 @@ def open_images(path: str, seed: int) -> ImageIndex:
         index = _shard_index(name)
     else:
         index = _folder_index(Path(name).expanduser())
-    if count is None:
+    if take is None:
         return index
-    notices = index.notices
+    count, notices = number_to_take(take, len(index)), index.notices
     if count > len(index):
         text = f"{path}: the dataset has {len(index):,} images; using all of them"
         notices = [*notices, Notice("warning", text)]

@@ -24,7 +24,7 @@ from paceline.data.clicks.log import (
 )
 from paceline.data.clicks.reader import read_clicks
 from paceline.data.counts import DataCounts
-from paceline.data.sources.opening import take_count
+from paceline.data.sources.opening import Take, number_to_take, take_count
 from paceline.data.text.prepare import split_indices, split_notice
 from paceline.distributed.seeds import derive_seed
 from paceline.models.recommend import (
@@ -51,8 +51,8 @@ class RecommendData:
     evaluation: Path | None
     split: float
     seed: int
-    take: int | None
-    take_evaluation: int | None
+    take: Take | None
+    take_evaluation: Take | None
     mean: np.ndarray
     std: np.ndarray
     tables: tuple[int, ...]
@@ -302,11 +302,11 @@ def _logits_and_loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.
 def _split(handle: RecommendData) -> tuple[ClickLog, ClickLog | None]:
     """Return the training and the validation rows."""
 
-    def sample(log: ClickLog, take: int | None) -> ClickLog:
-        if take is None or take >= len(log):
+    def sample(log: ClickLog, take: Take | None) -> ClickLog:
+        if take is None or (number := number_to_take(take, len(log))) >= len(log):
             return log
         order = np.random.default_rng(derive_seed(handle.seed, "take")).permutation(len(log))
-        return log.take(np.sort(order[:take]))
+        return log.take(np.sort(order[:number]))
 
     rows, held_out = sample(load_log(handle.train), handle.take), None
     if handle.evaluation is not None:

@@ -165,8 +165,10 @@ def test_auto_streams_large_data_that_can_be_streamed(
     assert "whose documents are cut into samples" in try_auto(str(tmp_path / "a.txt"))[1]
 
 
-def test_selected_rows_are_those_of_a_run_without_streaming(tmp_path: Path) -> None:
-    paths = [save(tmp_path / "a.jsonl", PAIRS), f"{save(tmp_path / 'b.jsonl', CHATS * 2)}#7"]
+@pytest.mark.parametrize("selection", ["7", "29.2%"])
+def test_selected_rows_are_those_of_a_run_without_streaming(selection: str, tmp_path: Path) -> None:
+    second = save(tmp_path / "b.jsonl", CHATS * 2)
+    paths = [save(tmp_path / "a.jsonl", PAIRS), f"{second}#{selection}"]
     ahead = train_set(prepare(paths))
     dataset = stream(config_of(*paths)).dataset
     assert isinstance(dataset, StreamedText)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from paceline.config.compat import parameters
 from paceline.config.compat.conversion import Notice, UnsupportedValue
-from paceline.config.compat.datasets import limit, with_fields
+from paceline.config.compat.datasets import limit, with_fields, with_shares
 from paceline.config.compat.llamafactory import FILE, in_folder
 from paceline.config.compat.merge import RESET, Assignment, Merge
 from paceline.config.compat.precision import resolve_precision
@@ -369,6 +369,16 @@ def _interleave_probs(merge: Merge, by: Assignment) -> Notice:
     return "info", f"is read as the `weight` of each source, with `mixing: weights`: {weights}"
 
 
+def _shares(merge: Merge, by: Assignment) -> Notice:
+    """Apply the weights of axolotl's sources as shares of their rows, unless they are mixed."""
+    if merge.value_of("mixing") == "weights":
+        return "info", "has the weights of `mixing: weights`"
+    if not _change_sources(merge, by, with_shares):
+        return _OTHER_DATA
+    shown = short(merge.value_of("dataset"))
+    return "info", f"is read with `weight` as the share of the rows that is used: {shown}"
+
+
 def _packing_strategy(merge: Merge, by: Assignment) -> Notice:
     """Apply TRL's strategy, which has an effect only with `packing: true`."""
     if _is_overridden(merge, "train_args.packing_strategy", by):
@@ -398,6 +408,7 @@ _ACTIONS: dict[str, _Action] = {
     "_text_field": partial(_set_field, name="text"),
     "_max_samples": _max_samples,
     "_interleave_probs": _interleave_probs,
+    "_shares": _shares,
     "_packing_strategy": _packing_strategy,
     "_eval_strategy": _eval_strategy,
     **parameters.ACTIONS,

@@ -10,7 +10,6 @@ from paceline.config.compat.conversion import (
     UnsupportedValue,
     as_names,
     by_case,
-    warning,
 )
 from paceline.config.compat.values import chat_template, ratio, roles_to_train
 from paceline.config.entries import quoted_names
@@ -102,24 +101,8 @@ def mixture(value: Any) -> Conversion:
             "`dataset_mixture` has no `datasets`", "write dataset: [{path: ..., split: ...}]"
         )
     listed = [value["datasets"]] if isinstance(value["datasets"], dict) else value["datasets"]
-    shares = [
-        item["weight"]
-        for item in listed
-        if isinstance(item, dict) and item.get("weight") not in (None, 1)
-    ]
-    result = _all(
-        [
-            {key: field for key, field in item.items() if key != "weight"}
-            if isinstance(item, dict)
-            else item
-            for item in listed
-        ],
-        "dataset",
-    )
+    result = _all(with_shares(listed), "dataset")
     sets, notices = dict(result.sets), result.notices
-    if shares:
-        text = "`weight` of a source is the share of its rows that is used; all rows are used"
-        notices = (*notices, ("warning", text))
     if value.get("test_split_size") is not None:
         sets.update(ratio(value["test_split_size"]).sets)
     rest = [key for key in value if key not in ("datasets", "test_split_size", "streaming")]
@@ -130,15 +113,48 @@ def mixture(value: Any) -> Conversion:
 
 
 def mixture_by_share(value: Any) -> Conversion:
-    """Convert `{id: fraction}`. All rows of each source are used, as fractions are not
-    supported."""
+    """Convert `{id: fraction}`."""
     if not isinstance(value, dict):
         return train_sources(value)
-    fractions = [f"{name} ({fraction})" for name, fraction in value.items() if fraction != 1]
-    sets: dict[str, YamlValue] = {"dataset": list(value)}
-    if not fractions:
-        return Conversion(sets)
-    return warning(f"all rows of {', '.join(fractions)} are used; for fewer write `path#N`", sets)
+    listed = with_shares([{"path": name, "weight": share} for name, share in value.items()])
+    return Conversion({"dataset": [source["path"] for source in listed]})
+
+
+def weighted_sources(value: Any) -> Conversion:
+    """Convert axolotl's `datasets`, where `weight` is the share of the rows that is used. Whether
+    it is the weight in a mixture instead depends on `mixing`."""
+    result = train_sources(value)
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, dict) and _is_number(item.get("weight")) for item in items):
+        return Conversion({**result.sets, "_shares": True}, notices=result.notices)
+    return result
+
+
+def with_shares(sources: list[Any]) -> list[Any]:
+    """Return the sources with `path#P%` instead of a `weight` that is a number."""
+    return [
+        _with_share(source)
+        if isinstance(source, dict) and _is_number(source.get("weight"))
+        else source
+        for source in sources
+    ]
+
+
+def _with_share(source: dict[str, Any]) -> dict[str, Any]:
+    share = source["weight"]
+    key = "path" if "path" in source else "id"
+    if not 0 < share <= 1:
+        raise UnsupportedValue(
+            f"`weight: {share}` of `{source.get(key)}` is not a share of its rows",
+            "set a number above 0 and at most 1; for proportions of a mixture, also set"
+            " `mixing: weights`",
+        )
+    rest = {name: field for name, field in source.items() if name != "weight"}
+    return rest if share == 1 else {**rest, key: f"{source.get(key)}#{100 * share:g}%"}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _all(value: Any, key: str) -> Conversion:

@@ -52,7 +52,7 @@ class Config(Section):
     dataset: Text | DatasetSource | list[Text | DatasetSource] = Field(
         description=(
             "Path, hub id, well-known name or `builtin:NAME`, each also as `path#N` for N"
-            " samples; or a list."
+            " samples or `path#P%` for a percentage of them; or a list."
         )
     )
     format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"] = Field(

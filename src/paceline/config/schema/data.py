@@ -16,7 +16,8 @@ class DatasetSource(Section):
 
     path: Text = Field(
         description=(
-            "File, folder or hub id; `path#N` takes the first N samples of a seeded shuffle."
+            "File, folder or hub id; `path#N` takes the first N samples of a seeded shuffle, and"
+            " `path#P%` a percentage of all samples."
         )
     )
     format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"] = Field(

@@ -28,6 +28,9 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 HEAD_BYTES = 4096
+#: N of ``path#N``, or the share of ``path#P%``.
+Take = int | float
+_TAKE = re.compile(r"(.+)#(?:(\d[\d_,]*)|(\d+(?:\.\d+)?)%)")
 
 
 def data_suffix(path: Path) -> str:
@@ -37,19 +40,29 @@ def data_suffix(path: Path) -> str:
     return Path(path.stem).suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
 
 
-def take_count(spec: str, noun: str = "rows") -> tuple[str, int | None]:
-    """Split ``path#N`` into the path and N. A path that exists under its full name has no N.
+def take_count(spec: str, noun: str = "rows") -> tuple[str, Take | None]:
+    """Split ``path#N`` into the path and N, and ``path#P%`` into the path and a share. A path that
+    exists under its full name has neither.
 
     Raises:
-        ConfigError: N is 0.
+        ConfigError: N is 0, or P is not above 0 and at most 100.
     """
     name = spec.strip()
-    if Path(name).expanduser().exists() or not (cut := re.fullmatch(r"(.+)#(\d[\d_,]*)", name)):
+    cut = _TAKE.fullmatch(name)
+    if Path(name).expanduser().exists() or cut is None:
         return name, None
-    count = int(re.sub("[_,]", "", cut[2]))
-    if count < 1:
+    path, number, percentage = cut.groups()
+    take: Take = int(re.sub("[_,]", "", number)) if number else float(percentage) / 100
+    if not take:
         raise ConfigError(f"`{spec}` selects 0 {noun}", allowed="`path#N` with N of at least 1")
-    return cut[1], count
+    if percentage and take > 1:
+        raise ConfigError(f"`{spec}` selects more than all {noun}", allowed="at most `path#100%`")
+    return path, take
+
+
+def number_to_take(take: Take, total: int) -> int:
+    """Return the number of rows to select from ``total`` rows. It may be more than these."""
+    return take if isinstance(take, int) else max(1, round(take * total))
 
 
 class Position:

@@ -18,7 +18,14 @@ from paceline.core.log import Notice
 from paceline.data.cache import fingerprint
 from paceline.data.sources import hub
 from paceline.data.sources.builtin import builtin_dataset
-from paceline.data.sources.opening import COMPRESSED_SUFFIXES, Position, data_suffix, take_count
+from paceline.data.sources.opening import (
+    COMPRESSED_SUFFIXES,
+    Position,
+    Take,
+    data_suffix,
+    number_to_take,
+    take_count,
+)
 from paceline.data.sources.readers import (
     KINDS,
     SPLITS,
@@ -42,7 +49,7 @@ _NOT_DATA = {
 _ALLOWED = (
     f"a file ({KINDS}), a folder of them, a pattern such as data/*.jsonl.gz, a hub id such as"
     " tatsu-lab/alpaca, a well-known name such as alpaca-en, builtin:python-docs, or any of these"
-    " as path#N"
+    " as path#N or path#P%"
 )
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -58,7 +65,7 @@ class ResolvedSource:
         spec: the entry of the config.
         files: local files, in order; empty for a hub dataset.
         hub: the hub dataset, or None.
-        take: N of `path#N`, or None for all rows.
+        take: N of `path#N`, the share of `path#P%`, or None for all rows.
         notices: messages to log about the source.
         position: how much of the rows :meth:`parts` has read.
     """
@@ -66,9 +73,11 @@ class ResolvedSource:
     spec: DatasetSource
     files: list[Path] = field(default_factory=list)
     hub: hub.HubDataset | None = None
-    take: int | None = None
+    take: Take | None = None
     notices: list[Notice] = field(default_factory=list)
     position: Position = field(default_factory=Position)
+    #: Number of rows that `take` selects, once all have been counted.
+    _num_taken: int = field(default=0, init=False, repr=False)
 
     @property
     def label(self) -> str:
@@ -92,8 +101,8 @@ class ResolvedSource:
         ]
 
     def rows(self, seed: int) -> Iterator[tuple[Place, Any]]:
-        """Yield (place, row) in order. With `#N`, select the first N rows of a shuffle that depends
-        only on ``seed``, and yield them in file order.
+        """Yield (place, row) in order. With `#N` or `#P%`, select the first rows of a shuffle that
+        depends only on ``seed``, and yield them in file order.
 
         Raises:
             ConfigError: a file is malformed.
@@ -104,15 +113,16 @@ class ResolvedSource:
         import numpy as np
 
         total = sum(1 for _ in self._all_rows())
-        if total < self.take:
+        self._num_taken = number_to_take(self.take, total)
+        if total < self._num_taken:
             self.notices.append(
                 Notice(
                     "warning",
-                    f"{self.label}: {self.take:,} rows requested, but the dataset has {total:,};"
-                    " using all of them",
+                    f"{self.label}: {self._num_taken:,} rows requested, but the dataset has"
+                    f" {total:,}; using all of them",
                 )
             )
-        chosen = set(np.random.default_rng(seed).permutation(total)[: self.take].tolist())
+        chosen = set(np.random.default_rng(seed).permutation(total)[: self._num_taken].tolist())
         for index, row in enumerate(self._all_rows()):
             if index in chosen:
                 yield row
@@ -126,9 +136,9 @@ class ResolvedSource:
         """
         if self.hub is not None:
             yield from self.rows(seed)
-        elif (take := self.take) is not None:
+        elif self.take is not None:
             number = 0
-            self.position.follow(lambda: number / take)
+            self.position.follow(lambda: number / max(1, self._num_taken))
             for number, row in enumerate(self.rows(seed), 1):  # noqa: B007
                 yield row
         else:
@@ -257,7 +267,7 @@ def check_hub_sources(config: Config) -> None:
     if config.val_dataset is not None:
         sources = [*sources, *config.sources(validation=True)]
     for spec in sources:
-        name = re.sub(r"#\d[\d_,]*$", "", spec.path.strip())
+        name, _ = take_count(spec.path)
         if Path(spec.path).expanduser().exists() or Path(name).expanduser().exists():
             continue
         dataset = _hub_dataset(spec, name)
@@ -276,7 +286,7 @@ def _hub_dataset(spec: DatasetSource, name: str) -> hub.HubDataset | None:
     return None
 
 
-def _hub_source(spec: DatasetSource, name: str, path: Path, take: int | None) -> ResolvedSource:
+def _hub_source(spec: DatasetSource, name: str, path: Path, take: Take | None) -> ResolvedSource:
     dataset = _hub_dataset(spec, name)
     if dataset is None:
         raise _not_found(name, path)

@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigError, NotStreamable
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.data.cache import fingerprint, key_of
-from paceline.data.sources.opening import data_suffix, take_count
+from paceline.data.sources.opening import Take, data_suffix, number_to_take, take_count
 from paceline.data.sources.readers import TEXT_SUFFIXES
 from paceline.data.sources.resolve import ResolvedSource, is_url, open_source
 from paceline.data.streaming.line_index import HASHED_BYTES
@@ -32,13 +32,13 @@ class StreamSource:
     Args:
         number: its index in the config.
         locations: paths or URLs.
-        take: N of `path#N`, or None for all rows.
+        take: N of `path#N`, the share of `path#P%`, or None for all rows.
     """
 
     number: int
     resolved: ResolvedSource
     locations: list[str]
-    take: int | None
+    take: Take | None
 
     @property
     def label(self) -> str:
@@ -126,15 +126,16 @@ def has_text(locations: Sequence[str]) -> bool:
     return any(data_suffix(Path(location)) in TEXT_SUFFIXES for location in locations)
 
 
-def _take(source: StreamSource, take: int, tables: list[RowTable], seed: int) -> list[RowTable]:
-    """Return N rows of the tables, those that a run without streaming selects."""
+def _take(source: StreamSource, take: Take, tables: list[RowTable], seed: int) -> list[RowTable]:
+    """Return some rows of the tables, those that a run without streaming selects."""
     total = sum(table.num_rows for table in tables)
-    if take >= total:
-        if take > total:
+    number = number_to_take(take, total)
+    if number >= total:
+        if number > total:
             text = f"{source.label}: the dataset has only {total:,} rows; using all of them"
             source.resolved.notices.append(Notice("warning", text))
         return tables
-    numbers = np.sort(np.random.default_rng(seed).permutation(total)[:take])
+    numbers = np.sort(np.random.default_rng(seed).permutation(total)[:number])
     parts = split_by_table(numbers, tables)
     return [SelectedTable(*pair) for pair in zip(tables, parts, strict=True) if len(pair[1])]
 
@@ -180,7 +181,7 @@ def _open_shards(
         if source.take is not None:
             raise NotStreamable(
                 f"`{source.label}` selects among all rows, but {reason}",
-                fix=f"remove `#{source.take}`, or set `streaming: false`",
+                fix=f"remove `#{source.label.rpartition('#')[2]}`, or set `streaming: false`",
             )
     shards = [
         Shard(location, source.number, source.resolved.spec)
