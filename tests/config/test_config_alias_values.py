@@ -276,6 +276,9 @@ def config_value(loaded: Loaded, key: str) -> Any:
         ("eval_dataset: v", "val_dataset", "v"),
         ("test_datasets: [{path: v}]", "val_dataset", [{"path": "v"}]),
         ("eval_dataset: []", "val_dataset", None),
+        ("freeze_mm_modules: false", "vision.freeze_vision_tower", False),
+        ("freeze_mm_modules: true", "vision.freeze_multi_modal_projector", True),
+        ("freeze_vit: false", "vision.freeze_vision_tower", False),
     ],
 )
 def test_reads_aliased_values(load: Load, text: str, key: str, value: Any) -> None:

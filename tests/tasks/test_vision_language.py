@@ -1,5 +1,6 @@
 """`task: sft` with vision-language models: rows, tokens, loss, frozen parts, and saved models."""
 
+import base64
 import io
 import json
 from pathlib import Path
@@ -160,11 +161,24 @@ def test_images_in_parquet_and_urls(models: dict[str, Path], tmp_path: Path) -> 
     rows = [chat("Which?", images=[{"bytes": content.getvalue(), "path": "a.png"}])]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     stored = prepare_task(models["idefics3"], str(tmp_path / "rows.parquet"))
-    rows = [chat("Which?", image=str(tmp_path / "a.png"))]
-    linked = prepare_task(models["idefics3"], write_rows(tmp_path / "rows.jsonl", rows))
-    samples = [task.build_datasets()[0][0] for task in (stored, linked)]
-    assert np.array_equal(samples[0]["input_ids"], samples[1]["input_ids"])
-    assert torch.equal(*(sample["pixels"]["pixel_values"] for sample in samples))
+    text = base64.b64encode(content.getvalue()).decode()
+    parts = [{"type": "image", "base64": text}, {"type": "text", "text": "Which?"}]
+    url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}
+    expected = stored.build_datasets()[0][0]
+    for number, row in enumerate(
+        (
+            chat("Which?", image=str(tmp_path / "a.png")),
+            chat(parts),
+            chat([url, parts[1]]),
+        )
+    ):
+        file = write_rows(tmp_path / f"{number}.jsonl", [row])
+        sample = prepare_task(models["idefics3"], file).build_datasets()[0][0]
+        assert np.array_equal(sample["input_ids"], expected["input_ids"])
+        assert torch.equal(sample["pixels"]["pixel_values"], expected["pixels"]["pixel_values"])
+    file = write_rows(tmp_path / "invalid.jsonl", [chat([{"type": "image", "base64": "!"}])])
+    with pytest.raises(ConfigError, match="an image whose base64 text is invalid: 1"):
+        prepare_task(models["llava"], file)
     rows = [chat("Which?", images=["https://example.org/cat.png"])]
     with pytest.raises(ConfigError, match="is a URL; images are read from files"):
         prepare_task(models["llava"], write_rows(tmp_path / "urls.jsonl", rows))

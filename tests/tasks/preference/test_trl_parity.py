@@ -21,7 +21,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("simpo", {"cpo_alpha": 0.5}),
 ]
 TOLERANCE = 1e-4
-#: A reward is the difference of log-probabilities of many tokens, in float32.
+#: A reward is beta times the difference of log-probabilities of many tokens, in float32; log odds
+#: are such a difference.
 ROUNDING = 1e-6
 
 
@@ -45,7 +46,8 @@ def test_first_steps_agree(
     beta = settings.get("beta", 0.1)
     for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         for name, value in ours.items():
-            rounding = ROUNDING * beta * abs(theirs["logps/chosen"])
+            scale = 1.0 if name.startswith("log_odds") else beta
+            rounding = ROUNDING * scale * abs(theirs["logps/chosen"])
             expected_value = pytest.approx(theirs[name], rel=TOLERANCE, abs=rounding)
             assert value == expected_value, f"step {number + 1}: {name}"
 

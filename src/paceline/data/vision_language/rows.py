@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ _COLUMNS = ("images", "image")
 PLACEHOLDER = "<image>"
 #: A Unicode noncharacter, which does not occur in text, marks the place of an image in a message.
 IMAGE_MARK = "\ufdd2"
+_SOURCE_KEYS = ("image", "image_url", "path", "url", "bytes")
+#: What a data URL with an image has before the comma.
+_BASE64 = "data:image;base64"
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
@@ -86,22 +90,30 @@ def _with_marks(value: Any, images: list[Any]) -> Any:
     if not isinstance(value, dict):
         return value
     if value.get("type") in _IMAGE_PARTS:
-        candidates = (value.get(key) for key in ("image", "image_url", "path", "url", "bytes"))
+        candidates = (value.get(key) for key in _SOURCE_KEYS)
         source = next((item for item in candidates if not holds_nothing(item)), None)
+        if source is None and isinstance(value.get("base64"), str):
+            source = f"{_BASE64},{value['base64']}"
         images.append(source.get("url") if isinstance(source, dict) and "url" in source else source)
         return {"type": "text", "text": IMAGE_MARK}
     return {key: _with_marks(item, images) for key, item in value.items()}
 
 
 def _source(value: Any) -> ImageSource:
-    """Return the path or the content of an image: a text, bytes, or ``{bytes, path}`` as in the
-    image columns of parquet files."""
+    """Return the path or the content of an image: a text, a data URL, bytes, or ``{bytes, path}``
+    as in the image columns of parquet files."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str) or not value.strip():
         raise MalformedRow("an image is neither a path nor bytes")
+    head, _, content = value.partition(",")
+    if head.startswith("data:") and head.endswith(";base64"):
+        try:
+            return base64.b64decode(content, validate=True)
+        except ValueError:
+            raise MalformedRow("an image whose base64 text is invalid") from None
     if "://" in value or value.startswith("data:"):
         raise Unsupported(
             f"the image `{value[:80]}` is a URL; images are read from files",
