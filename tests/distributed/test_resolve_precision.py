@@ -8,7 +8,7 @@ import torch
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.devices import check_tf32, with_precision
+from paceline.distributed.devices import with_precision, with_supported_tf32
 from paceline.train.precision import check_same_precision, set_float32_precision
 
 
@@ -99,12 +99,15 @@ def test_rejects_ranks_with_different_precisions() -> None:
 def test_tf32_requires_devices_that_have_it(
     device_type: str, capability: tuple[int, int] | None, shown: str
 ) -> None:
-    check_tf32(make_config(tf32=True), "cuda", (8, 0))
+    config = make_config(tf32=True)
+    assert with_supported_tf32(config, "cuda", (8, 0)) == (config, None)
     for value in (False, None):
-        check_tf32(make_config(tf32=value), device_type, capability)
-    with pytest.raises(ConfigError, match="not supported on") as error:
-        check_tf32(make_config(tf32=True), device_type, capability)
-    assert shown in error.value.what
+        config = make_config(tf32=value)
+        assert with_supported_tf32(config, device_type, capability) == (config, None)
+    config, warning = with_supported_tf32(make_config(tf32=True), device_type, capability)
+    assert config.train_args.tf32 is None
+    assert warning is not None
+    assert shown in warning
 
 
 def read_float32_precision() -> tuple[str, str, str]:

@@ -209,19 +209,23 @@ def with_capability(device_type: str, capability: tuple[int, int] | None) -> str
     return "`{}` with compute capability {}.{}".format(device_type, *capability)
 
 
-def check_tf32(config: Config, device_type: str, capability: tuple[int, int] | None) -> None:
-    """Raise ConfigError if `train_args.tf32` is true and these devices have no TensorFloat-32.
+def with_supported_tf32(
+    config: Config, device_type: str, capability: tuple[int, int] | None
+) -> tuple[Config, str | None]:
+    """Return the config without `train_args.tf32: true` if these devices have no TensorFloat-32,
+    and a warning about it. Recipes set it for all kinds of devices.
 
     Args:
         capability: see :func:`gpu_capability`.
     """
-    if not config.train_args.tf32 or (capability is not None and capability >= TF32_CAPABILITY):
-        return
+    args = config.train_args
+    if not args.tf32 or (capability is not None and capability >= TF32_CAPABILITY):
+        return config, None
     shown = with_capability(device_type, capability)
-    raise ConfigError(
-        f"`train_args.tf32: true` is not supported on {shown}: the devices have no TensorFloat-32",
-        allowed="NVIDIA GPUs of compute capability 8.0 and higher",
-        fix="leave `train_args.tf32` out",
+    return (
+        config.model_copy(update={"train_args": args.model_copy(update={"tf32": None})}),
+        f"`train_args.tf32: true` has no effect on {shown}, which has no TensorFloat-32: products"
+        " are computed in float32",
     )
 
 

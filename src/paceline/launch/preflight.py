@@ -39,12 +39,12 @@ from paceline.core.report import Report
 from paceline.core.run_dir import RunDir
 from paceline.distributed.devices import (
     check_several_ranks,
-    check_tf32,
     choose_devices,
     cpu_cores,
     expands_segments,
     gpu_capability,
     with_precision,
+    with_supported_tf32,
     without_idle_offload,
 )
 from paceline.distributed.environment import outer_launcher
@@ -389,7 +389,9 @@ def prepare_host(loaded: Loaded, outer: RankEnv | None) -> PreparedHost:
     config, precision = with_precision(config, devices.type, devices.names[: devices.count])
     logger.info(precision)
     capability = gpu_capability(devices.type, devices.count)
-    check_tf32(config, devices.type, capability)
+    config, idle_tf32 = with_supported_tf32(config, devices.type, capability)
+    if idle_tf32 is not None:
+        logger.warning(idle_tf32)
     check_liger(config, devices.type)
     check_compile(config, devices.type)
     check_float8(config, devices.type, capability)
