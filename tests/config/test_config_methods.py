@@ -187,6 +187,24 @@ def test_reads_fields_of_own_preference_data(
 
 
 @pytest.mark.parametrize(
+    ("text", "packing"),
+    [
+        ("rl: dpo\nsample_packing: true", True),
+        ("rlhf_type: orpo\npacking: true", True),
+        ("rlhf_type: dpo\npadding_free: true", True),
+        ("stage: dpo\nneat_packing: true", True),
+        ("rlhf_type: rm\npacking: true", "auto"),
+        ("rlhf_type: rm\npadding_free: true", "auto"),
+        ("stage: rm\npacking: false", False),
+    ],
+)
+def test_answers_of_a_micro_batch_are_packed(load: Load, text: str, packing: bool | str) -> None:
+    args = load(BASE + text).config.train_args
+    assert args.packing == packing
+    assert not args.packs_rows
+
+
+@pytest.mark.parametrize(
     ("text", "unused"),
     [
         ("task: dpo\npreference: {label_smoothing: 0.1, beta: 0.2}", ["label_smoothing"]),

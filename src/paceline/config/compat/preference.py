@@ -21,6 +21,11 @@ _DIFFERENT_MEAN: Notice = (
     "warning",
     "the cross entropy is averaged over the tokens of a batch, not over its answers",
 )
+_PACKED_PAIRS: Notice = (
+    "warning",
+    "the batch size counts samples, and the answers of a micro-batch share a row without padding",
+)
+_PADDED: Notice = ("info", "the texts of a micro-batch are padded, with the same results")
 _FIX = "remove the key, or train this file with the tool it was written for"
 
 
@@ -136,6 +141,25 @@ class _Reader:
                 self._convert(binding, notices)
             if binding.entry.name in ("rl", "rlhf_type") and self.task == "simpo":
                 self._use_trl_default(binding)
+        self._read_packing()
+
+    def _read_packing(self) -> None:
+        """Pack the answers of a micro-batch if another tool packs rows, which would separate the
+        answers of a pair. Texts of reward models are padded."""
+        targets, notice = {"train_args.packing_strategy"}, _PACKED_PAIRS
+        if self.task == "reward":
+            targets, notice = targets | {"train_args.packing"}, _PADDED
+        for line in self.merge.lines:
+            dropped = [
+                assigned
+                for assigned in line.assigned
+                if assigned.target in targets and (assigned.weak or assigned.value is True)
+            ]
+            if dropped:
+                line.assigned = [item for item in line.assigned if item not in dropped]
+                line.notices = (notice,)
+                for assigned in dropped:
+                    self.merge.assigned.remove(assigned)
 
     def _use_trl_default(self, binding: KeyBinding) -> None:
         """Use TRL's default of `cpo_alpha`, as the tools do that train with TRL."""
