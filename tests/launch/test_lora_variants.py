@@ -36,6 +36,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "vera": (("lora.method=vera", "lora.rank=64"), SHARDED),
     "nf4": (("lora.quantize=nf4",), SHARDED),
+    "nf4-loftq": (("lora.quantize=nf4", "lora.init_lora_weights=loftq"), ("ddp", "zero3")),
     "nf4-dora": (("lora.quantize=nf4", "lora.use_dora=true"), ("zero3",)),
     "int8": (("lora.quantize=int8",), ("ddp", "zero1")),
 }
@@ -79,7 +80,7 @@ def test_strategies_agree(variant: str, mode: str, alone: Any, tmp_path: Path) -
     assert state["measured"] == pytest.approx(state["predicted"], rel=1e-3)
 
 
-@pytest.mark.parametrize("variant", ["pissa", "nf4", "dora"])
+@pytest.mark.parametrize("variant", ["pissa", "nf4", "nf4-loftq", "dora"])
 def test_resumed_run_ends_with_the_same_bits(variant: str, tmp_path: Path) -> None:
     args = [*ARGS, *require(variant)]
     train(tmp_path / "once", *args, *mode_args("single"), "max_steps=4")

@@ -22,7 +22,8 @@ from paceline.inference.generate import load_model
 from paceline.models.adapters.check import check_adapters
 from paceline.models.adapters.initialization import subtract_adapters
 from paceline.models.adapters.lora import adapter_notices, learning_rate_factors
-from paceline.models.adapters.quantize import quantize_layers, scale_tensors
+from paceline.models.adapters.quantize import dequantized, quantize_layers, scale_tensors
+from paceline.models.adapters.targets import adapter_layers
 from paceline.models.language import (
     language_model_on_meta,
     load_language_model,
@@ -116,6 +117,38 @@ def test_variant_trains_reloads_with_peft_and_merges(lora: dict[str, Any], tmp_p
     )
 
 
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_loftq_starts_from_the_rounding_error(quantize: str, tmp_path: Path) -> None:
+    """The start is closer to the original weights, by the largest singular values of the error."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    pytest.importorskip("bitsandbytes")
+    base = make_family("qwen2", tmp_path / "base")
+    original = build(config_for(base, lora={"dropout": 0.0}))
+    lora = {"dropout": 0.0, "quantize": quantize, "init_lora_weights": "loftq", "rank": 4}
+    config = config_for(base, lora=lora)
+    check_adapters(config)
+    model = build(config)
+    for name, layer in adapter_layers(model):
+        weight = original.get_submodule(name).get_base_layer().weight
+        error = weight - dequantized(layer.get_base_layer())
+        up, down = (matrix["default"].weight.detach() for matrix in (layer.lora_B, layer.lora_A))
+        rest = error - layer.scaling["default"] * up @ down
+        smallest = torch.linalg.svdvals(error)[4:].norm()
+        assert rest.norm().item() == pytest.approx(smallest.item(), rel=0.01)
+    planned = outline(language_model_on_meta(config), config)
+    assert planned.parameters == outline(model, config).parameters
+
+    train(model)
+    expected = logits(model)
+    save_language_model(model, None, tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    quantize_layers(plain, config)
+    loaded = PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_merge_adds_the_update_to_the_quantized_weights(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     from paceline.models.builtin import resolve_model
@@ -204,6 +237,8 @@ def test_lora_plus_has_two_learning_rates(tmp_path: Path) -> None:
         ({"enable": False, "quantize": "nf4"}, "requires `lora.enable: true`"),
         ({"method": "vera", "use_dora": True}, "`lora.use_dora: true` with `lora.method: vera`"),
         ({"init_lora_weights": "pissa", "quantize": "nf4"}, "with `lora.quantize: nf4`"),
+        ({"init_lora_weights": "loftq"}, "starts from the rounding error of quantized weights"),
+        ({"init_lora_weights": "loftq", "quantize": "nf4", "use_dora": True}, "magnitudes"),
         ({"init_lora_weights": "olora", "use_dora": True}, "difference from the original"),
         ({"init_lora_weights": "orthogonal", "rank": 3}, "even rank"),
         ({"quantize": "int8", "use_dora": True}, "with `lora.quantize: int8`"),
@@ -220,6 +255,15 @@ def test_refuses_combinations(lora: dict[str, Any], expected: str, tmp_path: Pat
         ({"init_lora_weights": "pissa"}, r"not supported with adapters on .*experts"),
         ({"use_dora": True}, "use_dora"),
         ({"init_lora_weights": "pissa", "rank": 24, "target_modules": ["k_proj"]}, "16 singular"),
+        (
+            {
+                "init_lora_weights": "loftq",
+                "quantize": "nf4",
+                "rank": 24,
+                "target_modules": ["k_proj"],
+            },
+            "16 singular",
+        ),
     ],
 )
 def test_refuses_variants_that_do_not_fit_the_model(

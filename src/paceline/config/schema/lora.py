@@ -11,11 +11,11 @@ ALL_LINEAR = "all-linear"
 DEFAULT_INIT = "default"
 #: Initializations that take the adapter out of the frozen weights: weight = rest + update.
 _SUBTRACTED = re.compile(r"olora|pissa(_niter_[1-9]\d*)?")
-_INITS = (DEFAULT_INIT, "gaussian", "orthogonal", "pissa", "pissa_niter_16", "olora")
+#: Initialization that approximates the rounding error of quantized weights.
+LOFTQ = "loftq"
+_INITS = (DEFAULT_INIT, "gaussian", "orthogonal", "pissa", "pissa_niter_16", "olora", LOFTQ)
 #: Initializations of peft that need batches of the training data before the start.
 _DATA_INITS = ("eva", "corda", "lora_ga")
-#: Initializations of peft that are fitted to the quantized weights.
-_QUANTIZING_INITS = ("loftq",)
 
 
 def is_regex(text: str) -> bool:
@@ -60,9 +60,10 @@ class Lora(Section):
         description=(
             "Initialization of the adapters, as in peft: `default`, `gaussian`, `orthogonal`,"
             " `pissa` (Meng et al., 2024), `pissa_niter_16` (the same with an approximate, much"
-            " faster decomposition), or `olora` (Büyükakyüz, 2024). `pissa` and `olora` take the"
-            " adapter out of the frozen weights; the adapter is saved as the difference from the"
-            " original weights, with twice the rank."
+            " faster decomposition), `olora` (Büyükakyüz, 2024), or `loftq` (Li et al., 2023)."
+            " `pissa` and `olora` take the adapter out of the frozen weights; the adapter is saved"
+            " as the difference from the original weights, with twice the rank. `loftq` starts"
+            " from the rounding error of the weights, and requires `lora.quantize`."
         ),
     )
     loraplus_lr_ratio: float | None = Field(
@@ -114,11 +115,6 @@ class Lora(Section):
                 f"{value} decomposes activations or gradients of the training data, which are not"
                 f" known when the model is built; use one of {', '.join(_INITS)}"
             )
-        if value in _QUANTIZING_INITS:
-            raise ValueError(
-                f"{value} fits the adapter to the error of the quantized weights, which is not"
-                f" supported; use one of {', '.join(_INITS)}"
-            )
         if value not in _INITS and _SUBTRACTED.fullmatch(value) is None:
             raise ValueError(f"unknown initialization; use one of {', '.join(_INITS)}")
         return value
@@ -127,6 +123,11 @@ class Lora(Section):
     def subtracts_adapter(self) -> bool:
         """Whether the initial adapter is subtracted from the frozen weights."""
         return self.adapter is None and _SUBTRACTED.fullmatch(self.init_lora_weights) is not None
+
+    @property
+    def corrects_rounding(self) -> bool:
+        """Whether new adapters start from the rounding error of the quantized weights."""
+        return self.adapter is None and self.init_lora_weights == LOFTQ
 
     @field_validator("target_modules", mode="after")
     @classmethod

@@ -68,6 +68,18 @@ def _conflicts(config: Config) -> list[tuple[str, str, str]]:
             "leave one of the two out",
         ),
         (
+            lora.corrects_rounding and lora.quantize == "none",
+            f"{init} with {quantize}",
+            "it starts from the rounding error of quantized weights",
+            "set `lora.quantize: nf4`, or another initialization",
+        ),
+        (
+            lora.corrects_rounding and lora.use_dora,
+            f"{init} with `lora.use_dora: true`",
+            "the magnitudes of DoRA are those of the quantized weights without an adapter",
+            "leave one of the two out",
+        ),
+        (
             config.train_args.torch_compile and lora.quantize != "none",
             f"`train_args.torch_compile: true` with {quantize}",
             "compiled blocks are untested with quantized weights",

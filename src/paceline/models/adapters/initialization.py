@@ -6,10 +6,13 @@ B₀A₀ and a rest, which is frozen instead of W. Each adapter layer keeps A₀
 checkpoints contain them: a resumed run subtracts the same update instead of decomposing W again,
 which would round differently on other processors. The trained adapter is saved as the difference
 BA − B₀A₀ from W, an adapter of twice the rank.
+
+LoftQ (Li et al., "LoftQ: LoRA-Fine-Tuning-Aware Quantization", 2023) starts from an update that
+approximates what quantization has taken from W. The quantized weights stay as they are.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,17 +48,41 @@ def add_initial_buffers(adapted: nn.Module, config: Config) -> None:
             " of linear layers are decomposed",
             fix="list linear layers in `lora.target_modules`, such as [q_proj, v_proj, o_proj]",
         )
-    smallest = min(min(layer.in_features, layer.out_features) for layer in layers.values())
-    if lora.rank > smallest:
-        raise ConfigError(
-            f"{setting} is not supported with `lora.rank: {lora.rank}`: the smallest adapted weight"
-            f" has {smallest} singular values",
-            fix=f"set `lora.rank: {smallest}` or less, or another initialization",
-        )
+    _check_rank(layers.values(), config)
     for layer in layers.values():
         for name, matrix in ((_DOWN, layer.lora_A), (_UP, layer.lora_B)):
             weight = matrix[_ADAPTER].weight
             layer.register_buffer(name, torch.zeros_like(weight, dtype=torch.float32))
+
+
+def _check_rank(layers: Iterable[Any], config: Config) -> None:
+    """Raise ConfigError if the rank exceeds the number of singular values of a linear layer."""
+    lora = config.lora
+    smallest = min(min(layer.in_features, layer.out_features) for layer in layers)
+    if lora.rank > smallest:
+        raise ConfigError(
+            f"`lora.init_lora_weights: {lora.init_lora_weights}` is not supported with `lora.rank:"
+            f" {lora.rank}`: the smallest adapted weight has {smallest} singular values",
+            fix=f"set `lora.rank: {smallest}` or less, or another initialization",
+        )
+
+
+def correct_rounding(adapted: nn.Module, config: Config) -> None:
+    """Start the adapters of quantized layers from the rounding errors of their weights, which
+    :func:`paceline.models.adapters.quantize.quantize_layers` has decomposed. Adapters of other
+    layers are left as they are. Without values, only checks the rank.
+
+    Raises:
+        ConfigError: the rank exceeds the size of an adapted layer.
+    """
+    layers = [layer for _, layer in adapter_layers(adapted) if _is_linear(layer)]
+    _check_rank(layers, config)
+    for layer in layers:
+        error = vars(layer.get_base_layer()).pop("rounding_error", None)
+        if error is not None:
+            down, up = error
+            layer.lora_A[_ADAPTER].weight.data.copy_(down)
+            layer.lora_B[_ADAPTER].weight.data.copy_(up / layer.scaling[_ADAPTER])
 
 
 def _is_linear(layer: Any) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, first_line
 from paceline.models import qwen
-from paceline.models.adapters.initialization import add_initial_buffers
+from paceline.models.adapters.initialization import add_initial_buffers, correct_rounding
 from paceline.models.adapters.quantize import expert_weights
 from paceline.models.adapters.targets import (
     WHY_BYPASSED,
@@ -123,6 +123,8 @@ def _create_adapters(model: Any, config: Config) -> Any:
     set_dropout(adapted, config.lora.dropout)
     if config.lora.subtracts_adapter:
         add_initial_buffers(adapted, config)
+    if config.lora.corrects_rounding:
+        correct_rounding(adapted, config)
     return adapted
 
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _BLOCK_SIZE = 64
 #: Scales that share a scale, with double quantization.
 _SCALE_BLOCK_SIZE = 256
+#: Of the approximate decomposition of a rounding error: vectors in addition to the rank, and
+#: iterations (Halko et al., "Finding Structure with Randomness", 2011, algorithm 4.4).
+_OVERSAMPLING, _POWER_ITERATIONS = 8, 8
 #: Inputs of an int8 layer from this size on are multiplied in float16 (Dettmers et al.,
 #: "LLM.int8()", 2022, section 3.2).
 _OUTLIER_THRESHOLD = 6.0
@@ -56,10 +59,29 @@ def quantize_layers(model: Any, config: Config) -> None:
         )
     for name, linear in layers.items():
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, _quantized(linear, lora))
+        layer: Any = _quantized(linear, lora)
+        if lora.corrects_rounding and not linear.weight.is_meta:
+            layer.rounding_error = _low_rank_error(linear, layer, lora.rank)
+        setattr(model.get_submodule(parent), leaf, layer)
     # peft selects its layers by these attributes of transformers' quantized models.
     model.is_loaded_in_8bit = lora.quantize == "int8"
     model.is_loaded_in_4bit = lora.quantize != "int8"
+
+
+@torch.no_grad()
+def _low_rank_error(
+    linear: nn.Linear, quantized: nn.Linear, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return matrices A and B whose product BA approximates the rounding error of a weight, by its
+    largest singular values (one iteration of Li et al., "LoftQ", 2023, algorithm 1). Every rank
+    computes the same, with the same random start."""
+    error = (linear.weight.float() - dequantized(quantized).float()).cpu()
+    size = min(rank + _OVERSAMPLING, *error.shape)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        left, singular, right = torch.svd_lowrank(error, q=size, niter=_POWER_ITERATIONS)
+    root = singular[:rank].sqrt()
+    return root[:, None] * right.T[:rank], left[:, :rank] * root
 
 
 def expert_weights(model: nn.Module) -> list[str]:
