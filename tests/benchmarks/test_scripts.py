@@ -58,6 +58,7 @@ def test_startup_records_every_part_of_the_start() -> None:
     [
         ("error_feedback.py", ("--steps", "2")),
         ("tokenize_rows.py", ("--rows", "2000", "--rounds", "1")),
+        ("chunked_loss.py", ("--tokens", "1500", "--vocabulary", "50000", "--rounds", "1")),
         ("panel.py", ("--viewers", "2", "--steps", "400")),
         ("recovery.py", ("--rounds", "1", "--steps", "100", "--kills", "1", "--modes", "ddp")),
     ],
