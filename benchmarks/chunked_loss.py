@@ -1,12 +1,12 @@
-"""Compare the loss in chunks with the loss of all logits: memory, time and result of the forward and
+"""Compare the loss in chunks with the loss of all logits: memory, time and result of forward and
 backward of an output head.
 
     python benchmarks/chunked_loss.py --output benchmarks/results/2030-01-31-chunked-loss
 
 The head has 152,000 × 512 weights in float32, as in a small model with the vocabulary of Qwen2.5,
-either frozen (LoRA) or trained, and computes in float32 or, by autocast, in bfloat16. The contenders
-take turns, each in a process of its own with the same random numbers. Memory is the resident set at
-its peak, less that before the forward. Linux only.
+either frozen (LoRA) or trained. It computes in float32 or, by autocast, in bfloat16. The contenders
+take turns, each in a process of its own with the same random numbers. Memory is the resident set
+at its peak, less that before the forward. Linux only.
 """
 
 import argparse

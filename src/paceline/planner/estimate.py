@@ -10,6 +10,7 @@ from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
 from paceline.models.kernels.attention_choice import joins_samples
 from paceline.models.shape.activations import Activations, WeightPrecision, language_activations
+from paceline.models.shape.adapter_memory import merged_experts
 from paceline.models.shape.block_memory import FLOAT32_BYTES
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Cost, Workload
@@ -55,6 +56,7 @@ def workload(
         joined=joins_samples(config, "cpu" if is_cpu else "cuda"),
         low_weights=layout.has_low_weights,
         tensor_ranks=layout.axes.tensor,
+        merged=merged_experts(profile.shape),
     )
     activations = activations.of_model(len(profile.shape.blocks))
     on_host = activations.on_host if activations.offloads else 0

@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from paceline.config.schema import Config
-from paceline.models.shape.adapter_memory import adapter_bytes, adapter_temporary, layer_matrices
+from paceline.models.shape.adapter_memory import (
+    NO_EXPERTS,
+    MergedExperts,
+    adapter_bytes,
+    adapter_temporary,
+    layer_matrices,
+)
 from paceline.models.shape.block_memory import FLOAT32_BYTES, BlockMemory, block_sizes
 from paceline.models.shape.dims import LanguageDims
 from paceline.models.shape.record import ModelShape, modules_around
@@ -272,6 +278,7 @@ def language_activations(
     joined: bool = True,
     low_weights: bool = False,
     tensor_ranks: int = 1,
+    merged: MergedExperts = NO_EXPERTS,
 ) -> Activations:
     """Estimate the activation memory of a micro-batch of ``tokens`` tokens, of which ``labels``
     have a loss, on a rank that runs the full model.
@@ -286,6 +293,7 @@ def language_activations(
         low_weights: whether the strategy stores or gathers trained weights in the low precision of
             the config, so that autocast makes no copies of them.
         tensor_ranks: number of ranks that split each layer.
+        merged: what adapters of fused experts need in a layer.
     """
     args, dims = config.train_args, dims.split(tensor_ranks)
     # With sequence parallelism, each rank has a part of the tokens outside the split layers.
@@ -314,15 +322,17 @@ def language_activations(
         layer += adapter_bytes(dims, config, low, mask_bytes, row_mask_bytes)
         in_adapter = adapter_temporary(dims, config, low, stored, tensor_ranks)
         temporary = max(temporary, in_adapter + block.around_layer())
-    sizes = block_sizes(dims, config, layer, block.stream * dims.hidden / token_parts, low)
-    recomputed = 0.0 if args.gradient_checkpointing == "none" else layer * tokens
+    merged = merged.split(tensor_ranks)
+    inputs = block.stream * dims.hidden / token_parts
+    sizes = block_sizes(dims, config, layer + merged.saved / tokens, inputs, low)
+    recomputed = 0.0 if args.gradient_checkpointing == "none" else layer * tokens + merged.saved
     head_input = 0 if frozen else low * dims.hidden * labels
     return Activations(
         blocks=tuple(round(size * tokens) for size in sizes),
         recomputed=recomputed + layer_matrices(dims, config, low),
         ends=block.norm(dims.hidden, block.stream) * tokens + head_input,
         loss=_loss(dims, config, labels, low, low_weights),
-        temporary=temporary * tokens,
+        temporary=temporary * tokens + merged.gradient,
         boundary=block.stream * dims.hidden * tokens,
         precision=WeightPrecision(
             stored, 0 if stored == low else low, args.recomputed_share(dims.layers)

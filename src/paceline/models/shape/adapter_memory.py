@@ -2,9 +2,12 @@
 torch."""
 
 import re
+from dataclasses import dataclass, replace
+from typing import Self
 
 from paceline.config.schema import Config
 from paceline.models.shape.dims import LanguageDims
+from paceline.models.shape.record import ModelShape, modules_around
 
 _FLOAT32 = 4
 
@@ -99,3 +102,38 @@ def layer_matrices(dims: LanguageDims, config: Config, low: int) -> float:
     copies = (1 if lora.quantize != "none" else 0) + (3 if lora.use_dora else 0)
     identity = _FLOAT32 * max(dims.feed_forward, dims.hidden) ** 2 if lora.use_dora else 0
     return copies * low * size + identity
+
+
+@dataclass(frozen=True)
+class MergedExperts:
+    """What the adapters of a block make of its fused experts: peft has no layer for such a
+    parameter W, so it computes W + BA as a whole, from B and A in the dtype of W.
+
+    Args:
+        saved: bytes of the merged weights, and of the copies of A and B, which backward needs.
+        gradient: bytes of the gradient of the last merged weight, with which backward begins.
+    """
+
+    saved: float = 0.0
+    gradient: float = 0.0
+
+    def split(self, ranks: int) -> Self:
+        """Return the part of one of ``ranks`` tensor-parallel ranks."""
+        return replace(self, saved=self.saved / ranks, gradient=self.gradient / ranks)
+
+
+NO_EXPERTS = MergedExperts()
+
+
+def merged_experts(shape: ModelShape) -> MergedExperts:
+    """Return what the adapters of the first block merge."""
+    block = shape.blocks[0] if shape.blocks else ""
+    tensors = [tensor for tensor in shape.parameters if block in modules_around(tensor.name)]
+    fused = [
+        tensor for tensor in tensors if len(tensor.shape) == 3 and ".base_layer." in tensor.name
+    ]
+    if not fused:
+        return NO_EXPERTS
+    module = fused[0].name.partition(".base_layer.")[0]
+    elements = sum(each.numel for each in tensors if each.name.startswith(f"{module}."))
+    return MergedExperts(fused[0].element_bytes * elements, fused[-1].size_bytes)
