@@ -28,6 +28,7 @@ FAMILIES = {
     "gemma3": "google/gemma-3-1b-pt",
     "phi": "microsoft/phi-2",
     "gpt_neox": "EleutherAI/pythia-1b",
+    "qwen3_moe": "Qwen/Qwen3-30B-A3B",
 }
 MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {"mode": "single"}),

@@ -2,9 +2,11 @@
 be simulated. The simulated ranks are in processes of their own."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_families import write_config
 
 from paceline.cli import main
 from paceline.config.schema import Config
@@ -21,8 +23,9 @@ H100 = find_device("H100-SXM")[0]
 
 
 def job(world_size: int, rank: int = 0, **keys: Any) -> run.RankJob:
-    keys = {"train_args": {"precision": "bf16-mixed", "max_length": 128}} | keys
-    config = Config(model=MICRO, dataset="none.jsonl", **keys)
+    train_args = {"precision": "bf16-mixed", "max_length": 128}
+    keys = {"model": MICRO, "train_args": train_args} | keys
+    config = Config(dataset="none.jsonl", **keys)
     machine = named_machine(H100, None, world_size, "bfloat16")
     return run.job_of(
         config, layout(config.parallel, world_size), micro_batch(config), machine, rank
@@ -135,3 +138,21 @@ def test_simulates_every_strategy() -> None:
     assert sent(last)["send"] >= 8 * 128 * 64 * 4
     # the parameters are averaged every 10 steps
     assert sent(local)["all_reduce"] == pytest.approx(gradients / 10, rel=0.01)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("compiled_shim")
+def test_counts_the_products_of_experts(tmp_path: Path) -> None:
+    """Each expert that computes a token adds its products, forward once and backward twice."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    models = [
+        str(write_config("mixtral", tmp_path / str(count), num_experts_per_tok=count, **sizes))
+        for count in (1, 2)
+    ]
+    # Autocast leaves the weights of experts in float32; those that FSDP gathers are in bfloat16.
+    for parallel, world_size in (({"mode": "single"}, 1), ({"mode": "zero3"}, 2)):
+        one, two = run.run_jobs(
+            [job(world_size, model=model, parallel=parallel) for model in models]
+        )
+        tokens = 4 * 128
+        assert two["flops"] - one["flops"] == 3 * 2 * tokens * 2 * (3 * 64 * 96)

@@ -36,7 +36,12 @@ from paceline.simulation.records import (
     RankJob,
     RankReport,
 )
-from paceline.simulation.torch_internals import FakeStore, FakeTensorMode, unset_fake_temporarily
+from paceline.simulation.torch_internals import (
+    FakeStore,
+    FakeTensorMode,
+    allow_grouped_mm_of_all_dtypes,
+    unset_fake_temporarily,
+)
 from paceline.tasks.language import LanguageTask
 from paceline.train.components import distribute, quiet_libraries
 from paceline.train.state import TrainComponents
@@ -100,9 +105,11 @@ def _process_group(rank: int, axes: ParallelDims) -> Iterator[Communicator]:
     torch.accelerator.set_device_index(env.local_rank)
     dist.init_process_group("fake", rank=rank, world_size=axes.size, store=FakeStore())
     DeviceMesh.from_group = real_mesh  # type: ignore[method-assign]
+    restore_grouped_mm = allow_grouped_mm_of_all_dtypes()
     try:
         yield SimulatedCommunicator(env, torch.device("cuda", env.local_rank), axes)
     finally:
+        restore_grouped_mm()
         DeviceMesh.from_group = from_group  # type: ignore[method-assign]
         dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import _meta_registrations
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
 )
@@ -42,8 +43,17 @@ def operation_name(op: Any) -> str:
 
 
 def flop_formula(op: Any) -> Callable[..., int] | None:
-    """Return torch's formula for the FLOPs of an operation; None if there is none."""
+    """Return the formula for the FLOPs of an operation; None if there is none."""
+    if op is torch.ops.aten._grouped_mm.default:  # torch has none
+        return _grouped_mm_flops
     return flop_registry.get(op._overloadpacket)
+
+
+def _grouped_mm_flops(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of the products of groups of rows, columns or inner elements, which together
+    have the shapes of the operands."""
+    products = len(left) if left.dim() == right.dim() == 3 else 1
+    return 2 * products * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
 def collective_size(op: Any, args: Any) -> int:
@@ -60,4 +70,22 @@ def wrap_shape_propagation(wrap: Callable[[Any], Any]) -> Callable[[], None]:
     def restore() -> None:
         ShardingPropagator._propagate_tensor_meta_non_cached = plain  # type: ignore[method-assign]
 
+    return restore
+
+
+def allow_grouped_mm_of_all_dtypes() -> Callable[[], None]:
+    """Let grouped products of fake tensors be in float32 and float16, as on devices; torch computes
+    the shapes of those in bfloat16 only. Return a function that restores it."""
+    plain = _meta_registrations._meta_grouped_mm_common
+
+    def grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        dtype = left.dtype
+        if dtype != right.dtype or dtype not in (torch.float32, torch.float16):
+            return plain(left, right, *args, **kwargs)
+        return plain(left.bfloat16(), right.bfloat16(), *args, **kwargs).to(dtype)
+
+    def restore() -> None:
+        _meta_registrations._meta_grouped_mm_common = plain
+
+    _meta_registrations._meta_grouped_mm_common = grouped_mm  # type: ignore[assignment]
     return restore

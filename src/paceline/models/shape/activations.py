@@ -35,6 +35,7 @@ class TrainedMatrices:
 
     Args:
         blocks, largest: of all blocks, and the largest matrix of them.
+        largest_fused: the largest parameter of fused experts, which autocast does not copy.
         num_blocks: number of blocks with trained matrices.
         head: of the output head.
         tied: of the weight that the head shares with the token embedding, else 0.
@@ -42,6 +43,7 @@ class TrainedMatrices:
 
     blocks: int = 0
     largest: int = 0
+    largest_fused: int = 0
     num_blocks: int = 0
     head: int = 0
     tied: int = 0
@@ -54,18 +56,18 @@ def trained_matrices(shape: ModelShape) -> TrainedMatrices:
 
 def _trained_matrices(shape: ModelShape) -> TrainedMatrices:
     blocks, aliases, phases = set(shape.blocks), set(shape.aliases.values()), shape.phases or {}
-    inside, around, head, tied = [0], set(), 0, 0
+    inside, fused, around, head, tied = [0], [0], set(), 0, 0
     for tensor in shape.trained:
         if len(tensor.shape) < 2:
             continue
         if block := blocks.intersection(modules_around(tensor.name)):
-            inside.append(tensor.numel)
+            (fused if len(tensor.shape) == 3 else inside).append(tensor.numel)
             around |= block
         elif tensor.name in aliases:
             head = tied = max(head, tensor.numel)
         elif "after" in phases.get(tensor.name, ()):
             head = max(head, tensor.numel)
-    return TrainedMatrices(sum(inside), max(inside), len(around), head, tied)
+    return TrainedMatrices(sum(inside), max(inside), max(fused), len(around), head, tied)
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,10 @@ class Activations:
             + self.recomputed
             + self.temporary
             + in_block
-            + precision.gradient_bytes * matrices.largest
+            + max(
+                precision.gradient_bytes * matrices.largest,
+                precision.stored_bytes * matrices.largest_fused,
+            )
             + (tied if self.has_embedding and self.has_head else 0),
             # Of a tied weight: both gradients and their sum, or those of two pipeline stages.
             3 * tied,
