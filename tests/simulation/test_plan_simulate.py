@@ -151,8 +151,8 @@ def test_counts_the_products_of_experts(tmp_path: Path) -> None:
     ]
     # Autocast leaves the weights of experts in float32; those that FSDP gathers are in bfloat16.
     for parallel, world_size in (({"mode": "single"}, 1), ({"mode": "zero3"}, 2)):
-        few, many = run.run_jobs(
+        sparse, dense = run.run_jobs(
             [job(world_size, model=model, parallel=parallel) for model in models]
         )
         tokens = 4 * 128
-        assert many["flops"] - few["flops"] == 3 * 2 * tokens * 2 * (3 * 64 * 96)
+        assert dense["flops"] - sparse["flops"] == 3 * 2 * tokens * 2 * (3 * 64 * 96)
