@@ -279,6 +279,13 @@ def config_value(loaded: Loaded, key: str) -> Any:
         ("freeze_mm_modules: false", "vision.freeze_vision_tower", False),
         ("freeze_mm_modules: true", "vision.freeze_multi_modal_projector", True),
         ("freeze_vit: false", "vision.freeze_vision_tower", False),
+        (
+            "finetuning_type: freeze\nfreeze_trainable_layers: 4",
+            "train_args.trainable_layers",
+            4,
+        ),
+        ("finetuning_type: full\nfreeze_trainable_layers: 2", "train_args.trainable_layers", None),
+        ("finetuning_type: lora\nfreeze_trainable_layers: 2", "train_args.trainable_layers", None),
     ],
 )
 def test_reads_aliased_values(load: Load, text: str, key: str, value: Any) -> None:

@@ -6,6 +6,7 @@ from paceline.config.compat.values import FROZEN_SHARE, TRAINED_PATTERNS, embedd
 from paceline.config.entries import short
 
 _FREEZE, _TRAINABLE = "train_args.freeze", "train_args.trainable"
+_LAYERS = "train_args.trainable_layers"
 _NO_EFFECT: Notice = ("info", "has no effect with LoRA")
 
 
@@ -39,6 +40,17 @@ def train_patterns(merge: Merge, by: Assignment) -> Notice:
     return "info", f"excepts these parameters: `{_FREEZE}: {short(patterns)}`"
 
 
+def train_layers(merge: Merge, by: Assignment) -> Notice:
+    """Set LLaMA-Factory's number of layers, if its method trains some layers only."""
+    winner = merge.winners.get(_LAYERS)
+    if winner is None or not winner.value:
+        return "info", "has no effect without `finetuning_type: freeze`"
+    if winner.entry.layer > by.entry.layer:
+        return "info", "is overridden by the command line"
+    merge.winners[_LAYERS] = Assignment(_LAYERS, by.value, by.entry)
+    return "info", f"is read as `{_LAYERS}: {short(by.value)}`"
+
+
 def embedding_lr_scale(merge: Merge, by: Assignment) -> Notice:
     """Convert axolotl's factor of the learning rate of the embeddings and the output layer."""
     base = merge.value_of("train_args.learning_rate")
@@ -57,5 +69,6 @@ def embedding_lr_scale(merge: Merge, by: Assignment) -> Notice:
 ACTIONS = {
     FROZEN_SHARE: freeze_all,
     TRAINED_PATTERNS: train_patterns,
+    "_trainable_layers": train_layers,
     "_embedding_lr_scale": embedding_lr_scale,
 }
