@@ -286,6 +286,13 @@ def config_value(loaded: Loaded, key: str) -> Any:
         ),
         ("finetuning_type: full\nfreeze_trainable_layers: 2", "train_args.trainable_layers", None),
         ("finetuning_type: lora\nfreeze_trainable_layers: 2", "train_args.trainable_layers", None),
+        (
+            "special_tokens: {pad_token: <p>, additional_special_tokens: [<x>, <y>]}",
+            "new_special_tokens",
+            ["<x>", "<y>"],
+        ),
+        ("special_tokens: {pad_token: <p>, eos_token: <e>}", "new_special_tokens", []),
+        ("special_tokens:", "new_special_tokens", []),
     ],
 )
 def test_reads_aliased_values(load: Load, text: str, key: str, value: Any) -> None:

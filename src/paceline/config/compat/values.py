@@ -257,6 +257,16 @@ def tokens(target: str) -> Convert:
     return convert
 
 
+def special_tokens(value: Any) -> Conversion:
+    """Convert axolotl's `special_tokens`, of which `additional_special_tokens` are new ones."""
+    named = {key: token for key, token in value.items() if token} if isinstance(value, dict) else {}
+    added = named.pop("additional_special_tokens", None)
+    sets: dict[str, YamlValue] = {} if added is None else {"new_special_tokens": as_names(added)}
+    if not named:
+        return Conversion(sets)
+    return warning(f"{quoted_names(named)} in it: the tokenizer keeps its own", sets)
+
+
 def _read_tokens(file: Path) -> list[str]:
     try:
         return file.expanduser().read_text(encoding="utf-8").split()
