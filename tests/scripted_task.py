@@ -73,9 +73,9 @@ def config_of(folder: Path, losses: dict[int, float], **args: Any) -> dict[str, 
 
 def prepare(config: dict[str, Any], num_ranks: int = 1) -> PreparedRun:
     loaded = load_config(None, config)
-    layout = choose_layout(loaded.config, num_ranks, "cpu", RankEnv(0, num_ranks, 0, num_ranks))
+    chosen = choose_layout(loaded.config, num_ranks, "cpu", RankEnv(0, num_ranks, 0, num_ranks))
     return prepare_run(
-        loaded, started_at=time.time(), layout=layout, device_type="cpu", devices=None
+        loaded, started_at=time.time(), chosen=chosen, device_type="cpu", devices=None
     )
 
 

@@ -116,7 +116,7 @@ def _dry_run(
     spec = prepared.spec
     log_dry_run(spec.derived)
     resolved = {
-        "config": host.loaded.config.model_dump(mode="json"),
+        "config": spec.config.model_dump(mode="json"),
         "derived": spec.derived.as_dict(),
         "strategy": spec.layout.strategy,
         "axes": asdict(spec.layout.axes),
@@ -147,9 +147,7 @@ def _run_on_hosts(
     num_ranks = host.devices.count * config.parallel.hosts[1]
     leader = None if holds_folder else LeaderPlan()
     prepared = _prepare(host, num_ranks, options, started_at, leader)
-    agent.payload = replace(
-        request, layout=prepared.spec.layout, printed=frozenset(recorder.messages)
-    )
+    agent.payload = replace(request, chosen=prepared.chosen, printed=frozenset(recorder.messages))
     result = result_of(agent.run(), options, host.loaded.config)
     return finish_run(result, host.loaded.config) if holds_folder else result
 
@@ -189,10 +187,11 @@ def _prepare(
     from paceline.launch.layout import choose_layout
     from paceline.launch.preflight import prepare_run
 
+    chosen = choose_layout(host.loaded.config, num_devices, host.devices.type, None)
     return prepare_run(
         host.loaded,
         started_at=started_at,
-        layout=choose_layout(host.loaded.config, num_devices, host.devices.type, None),
+        chosen=chosen,
         device_type=host.devices.type,
         devices=host.devices,
         allow_config_change=options.allow_config_change,

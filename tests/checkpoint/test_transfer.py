@@ -321,7 +321,7 @@ def plan_run(mode: str, folder: Path, *extra_args: str) -> RunSpec:
 
 def make_spec(values: dict[str, Any], num_ranks: int) -> RunSpec:
     loaded = load_config(None, values)
-    layout = choose_layout(
+    chosen = choose_layout(
         loaded.config,
         num_ranks,
         "cpu",
@@ -330,7 +330,7 @@ def make_spec(values: dict[str, Any], num_ranks: int) -> RunSpec:
     prepared = prepare_run(
         loaded,
         started_at=time.time(),
-        layout=layout,
+        chosen=chosen,
         device_type="cpu",
         devices=None,
     )

@@ -221,8 +221,8 @@ def test_upper_bound_does_not_import_torch() -> None:
     resolve_model(MICRO)
     code = (
         "import sys; from paceline.config.schema import Config; from paceline.planner.choose"
-        f" import pick;layout, _ = pick(Config(model={MICRO!r}, dataset='d'), 4, 8 * 10**9,"
-        " device_type='cpu');print(layout.strategy, 'torch' in sys.modules)"
+        f" import pick;choice = pick(Config(model={MICRO!r}, dataset='d'), 4, 8 * 10**9,"
+        " device_type='cpu');print(choice.layout.strategy, 'torch' in sys.modules)"
     )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
@@ -231,12 +231,13 @@ def test_upper_bound_does_not_import_torch() -> None:
 
 
 def test_auto_selects_the_simplest_mode_that_fits() -> None:
-    layout, reason = pick(config(), 4, 8 * 10**9)
-    assert layout.strategy == "ddp"
-    assert "GiB" in reason
-    assert pick(config(), 1, 8 * 10**9)[0].strategy == "single"
+    choice = pick(config(), 4, 8 * 10**9)
+    assert choice.layout.strategy == "ddp"
+    assert choice.settings == {"parallel.mode": "ddp"}
+    assert "GiB" in choice.why
+    assert pick(config(), 1, 8 * 10**9).layout.strategy == "single"
     digits = config(task="classify", model="builtin:small-cnn", dataset="builtin:digits")
-    assert pick(digits, 4, 8 * 10**9)[0].strategy == "ddp"
+    assert pick(digits, 4, 8 * 10**9).layout.strategy == "ddp"
 
 
 @pytest.mark.soak
@@ -268,10 +269,11 @@ def test_auto_shards_a_model_that_does_not_fit_one_device(tmp_path: Path) -> Non
         for mode in paceline.plan(trained.model_dump(), world_size=4, device="T4")["modes"]
         if mode["mode"] == "ddp"
     )
-    layout, reason = pick(trained, 4, int(0.6 * ddp["memory_bytes"]["total"]))
-    assert layout.strategy not in ("ddp", "single", "dp", "deepspeed")
-    assert layout.world_size == 4
-    assert "ddp needs" in reason
+    choice = pick(trained, 4, int(0.6 * ddp["memory_bytes"]["total"]))
+    assert choice.layout.strategy not in ("ddp", "single", "dp", "deepspeed")
+    assert choice.layout.world_size == 4
+    assert "ddp needs" in choice.why
+    assert [remark for remark in choice.remarks if remark.startswith("next: ")]
 
 
 def test_reports_if_no_mode_fits(tmp_path: Path) -> None:
@@ -281,9 +283,9 @@ def test_reports_if_no_mode_fits(tmp_path: Path) -> None:
     assert "lora.enable=true" in str(error.value)
     # Without data, the activations are only an upper bound, so the mode is chosen with a warning.
     state = 16 * 12 * 50e6
-    layout, reason = pick(trained, 1, int(1.3 * state))
-    assert layout.strategy == "single"
-    assert "may not fit" in reason
+    choice = pick(trained, 1, int(1.15 * state))
+    assert choice.layout.strategy == "single"
+    assert "may not fit" in choice.why
 
 
 def test_cpu_ranks_share_frozen_weights() -> None:

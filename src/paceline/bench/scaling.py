@@ -251,7 +251,11 @@ def _for_case(loaded: Loaded, case: Case, units: Units) -> Loaded:
     if config.parallel.mode == "auto":
         update["mode"] = "ddp"  # `auto` could choose another strategy for each number of ranks
     args = config.train_args.model_copy(
-        update={"gradient_accumulation_steps": case.micro_batches, "auto_find_batch_size": False}
+        update={
+            "gradient_accumulation_steps": case.micro_batches,
+            "auto_find_batch_size": False,
+            "global_batch_size": None,
+        }
     )
     parallel = config.parallel.model_copy(update=update)
     return Loaded(

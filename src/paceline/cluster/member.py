@@ -45,7 +45,7 @@ from paceline.core.stop import StopFlag
 from paceline.distributed.environment import from_environment
 from paceline.distributed.mesh import ParallelDims
 from paceline.launch.after_training.finish import finish_run
-from paceline.launch.layout import choose_layout
+from paceline.launch.layout import ChosenLayout, choose_layout
 from paceline.launch.preflight import (
     LeaderPlan,
     PreparedHost,
@@ -60,6 +60,7 @@ from paceline.launch.preflight import (
 from paceline.launch.restart import RestartPolicy
 from paceline.models.positions import fit_length
 from paceline.parallel.registry import ParallelLayout
+from paceline.planner.search.trials import Setting
 from paceline.tasks import load_task
 
 if TYPE_CHECKING:
@@ -83,14 +84,14 @@ class RunRequest:
     """The request for a run that an agent sends to its ranks.
 
     Args:
-        layout: layout that the agent chose for the ranks that it expects, or None.
+        chosen: layout that the agent chose for the ranks that it expects, or None.
         printed: messages that the agent has already printed.
     """
 
     loaded: Loaded
     options: TrainOptions
     started_at: float
-    layout: ParallelLayout | None = None
+    chosen: ChosenLayout | None = None
     printed: frozenset[str] = frozenset()
 
 
@@ -172,11 +173,11 @@ def _prepare(
     _on_rank_zero(member, "locked", lambda: stack.enter_context(LaunchLock(run_dir)))
     sees_folder = _sees_run_folder(member, run_dir.root)
 
-    def prepare(layout: ParallelLayout, leader: LeaderPlan | None) -> PreparedRun:
+    def prepare(chosen: ChosenLayout, leader: LeaderPlan | None) -> PreparedRun:
         return prepare_run(
             host.loaded,
             started_at=request.started_at,
-            layout=layout,
+            chosen=chosen,
             device_type=host.devices.type,
             devices=host.devices,
             allow_config_change=request.options.allow_config_change,
@@ -186,19 +187,21 @@ def _prepare(
         )
 
     def prepare_leader() -> PreparedRun:
-        layout, world_size = request.layout, round_.env.world_size
-        if layout is None or layout.num_processes != world_size:  # other ranks than expected
-            layout = choose_layout(host.loaded.config, world_size, host.devices.type, round_.env)
-        return prepare(layout, None)
+        chosen, world_size = request.chosen, round_.env.world_size
+        if chosen is None or chosen.layout.num_processes != world_size:
+            # other ranks than expected
+            chosen = choose_layout(host.loaded.config, world_size, host.devices.type, round_.env)
+        return prepare(chosen, None)
 
     leading = _on_rank_zero(member, "leader", prepare_leader)
     plan: _PlanRecord = round_.broadcast("plan", _plan_record(leading) if round_.is_first else None)
     if plan["finished"] is not None:
         return PreparedRun(None, None, plan["finished"])
     layout = ParallelLayout(plan["strategy"], ParallelDims(**plan["axes"]), plan["num_processes"])
+    chosen = ChosenLayout(layout, plan["settings"])
     leader = LeaderPlan(plan["resume_from"], plan["global_batch_size"])
     prepared: PreparedRun = _on_all_ranks(
-        member, "planned", lambda: leading if round_.is_first else prepare(layout, leader)
+        member, "planned", lambda: leading if round_.is_first else prepare(chosen, leader)
     )
     _compare(round_, "plans", plan_values(prepared.spec))
     if layout.strategy not in MIXED_DEVICES:
@@ -236,6 +239,7 @@ class _PlanRecord(TypedDict, total=False):
     strategy: str
     axes: dict[str, int]
     num_processes: int
+    settings: dict[str, Setting]
     resume_from: str | None
     global_batch_size: int | None
 
@@ -249,6 +253,7 @@ def _plan_record(prepared: PreparedRun) -> _PlanRecord:
         "strategy": spec.layout.strategy,
         "axes": asdict(spec.layout.axes),
         "num_processes": spec.layout.num_processes,
+        "settings": dict(prepared.chosen.settings) if prepared.chosen else {},
         "resume_from": spec.resume_from,
         "global_batch_size": spec.derived.global_batch_size,
     }

@@ -50,6 +50,54 @@ def add_arguments(parser: OptionParser) -> None:
         " train it, such as tensor=8, context=4, zero_stage=1, software=fused; repeatable",
     )
     parser.add_argument(
+        "--search",
+        action="store_true",
+        help="also list the set-ups that no other beats in both time and memory, over modes,"
+        " micro-batches, recomputation and offloading",
+    )
+    parser.add_argument(
+        "--budget",
+        type=Text("a size, such as 24GB"),
+        metavar="SIZE",
+        help="memory of each device that the run may use (default: all of it)",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=Text("a time, such as 8h, 90min or 2d"),
+        metavar="TIME",
+        help="also list the cheapest machines of the device table that finish the run in this time",
+    )
+    parser.add_argument(
+        "--price",
+        action="append",
+        default=[],
+        metavar="[NAME=]PRICE",
+        help="price of a device per hour, for all devices or for one, such as H100-SXM=2.5;"
+        " repeatable (default: device hours are compared)",
+    )
+    parser.add_argument(
+        "--network",
+        type=Text("a network, such as rail:32 or fat-tree:4:2"),
+        metavar="KIND[:HOSTS[:OVERSUBSCRIPTION]]",
+        help="switches between hosts: rail or fat-tree, the hosts of a group of leaf switches, and"
+        " the oversubscription above them (default: all hosts at the same rate)",
+    )
+    parser.add_argument(
+        "--storage",
+        type=Text("a size per second, such as 2GB"),
+        default="2GB",
+        metavar="SIZE",
+        help="what a host writes to and reads from storage in a second, for the goodput with"
+        " recovery.mtbf_hours (default: 2GB)",
+    )
+    parser.add_argument(
+        "--restart-time",
+        type=Text("a time, such as 2min"),
+        default="2min",
+        metavar="TIME",
+        help="from a failure to running ranks, without reading the checkpoint (default: 2min)",
+    )
+    parser.add_argument(
         "--simulate",
         action="store_true",
         help="also simulate two steps of the configured mode (else of the chosen one) on fake"
@@ -62,10 +110,22 @@ def add_arguments(parser: OptionParser) -> None:
 def run(args: Namespace) -> int:
     """Print the plan."""
     from paceline.planner.api import make_plan
+    from paceline.planner.search.options import parse_options
 
     loaded = load_fitted_config(args)
     print_notices(loaded.notices)
-    plan = make_plan(loaded.config, args.world_size, args.device_memory, args.device, args.assume)
+    options = parse_options(
+        args.search,
+        args.budget,
+        args.deadline,
+        args.price,
+        args.network,
+        args.storage,
+        args.restart_time,
+    )
+    plan = make_plan(
+        loaded.config, args.world_size, args.device_memory, args.device, args.assume, options
+    )
     simulation = None
     if args.simulate:
         from paceline.simulation.run import simulate_plan
@@ -77,11 +137,13 @@ def run(args: Namespace) -> int:
     else:
         from rich.console import Console
 
+        from paceline.planner.search.tables import print_search
         from paceline.planner.table import plan_table
 
         width = None if sys.stdout.isatty() else _WIDTH
         console = Console(width=width, highlight=False, soft_wrap=False)
         console.print(plan_table(plan))
+        print_search(console, plan)
         if simulation is not None:
             from paceline.simulation.table import simulation_table
 

@@ -107,17 +107,16 @@ def derive(
         tokens_per_row: mean number of tokens of a row; None if samples have no tokens.
         replicas: ranks or groups of ranks with their own micro-batches. Default: every rank.
         global_batch_size: the global batch size of a resumed run, from which accumulation follows.
-            Default: micro-batch × accumulation × replicas.
+            Default: that of the config, else micro-batch × accumulation × replicas.
     """
     args = config.train_args
     replicas = world_size if replicas is None else replicas
-    samples_per_pass = args.per_device_train_batch_size * replicas
-    if global_batch_size is None:
+    batch = global_batch_size or args.global_batch_size
+    if batch is None:
         accumulation = args.gradient_accumulation_steps
-        batch = samples_per_pass * accumulation
+        batch = args.per_device_train_batch_size * replicas * accumulation
     else:
-        accumulation = math.ceil(global_batch_size / samples_per_pass)
-        batch = global_batch_size
+        accumulation = accumulation_of(batch, args.per_device_train_batch_size, replicas)
     num_rows = rows_per_epoch(batch)
     per_epoch = None if num_rows is None else max(1, math.ceil(num_rows / batch))
     steps = args.max_steps
@@ -148,6 +147,11 @@ def derive(
         save_every_steps=count_of_steps(args.save_steps, steps),
         log_every_steps=count_of_steps(args.logging_steps, steps),
     )
+
+
+def accumulation_of(global_batch_size: int, micro_batch_size: int, replicas: int) -> int:
+    """Return the number of micro-batches of a replica that the global batch needs."""
+    return math.ceil(global_batch_size / (micro_batch_size * replicas))
 
 
 def count_of_steps(every: float, steps: int) -> int:

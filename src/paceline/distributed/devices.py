@@ -195,7 +195,7 @@ def with_precision(
     if args.precision != "auto":
         return config, f"precision: {args.precision}"
     precision, reason = resolve(device_type, names)
-    update = {"train_args": args.model_copy(update={"precision": precision})}
+    update = {"train_args": args.with_derived({"precision": precision})}
     return (
         config.model_copy(update=update),
         f"precision: {precision}, chosen by `precision: auto`: {reason}",

@@ -4,16 +4,18 @@ ranks are started."""
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.config.derive import ResolvedValues
 from paceline.config.diff import OTHER_TRAINING
+from paceline.config.load import Loaded, load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, Notice
+from paceline.core.run_dir import RunDir
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.kinds import reads_images
 from paceline.parallel.registry import (
@@ -23,6 +25,7 @@ from paceline.parallel.registry import (
     layout,
     mode_of,
 )
+from paceline.planner.search.trials import Settings, with_fixed, with_settings
 
 if TYPE_CHECKING:
     from paceline.distributed.environment import RankEnv
@@ -31,11 +34,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+#: What ``mode: auto`` may set besides the mode. A run that resumes keeps these settings.
+_KEPT_SETTINGS = (
+    "train_args.per_device_train_batch_size",
+    "train_args.gradient_accumulation_steps",
+    "train_args.gradient_checkpointing",
+    "train_args.precision",
+    "train_args.fp8",
+    "parallel.cpu_offload",
+    "parallel.bucket_cap_mb",
+    "compression.method",
+)
+
+
+@dataclass(frozen=True)
+class ChosenLayout:
+    """The layout of a run, and the settings that ``mode: auto`` chose for the config."""
+
+    layout: ParallelLayout
+    settings: Settings = field(default_factory=dict)
+
+    def applied_to(self, loaded: Loaded) -> Loaded:
+        """Return the config with the chosen settings."""
+        return replace(loaded, config=with_settings(loaded.config, self.settings))
+
+
 def choose_layout(
     config: Config, num_devices: int, device_type: str, outer: RankEnv | None
-) -> ParallelLayout:
+) -> ChosenLayout:
     """Return the layout for ``num_devices`` devices: the configured one, or, with ``mode: auto``,
-    the fastest that fits in memory.
+    the best that fits in memory, with the settings that it needs.
 
     Args:
         outer: rank that an outer launcher assigned to this process, or None.
@@ -45,11 +73,16 @@ def choose_layout(
             not support this config.
     """
     name = mode_of(config.parallel)
+    settings: Settings = {}
+    remarks: tuple[str, ...] = ()
     if name == "auto":
         from paceline.planner.choose import pick
 
-        chosen, why = pick(config, num_devices, device_type=device_type)
-        text = f"strategy: {chosen.text()}, chosen by `mode: auto`: {why}"
+        kept = kept_settings(config)
+        choice = pick(with_fixed(config, kept), num_devices, device_type=device_type)
+        chosen, settings, remarks = choice.layout, {**kept, **choice.settings}, choice.remarks
+        config = with_settings(config, settings)
+        text = f"strategy: {chosen.text()}, chosen by `mode: auto`: {choice.why}"
     else:
         if outer is not None:  # the ranks of an outer launcher include the servers
             num_devices -= get_spec(name).extra_ranks(config)
@@ -62,6 +95,8 @@ def choose_layout(
         text = f"strategy: {chosen.text()}"
     # The event log contains this in its `run_start` event.
     logger.info(text, extra=CONSOLE_ONLY)
+    for remark in remarks:
+        logger.info("auto: %s", remark)
     if chosen.num_processes == 1 and outer is not None and outer.world_size > 1:
         raise ConfigError(
             f"`parallel.mode: {name}` is not supported with {counted(outer.world_size, 'rank')} of"
@@ -108,7 +143,30 @@ def choose_layout(
             f" `parallel.nnodes: {config.parallel.nnodes}`: all ranks must be on one host",
             fix="set `on_worker_failure: restart`: all ranks restart from the latest checkpoint",
         )
-    return replace(chosen, num_processes=chosen.num_processes + num_servers)
+    chosen = replace(chosen, num_processes=chosen.num_processes + num_servers)
+    return ChosenLayout(chosen, settings)
+
+
+def kept_settings(config: Config) -> Settings:
+    """Return what ``mode: auto`` chose for the run in the output folder, if this run resumes it and
+    the config does not set it: another choice would change the rounding, or be refused."""
+    file = RunDir(Path(config.output_dir)).config
+    if config.resume != "auto" or not file.is_file():
+        return {}
+    try:
+        stored = load_config(file).config
+    except ConfigError:
+        return {}  # reported when the run is resumed
+    kept = {}
+    for key in _KEPT_SETTINGS:
+        section, _, name = key.partition(".")
+        before, now = getattr(stored, section), getattr(config, section)
+        value = getattr(before, name)
+        # Another precision follows from the devices, which may differ now.
+        is_chosen = name != "precision" or value == "bf16-true"
+        if name not in now.model_fields_set and is_chosen and value != getattr(now, name):
+            kept[key] = value
+    return kept
 
 
 def _check_images(config: Config, dims: ParallelDims) -> None:

@@ -51,7 +51,7 @@ from paceline.distributed.environment import outer_launcher
 from paceline.launch.after_training.hub_upload import check_hub_upload
 from paceline.launch.batch_size import largest_that_fits
 from paceline.launch.host_checks import quick_checks
-from paceline.launch.layout import check_sizes, sharing_text
+from paceline.launch.layout import ChosenLayout, check_sizes, sharing_text
 from paceline.launch.model_check import check_model, checking_in_background
 from paceline.launch.resume import (
     check_checkpoint_dir,
@@ -73,6 +73,8 @@ from paceline.parallel.compression.cost import compression_notice
 from paceline.parallel.registry import ParallelLayout, check_steps, mode_of
 from paceline.planner.choose import device_memory, local_machine
 from paceline.planner.devices import peak_rate
+from paceline.planner.estimate import with_accumulation
+from paceline.planner.scale.save_interval import with_save_interval
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared, Task
 from paceline.train.answers.text_metrics import load_user_metrics
@@ -95,11 +97,13 @@ class PreparedRun:
     Args:
         spec: spec for the ranks.
         finished: report of the run in the same folder if it is already complete, else None.
+        chosen: the layout, and what `mode: auto` set; part of the spec.
     """
 
     spec: Any  # a RunSpec; None on a rank that is only notified that the run is complete
     devices: Devices | None
     finished: Report | None = None
+    chosen: ChosenLayout | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ def prepare_run(
     loaded: Loaded,
     *,
     started_at: float,
-    layout: ParallelLayout,
+    chosen: ChosenLayout,
     device_type: str,
     devices: Devices | None,
     allow_config_change: bool = False,
@@ -157,6 +161,7 @@ def prepare_run(
 
     Args:
         started_at: start time of the command, in seconds since the epoch.
+        chosen: the layout, and the settings that it needs.
         global_batch_size: global batch size of the previous attempt, which may have ended before
             its first checkpoint; None to use that of the checkpoint.
         attempt: number of the attempt. From the second on, the latest checkpoint of the run is
@@ -168,7 +173,8 @@ def prepare_run(
     Raises:
         ConfigError: if the run cannot start or cannot be resumed exactly.
     """
-    config, is_first_attempt = loaded.config, attempt == 1
+    loaded, layout, is_first_attempt = chosen.applied_to(loaded), chosen.layout, attempt == 1
+    config = with_accumulation(loaded.config, layout.axes.replicas)
     run_dir = RunDir(Path(config.output_dir))
     if leader is None:
         check_run_folder(loaded, run_dir, is_first_attempt)
@@ -182,6 +188,10 @@ def prepare_run(
         dtype = config.train_args.compute_format
         machine = local_machine(layout.num_processes, device_type == "cpu", dtype)
         config = largest_that_fits(config, layout, machine)
+    if config.recovery.mtbf_hours is not None:
+        dtype = config.train_args.compute_format
+        machine = local_machine(layout.num_processes, device_type == "cpu", dtype)
+        config = with_save_interval(config, layout, machine)
     _warn_about_idle_settings(config, layout, devices)
     path: Path | None = None
     if leader is None:
@@ -194,6 +204,7 @@ def prepare_run(
         global_batch_size = int(meta["global_batch_size"])
     elif leader is not None:
         global_batch_size = leader.global_batch_size
+    _check_global_batch(config, global_batch_size)
     derived = _resolve_sizes(task, config, layout, data, global_batch_size)
     resume_from = leader.resume_from if leader is not None else None if path is None else str(path)
     peak = None
@@ -205,7 +216,19 @@ def prepare_run(
         finished = check_resume(spec, path, meta, allow_config_change)
     elif leader is None and config.resume == "auto" and run_dir.config.is_file():
         check_restart(config, run_dir, allow_config_change)
-    return PreparedRun(spec, devices, finished)
+    return PreparedRun(spec, devices, finished, chosen)
+
+
+def _check_global_batch(config: Config, resumed: int | None) -> None:
+    """Check that a run does not resume with another global batch size."""
+    configured = config.train_args.global_batch_size
+    if resumed is not None and configured not in (None, resumed):
+        raise ConfigError(
+            f"`train_args.global_batch_size: {configured}`: the run in `output_dir` has a global"
+            f" batch of {counted(resumed, 'sample')}, which does not change when it resumes",
+            allowed=str(resumed),
+            fix="set another `output_dir` for a new run",
+        )
 
 
 def _prepare_data(task: Task, config: Config, layout: ParallelLayout, dry_run: bool) -> Prepared:

@@ -2,22 +2,21 @@
 that fits."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import TypedDict
 
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
-from paceline.planner.estimate import ModeEstimate, estimate, free_layout
+from paceline.planner.estimate import ModeEstimate, free_layout
 from paceline.planner.hardware import Machine
-from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
-from paceline.planner.model_profile import ModelProfile, describe
+from paceline.planner.micro_batch import MicroBatchProfile
+from paceline.planner.model_profile import ModelProfile
+from paceline.planner.search.trials import Setting, Trials, settings_text
 
 #: Modes with a full copy of the weights on each rank.
 _REPLICATED = ("single", "ddp", "zero1", "zero2", "dp")
-
-Setting = str | int | bool
 
 
 class ChangeReport(TypedDict):
@@ -49,11 +48,7 @@ class Change:
     @property
     def text(self) -> str:
         """The settings as overrides on the command line."""
-        return " ".join(
-            f"{key.removeprefix('train_args.')}="
-            + (str(value).lower() if isinstance(value, bool) else str(value))
-            for key, value in self.settings.items()
-        )
+        return settings_text(self.settings)
 
     @property
     def traffic_bytes_per_step(self) -> int | None:
@@ -99,19 +94,14 @@ def advise(
     mode: ModeEstimate,
 ) -> Advice:
     """Find what makes ``mode`` fit on ``machine``. Every change is estimated; none is applied."""
-    args = config.train_args
-    trial = _Trial(
-        config,
-        machine,
-        mode,
-        {args.precision: profile},
-        {args.per_device_train_batch_size: batch},
-    )
+    trials = Trials(config, profile, batch, machine)
     steps = list(_steps(config, machine, mode))
-    single = [change for step in steps if (change := trial.change((step,))) is not None]
+    single = [change for step in steps if (change := _change(trials, mode, (step,))) is not None]
     for count in range(1, len(steps) + 1):
         changes = [
-            trial.change(chosen) for chosen in combinations(steps, count) if _compatible(chosen)
+            _change(trials, mode, chosen)
+            for chosen in combinations(steps, count)
+            if _compatible(chosen)
         ]
         fitting = [change for change in changes if change is not None and change.mode.fits]
         if fitting:
@@ -166,60 +156,17 @@ def _compatible(steps: tuple[_Step, ...]) -> bool:
     return len(keys) == len(set(keys))
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """Estimate ``mode`` with changed settings. ``models`` (by precision) and ``batches`` (by size)
-    are caches, which start with those of the config."""
-
-    config: Config
-    machine: Machine
-    mode: ModeEstimate
-    models: dict[str, ModelProfile]
-    batches: dict[int, MicroBatchProfile]
-
-    def change(self, steps: tuple[_Step, ...]) -> Change | None:
-        """Return the mode with these changes; None if it is not possible with them."""
-        settings = {key: value for step in steps for key, value in step.settings.items()}
-        config = self.config
-        for key, value in settings.items():
-            section, _, name = key.partition(".")
-            if key != "parallel.mode":
-                changed = getattr(config, section).model_copy(update={name: value})
-                config = config.model_copy(update={section: changed})
-        layout, stage = self.mode.layout, self.mode.settings.get("deepspeed_stage")
-        try:
-            if "parallel.mode" in settings:
-                layout, stage = free_layout(config, self.machine.count, "zero3"), None
-            mode = estimate(
-                layout,
-                config,
-                self._model(config),
-                self._batch(config),
-                self.machine,
-                stage=stage if isinstance(stage, int) else None,
-            )
-        except ConfigError:
-            return None
-        if mode.cost is None:
-            return None
-        return Change(settings, tuple(step.cost for step in steps), mode)
-
-    def _model(self, config: Config) -> ModelProfile:
-        """Return the model for the config's precision, which is the dtype of frozen weights, and
-        its micro-batch size. No other change affects the model."""
-        args, before = config.train_args, self.config.train_args
-        if args.precision not in self.models:
-            if config.lora.enable and config.task in CAUSAL_TASKS:
-                self.models[args.precision] = describe(config)
-            else:
-                model = self.models[before.precision]
-                shape = replace(model.shape, low_bytes=2 if args.mixed_dtype else 0)
-                self.models[args.precision] = replace(model, shape=shape)
-        share = args.per_device_train_batch_size / before.per_device_train_batch_size
-        return self.models[args.precision].scaled(share)
-
-    def _batch(self, config: Config) -> MicroBatchProfile:
-        size = config.train_args.per_device_train_batch_size
-        if size not in self.batches:
-            self.batches[size] = micro_batch(config)
-        return self.batches[size]
+def _change(trials: Trials, mode: ModeEstimate, steps: tuple[_Step, ...]) -> Change | None:
+    """Return the mode with these changes; None if it is not possible with them."""
+    settings = {key: value for step in steps for key, value in step.settings.items()}
+    others = {key: value for key, value in settings.items() if key != "parallel.mode"}
+    layout, stage = mode.layout, mode.settings.get("deepspeed_stage")
+    try:
+        if "parallel.mode" in settings:
+            layout, stage = free_layout(trials.config, trials.machine.count, "zero3"), None
+        changed = trials.estimate(layout, others, stage if isinstance(stage, int) else None)
+    except ConfigError:
+        return None
+    if changed.cost is None:
+        return None
+    return Change(settings, tuple(step.cost for step in steps), changed)

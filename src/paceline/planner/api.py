@@ -1,8 +1,8 @@
 """``paceline plan`` and ``paceline.plan()``: the estimates of every mode for a config."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -24,13 +24,27 @@ from paceline.parallel.registry import layout, mode_of
 from paceline.planner.advice import Advice, ChangeReport, advise
 from paceline.planner.assumed.estimate import AssumedEstimate, AssumedReport, estimate_assumed
 from paceline.planner.assumed.keys import Value, parse_assumptions
-from paceline.planner.choose import ModeChoice, choose, local_machine
+from paceline.planner.choose import ModeChoice, choose, eligible_layouts, local_machine
 from paceline.planner.devices import find_device
 from paceline.planner.estimate import ModeEstimate, ModeReport
-from paceline.planner.hardware import Machine, named_machine, parse_size
+from paceline.planner.hardware import Machine, default_precision, named_machine, parse_size
 from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.mode_time import setup_of_batch
 from paceline.planner.model_profile import ModelProfile, describe
+from paceline.planner.scale.goodput import FailureModel, Goodput
+from paceline.planner.scale.save_interval import goodput_on
+from paceline.planner.search.machines import Offer, cheapest_machines
+from paceline.planner.search.options import SearchOptions, parse_options
+from paceline.planner.search.reports import (
+    OfferReport,
+    ProposalReport,
+    SetupReport,
+    offer_report,
+    proposal_report,
+    setup_report,
+)
+from paceline.planner.search.search import Candidate, pareto_front
+from paceline.planner.search.trials import Trials, with_settings
 from paceline.tasks import load_task
 
 _MAX_DEVICES = 65536
@@ -56,6 +70,13 @@ class PlanReport(TypedDict):
     notes: list[str]
     assumed: AssumedReport | None
     modes: list[ModeReport]
+    choice: SetupReport | None
+    runners_up: list[SetupReport]
+    proposals: list[ProposalReport]
+    remarks: list[str]
+    pareto: list[SetupReport] | None
+    machines: list[OfferReport] | None
+    goodput: dict[str, float] | None
 
 
 @dataclass(frozen=True)
@@ -68,6 +89,64 @@ class Plan:
     batch: MicroBatchProfile
     choice: ModeChoice
     assumptions: Mapping[str, Value] = field(default_factory=dict)
+    options: SearchOptions = field(default_factory=SearchOptions)
+
+    @cached_property
+    def front(self) -> list[Candidate] | None:
+        """The set-ups that no other beats in both time and memory; None without ``--search``."""
+        if not self.options.lists_front:
+            return None
+        trials = Trials(self.config, self.profile, self.batch, self.machine)
+        return pareto_front(trials, eligible_layouts(self.config, self.machine.count))
+
+    @cached_property
+    def samples(self) -> int:
+        """Samples of the whole run, with the global batch of this plan.
+
+        Raises:
+            ConfigError: the number of steps is not known.
+        """
+        args = self.config.train_args
+        if args.max_steps is not None:
+            return args.max_steps * self.global_batch_size
+        if self.batch.num_rows is None:
+            raise ConfigError(
+                "the length of the run is not known: the data is not tokenized yet",
+                fix="set `train_args.max_steps`, or run `paceline sft … --dry-run` once",
+            )
+        return round(args.num_train_epochs * self.batch.num_rows)
+
+    @property
+    def global_batch_size(self) -> int:
+        """The global batch size of the config, else that of the chosen mode."""
+        mode = self.configured or self.choice.chosen
+        args = self.config.train_args
+        default = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        return args.global_batch_size or (mode.global_batch_size if mode else 0) or default
+
+    @cached_property
+    def machines(self) -> list[Offer] | None:
+        """The cheapest machines that finish the run in time; None without a deadline or a price.
+
+        Raises:
+            ConfigError: the number of steps is not known.
+        """
+        if not self.options.compares_machines:
+            return None
+        batch = {"train_args.global_batch_size": self.global_batch_size}
+        trials = Trials(self.config, self.profile, self.batch, self.machine)
+        trials = trials.with_config(with_settings(self.config, batch))
+        layouts = partial(eligible_layouts, self.config)
+        return cheapest_machines(trials, layouts, self.samples, self.options)
+
+    @cached_property
+    def goodput(self) -> Goodput | None:
+        """The progress despite failures; None without ``recovery.mtbf_hours``."""
+        hours, options = self.config.recovery.mtbf_hours, self.options
+        if hours is None:
+            return None
+        failures = FailureModel(hours, options.storage_bytes_s, options.restart_s)
+        return goodput_on(failures, self.config, self.profile.shape, self.machine)
 
     @property
     def parameters(self) -> int:
@@ -144,7 +223,7 @@ class Plan:
         """Return the value that ``--json`` prints."""
         chosen, configured, advice = self.choice.chosen, self.configured, self.advice
         smallest = None if advice is None else advice.smallest
-        count, error = self.machine.count, self.layout_error
+        count, error, candidate = self.machine.count, self.layout_error, self.choice.candidate
         return PlanReport(
             world_size=count,
             device_memory_bytes=self.machine.memory_bytes,
@@ -168,7 +247,21 @@ class Plan:
             notes=self.notes(),
             assumed=None if self.assumed is None else self.assumed.as_dict(),
             modes=[mode.as_dict() for mode in self.choice.modes],
+            choice=None if candidate is None else self._chosen_report(candidate),
+            runners_up=[setup_report(each) for each in self.choice.runners_up],
+            proposals=[proposal_report(each) for each in self.choice.proposals],
+            remarks=list(self.choice.remarks),
+            pareto=None if self.front is None else [setup_report(each) for each in self.front],
+            machines=(
+                None
+                if self.machines is None
+                else [offer_report(each, self.options.has_prices) for each in self.machines]
+            ),
+            goodput=None if self.goodput is None else asdict(self.goodput),
         )
+
+    def _chosen_report(self, candidate: Candidate) -> SetupReport:
+        return {**setup_report(candidate), "settings": dict(self.choice.settings)}
 
 
 def plan(
@@ -178,6 +271,13 @@ def plan(
     device_memory: str | int | None = None,
     device: str | None = None,
     assume: Sequence[str] = (),
+    search: bool = False,
+    budget: str | None = None,
+    deadline: str | None = None,
+    price: Sequence[str | float] = (),
+    network: str | None = None,
+    storage: str = "2GB",
+    restart_time: str = "2min",
     **overrides: YamlValue,
 ) -> PlanReport:
     """Estimate memory, traffic and time of a run under every mode, as ``paceline plan CONFIG
@@ -189,6 +289,8 @@ def plan(
         device_memory: of one device, in bytes or as text with a unit (``"24GB"``).
         device: name of a device (``"A100-80GB"``) instead of this machine's.
         assume: values of ``--assume``, as ``"tensor=8"``.
+        search, budget, deadline, price, network, storage, restart_time: as the options of the
+            command with these names.
         overrides: further keys of the config; dotted ones as ``**{"train_args.precision":
             "bf16-mixed"}``.
 
@@ -201,7 +303,9 @@ def plan(
         else load_config(config, overrides)
     )
     fitted = fit_length(loaded).config
-    return make_plan(fitted, world_size, device_memory, device, assume).as_dict()
+    prices = map(str, price)
+    options = parse_options(search, budget, deadline, prices, network, storage, restart_time)
+    return make_plan(fitted, world_size, device_memory, device, assume, options).as_dict()
 
 
 def make_plan(
@@ -210,8 +314,10 @@ def make_plan(
     device_memory: str | int | None = None,
     device: str | None = None,
     assume: Sequence[str] = (),
+    options: SearchOptions | None = None,
 ) -> Plan:
     """Do the same as :func:`plan`, but return an object."""
+    options = options or SearchOptions()
     assumptions = parse_assumptions(assume)
     if world_size is not None and not 1 <= world_size <= _MAX_DEVICES:
         raise ConfigError(
@@ -225,13 +331,13 @@ def make_plan(
     if config.train_args.precision == "auto":
         kind, names = accelerators()
         if device is not None or memory is not None:
-            precision, reason = _precision_on(machine)
+            precision, reason = default_precision(machine)
         elif machine.is_cpu or kind is None:
             precision, reason = resolve("cpu")
         else:
             precision, reason = resolve(kind, names[: machine.count])
         config = config.model_copy(
-            update={"train_args": config.train_args.model_copy(update={"precision": precision})}
+            update={"train_args": config.train_args.with_derived({"precision": precision})}
         )
         if precision != "32":
             machine = _machine(config, world_size, memory, device)
@@ -244,23 +350,13 @@ def make_plan(
     if machine.is_cpu or machine.device is not None:
         capability = None if machine.device is None else machine.device.compute_capability
         check_float8(config, "cpu" if machine.is_cpu else "cuda", capability, installed=False)
+    machine = machine.with_budget(options.budget_bytes)
+    if options.network is not None:
+        machine = replace(machine, network=options.network).with_notes(options.network.text())
     profile = describe(config)
     batch = micro_batch(config)
     choice = choose(config, profile, batch, machine)
-    return Plan(config, machine, profile, batch, choice, assumptions)
-
-
-def _precision_on(machine: Machine) -> tuple[str, str]:
-    """Resolve ``precision: auto`` for devices of the table, with the reason."""
-    if machine.is_cpu:
-        return "32", "float32 on a CPU"
-    if machine.device is None:
-        return "32", f"bfloat16 support of {machine.name} is not known"
-    if machine.name_is_assumed:
-        return "bf16-mixed", "no device is named, and most accelerators support bfloat16"
-    if machine.device.supports_bfloat16:
-        return "bf16-mixed", f"bfloat16 is supported by {machine.device.name}"
-    return "fp16-mixed", f"bfloat16 is not supported by {machine.device.name}"
+    return Plan(config, machine, profile, batch, choice, assumptions, options)
 
 
 def _machine(

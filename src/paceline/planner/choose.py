@@ -3,7 +3,7 @@ mode certainly fits, nothing is estimated."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.config.schema import Config
@@ -12,6 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
 from paceline.core.processes import available_memory
+from paceline.distributed.link import Link
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.registry import (
     OTHER_TRAINING,
@@ -27,6 +28,23 @@ from paceline.planner.estimate import ModeEstimate, estimate, free_layout
 from paceline.planner.hardware import Machine, cpu_machine, named_machine, unknown_machine
 from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.model_profile import ModelProfile, describe
+from paceline.planner.search.details import bucket_size, loader_processes
+from paceline.planner.search.lossy import Proposal, proposals
+from paceline.planner.search.reasons import comparison, reason_for
+from paceline.planner.search.search import (
+    Candidate,
+    Found,
+    Objective,
+    runners_up,
+    search,
+)
+from paceline.planner.search.trials import (
+    Setting,
+    Settings,
+    Trials,
+    settings_text,
+    with_settings,
+)
 from paceline.planner.upper_bound import upper_bound
 
 #: Modes with one axis, the simplest first: the order of preference if two are equally fast.
@@ -41,9 +59,6 @@ _MAX_TENSOR = 8
 NOT_CHOSEN = tuple(
     name for name, spec in STRATEGIES.items() if not spec.capabilities.chosen_by_auto
 )
-#: Modes with at least this share of the fastest one's speed count as equally fast, because
-#: estimates are not more accurate.
-_EQUAL = 0.98
 #: Below this share of the memory the rough upper bound is enough.
 _ROOMY = 0.6
 
@@ -88,84 +103,168 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ModeChoice:
-    """All modes, the one that ``auto`` chooses (None: nothing fits), and the reason."""
+    """All modes, the one that ``auto`` chooses (None: nothing fits), and the reason.
+
+    Args:
+        modes: with the settings of the config.
+        candidate: the chosen mode, with the settings that it needs.
+        settings: all that ``auto`` sets, including the mode, by dotted key.
+        smallest: what needs the least memory, if nothing fits.
+        runners_up: the two best others.
+        proposals: what would be better with another result.
+        remarks: sentences about the runners-up, the settings and the proposals.
+    """
 
     modes: list[ModeEstimate]
-    chosen: ModeEstimate | None
+    candidate: Candidate | None
     why: str
+    settings: Settings = field(default_factory=dict)
+    smallest: Candidate | None = None
+    runners_up: tuple[Candidate, ...] = ()
+    proposals: tuple[Proposal, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> ModeEstimate | None:
+        return None if self.candidate is None else self.candidate.mode
 
 
 def all_modes(
     config: Config, profile: ModelProfile, batch: MicroBatchProfile, machine: Machine
 ) -> list[ModeEstimate]:
     """Estimate every layout for the machine, and every stage of DeepSpeed."""
+    return _all_modes(Trials(config, profile, batch, machine))
+
+
+def _all_modes(trials: Trials) -> list[ModeEstimate]:
     modes = []
-    for candidate in candidates(config, machine.count):
+    for candidate in candidates(trials.config, trials.machine.count):
         stages: Sequence[int | None] = (None,)
         if candidate.strategy == "deepspeed":
             stages = (1, 2, 3)
-        modes += [
-            estimate(candidate, config, profile, batch, machine, stage=stage) for stage in stages
-        ]
+        modes += [trials.estimate(candidate, {}, stage) for stage in stages]
     return modes
 
 
 def choose(
-    config: Config, profile: ModelProfile, batch: MicroBatchProfile, machine: Machine
-) -> ModeChoice:
-    """Estimate every mode and choose one."""
-    modes = all_modes(config, profile, batch, machine)
-    possible = [mode for mode in modes if eligible(mode, machine.count)]
-    fitting = [mode for mode in possible if mode.fits]
-    if not fitting:
-        return ModeChoice(modes, None, nothing_fits(config, profile, batch, machine, possible))
-    best = max(mode.per_second for mode in fitting)
-    chosen = min((mode for mode in fitting if mode.per_second >= _EQUAL * best), key=_complexity)
-    memory = f"{human_bytes(chosen.total)} of {human_bytes(machine.memory_bytes)} per rank"
-    if len(fitting) == 1:
-        why = f"{chosen.name} is the only mode that fits: {memory}"
-    else:
-        why = (
-            f"{chosen.name} is the fastest of {len(fitting)} modes that fit, by estimate: {memory}"
-        )
-    for mode in possible:
-        if mode.layout.strategy == "ddp" and not mode.fits:
-            why += f"; ddp {mode.reason}"
-    return ModeChoice(modes, chosen, why)
-
-
-def eligible(mode: ModeEstimate, num_devices: int) -> bool:
-    """Return whether ``auto`` may choose the mode: it is possible and uses every device."""
-    name = mode.layout.strategy
-    if mode.cost is None or name in NOT_CHOSEN or ":" in name:
-        return False
-    return name != "single" or num_devices == 1
-
-
-def _complexity(mode: ModeEstimate) -> tuple[int, int]:
-    order = ("single", *PLAIN)
-    name = mode.layout.strategy
-    axes = mode.layout.axes
-    return (order.index(name) if name in order else len(order), axes.tensor * axes.pipeline)
-
-
-def nothing_fits(
     config: Config,
     profile: ModelProfile,
     batch: MicroBatchProfile,
     machine: Machine,
-    possible: list[ModeEstimate],
-) -> str:
-    """Explain which mode needs the least memory and which changes would make it fit. Each change is
-    estimated."""
-    if not possible:
+    *,
+    installed: bool = False,
+) -> ModeChoice:
+    """Estimate every mode, and choose one with the settings that the config leaves open.
+
+    Args:
+        installed: whether what is chosen must be installed: False for a plan.
+    """
+    trials = Trials(config, profile, batch, machine)
+    modes = _all_modes(trials)
+    layouts = eligible_layouts(config, machine.count)
+    objective = config.parallel.optimize_for
+    found = _search(trials, layouts, objective)
+    chosen = found.chosen(objective)
+    others = proposals(trials, layouts, chosen, objective, installed=installed)
+    if config.parallel.allow_lossy and others:
+        found = replace(found, fitting=[others[0].candidate, *found.fitting])
+        chosen = others[0].candidate
+    if chosen is None:
+        why = nothing_fits(trials, found.smallest)
+        return ModeChoice(
+            modes,
+            None,
+            why,
+            smallest=found.smallest,
+            proposals=tuple(others),
+            remarks=_proposed(others, None, objective),
+        )
+    runners = tuple(runners_up(found, chosen, objective))
+    why = reason_for(chosen, found.count, machine.memory_bytes, objective)
+    for mode in modes:
+        if mode.layout.strategy == "ddp" and mode.cost is not None and not mode.fits:
+            why += f"; ddp {mode.reason}"
+    details: dict[str, Setting] = {}
+    remarks = [f"next: {comparison(each, chosen, objective)}" for each in runners]
+    tuned = with_settings(config, chosen.settings)
+    for setting, reason in (
+        bucket_size(tuned, chosen.mode, machine),
+        loader_processes(tuned, chosen.mode.layout.num_processes, machine),
+    ):
+        details |= setting
+        remarks += [f"{settings_text(setting)}: {reason}"] if setting else []
+    if config.parallel.allow_lossy:
+        remarks += [f"with another result: {each.effect}" for each in others[:1]]
+        others = []
+    return ModeChoice(
+        modes,
+        chosen,
+        why,
+        settings={**chosen.all_settings, **details},
+        runners_up=runners,
+        proposals=tuple(others),
+        remarks=(*remarks, *_proposed(others, chosen, objective)),
+    )
+
+
+def _search(trials: Trials, layouts: list[ParallelLayout], objective: Objective) -> Found:
+    """Search with all devices; for the least cost also with fewer, if neither their number nor the
+    batch size of a replica is fixed."""
+    found = search(trials, layouts, objective)
+    config, machine = trials.config, trials.machine
+    is_fixed = config.parallel.num_gpus != "auto" or config.parallel.hosts != (1, 1)
+    if objective != "cost" or is_fixed or config.train_args.global_batch_size is None:
+        return found
+    for count in _divisors(machine.count)[:-1]:
+        fewer = trials.on(machine.with_count(count))
+        part = search(fewer, eligible_layouts(config, count), objective)
+        fitting = sorted([*found.fitting, *part.fitting], key=lambda each: each.value(objective))
+        found = replace(found, fitting=fitting, count=found.count + part.count)
+    return found
+
+
+def _proposed(
+    others: Sequence[Proposal], chosen: Candidate | None, objective: Objective
+) -> tuple[str, ...]:
+    hint = "`parallel.allow_lossy=true` allows it"
+    return tuple(
+        f"proposed: {settings_text(each.settings)} ({each.effect}; {hint}): "
+        + (
+            f"{each.candidate.name} fits"
+            if chosen is None
+            else comparison(each.candidate, chosen, objective, is_simpler=False)
+        )
+        for each in others
+    )
+
+
+def eligible_layouts(config: Config, num_devices: int) -> list[ParallelLayout]:
+    """Return the layouts that ``auto`` may choose: they use every device."""
+    layouts = candidates(config, num_devices)
+    if num_devices == 1 and "cpu_offload" not in config.parallel.model_fields_set:
+        layouts.append(free_layout(config, 1, "zero3"))  # can offload the weights
+    return [
+        each
+        for each in layouts
+        if each.strategy not in NOT_CHOSEN
+        and ":" not in each.strategy
+        and (each.strategy != "single" or num_devices == 1)
+    ]
+
+
+def nothing_fits(trials: Trials, smallest: Candidate | None) -> str:
+    """Explain which set-up needs the least memory and which changes would make it fit. Each change
+    is estimated."""
+    if smallest is None:
         return "no mode can run this config on these devices; the plan gives the reason for each"
-    smallest = min(possible, key=lambda mode: mode.total)
+    machine = trials.machine
     text = (
         f"no mode fits {counted(machine.count, 'device')}: {smallest.name} needs the least memory,"
-        f" and {smallest.reason}"
+        f" and {smallest.mode.reason}"
     )
-    change = advise(config, profile, batch, machine, smallest).smallest
+    config = with_settings(trials.config, smallest.settings)
+    profile, batch = trials.model(config), trials.batch(config)
+    change = advise(config, profile, batch, machine, smallest.mode).smallest
     changes = [f"set {change.text}"] if change is not None else []
     if not config.lora.enable and config.task in CAUSAL_TASKS:
         changes.append("train adapters (`lora.enable=true`)")
@@ -188,18 +287,29 @@ def _sufficient_devices(
 
 
 # -- before a run
+@dataclass(frozen=True)
+class AutoChoice:
+    """What ``parallel.mode: auto`` chooses before a run: the layout, the settings of the config
+    that differ (including the mode), the reason, and remarks about other set-ups."""
+
+    layout: ParallelLayout
+    settings: Settings
+    why: str
+    remarks: tuple[str, ...] = ()
+
+
 def pick(
     config: Config,
     num_devices: int,
     device_memory_bytes: int | None = None,
     *,
     device_type: str | None = None,
-) -> tuple[ParallelLayout, str]:
-    """Return the layout that ``parallel.mode: auto`` chooses, and the reason. Called before any
-    rank exists.
+) -> AutoChoice:
+    """Return what ``parallel.mode: auto`` chooses. Called before any rank exists.
 
     Most runs need far less memory than there is: if an upper bound from config.json or from the
-    headers of the weights shows that ``ddp`` fits, no model is built and torch is not imported.
+    headers of the weights shows that ``ddp`` fits, and the config leaves nothing else open that
+    could be faster, no model is built and torch is not imported.
 
     Args:
         device_memory_bytes: of one device; None: of this machine's.
@@ -208,43 +318,41 @@ def pick(
     Raises:
         ConfigError: no mode fits; names the one that needs the least memory and what to change.
     """
-    plain = layout(config.parallel, num_devices, "ddp" if num_devices > 1 else "single")
     is_cpu = (device_type or _device_type(config)) == "cpu"
     memory = device_memory_bytes or (
         available_memory() // num_devices if is_cpu else device_memory()
     )
-    rough = upper_bound(config)
+    rough = upper_bound(config) if _is_closed(config) else None
     if rough is not None and memory and rough <= _ROOMY * memory:
-        return (
-            plain,
-            (
-                f"{plain.strategy}: needs at most {human_bytes(rough)} of {human_bytes(memory)} per"
-                " rank"
-            ),
+        return _plain(
+            config,
+            num_devices,
+            f"needs at most {human_bytes(rough)} of {human_bytes(memory)} per rank",
         )
     if not memory:
-        return plain, f"{plain.strategy}: the memory of these devices is not known"
+        return _plain(config, num_devices, "the memory of these devices is not known")
     try:
         profile = describe(config)
     except ConfigError:
         if config.task in (*CAUSAL_TASKS, "reward", "classify"):
             raise
-        return plain, f"{plain.strategy}: the model's memory is not known before it is built"
+        text = "the model's memory is not known before it is built"
+        return _plain(config, num_devices, text)
     batch = micro_batch(config)
     machine = local_machine(num_devices, is_cpu, config.train_args.compute_format, memory)
-    choice = choose(config, profile, batch, machine)
+    choice = choose(config, profile, batch, machine, installed=True)
     if choice.chosen is not None:
-        return choice.chosen.layout, choice.why
-    possible = [mode for mode in choice.modes if eligible(mode, machine.count)]
-    smallest = min(possible, key=lambda mode: mode.total, default=None)
-    if smallest is not None and smallest.cost is not None:
+        return AutoChoice(choice.chosen.layout, choice.settings, choice.why, choice.remarks)
+    smallest = choice.smallest
+    if smallest is not None and smallest.mode.cost is not None:
         # Without token counts the activations are an upper bound, so only the state is certain.
-        needed = smallest.total if batch.known else smallest.cost.state
+        needed = smallest.mode.total if batch.known else smallest.mode.cost.state
         if needed <= machine.memory_bytes:
-            return smallest.layout, (
+            why = (
                 f"{smallest.name}, which needs the least memory but may not fit: it"
-                f" {smallest.reason}"
+                f" {smallest.mode.reason}"
             )
+            return AutoChoice(smallest.mode.layout, smallest.all_settings, why, choice.remarks)
     raise ConfigError(
         f"`parallel.mode: auto`: {choice.why}",
         fix=(
@@ -252,6 +360,26 @@ def pick(
             " `paceline plan` shows all modes"
         ),
     )
+
+
+def _is_closed(config: Config) -> bool:
+    """Return whether no other set-up than ``ddp`` as configured needs to be compared: it is the
+    simplest, and if all of the global batch of a replica fits into a micro-batch, the fastest."""
+    args, parallel = config.train_args, config.parallel
+    is_size_open = (
+        args.global_batch_size is not None
+        and "per_device_train_batch_size" not in args.model_fields_set
+    )
+    return parallel.optimize_for == "time" and not parallel.allow_lossy and not is_size_open
+
+
+def _plain(config: Config, num_devices: int, reason: str) -> AutoChoice:
+    """Return the simplest mode. `single` is not recorded as a setting, so that the run can resume
+    from its own config on more devices."""
+    name = "ddp" if num_devices > 1 else "single"
+    chosen = layout(config.parallel, num_devices, name)
+    settings: Settings = {"parallel.mode": name} if num_devices > 1 else {}
+    return AutoChoice(chosen, settings, f"{name}: {reason}")
 
 
 def local_machine(
@@ -295,7 +423,12 @@ def _with_profile(machine: Machine, device_type: str) -> Machine:
         f"links: {rate}/s per rank, as `paceline doctor` measured on {profile.day} with"
         f" {counted(profile.num_ranks, 'rank')}"
     )
-    measured = replace(machine, link_bytes_s=profile.bandwidth_bytes_s, link_is_measured=True)
+    measured = replace(
+        machine,
+        link_bytes_s=profile.bandwidth_bytes_s,
+        link_is_measured=True,
+        link=Link(profile.latency_s, profile.bandwidth_bytes_s, machine.count),
+    )
     return measured.with_notes(note)
 
 

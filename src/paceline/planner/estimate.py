@@ -4,6 +4,7 @@ step, from the costs that each strategy declares."""
 from dataclasses import asdict, dataclass, replace
 from typing import TypedDict
 
+from paceline.config.derive import accumulation_of
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
@@ -178,6 +179,12 @@ def estimate(
     name, settings = _names(layout, stage)
     update = dict.fromkeys(("data", "shard", "tensor", "pipeline")) | settings
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=update)})
+    replicas, samples = layout.axes.replicas, config.train_args.global_batch_size
+    if samples is not None:
+        if replicas > samples:
+            reason = f"{replicas} replicas cannot share the global batch of {samples:,} samples"
+            return ModeEstimate(name, layout, settings, False, reason)
+        config = with_accumulation(config, replicas)
     work = workload(config, profile, batch, layout, machine.is_cpu)
     try:
         check_strategy(layout.strategy, config, layout.axes, installed=False)
@@ -188,9 +195,10 @@ def estimate(
     if cost.on_accelerator is not None and not machine.is_cpu:
         cost = cost.on_accelerator
     cost = _with_host_activations(cost, work)
-    replicas = layout.axes.replicas
     time = time_of_mode(layout, config, profile, batch, cost, machine, stage)
-    samples = replicas * work.micro_batches * config.train_args.per_device_train_batch_size
+    samples = samples or (
+        replicas * work.micro_batches * config.train_args.per_device_train_batch_size
+    )
     shared = _shared_bytes(layout, profile, machine)
     mode = ModeEstimate(
         name,
@@ -212,6 +220,16 @@ def estimate(
         f" {human_bytes(machine.memory_bytes)} can be used"
     )
     return replace(mode, fits=False, reason=reason)
+
+
+def with_accumulation(config: Config, replicas: int) -> Config:
+    """Return the config with the accumulation that follows from its global batch, if it has one."""
+    args = config.train_args
+    if args.global_batch_size is None:
+        return config
+    count = accumulation_of(args.global_batch_size, args.per_device_train_batch_size, replicas)
+    args = args.with_derived({"gradient_accumulation_steps": count})
+    return config.model_copy(update={"train_args": args})
 
 
 def _with_host_activations(cost: Cost, work: Workload) -> Cost:

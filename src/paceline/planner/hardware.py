@@ -7,7 +7,9 @@ from typing import Self
 
 from paceline.core.errors import ConfigError
 from paceline.core.processes import available_memory
+from paceline.distributed.link import Link
 from paceline.planner.devices import BFLOAT16, FLOAT16, Device, devices, find_device
+from paceline.planner.scale.network import Network
 from paceline.planner.setup import TrainingSetup
 
 _GB = 10**9
@@ -46,7 +48,9 @@ class Machine:
         timed_as: the device whose rates times are estimated with; None for a CPU.
         cpu_flops_s: operations per second that training reaches on a rank of a CPU.
         link_is_measured: whether ``link_bytes_s`` was measured on this machine.
+        link: the measured link with its latency; None if it was not measured.
         name_is_assumed: no device was named, so ``device`` is the one with the closest memory size.
+        network: switches between hosts; None: all hosts reach each other at the same rate.
         rates_known: False if times only serve to rank modes.
     """
 
@@ -60,6 +64,8 @@ class Machine:
     timed_as: Device | None = None
     cpu_flops_s: float = 0.0
     link_is_measured: bool = False
+    link: Link | None = None
+    network: Network | None = None
     rates_known: bool = True
     name_is_assumed: bool = False
 
@@ -76,10 +82,36 @@ class Machine:
         """Return the set-up on hosts of this machine's devices, with measured links if there are
         any."""
         setup = replace(setup, devices_per_host=self.devices_per_host)
+        if self.network is not None:
+            setup = replace(
+                setup,
+                hosts_per_switch=self.network.hosts_per_switch,
+                oversubscription=self.network.oversubscription,
+            )
         if not self.link_is_measured:
             return setup
         network = self.link_bytes_s * self.devices_per_host
         return replace(setup, link_bytes_s=self.link_bytes_s, host_network_bytes_s=network)
+
+    def with_count(self, count: int) -> Self:
+        """Return the machine with fewer or more devices. Ranks of a CPU share its speed and its
+        memory."""
+        if not self.is_cpu:
+            return replace(self, count=count)
+        share = self.count / count
+        memory = round(self.memory_bytes * share)
+        return replace(self, count=count, memory_bytes=memory, cpu_flops_s=self.cpu_flops_s * share)
+
+    def with_budget(self, size_bytes: int | None) -> Self:
+        """Return the machine with at most this memory of each device for the run."""
+        return self if size_bytes is None else self._with_memory(min(self.memory_bytes, size_bytes))
+
+    def without_limit(self) -> Self:
+        """Return the machine with more memory than any run needs."""
+        return self._with_memory(1 << 60)
+
+    def _with_memory(self, size_bytes: int) -> Self:
+        return replace(self, memory_bytes=size_bytes)
 
     def with_notes(self, *notes: str) -> Self:
         return replace(self, notes=(*self.notes, *notes))
@@ -148,6 +180,19 @@ def named_machine(
         timed_as=device,
         name_is_assumed=name_is_assumed,
     )
+
+
+def default_precision(machine: Machine) -> tuple[str, str]:
+    """Resolve ``precision: auto`` for devices of the table, with the reason."""
+    if machine.is_cpu:
+        return "32", "float32 on a CPU"
+    if machine.device is None:
+        return "32", f"bfloat16 support of {machine.name} is not known"
+    if machine.name_is_assumed:
+        return "bf16-mixed", "no device is named, and most accelerators support bfloat16"
+    if machine.device.supports_bfloat16:
+        return "bf16-mixed", f"bfloat16 is supported by {machine.device.name}"
+    return "fp16-mixed", f"bfloat16 is not supported by {machine.device.name}"
 
 
 def unknown_machine(name: str, memory_bytes: int, count: int) -> Machine:

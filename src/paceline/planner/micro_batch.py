@@ -21,6 +21,7 @@ class MicroBatchProfile:
         label_share: share of the tokens that have a loss.
         sample: mean number of tokens of a sample.
         lengths: tokens of each sample of the fullest micro-batch.
+        num_rows: samples of an epoch; None if it is not known, or if rows are packed.
         known: counted in the data; else every sample has ``max_length`` tokens, all with loss.
     """
 
@@ -31,6 +32,7 @@ class MicroBatchProfile:
     known: bool = True
     has_tokens: bool = True
     lengths: tuple[int, ...] = ()
+    num_rows: int | None = None
 
     def text(self) -> str:
         """Return the note in the plan."""
@@ -78,7 +80,12 @@ def micro_batch(config: Config) -> MicroBatchProfile:
         mean = float(args.max_length)
         longest_samples = [args.max_length] * size
     return MicroBatchProfile(
-        mean * size, fullest, label_share, mean, lengths=tuple(longest_samples)
+        mean * size,
+        fullest,
+        label_share,
+        mean,
+        lengths=tuple(longest_samples),
+        num_rows=None if args.packs_rows else len(lengths),
     )
 
 

@@ -55,6 +55,8 @@ class TrainingSetup:
             launched from Python such as Megatron's (``fused``), or an engine without Python that
             launches CUDA graphs (``native``).
         devices_per_host: number of devices of a host.
+        hosts_per_switch: hosts that reach each other without the upper levels of switches; 0: all.
+        oversubscription: by how much groups of more hosts are slower.
         sync_bytes: what a rank sends once per step; None: by ``zero_stage``.
         link_bytes_s, host_network_bytes_s: of one device, and of a host as a whole, in one
             direction; None: as the table of devices gives it.
@@ -94,6 +96,8 @@ class TrainingSetup:
     software: Software = "eager"
     devices_per_host: int = 8
     sync_bytes: float | None = None
+    hosts_per_switch: int = 0
+    oversubscription: float = 1.0
     link_bytes_s: float | None = None
     host_network_bytes_s: float | None = None
 

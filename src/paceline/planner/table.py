@@ -11,6 +11,7 @@ from rich.text import Text
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_count
 from paceline.planner.estimate import USABLE, ModeEstimate
+from paceline.planner.search.reasons import PART_NAMES
 
 if TYPE_CHECKING:
     from paceline.planner.api import Plan
@@ -20,18 +21,6 @@ if TYPE_CHECKING:
 #: Only the best hybrids are shown: there are dozens for many devices.
 _SHOWN_HYBRIDS = 6
 _MODE_WIDTH = 28
-#: Parts of a step, by the names of their times.
-_PARTS = {
-    "products_s": "matrix products",
-    "attention_s": "attention",
-    "memory_s": "operations limited by memory",
-    "launches_s": "launches",
-    "exposed_s": "exchanges within layers",
-    "idle_s": "idle pipeline stages",
-    "traffic_s": "weights and gradients",
-    "optimizer_s": "optimizer and fixed costs",
-    "host_s": "copies to the host",
-}
 _SHOWN_PARTS = 5
 
 
@@ -68,7 +57,9 @@ def plan_table(plan: Plan) -> Group:
     if plan.assumed is not None:
         notes += [Text(line) for line in _assumed(plan.assumed)]
     style = "bold green" if plan.choice.chosen else "bold red"
-    return Group(*lines, _table(plan, shown), *notes, Text(f"\nauto: {plan.choice.why}", style))
+    notes.append(Text(f"\nauto: {plan.choice.why}", style))
+    notes += [Text(f"  {line}") for line in plan.choice.remarks]
+    return Group(*lines, _table(plan, shown), *notes)
 
 
 def _configured(plan: Plan) -> list[str]:
@@ -122,13 +113,18 @@ def _shown(plan: Plan) -> tuple[list[ModeEstimate], int]:
     hybrids = [mode for mode in possible if mode.layout.strategy == "hybrid"]
     hybrids.sort(
         key=lambda mode: (
-            mode is not plan.choice.chosen,
+            not _is_chosen(plan, mode),
             mode is not plan.configured,
             not mode.fits,
             -mode.per_second,
         )
     )
     return plain + hybrids[:_SHOWN_HYBRIDS], max(0, len(hybrids) - _SHOWN_HYBRIDS)
+
+
+def _is_chosen(plan: Plan, mode: ModeEstimate) -> bool:
+    chosen = plan.choice.chosen
+    return chosen is not None and (chosen.layout, chosen.name) == (mode.layout, mode.name)
 
 
 def _table(plan: Plan, modes: list[ModeEstimate]) -> Table:
@@ -141,7 +137,7 @@ def _table(plan: Plan, modes: list[ModeEstimate]) -> Table:
     table.add_column("fits", no_wrap=True)
     for mode in modes:
         style = "" if mode.fits else "dim"
-        if mode is plan.choice.chosen:
+        if _is_chosen(plan, mode):
             style = "bold green"
         table.add_row(*_row(plan, mode), style=style)
     return table
@@ -150,7 +146,7 @@ def _table(plan: Plan, modes: list[ModeEstimate]) -> Table:
 def _row(plan: Plan, mode: ModeEstimate) -> list[str]:
     assert mode.cost is not None
     cost = mode.cost
-    mark = "→ " if mode is plan.choice.chosen else "* " if mode is plan.configured else "  "
+    mark = "→ " if _is_chosen(plan, mode) else "* " if mode is plan.configured else "  "
     sizes = (
         cost.parameters - mode.shared_bytes,
         cost.gradients,
@@ -211,7 +207,7 @@ def _assumed(estimate: AssumedEstimate) -> list[str]:
     ]
     parts = {key: value for key, value in (time.parts_s or {}).items() if value > 0}
     largest = sorted(parts.items(), key=lambda part: -part[1])[:_SHOWN_PARTS]
-    text = ", ".join(f"{_PARTS[key]} {value / time.seconds:.0%}" for key, value in largest)
+    text = ", ".join(f"{PART_NAMES[key]} {value / time.seconds:.0%}" for key, value in largest)
     return [*lines, f"  time: {text}"]
 
 
@@ -247,7 +243,7 @@ def _legend(plan: Plan) -> str:
     parts += ["→ chosen by auto"] if plan.choice.chosen else []
     if _has_ranges(plan):
         parts.append("80 %: range of the step that 80 % of published results are within")
-    if plan.configured is not None and plan.configured is not plan.choice.chosen:
+    if plan.configured is not None and not _is_chosen(plan, plan.configured):
         parts.append("* set in the config")
     strategies = [mode.layout.strategy for mode in plan.choice.modes]
     if "single" in strategies and plan.machine.count > 1:

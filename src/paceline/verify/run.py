@@ -243,6 +243,7 @@ def _check_mode(mode: VerifyMode, config: Config) -> None:
 
 def _base_spec(loaded: Loaded, devices: Devices, folder: Path) -> RunSpec:
     """Return the spec of `ddp`, whose global batch all modes use."""
+    from paceline.launch.layout import ChosenLayout
     from paceline.launch.preflight import prepare_run
 
     config = loaded.config.model_copy(update={"output_dir": str(folder / "run")})
@@ -250,7 +251,7 @@ def _base_spec(loaded: Loaded, devices: Devices, folder: Path) -> RunSpec:
     prepared = prepare_run(
         Loaded(config.model_copy(update={"parallel": mode.parallel}), [], loaded.path),
         started_at=time.time(),
-        layout=mode.layout,
+        chosen=ChosenLayout(mode.layout),
         device_type=devices.type,
         devices=devices,
     )

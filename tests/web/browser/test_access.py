@@ -30,6 +30,7 @@ def pages(server: Server) -> list[str]:
         f"#/compare/{first},{second},{cluster}",
         "#/new",
         "#/learn/ddp",
+        "#/plan?model=builtin:qwen2-micro",
         f"#/run/{first}/chat",
         "#/no/such",
     ]

@@ -1,7 +1,8 @@
 """The base class and the shared field types of the schema's sections."""
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
@@ -53,3 +54,10 @@ class Section(BaseModel):
     """A section of the config. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=())
+
+    def with_derived(self, values: Mapping[str, object]) -> Self:
+        """Return a copy with values that Paceline determined. They do not count as set by the
+        user, so that ``model_fields_set`` still has what the user set."""
+        copy = self.model_copy(update=dict(values))
+        copy.model_fields_set.intersection_update(self.model_fields_set)
+        return copy

@@ -27,6 +27,21 @@ class Parallel(Section):
             " are set."
         ),
     )
+    optimize_for: Literal["time", "memory", "cost"] = Field(
+        "time",
+        description=(
+            "What `mode: auto` minimizes: the time per sample, the memory of a rank, or the device"
+            " time per sample (`cost`: it may leave devices unused if"
+            " `train_args.global_batch_size` is set)."
+        ),
+    )
+    allow_lossy: bool = Field(
+        False,
+        description=(
+            "Allow `mode: auto` to change the result: weights in bfloat16, matrix products in"
+            " float8, compressed gradients. Otherwise it only proposes them."
+        ),
+    )
     data: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Number of replicas. Default: the ranks that the other axes leave."
     )

@@ -23,6 +23,14 @@ class RecoveryConfig(Section):
         gt=0,
         description="Maximum seconds between checkpoints, in addition to `save_steps`.",
     )
+    mtbf_hours: float | None = Field(
+        None,
+        gt=0,
+        description=(
+            "Mean time between failures of a device, in hours. With it, `save_interval_s` is by"
+            " default the interval between checkpoints with the least expected loss (Daly)."
+        ),
+    )
     on_save_error: Literal["continue", "pause"] = Field(
         "continue",
         description=(

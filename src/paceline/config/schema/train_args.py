@@ -36,6 +36,15 @@ class TrainArgs(Section):
         ),
     )
     per_device_train_batch_size: int = Field(4, ge=1, description="Micro-batch size per rank.")
+    global_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description=(
+            "Samples per update on all ranks together; `gradient_accumulation_steps` follows from"
+            " it. Default: `per_device_train_batch_size` × `gradient_accumulation_steps` ×"
+            " replicas."
+        ),
+    )
     auto_find_batch_size: bool = Field(
         False,
         description=(
@@ -102,8 +111,8 @@ class TrainArgs(Section):
         gt=0,
         lt=1,
         description=(
-            "Decay of an exponential moving average of the trained weights, e.g. 0.999, updated"
-            " after each step. Evaluation uses the average, and it is the trained model."
+            "Decay of an exponential moving average of the weights, e.g. 0.999, updated after each"
+            " step. Evaluation uses the average, and it is the trained model."
         ),
     )
     parameter_groups: list[ParameterGroup] = Field(
@@ -149,10 +158,9 @@ class TrainArgs(Section):
     tf32: bool | None = Field(
         None,
         description=(
-            "Compute matrix products and convolutions of float32 values in TensorFloat-32 (10 bits"
-            " of mantissa instead of 23), in training and evaluation: NVIDIA GPUs of compute"
-            " capability 8.0 and higher. null: torch's default, which uses it for convolutions"
-            " only."
+            "Compute products and convolutions of float32 values in TensorFloat-32 (10 bits of"
+            " mantissa), in training and evaluation: NVIDIA GPUs of compute capability 8.0 and"
+            " higher. null: torch's default, which uses it for convolutions only."
         ),
     )
     fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
@@ -209,10 +217,9 @@ class TrainArgs(Section):
     packing: Auto | bool = Field(
         "auto",
         description=(
-            "Concatenate the samples of a micro-batch into one row without padding."
-            " Samples do not attend to each other and the batch size still counts samples,"
-            " so the gradient equals that of the padded batch. `auto`: if the model passes"
-            " a check at startup."
+            "Concatenate the samples of a micro-batch into one row without padding. Samples do not"
+            " attend to each other and the batch size still counts samples, so the gradient equals"
+            " that of the padded batch. `auto`: if the model passes a check at startup."
         ),
     )
     packing_strategy: Literal["micro_batch", "bfd", "wrapped"] = Field(
@@ -299,10 +306,7 @@ class TrainArgs(Section):
     )
     eval_steps: Annotated[int, Field(ge=0)] | ShareOfSteps = Field(
         0,
-        description=(
-            "Steps between evaluations; below 1: a fraction of all steps; 0: at the end"
-            " of each epoch."
-        ),
+        description="Steps between evaluations; below 1: a fraction of all steps; 0: each epoch.",
     )
     metric_for_best_model: Text | None = Field(
         None,

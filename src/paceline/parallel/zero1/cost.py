@@ -1,5 +1,7 @@
 """Memory and traffic of ZeRO stage 1, and the cost terms that the ZeRO strategies share."""
 
+from itertools import accumulate
+
 from paceline.config.schema import Config
 from paceline.distributed.collectives.schedules import scatter_bytes
 from paceline.distributed.mesh import ParallelDims
@@ -35,6 +37,44 @@ def statistics_traffic(shape: ModelShape, num_ranks: int) -> dict[str, int]:
     return {"broadcast": size} if size and num_ranks > 1 else {}
 
 
+class _RankParts:
+    """The parts of tensors whose state each rank has. All ranks between the first and the last of a
+    tensor have a part of the same size, so the time does not grow with ranks × tensors."""
+
+    def __init__(self, shape: ModelShape, num_ranks: int) -> None:
+        self._optimizer = shape.optimizer
+        self._num_ranks = num_ranks
+        self._changes = [0] * (num_ranks + 1)
+        self._parts: list[tuple[str, int, int, int]] = []
+
+    def add(self, name: str, begin: int, end: int, shard_size: int) -> None:
+        """Add the elements from ``begin`` to ``end`` of a bucket whose shards have this size."""
+        first, last = begin // shard_size, max(begin, end - 1) // shard_size
+        if first == last:
+            self._add(name, first, last, end - begin)
+            return
+        self._add(name, first, first, (first + 1) * shard_size - begin)
+        self._add(name, last, last, end - last * shard_size)
+        if last - first > 1:
+            self._add(name, first + 1, last - 1, shard_size)
+
+    def _add(self, name: str, first: int, last: int, elements: int) -> None:
+        size = self._optimizer.bytes_of(name, elements)
+        self._changes[first] += size
+        self._changes[last + 1] -= size
+        self._parts.append((name, first, last, elements))
+
+    def largest(self) -> tuple[int, list[tuple[str, int]]]:
+        """Return the bytes of the rank with most, and its parts."""
+        sizes = list(accumulate(self._changes[: self._num_ranks]))
+        largest = max(sizes)
+        rank = sizes.index(largest)
+        parts = [
+            (name, elements) for name, first, last, elements in self._parts if first <= rank <= last
+        ]
+        return largest, parts
+
+
 def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
     """Estimate the cost of ZeRO stage 1, with the padding of the buckets.
 
@@ -45,12 +85,12 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
     num_ranks = axes.data
     low_bytes = shape.low_bytes if num_ranks > 1 else 0
     normed = batch_norm_names(shape)
-    tensors = []
-    for tensor in shape.trained:
+    tensors, trained = [], shape.trained
+    for tensor in trained:
         element_bytes = low_bytes_of(tensor, low_bytes, normed)
         tensors.append((tensor.numel, element_bytes, element_bytes))
     weights = masters = traffic = 0
-    parts: list[list[tuple[str, int]]] = [[] for _ in range(num_ranks)]
+    parts = _RankParts(shape, num_ranks)
     for layout in lay_out(tensors, config.parallel.bucket_cap_mb * 2**20, num_ranks):
         element_bytes = tensors[layout.members[0]][1]
         shard_size = layout.size // num_ranks
@@ -59,19 +99,16 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
         traffic += scatter_bytes(layout.size * element_bytes, num_ranks)
         for member, begin in zip(layout.members, layout.offsets, strict=True):
             end = begin + tensors[member][0]
-            for rank in range(begin // shard_size, max(begin, end - 1) // shard_size + 1):
-                first, beyond = rank * shard_size, (rank + 1) * shard_size
-                elements = max(0, min(end, beyond) - max(begin, first))
-                parts[rank].append((shape.trained[member].name, elements))
-    state = [sum(shape.optimizer.bytes_of(*part) for part in each) for each in parts]
+            parts.add(trained[member].name, begin, end, shard_size)
+    state, largest = parts.largest()
     on_host = at_once = 0
     if config.parallel.state_offload == "optimizer":
-        on_host, at_once = shape.offloaded_moments(parts[state.index(max(state))])
+        on_host, at_once = shape.offloaded_moments(largest)
     frozen = shape.parameter_bytes - total_bytes(shape.trained)
     return Cost(
         parameters=frozen + weights + masters + shape.buffer_bytes,
         gradients=weights,
-        optimizer=max(state) - on_host,
+        optimizer=state - on_host,
         activations=max(work.activation_bytes(shape), at_once),
         traffic={"reduce_scatter": traffic, "all_gather": traffic}
         | statistics_traffic(shape, num_ranks),

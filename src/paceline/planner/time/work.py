@@ -256,7 +256,14 @@ class _Links:
         if hosts == 1:
             return link, 0.0
         groups = max(1.0, min(self.setup.devices_per_host, self.setup.world_size) / per_host)
-        return link, sent * (hosts - 1) / hosts * groups / self.rates.host_network_bytes_s
+        network = sent * (hosts - 1) / hosts * groups / self.rates.host_network_bytes_s
+        spanned = math.ceil(size * stride / self.setup.devices_per_host)
+        return link, network * self._oversubscription(spanned)
+
+    def _oversubscription(self, hosts: int) -> float:
+        """Return by how much the network between this many hosts is slower than below a switch."""
+        below = self.setup.hosts_per_switch
+        return self.setup.oversubscription if 0 < below < hosts else 1.0
 
     def tensor_exchange(self) -> tuple[float, float]:
         """Four exchanges a layer, and two more where forward is repeated, less the last if that
@@ -287,6 +294,7 @@ class _Links:
         sent = 2 * _LOW * setup.tokens * setup.dims.hidden * setup.chunks / setup.tensor
         inside = setup.world_size <= setup.devices_per_host
         share = self.rates.host_network_bytes_s / setup.devices_per_host
+        share /= self._oversubscription(self.hosts)
         return sent / (self.rates.link_bytes_s if inside else share)
 
     def _stride(self) -> int:

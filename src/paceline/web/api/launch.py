@@ -1,5 +1,5 @@
-"""Routes for starting runs: the form, checking a config while it is typed, the plan, and starting,
-stopping and resuming."""
+"""Routes for starting runs: the form, checking a config while it is typed, and starting, stopping
+and resuming."""
 
 from types import ModuleType
 from typing import Annotated, Any
@@ -51,7 +51,7 @@ class Stop(BaseModel):
     now: bool = False
 
 
-def _configs() -> ModuleType:
+def load_configs() -> ModuleType:
     """Import what reads configs. It takes a fifth of the server's start-up time, so it is imported
     for the first page that needs it."""
     from paceline.web.api import configs
@@ -78,23 +78,15 @@ def presets() -> dict[str, list[dict[str, str]]]:
 @router.post("/api/check")
 def check(body: Text) -> JSONObject:
     """Return the mistakes of a config, each with its line and key, and the values of its keys."""
-    return dict(_configs().check(body.yaml))
+    return dict(load_configs().check(body.yaml))
 
 
 @router.post("/api/yaml")
 def yaml(body: Edit) -> dict[str, str | bool]:
     """Apply an edit of the form to the text. ``kept``: the rest of the text is unchanged, comments
     included."""
-    text, is_unchanged = _configs().edit_yaml(body.yaml, body.values, body.remove)
+    text, is_unchanged = load_configs().edit_yaml(body.yaml, body.values, body.remove)
     return {"yaml": text, "kept": is_unchanged}
-
-
-@router.post("/api/plan")
-async def plan(body: Text, panel: Panel) -> JSONObject:
-    """Return what the run would take in every mode (``paceline plan --json``). A newer request ends
-    an older one."""
-    plan = await panel.commands.run("plan", ["plan", "CONFIG"], body.yaml)
-    return {**plan, "max_steps": _configs().load(body.yaml).config.train_args.max_steps}
 
 
 @router.post("/api/steps")
@@ -111,8 +103,8 @@ async def start(body: Start, panel: Panel) -> dict[str, str | bool]:
     """Start a run in ``FOLDER/NAME``. Returns when the run has written an event, has failed, or is
     still preparing after a while (``shows: false``); then ``GET /api/launches/ID`` shows more."""
     check_name(panel.folder, body.name)
-    text, _ = _configs().edit_yaml(body.yaml, {"output_dir": f"./{body.name}"})
-    _configs().load(text)
+    text, _ = load_configs().edit_yaml(body.yaml, {"output_dir": f"./{body.name}"})
+    load_configs().load(text)
     return await _wait_for_events(panel, panel.launches.start(body.name, text))
 
 
@@ -160,7 +152,7 @@ def resumable(id: RunId, panel: Panel) -> dict[str, str | bool]:
 def diff(id: RunId, body: Text, panel: Panel) -> JSONObject:
     """Return the keys in which a config differs from that of the run. ``needs_allow``: the change
     affects the numerics of the training."""
-    return {"changes": _configs().differences(panel.run_folder(id), body.yaml)}
+    return {"changes": load_configs().differences(panel.run_folder(id), body.yaml)}
 
 
 @router.post("/api/runs/{id}/resume")
@@ -168,7 +160,7 @@ async def resume(id: RunId, body: Resume, panel: Panel) -> dict[str, str | bool]
     """Resume a run; the response is that of ``POST /api/start``."""
     run = panel.run_folder(id)
     if body.yaml is not None:
-        _configs().load(body.yaml)
+        load_configs().load(body.yaml)
     launched = panel.launches.resume(run, body.yaml, body.allow_config_change)
     return await _wait_for_events(panel, launched)
 

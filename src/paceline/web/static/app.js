@@ -15,6 +15,7 @@ const ROUTES = [
   [/^\/?$/, [], () => import("./pages/runs.js"), "runs"],
   [/^\/new$/, [], () => import("./pages/start.js"), "new"],
   [/^\/learn(?:\/([a-z-]+))?$/, ["topic"], () => import("./pages/learn.js"), "learn"],
+  [/^\/plan$/, [], () => import("./pages/plan.js"), "plan"],
   [/^\/compare\/([^/]+)$/, ["ids"], () => import("./pages/compare.js"), "runs"],
   [/^\/run\/([^/]+)\/chat$/, ["id"], () => import("./pages/chat.js"), "runs"],
   [/^\/run\/([^/]+)(?:\/([a-z]+))?$/, ["id", "tab"], () => import("./pages/run.js"), "runs"],
@@ -154,6 +155,7 @@ function drawBar(section) {
       { "aria-label": t("nav") },
       link("runs", "#/", t("nav.runs")),
       link("new", "#/new", [icon("plus"), t("nav.new")]),
+      link("plan", "#/plan", t("nav.plan")),
       link("learn", "#/learn", t("nav.learn")),
     ),
     h(

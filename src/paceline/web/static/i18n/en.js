@@ -4,6 +4,7 @@ export const en = {
   "nav": "Main",
   "nav.runs": "Runs",
   "nav.new": "New run",
+  "nav.plan": "Plan",
   "nav.learn": "Learn",
   "language": "Show the page in Chinese",
   "theme.system": "System",

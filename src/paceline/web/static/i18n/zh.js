@@ -4,6 +4,7 @@ export const zh = {
   "nav": "主导航",
   "nav.runs": "训练",
   "nav.new": "新建训练",
+  "nav.plan": "规划",
   "nav.learn": "学习",
   "language": "用英文显示页面",
   "theme.system": "跟随系统",
