@@ -61,11 +61,11 @@ def every_candidate(tried: Trials, count: int) -> list[Candidate]:
 def test_search_finds_what_trying_everything_finds(model: str, memory_gb: float) -> None:
     tried = trials(model, machine(4, memory_gb), train_args={"global_batch_size": 32})
     everything = [each for each in every_candidate(tried, 4) if each.mode.fits]
-    found = search(tried, eligible_layouts(tried.config, 4), "time")
-    chosen = found.chosen("time")
+    searched = search(tried, eligible_layouts(tried.config, 4), "time")
+    chosen = searched.chosen("time")
     assert chosen is not None
     fastest = max(each.mode.per_second for each in everything)
-    assert max(each.mode.per_second for each in found.fitting) == pytest.approx(fastest)
+    assert max(each.mode.per_second for each in searched.fitting) == pytest.approx(fastest)
     assert chosen.mode.per_second >= 0.98 * fastest
     assert {each.mode.global_batch_size for each in everything} == {32}
 

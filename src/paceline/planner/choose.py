@@ -33,7 +33,7 @@ from paceline.planner.search.lossy import Proposal, proposals
 from paceline.planner.search.reasons import comparison, reason_for
 from paceline.planner.search.search import (
     Candidate,
-    Found,
+    SearchResult,
     Objective,
     runners_up,
     search,
@@ -163,24 +163,24 @@ def choose(
     modes = _all_modes(trials)
     layouts = eligible_layouts(config, machine.count)
     objective = config.parallel.optimize_for
-    found = _search(trials, layouts, objective)
-    chosen = found.chosen(objective)
+    searched = _search(trials, layouts, objective)
+    chosen = searched.chosen(objective)
     others = proposals(trials, layouts, chosen, objective, installed=installed)
     if config.parallel.allow_lossy and others:
-        found = replace(found, fitting=[others[0].candidate, *found.fitting])
+        searched = replace(searched, fitting=[others[0].candidate, *searched.fitting])
         chosen = others[0].candidate
     if chosen is None:
-        why = nothing_fits(trials, found.smallest)
+        why = nothing_fits(trials, searched.smallest)
         return ModeChoice(
             modes,
             None,
             why,
-            smallest=found.smallest,
+            smallest=searched.smallest,
             proposals=tuple(others),
             remarks=_proposed(others, None, objective),
         )
-    runners = tuple(runners_up(found, chosen, objective))
-    why = reason_for(chosen, found.count, machine.memory_bytes, objective)
+    runners = tuple(runners_up(searched, chosen, objective))
+    why = reason_for(chosen, searched.count, machine.memory_bytes, objective)
     for mode in modes:
         if mode.layout.strategy == "ddp" and mode.cost is not None and not mode.fits:
             why += f"; ddp {mode.reason}"
@@ -207,20 +207,20 @@ def choose(
     )
 
 
-def _search(trials: Trials, layouts: list[ParallelLayout], objective: Objective) -> Found:
+def _search(trials: Trials, layouts: list[ParallelLayout], objective: Objective) -> SearchResult:
     """Search with all devices; for the least cost also with fewer, if neither their number nor the
     batch size of a replica is fixed."""
-    found = search(trials, layouts, objective)
+    searched = search(trials, layouts, objective)
     config, machine = trials.config, trials.machine
     is_fixed = config.parallel.num_gpus != "auto" or config.parallel.hosts != (1, 1)
     if objective != "cost" or is_fixed or config.train_args.global_batch_size is None:
-        return found
+        return searched
     for count in _divisors(machine.count)[:-1]:
         fewer = trials.on(machine.with_count(count))
         part = search(fewer, eligible_layouts(config, count), objective)
-        fitting = sorted([*found.fitting, *part.fitting], key=lambda each: each.value(objective))
-        found = replace(found, fitting=fitting, count=found.count + part.count)
-    return found
+        fitting = sorted([*searched.fitting, *part.fitting], key=lambda each: each.value(objective))
+        searched = replace(searched, fitting=fitting, count=searched.count + part.count)
+    return searched
 
 
 def _proposed(

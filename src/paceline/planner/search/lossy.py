@@ -9,7 +9,7 @@ from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.models.transforms.float8_check import check_float8
 from paceline.parallel.registry import ParallelLayout
-from paceline.planner.search.search import Candidate, Found, Objective, search
+from paceline.planner.search.search import Candidate, SearchResult, Objective, search
 from paceline.planner.search.trials import Settings, Trials, with_settings
 
 #: A proposal must improve the objective by this share.
@@ -77,8 +77,8 @@ def proposals(
         layouts = [each for each in layouts if each in (chosen.mode.layout, _ddp(layouts))]
     result = []
     for settings, effect in variants(trials.config, trials, installed=installed):
-        found = search_variant(trials, layouts, objective, settings)
-        best = found.chosen(objective)
+        searched = search_variant(trials, layouts, objective, settings)
+        best = searched.chosen(objective)
         if best is None:
             continue
         limit = float("inf") if chosen is None else chosen.value(objective) * (1 - _MINIMUM_GAIN)
@@ -89,12 +89,12 @@ def proposals(
 
 def search_variant(
     trials: Trials, layouts: list[ParallelLayout], objective: Objective, settings: Settings
-) -> Found:
+) -> SearchResult:
     """Search with these settings, which are part of the candidates."""
     changed = trials.with_config(with_settings(trials.config, settings))
-    found = search(changed, layouts, objective)
-    fitting = [replace(each, settings={**each.settings, **settings}) for each in found.fitting]
-    return replace(found, fitting=fitting)
+    searched = search(changed, layouts, objective)
+    fitting = [replace(each, settings={**each.settings, **settings}) for each in searched.fitting]
+    return replace(searched, fitting=fitting)
 
 
 def _ddp(layouts: list[ParallelLayout]) -> ParallelLayout | None:

@@ -53,10 +53,12 @@ def cheapest_machines(
         samples: of the whole run.
     """
     offers: list[Offer] = []
-    for least, device in sorted(_bounds(trials, layouts, samples, options), key=lambda x: x[0]):
-        if len(offers) >= _LISTED and least >= offers[_LISTED - 1].price:
+    for lower_bound, device in sorted(
+        _bounds(trials, layouts, samples, options), key=lambda x: x[0]
+    ):
+        if len(offers) >= _LISTED and lower_bound >= offers[_LISTED - 1].price:
             break
-        offer = _offer(trials, layouts, samples, options, device, least)
+        offer = _offer(trials, layouts, samples, options, device, lower_bound)
         if offer is not None:
             offers = sorted([*offers, offer], key=lambda each: each.price)
     return offers[:_LISTED]
@@ -92,8 +94,8 @@ def _bounds(
 
 
 def _fastest(trials: Trials, single: ParallelLayout) -> Candidate | None:
-    found = search(trials.on(trials.machine.without_limit()), [single], "time")
-    return found.fitting[0] if found.fitting else None
+    searched = search(trials.on(trials.machine.without_limit()), [single], "time")
+    return searched.fitting[0] if searched.fitting else None
 
 
 def _offer(
@@ -102,7 +104,7 @@ def _offer(
     samples: int,
     options: SearchOptions,
     device: Device,
-    least: float,
+    lower_bound: float,
 ) -> Offer | None:
     """Return the cheapest offer of a device: of the smallest number of devices that finishes in
     time, or of twice as many, which may need to save less memory."""
@@ -111,21 +113,21 @@ def _offer(
     deadline = options.deadline_s or float("inf")
     best: Offer | None = None
     for count in _COUNTS:
-        if least / price * 3600 / count > deadline:
+        if lower_bound / price * 3600 / count > deadline:
             continue
-        here = on_device(trials, device, count, options.budget_bytes)
+        sized = on_device(trials, device, count, options.budget_bytes)
         try:
             # The time of an update on the CPU is not estimated.
-            found = search(here, layouts(count), "time", offloads_all=False)
+            searched = search(sized, layouts(count), "time", offloads_all=False)
         except ConfigError:
             return best
-        chosen = found.chosen("time")
+        chosen = searched.chosen("time")
         if chosen is not None:
             seconds = chosen.seconds_per_sample * samples
             cost = price * count * seconds / 3600
             is_in_time = seconds <= deadline
             if is_in_time and (best is None or cost < best.price):
-                best = Offer(here.machine, chosen, seconds, cost)
+                best = Offer(sized.machine, chosen, seconds, cost)
             elif best is not None:
                 break
     return best

@@ -44,16 +44,16 @@ def comparison(
         is_simpler: whether the choice is simpler than what is as good or better.
     """
     less_simple = ", but less simple" if is_simpler else ""
-    more = other.value(objective) / chosen.value(objective) - 1
+    change = other.value(objective) / chosen.value(objective) - 1
     worse, better = _COMPARATIVES[objective]
     memory = f"{human_bytes(other.mode.total)} per rank"
-    if abs(more) < _SMALL:
+    if abs(change) < _SMALL:
         difference = f"as good{less_simple}"
     else:
-        difference = f"{abs(more):.1%} {worse if more > 0 else better}"
-        part = _largest_part(other, chosen) if objective != "memory" and more > 0 else None
+        difference = f"{abs(change):.1%} {worse if change > 0 else better}"
+        part = _largest_part(other, chosen) if objective != "memory" and change > 0 else None
         difference += f", mostly by {part}" if part else ""
-        difference += "" if more > 0 else less_simple
+        difference += "" if change > 0 else less_simple
     return f"{other.name}: {difference}; {memory}"
 
 
@@ -65,6 +65,8 @@ def _largest_part(other: Candidate, chosen: Candidate) -> str | None:
     if first is None or second is None:
         return None
     batches = other.mode.global_batch_size, chosen.mode.global_batch_size
-    more = {name: first[name] / batches[0] - second[name] / batches[1] for name in PART_NAMES}
-    largest = max(more, key=lambda name: more[name])
-    return PART_NAMES[largest] if more[largest] > 0 else None
+    differences = {
+        name: first[name] / batches[0] - second[name] / batches[1] for name in PART_NAMES
+    }
+    largest = max(differences, key=lambda name: differences[name])
+    return PART_NAMES[largest] if differences[largest] > 0 else None

@@ -65,7 +65,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Args:
@@ -96,7 +96,7 @@ def search(
     objective: Objective,
     *,
     offloads_all: bool = True,
-) -> Found:
+) -> SearchResult:
     """Return the best candidate of each layout that fits.
 
     Of the slow layouts, not all settings are tried: a layout that is slower than the third best
@@ -106,16 +106,16 @@ def search(
         offloads_all: whether the weights may be in host memory if nothing fits otherwise.
     """
     layouts = list(layouts)
-    found = _search(trials, open_space(trials.config, trials.machine), layouts, objective)
+    searched = _search(trials, open_space(trials.config, trials.machine), layouts, objective)
     space = open_space(trials.config, trials.machine, offloads_all=True)
-    if found.fitting or not offloads_all or "all" not in space.offloads:
-        return found
+    if searched.fitting or not offloads_all or "all" not in space.offloads:
+        return searched
     return _search(trials, space, layouts, objective)
 
 
 def _search(
     trials: Trials, space: Space, layouts: Iterable[ParallelLayout], objective: Objective
-) -> Found:
+) -> SearchResult:
     bases = [_Layout(trials, space, layout) for layout in layouts]
     possible = [base for base in bases if base.fastest is not None]
     if objective == "memory":
@@ -129,9 +129,9 @@ def _search(
     )
     smallest = min(tried, key=lambda each: each.mode.total, default=None)
     if not fitting and possible:
-        least = min(possible, key=lambda base: base.least_memory)
-        smallest = min(least.smallest(), key=lambda each: each.mode.total)
-    return Found(fitting, len(possible), smallest)
+        base = min(possible, key=lambda each: each.least_memory)
+        smallest = min(base.smallest(), key=lambda each: each.mode.total)
+    return SearchResult(fitting, len(possible), smallest)
 
 
 def _fastest(possible: list[_Layout], objective: Objective) -> list[Candidate]:
@@ -204,7 +204,7 @@ class _Layout:
 
     def fast(self, is_good: Callable[[Candidate], bool]) -> list[Candidate]:
         """Return the fastest candidates that fit. What saves more than necessary is not tried."""
-        found: list[Candidate] = []
+        searched: list[Candidate] = []
         enough: list[Saving] = []
         for number, saving in enumerate(self.savings):
             if any(saving.includes(each) for each in enough):
@@ -217,12 +217,12 @@ class _Layout:
                     break  # smaller micro-batches are slower
                 if not candidate.mode.fits:
                     continue
-                found.append(candidate)
+                searched.append(candidate)
                 if batch == 0:
                     enough.append(saving)
                 if self.layout.axes.pipeline == 1:
                     break
-        return found
+        return searched
 
     def smallest(self) -> list[Candidate]:
         """Return the candidates with the smallest and the largest micro-batch: with a single one,
@@ -260,11 +260,13 @@ class _Layout:
         return self._tried[key]
 
 
-def runners_up(found: Found, chosen: Candidate, objective: Objective) -> Sequence[Candidate]:
+def runners_up(
+    searched: SearchResult, chosen: Candidate, objective: Objective
+) -> Sequence[Candidate]:
     """Return the two best other candidates: of other layouts, or if there are none, of the same
     one with other settings."""
     others = sorted(
-        (each for each in found.fitting if each is not chosen),
+        (each for each in searched.fitting if each is not chosen),
         key=lambda each: each.value(objective),
     )
     first: dict[str, Candidate] = {}
