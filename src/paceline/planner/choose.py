@@ -33,8 +33,8 @@ from paceline.planner.search.lossy import Proposal, proposals
 from paceline.planner.search.reasons import comparison, reason_for
 from paceline.planner.search.search import (
     Candidate,
-    SearchResult,
     Objective,
+    SearchResult,
     runners_up,
     search,
 )

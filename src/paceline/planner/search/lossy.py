@@ -9,7 +9,7 @@ from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.models.transforms.float8_check import check_float8
 from paceline.parallel.registry import ParallelLayout
-from paceline.planner.search.search import Candidate, SearchResult, Objective, search
+from paceline.planner.search.search import Candidate, Objective, SearchResult, search
 from paceline.planner.search.trials import Settings, Trials, with_settings
 
 #: A proposal must improve the objective by this share.

@@ -204,7 +204,7 @@ class _Layout:
 
     def fast(self, is_good: Callable[[Candidate], bool]) -> list[Candidate]:
         """Return the fastest candidates that fit. What saves more than necessary is not tried."""
-        searched: list[Candidate] = []
+        fitting: list[Candidate] = []
         enough: list[Saving] = []
         for number, saving in enumerate(self.savings):
             if any(saving.includes(each) for each in enough):
@@ -217,12 +217,12 @@ class _Layout:
                     break  # smaller micro-batches are slower
                 if not candidate.mode.fits:
                     continue
-                searched.append(candidate)
+                fitting.append(candidate)
                 if batch == 0:
                     enough.append(saving)
                 if self.layout.axes.pipeline == 1:
                     break
-        return searched
+        return fitting
 
     def smallest(self) -> list[Candidate]:
         """Return the candidates with the smallest and the largest micro-batch: with a single one,
