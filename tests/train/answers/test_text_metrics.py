@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config.metrics.evaluation import check_metrics
+from paceline.config.metrics.evaluation import check_lm_eval, check_metrics
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.train.answers.text_metrics import load_user_metrics, split_text, text_metric
@@ -85,3 +85,13 @@ def test_metrics_that_do_not_fit(metrics: list[str], task: str, expected: str) -
     config = Config(model="m", dataset="d", task=task, evaluation={"metrics": metrics})
     with pytest.raises(ConfigError, match=expected):
         check_metrics(config)
+
+
+@pytest.mark.parametrize("task", ["sft", "pretrain", "dpo", "orpo", "kto", "simpo"])
+def test_harness_evaluates_language_models(task: str) -> None:
+    settings = {"lm_eval": {"tasks": ["arc_easy"]}}
+    check_lm_eval(Config(model="m", dataset="d", task=task, evaluation=settings))
+    for other in ("reward", "classify"):
+        config = Config(model="m", dataset="d", task=other, evaluation=settings)
+        with pytest.raises(ConfigError, match=f"not supported with `task: {other}`"):
+            check_lm_eval(config)

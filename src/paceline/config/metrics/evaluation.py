@@ -5,6 +5,7 @@ from pathlib import Path
 
 from paceline.config.packages import check_package
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError, did_you_mean
 
 #: Metrics of the predictions of the next token, over all label tokens.
@@ -76,11 +77,11 @@ def check_lm_eval(config: Config) -> None:
     settings = config.evaluation.lm_eval
     if settings is None:
         return
-    if config.task not in ("sft", "pretrain"):
+    if config.task not in CAUSAL_TASKS:
         raise ConfigError(
             f"`evaluation.lm_eval` is not supported with `task: {config.task}`: it evaluates"
             " language models",
-            allowed="`task: sft` or `pretrain`",
+            allowed=f"a task that trains one: {', '.join(CAUSAL_TASKS)}",
             fix="remove it",
         )
     if settings.include_path is not None and not Path(settings.include_path).is_dir():
