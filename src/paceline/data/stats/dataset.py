@@ -147,8 +147,9 @@ def dataset_stats(
         check_package("py3langid", "`--languages`", "leave the option out", "data")
     if config.task not in ("sft", "pretrain"):
         raise ConfigError(
-            f"the samples of `task: {config.task}` have no tokens",
-            allowed="sft, pretrain",
+            f"statistics are not supported with `task: {config.task}`: they are those of texts and"
+            " of rows with one answer",
+            allowed="`task: sft` and `task: pretrain`",
             fix="use a config with one of these tasks",
         )
     task: TextTask = "pretrain" if config.task == "pretrain" else "sft"
