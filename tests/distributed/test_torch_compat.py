@@ -2,6 +2,7 @@
 another package."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
+from torch.distributed import _functional_collectives as funcol
 
 import paceline
 from paceline.core.errors import ConfigError
 from paceline.distributed import torch_compat
+from paceline.simulation import torch_internals
 
 SOURCE = Path(paceline.__file__).parent
 #: Modules that may use private names, each of one library.
@@ -25,7 +28,12 @@ EXCEPTIONS = {
     "models/attention.py",
     "simulation/torch_internals.py",  # fake tensors and dispatched operations
     "simulation/cuda.py",  # replaces functions of torch.cuda that the CPU build lacks
+    "train/optimizers/torchao_adamw.py",  # creates buffers as its base class does
 }
+#: The name of a private module in quotes, for ``import_module`` and the like.
+PRIVATE_MODULE = re.compile(
+    r"(torch|transformers|peft|datasets|deepspeed|ray)(\.\w+)*\._\w+(\.\w+)*"
+)
 #: Documented names with a leading underscore.
 DOCUMENTED = {"_exit", "_current_frames", "_fields", "_asdict", "_replace", "_temp_dir"}
 
@@ -39,7 +47,12 @@ def parse_modules():
         yield file.relative_to(SOURCE).as_posix(), ast.parse(file.read_text(encoding="utf-8"))
 
 
+def is_attribute_of_self(node):
+    return isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self"
+
+
 def find_defined_names(tree):
+    """Return the names that a module defines, and the attributes that it sets."""
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             yield node.arg
@@ -47,11 +60,17 @@ def find_defined_names(tree):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == f"self.{node.attr}":
+        elif is_attribute_of_self(node) and isinstance(node.ctx, ast.Store):
             yield node.attr
 
 
-def find_private_uses(tree, defined):
+def find_private_uses(tree, inherited):
+    """Return the lines and names of private names that are not this package's own.
+
+    Args:
+        inherited: names that any module defines, which ``self`` may have from a base class.
+    """
+    defined = {*find_defined_names(tree)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
@@ -61,8 +80,11 @@ def find_private_uses(tree, defined):
             parts = [part for alias in node.names for part in alias.name.split(".")]
             yield from ((node.lineno, part) for part in parts if is_private(part))
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
-            if node.attr not in defined:
+            is_own = is_attribute_of_self(node) and node.attr in inherited
+            if not is_own and node.attr not in defined:
                 yield node.lineno, node.attr
+        elif isinstance(node, ast.Constant) and PRIVATE_MODULE.fullmatch(str(node.value)):
+            yield node.lineno, node.value
         elif isinstance(node, ast.keyword) and node.arg is not None and is_private(node.arg):
             if node.arg not in defined:
                 yield node.value.lineno, node.arg
@@ -78,14 +100,52 @@ def find_private_uses(tree, defined):
 
 def test_private_names_are_used_only_in_listed_modules():
     trees = dict(parse_modules())
-    defined = {name for tree in trees.values() for name in find_defined_names(tree)}
+    inherited = {name for tree in trees.values() for name in find_defined_names(tree)}
     uses = [
         f"{module}:{line} {name}"
         for module, tree in trees.items()
         if module not in EXCEPTIONS
-        for line, name in find_private_uses(tree, defined)
+        for line, name in find_private_uses(tree, inherited)
     ]
     assert not uses, "\n".join(uses)
+
+
+PRIVATE_USES = """
+import torch._dynamo
+from torch.distributed._tools import fake_collectives
+tensor._version
+self._new_buffer(tensor)
+getattr(model, "_attn_implementation", None)
+preload = ["torch._dynamo", "torch.fx"]
+call(_transports=["uv"])
+"""
+
+
+def test_private_uses_are_detected():
+    uses = find_private_uses(ast.parse(PRIVATE_USES), inherited={"_version"})
+    assert sorted(line for line, _ in uses) == [2, 3, 4, 5, 6, 7, 8]
+
+
+def test_own_names_are_not_private_uses():
+    text = "def _read(): self._file = 1\n_read()\nother._file\nself._inherited\nprocess._exit(1)"
+    assert list(find_private_uses(ast.parse(text), inherited={"_inherited"})) == []
+
+
+@pytest.mark.parametrize("module", ["distributed/torch_compat.py", "simulation/torch_internals.py"])
+def test_every_wrapper_is_called_here(module):
+    """So that a new release of torch is tried by running this file."""
+    wrappers = {
+        node.name
+        for node in ast.parse((SOURCE / module).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    }
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    called = {
+        node.func.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    assert wrappers - called == set()
 
 
 def test_missing_name_error_has_the_supported_range():
@@ -176,6 +236,71 @@ def test_allocator_settings_are_parsed():
 def test_flight_recorder():
     assert torch_compat.flight_recorder_variable().endswith("BUFFER_SIZE")
     assert isinstance(torch_compat.dump_flight_recorder(), bytes)
+
+
+def test_rpc_over_tcp_only():
+    options = torch_compat.tcp_rpc_options(num_threads=2, timeout_s=3.0)
+    assert (options.num_worker_threads, options.rpc_timeout) == (2, 3.0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_history_is_written(tmp_path):
+    assert torch_compat.can_record_memory_history()
+    torch_compat.record_memory_history()
+    torch.ones(4, device="cuda")
+    torch_compat.dump_memory_history(str(tmp_path / "memory.pickle"))
+    assert (tmp_path / "memory.pickle").stat().st_size > 0
+
+
+def test_compilations_are_reported():
+    calls = []
+    torch_compat.on_compilations(lambda _: calls.append("start"), lambda _: calls.append("end"))
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert calls == ["start", "end"]
+
+
+class OperationLog(torch_compat.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def fake_group():
+    dist.init_process_group("fake", rank=0, world_size=4, store=torch_internals.FakeStore())
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_operations_of_a_simulated_rank_are_recognized(fake_group):
+    with torch_internals.FakeTensorMode(), OperationLog() as log:
+        torch.mm(torch.ones(2, 3), torch.ones(3, 5))
+        dist.all_reduce(torch.ones(4))
+        funcol.wait_tensor(funcol.all_reduce(torch.ones(4), "sum", fake_group))
+    collectives = [
+        (torch_internals.operation_name(op), torch_internals.collective_size(op, args))
+        for op, args in log.operations
+        if torch_internals.is_collective(op) and torch_internals.sends_message(op)
+    ]
+    assert collectives == [("allreduce_", 4), ("all_reduce", 4)]
+    assert any(torch_internals.is_wait(op) for op, _ in log.operations)
+    product = next(op for op, _ in log.operations if torch_internals.operation_name(op) == "mm")
+    formula = torch_internals.flop_formula(product)
+    assert formula(torch.ones(2, 3), torch.ones(3, 5), out_val=torch.ones(2, 5)) == 60
+    assert torch_internals.flop_formula(torch.ops.aten.add.Tensor) is None
+
+
+def test_shape_propagation_is_wrapped_and_restored():
+    propagator = torch_internals.ShardingPropagator
+    plain = propagator._propagate_tensor_meta_non_cached
+    restore = torch_internals.wrap_shape_propagation(lambda function: lambda *args: function(*args))
+    assert propagator._propagate_tensor_meta_non_cached is not plain
+    restore()
+    assert propagator._propagate_tensor_meta_non_cached is plain
 
 
 def hook_and_use_store(world):

@@ -19,6 +19,9 @@ from paceline.core.files import Scratch
 from paceline.core.processes import temporary_environment
 from paceline.tasks import uses_transformers
 
+#: Every torch optimizer imports this module when it is created, which takes about a second.
+OPTIMIZER_MODULE = "torch._dynamo"
+
 
 def start_fork_server(*configs: Config) -> None:
     """Start the fork server for the ranks of a run, or of several runs one after the other. Returns
@@ -42,8 +45,7 @@ def start_fork_server(*configs: Config) -> None:
 
 def _modules_of(config: Config) -> list[str]:
     """Return the modules that the ranks of a run import."""
-    # Every torch optimizer imports torch._dynamo when it is created, which takes about a second.
-    modules = ["paceline.launch.worker", "torch._dynamo"]
+    modules = ["paceline.launch.worker", OPTIMIZER_MODULE]
     if config.parallel.mode in ("zero2", "zero3", "fsdp") or config.parallel.shard:
         modules.append("torch.distributed.fsdp")
     if uses_transformers(config):

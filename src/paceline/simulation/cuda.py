@@ -17,13 +17,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from packaging.requirements import Requirement
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from paceline.core.errors import ConfigError
 from paceline.distributed.torch_compat import SUPPORTED
 from paceline.planner.devices import Device
-from paceline.simulation.native import SimulationError, build_library
+from paceline.simulation.native import SimulationError, build_library, check_release
 
 SHIM = Path(__file__).with_name("shim.cpp")
 _MAX_DEVICES = 64
@@ -54,7 +53,8 @@ def simulate_cuda(device: Device, count: int) -> None:
     if not 1 <= count <= _MAX_DEVICES:
         raise ConfigError(f"{count} simulated devices: expected 1 to {_MAX_DEVICES}")
     if _shim is None:
-        _check_torch()
+        _check_build()
+        check_release()
         _shim = load_library(SHIM)
         if torch.accelerator.current_accelerator() != torch.device("cuda"):
             raise SimulationError(
@@ -114,7 +114,7 @@ def observe_synchronizations(observe: Callable[[str, float | None], None]) -> No
     _shim.paceline_observe_synchronizations(_observer)
 
 
-def _check_torch() -> None:
+def _check_build() -> None:
     build = torch.version.cuda or torch.version.hip
     if build is not None or torch.accelerator.is_available():
         raise SimulationError(
@@ -125,12 +125,6 @@ def _check_torch() -> None:
                 " --index-url https://download.pytorch.org/whl/cpu`); for `paceline plan"
                 " --simulate`, set PACELINE_SIMULATION_PYTHON to its `python`"
             ),
-        )
-    if not Requirement(SUPPORTED).specifier.contains(torch.__version__, prereleases=True):
-        raise SimulationError(
-            f"devices cannot be simulated with torch {torch.__version__}",
-            allowed=SUPPORTED,
-            fix=f"run `pip install '{SUPPORTED}'`",
         )
 
 

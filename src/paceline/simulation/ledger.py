@@ -24,6 +24,9 @@ from paceline.simulation.records import (
     MemoryByKind,
 )
 from paceline.simulation.torch_internals import (
+    COLLECTIVES,
+    COPIES,
+    WITHOUT_WORK,
     collective_size,
     flop_formula,
     is_collective,
@@ -36,36 +39,6 @@ from paceline.simulation.torch_internals import (
 
 #: CUDA's caching allocator rounds sizes up to a multiple of this.
 _ALLOCATION_BYTES = 512
-#: Operations that neither read nor write the elements of a tensor.
-_WITHOUT_WORK = frozenset(
-    {
-        "view", "t", "transpose", "detach", "_unsafe_view", "expand", "as_strided", "select",
-        "slice", "split", "unbind", "permute", "squeeze", "unsqueeze", "alias", "split_with_sizes",
-        "empty", "empty_like", "empty_strided", "chunk", "device", "new_empty", "chunk_cat",
-        "lift_fresh", "new_empty_strided", "unflatten",
-    }
-)  # fmt: skip
-#: Operation of torch → the name of its collective.
-_COLLECTIVES = {
-    "allreduce_": "all_reduce",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "broadcast_": "broadcast",
-    "broadcast": "broadcast",
-    "alltoall_base_": "all_to_all",
-    "alltoall_": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "send": "send",
-    "recv_": "receive",
-}
-_COPIES = ("copy_", "_to_copy")
 BUILD, FORWARD, BACKWARD = "build", "forward", "backward"
 #: After backward, and after the update of the weights.
 UPDATE, SYNCHRONIZE = "update", "synchronize"
@@ -251,10 +224,10 @@ class Ledger(TorchDispatchMode):
                 self._count_message(func, args, out)
         elif name == "split_with_sizes_copy" and "out" in kwargs:  # FSDP's gathered weights
             self.name(COMMUNICATION, kwargs["out"])
-        elif name in _COPIES:
+        elif name in COPIES:
             if not self._count_copy(args, out):
                 self._count_work(func, args, kwargs, out)
-        elif name not in _WITHOUT_WORK and not func.is_view:
+        elif name not in WITHOUT_WORK and not func.is_view:
             self._count_work(func, args, kwargs, out)
         return out
 
@@ -264,7 +237,7 @@ class Ledger(TorchDispatchMode):
         return ACTIVATIONS if self.phase == FORWARD or is_recomputing else TEMPORARY
 
     def _count_message(self, func: Any, args: Any, out: Any) -> None:
-        name = _COLLECTIVES.get(operation_name(func), operation_name(func))
+        name = COLLECTIVES.get(operation_name(func), operation_name(func))
         if name == "receive":
             return
         tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor)]

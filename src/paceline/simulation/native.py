@@ -7,10 +7,12 @@ import subprocess
 from pathlib import Path
 
 import torch
+from packaging.requirements import Requirement
 
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once, key_of
+from paceline.distributed.torch_compat import SUPPORTED
 
 _INCLUDES = ("include", "include/torch/csrc/api/include")
 _ERROR_CHARS = 2000
@@ -18,6 +20,21 @@ _ERROR_CHARS = 2000
 
 class SimulationError(ConfigError):
     """CUDA cannot be simulated with this machine's compiler or torch."""
+
+
+def check_release() -> None:
+    """Check the release of torch. Call it before importing :mod:`paceline.simulation.cuda`, which
+    imports private names of torch.
+
+    Raises:
+        SimulationError: devices cannot be simulated with the installed release.
+    """
+    if not Requirement(SUPPORTED).specifier.contains(torch.__version__, prereleases=True):
+        raise SimulationError(
+            f"devices cannot be simulated with torch {torch.__version__}",
+            allowed=SUPPORTED,
+            fix=f"run `pip install '{SUPPORTED}'`",
+        )
 
 
 def build_library(source: Path) -> Path:

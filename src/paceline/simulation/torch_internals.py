@@ -22,6 +22,37 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.flop_counter import flop_registry
 
+#: Operations that neither read nor write the elements of a tensor.
+WITHOUT_WORK = frozenset(
+    {
+        "view", "t", "transpose", "detach", "_unsafe_view", "expand", "as_strided", "select",
+        "slice", "split", "unbind", "permute", "squeeze", "unsqueeze", "alias", "split_with_sizes",
+        "empty", "empty_like", "empty_strided", "chunk", "device", "new_empty", "chunk_cat",
+        "lift_fresh", "new_empty_strided", "unflatten",
+    }
+)  # fmt: skip
+#: Operation of torch → the name of its collective.
+COLLECTIVES = {
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "send": "send",
+    "recv_": "receive",
+}
+COPIES = ("copy_", "_to_copy")
+
 
 def is_wait(op: Any) -> bool:
     """Return whether an operation waits for a functional collective."""

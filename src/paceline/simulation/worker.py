@@ -32,10 +32,13 @@ def main() -> None:
 
 
 def _result(job: RankJob) -> RankResult:
-    from paceline.simulation.cuda import simulate_cuda
-
     hide_packages(unused_packages(Config.model_validate(job.config)))
     try:
+        from paceline.simulation.native import check_release
+
+        check_release()
+        from paceline.simulation.cuda import simulate_cuda
+
         # Before any other module of torch asks for the accelerator.
         simulate_cuda(find_device(job.device)[0], DEVICES_PER_HOST)
         from paceline.simulation.rank import simulate_rank
@@ -46,7 +49,7 @@ def _result(job: RankJob) -> RankResult:
     except Exception as error:
         logger.debug("rank %d cannot be simulated", job.rank, exc_info=True)
         text = f"{type(error).__name__}: {first_line(error)}"
-        if isinstance(error, _errors_of_values()):
+        if not isinstance(error, ImportError) and isinstance(error, _errors_of_values()):
             text = f"a step reads values of tensors, which the simulation does not have ({text})"
         return {"error": text}
 

@@ -23,6 +23,7 @@ from paceline.explain.record import (
     cells_of,
     on_step_clock,
 )
+from paceline.launch.fork_server import OPTIMIZER_MODULE
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from paceline.distributed.communicator import Communicator
 
-PRELOAD = ("paceline.explain.training", "paceline.parallel.ddp.threads", "torch._dynamo")
+PRELOAD = ("paceline.explain.training", "paceline.parallel.ddp.threads", OPTIMIZER_MODULE)
 _WARM_UP_STEPS = 3
 _SHOWN = 4  # values of each tensor
 _ROWS = ("weights", "inputs", "outputs", "gradients")

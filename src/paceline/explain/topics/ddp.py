@@ -21,6 +21,7 @@ from paceline.explain.record import (
     check_traffic,
     on_step_clock,
 )
+from paceline.launch.fork_server import OPTIMIZER_MODULE
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from paceline.distributed.communicator import Communicator
 
-PRELOAD = ("paceline.explain.training", "paceline.parallel.ddp.strategy", "torch._dynamo")
+PRELOAD = ("paceline.explain.training", "paceline.parallel.ddp.strategy", OPTIMIZER_MODULE)
 _BUCKET_CAP_MB = 2.1  # two layers
 _WARM_UP_STEPS = 3
 _ABOUT = (

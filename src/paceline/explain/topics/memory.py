@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.core.files import human_bytes
 from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import Check, Frame, Recording, Row
+from paceline.launch.fork_server import OPTIMIZER_MODULE
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 PRELOAD = (
     "paceline.explain.training",
     "paceline.models.transforms.activation_checkpointing",
-    "torch._dynamo",
+    OPTIMIZER_MODULE,
 )
 _BLOCKS, _WIDTH, _ROWS = 4, 256, 1024
 _KINDS = ("parameters", "gradients", "optimizer", "activations")

@@ -22,6 +22,7 @@ from paceline.explain.record import (
     check_traffic,
     on_step_clock,
 )
+from paceline.launch.fork_server import OPTIMIZER_MODULE
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ PRELOAD = (
     "paceline.explain.training",
     "paceline.parallel.hybrid.strategy",
     "paceline.parallel.pipeline.runner",
-    "torch._dynamo",
+    OPTIMIZER_MODULE,
 )
 _WARM_UP_STEPS = 2
 _ABOUT = {

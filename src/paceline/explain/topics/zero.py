@@ -22,6 +22,7 @@ from paceline.explain.record import (
     check_traffic,
     on_step_clock,
 )
+from paceline.launch.fork_server import OPTIMIZER_MODULE
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 PRELOAD = (
     "paceline.explain.training",
     "paceline.parallel.ddp.strategy",
-    "torch._dynamo",
+    OPTIMIZER_MODULE,
     "torch.distributed.fsdp",
 )
 STAGES = {

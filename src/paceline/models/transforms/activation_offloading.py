@@ -171,7 +171,7 @@ class ActivationOffloader:
             return _Saved(run, tensor, None)
         # Autograd would not accept that a saved tensor is changed in place, so a storage of one
         # version has one content.
-        key = (storage, tensor._version, tensor.dtype)
+        key = (storage, torch_compat.tensor_version(tensor), tensor.dtype)
         activation = run.by_storage.get(key)
         if activation is None:
             activation = run.by_storage[key] = self._offload(run, tensor, storage.nbytes())

@@ -2,14 +2,25 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
 
 import torch
 from torch import Tensor
 from torchao.optim import AdamW8bit as TorchaoAdamW
 
+from paceline.core.errors import ConfigError
 from paceline.train.optimizers.blockwise import dequantize, quantize
 
+SUPPORTED = "torchao>=0.18,<0.19"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+if not hasattr(TorchaoAdamW, "_new_buffer"):  # not documented
+    raise ConfigError(
+        f"torchao {version('torchao')} has no `AdamW8bit._new_buffer`, which"
+        " `train_args.optim: adamw_torchao_8bit` requires",
+        allowed=SUPPORTED,
+        fix=f"run `pip install '{SUPPORTED}'`",
+    )
 
 
 class AdamW8bit(TorchaoAdamW):  # type: ignore[misc]
