@@ -151,6 +151,16 @@ def test_a_run_is_chosen_as_it_is_planned(model: str) -> None:
     assert int(size) * int(count) * choice.layout.axes.replicas >= 8
 
 
+def test_the_least_cost_may_leave_devices_unused() -> None:
+    args = {"global_batch_size": 8}
+    cheap = config(train_args=args, parallel={"optimize_for": "cost"})
+    choice = pick(cheap, 2, 8 * 10**9, device_type="cpu")
+    assert choice.layout.world_size == 1
+    assert choice.settings["parallel.num_gpus"] == 1
+    fixed = config(train_args=args, parallel={"optimize_for": "cost", "num_gpus": 2})
+    assert pick(fixed, 2, 8 * 10**9, device_type="cpu").layout.world_size == 2
+
+
 @pytest.mark.soak
 def test_finds_the_cheapest_machine(model: str) -> None:
     args = {"max_steps": 10_000, "global_batch_size": 64}

@@ -25,6 +25,7 @@ from paceline.parallel.registry import (
     layout,
     mode_of,
 )
+from paceline.planner.estimate import with_accumulation
 from paceline.planner.search.trials import Settings, with_fixed, with_settings
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def choose_layout(
         from paceline.planner.choose import pick
 
         kept = kept_settings(config)
-        choice = pick(with_fixed(config, kept), num_devices, device_type=device_type)
+        fixed = kept if outer is None else {**kept, "parallel.num_gpus": num_devices}
+        choice = pick(with_fixed(config, fixed), num_devices, device_type=device_type)
         chosen, settings, remarks = choice.layout, {**kept, **choice.settings}, choice.remarks
         config = with_settings(config, settings)
         text = f"strategy: {chosen.text()}, chosen by `mode: auto`: {choice.why}"
@@ -109,6 +111,7 @@ def choose_layout(
             f" {config.parallel.nnodes}`: it runs in one process",
             fix="set `parallel.mode: ddp`, or `parallel.nnodes: 1`",
         )
+    config = with_accumulation(config, chosen.axes.replicas)
     check_strategy(chosen.strategy, config, chosen.axes)
     _check_images(config, chosen.axes)
     spec = get_spec(chosen.strategy)

@@ -185,6 +185,8 @@ def choose(
         if mode.layout.strategy == "ddp" and mode.cost is not None and not mode.fits:
             why += f"; ddp {mode.reason}"
     details: dict[str, Setting] = {}
+    if chosen.mode.layout.world_size < machine.count:
+        details["parallel.num_gpus"] = chosen.mode.layout.world_size
     remarks = [f"next: {comparison(each, chosen, objective)}" for each in runners]
     tuned = with_settings(config, chosen.settings)
     for setting, reason in (
