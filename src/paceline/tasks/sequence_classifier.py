@@ -105,7 +105,8 @@ class SequenceClassifierTask(Task):
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
         if self._has_types and "token_type_ids" in batch:
             inputs["token_type_ids"] = batch["token_type_ids"]
-        logits: torch.Tensor = model(**inputs).logits
+        with attention.known_padding(batch["attention_mask"], batch["num_tokens"]):
+            logits: torch.Tensor = model(**inputs).logits
         return logits.float()
 
     def save_model(self, model: nn.Module, folder: Path) -> None:

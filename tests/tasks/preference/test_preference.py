@@ -16,6 +16,7 @@ from paceline.data.sources.rows import MalformedRow, Unsupported
 from paceline.data.text.sample import Sample
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.registry import check_strategy
+from paceline.planner.model_profile import describe
 from paceline.tasks import load_task
 
 QUESTION = [{"role": "user", "content": "q"}]
@@ -209,6 +210,14 @@ def test_reward_of_pairs_with_margins(tmp_path: Path) -> None:
         metrics = task.metrics(task.evaluate(model, batch))
     assert metrics["loss"] == pytest.approx(sum(expected) / 3, rel=1e-5)
     assert metrics["min_reward"] <= metrics["mean_reward"] <= metrics["max_reward"]
+
+
+def test_plan_knows_the_activations_of_a_reward_model(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "chosen": "good", "rejected": "bad"}]
+    profile = describe(make_task(tmp_path / "rows.jsonl", "reward", rows).config)
+    assert not profile.notes
+    assert profile.activation_bytes > 0
+    assert profile.flops > 0
 
 
 def test_prompt_of_kto_with_the_answer_of_the_row_before(tmp_path: Path) -> None:
