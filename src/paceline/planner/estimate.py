@@ -273,6 +273,11 @@ def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfi
             f"{stages} pipeline stages are not possible: the model has"
             f" {counted(len(blocks), 'block')}"
         )
+    if axes.pipeline > 1 and merged_experts(profile.shape).saved:
+        raise ConfigError(
+            "pipeline parallelism is not supported with adapters on fused experts: peft changes the"
+            " weights of such a model in each forward"
+        )
     if axes.pipeline > 1 and config.task == "recommend":
         raise ConfigError(
             "pipeline parallelism is not supported with `task: recommend`: a click model has no"
