@@ -37,8 +37,7 @@ for _ in range(3):  # DDP orders its buckets anew after the first step
     loss.backward()
 end = time.perf_counter()
 for index, size_bytes, at in calls:
-    percent = 100 * (at - start) / (end - start)
-    log(f"bucket {index}: {size_bytes:>7} B, all-reduce starts at {percent:.0f} % of backward")
+    log(f"bucket {index}: {size_bytes} B, starts at {(at - start) / (end - start):.0%} of backward")
 
 calls.clear()
 with ddp.no_sync():
@@ -53,4 +52,5 @@ try:
         ddp(batch).square().mean().backward()
 except RuntimeError as error:
     log("unused parameters:", str(error).split(". ")[0])
+dist.barrier()  # the other rank may still need this one for its all-reduces
 dist.destroy_process_group()

@@ -48,5 +48,5 @@ for count in (1, 2, 4, 8):
     measured = 100 * (1 - rounds[:, 0] / rounds[:, 1]).min()  # of the least disturbed round
     if rank == 0:
         theory = 100 / (1 + count)
-        print(f"{count} micro-batches: bubble {theory:.0f} % in theory, {measured:.0f} % measured")
+        print(f"m = {count}: bubble {theory:.0f} % in theory, {measured:.0f} % measured")
 dist.destroy_process_group()

@@ -15,37 +15,36 @@ target = torch.randn(1000)
 
 
 def serve(is_sync):
-    """Apply the gradients of the workers until all have stopped."""
-    weights, version, waiting, active = torch.zeros(1000), 0, [], size - 1
-    pulled, updates, staleness = [0] * size, [0] * size, 0
-    message = torch.empty(1001)
+    """Apply the gradients of the workers for a second."""
+    weights, version, gradients, active = torch.zeros(1000), 0, {}, size - 1
+    pulled, counts, staleness = [0] * size, [0] * size, 0  # pulled: the version of each worker
+    message, begin = torch.empty(1000), time.perf_counter()
     while active:
         source = dist.recv(message)  # from any worker
-        if message[0] < 0:
-            active -= 1  # it has stopped
-        else:
-            weights -= 0.05 * message[1:]
-            staleness = max(staleness, version - pulled[source])
-            version, updates[source] = version + 1, updates[source] + 1
-            waiting.append(source)
-        while waiting and (not is_sync or len(waiting) >= active):
-            for worker in waiting:
-                dist.send(weights, worker)
-                pulled[worker] = version
-            waiting = []
+        gradients[source] = message.clone()
+        counts[source] += 1
+        staleness = max(staleness, version - pulled[source])
+        if is_sync and len(gradients) < active:
+            continue  # wait for the others
+        weights, version = weights - 0.05 * sum(gradients.values()), version + 1
+        is_over = time.perf_counter() - begin > 1
+        for worker in gradients:
+            dist.send(torch.cat([torch.tensor([float(is_over)]), weights]), worker)
+            pulled[worker] = version
+        active -= len(gradients) if is_over else 0
+        gradients = {}
     error = (weights - target).norm() / target.norm()
     name = "sync" if is_sync else "async"
-    print(f"{name}: updates {updates[1:]}, error {error:.2f}, staleness up to {staleness}")
+    print(f"{name}: gradients {counts[1:]}, error {error:.2f}, staleness up to {staleness}")
 
 
 def work():
     """Compute gradients with the newest weights, and send them."""
-    weights, begin = torch.zeros(1000), time.perf_counter()
-    while time.perf_counter() - begin < 1:
+    answer = torch.zeros(1001)  # whether the training is over, and the weights
+    while not answer[0]:
         time.sleep(0.002 if rank == 1 else 0.02)  # the computation; rank 2 is slow
-        dist.send(torch.cat([torch.ones(1), weights - target + torch.randn(1000)]), 0)
-        dist.recv(weights, 0)
-    dist.send(-torch.ones(1001), 0)
+        dist.send(answer[1:] - target + torch.randn(1000), 0)
+        dist.recv(answer, 0)
 
 
 for is_sync in (True, False):

@@ -1,7 +1,9 @@
-"""Send less: top-k with and without error feedback, local SGD, DiLoCo.
+"""Send less over a slow link: top-k with and without error feedback, local SGD, DiLoCo.
 
 Run: torchrun --standalone --nproc-per-node 2 examples/learn/13_slow_link.py
 """
+
+import time
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,9 @@ torch.manual_seed(0)
 target, scales = torch.randn(DIM), torch.logspace(0, -1.5, DIM)
 
 
-def mean(tensor):
+def mean(tensor, sent_bytes):
+    """Average over the ranks, in the time that the bytes of each rank need on the slow link."""
+    time.sleep(sent_bytes / LINK)
     dist.all_reduce(tensor)
     return tensor / size
 
@@ -30,21 +34,22 @@ def top_k(gradient, residual, feedback):
 for method in ("all-reduce", "top-k", "top-k + feedback", "local SGD", "DiLoCo"):
     torch.manual_seed(rank)  # each rank has its own samples
     weights, residual, momentum = torch.zeros(DIM), torch.zeros(DIM), torch.zeros(DIM)
-    outer, sent = weights.clone(), 0
+    outer, sent, begin = weights.clone(), 0, time.perf_counter()
     for step in range(1, STEPS + 1):
-        gradient = scales * (weights - target) + 0.3 * torch.randn(DIM)
-        if method == "all-reduce":
-            gradient, sent = mean(gradient), sent + 4 * DIM
-        elif method.startswith("top-k"):
+        gradient, sent_bytes = scales * (weights - target) + 0.3 * torch.randn(DIM), 4 * DIM
+        if method.startswith("top-k"):
             gradient, residual = top_k(gradient, residual, "feedback" in method)
-            gradient, sent = mean(gradient), sent + 8 * DIM // 50  # a value and an index each
+            sent_bytes = 8 * DIM // 50  # a value and an index of each element
+        if method not in ("local SGD", "DiLoCo"):
+            gradient, sent = mean(gradient, sent_bytes), sent + sent_bytes
         weights = weights - 0.3 * gradient
         if method in ("local SGD", "DiLoCo") and step % EVERY == 0:
-            change, sent = outer - mean(weights), sent + 4 * DIM
+            change, sent = outer - mean(weights, sent_bytes), sent + sent_bytes
             momentum = 0.6 * momentum + change
             outer = outer - (change if method == "local SGD" else change + 0.6 * momentum)
             weights = outer.clone()
     error = (weights - target).norm() / target.norm()
     if rank == 0:
-        print(f"{method:17} error {error:.3f}   sent {sent:>6} B, {sent / LINK:.2f} s at 10 Mbit/s")
+        seconds = time.perf_counter() - begin
+        print(f"{method:17} error {error:.3f}   sent {sent:6} B in {seconds:.2f} s")
 dist.destroy_process_group()

@@ -102,6 +102,9 @@ def test_zero_measurements_match_the_predictions() -> None:
                 stage["declared"][kind], rel=0.02
             )
         assert stage["traffic"] == pytest.approx(stage["declared"]["traffic"], rel=0.02)
+    # In units of the parameters; the rest is padding and the norm of the gradients.
+    moved = [stage["moved"] for stage in content["stages"]]
+    assert moved == [pytest.approx(each, rel=0.01) for each in (2, 2, 2, 3)]
     kinds = {span["kind"] for span in content["spans"]}
     assert {"all-reduce", "reduce-scatter", "all-gather"} <= kinds
 
@@ -246,11 +249,19 @@ def test_parameter_server_sends_only_the_rows_of_a_batch(consistency: str) -> No
     recording, content = _record("parameter-server", 3, consistency)
     start, end = content["table"]
     assert start != end
+    versions = content["versions"]
+    assert (versions[0], versions[-1]) == (start, end)
+    assert len(versions) - 1 == (4 if consistency == "sync" else 2 * 4)
+    for worker in content["steps"]:
+        for step in worker:
+            for row, value in zip(step["ids"], step["rows"], strict=True):
+                assert value in [table[row] for table in versions]
+            assert step["stale"] == 0 or consistency != "sync"
     for frame in content["frames"]:
         for message in frame["messages"]:
             if message["label"] == "rows":
                 assert message["size_bytes"] < 4 * len(start)
-    pushes = [frame for frame in recording.frames if "pushed" in frame.caption]
+    pushes = [frame for frame in recording.frames if "applied" in frame.caption]
     assert len(pushes) == 2 * 4
     if consistency == "bounded":
         assert content["staleness"] <= 1

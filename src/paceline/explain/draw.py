@@ -14,7 +14,7 @@ WIDE, NARROW = 900, 340
 _ROW, _GAP, _HEADER = 28, 4, 20
 #: Widths of a character of 12, 11 and 9.5 px.
 _CHAR, _SMALL_CHAR, _TINY_CHAR = 6.7, 6.0, 5.3
-_MIN_CELL = 30
+_MIN_CELL, _MAX_NEEDED_CELL = 30, 62
 _COLORS = 6
 _MIN_SCALE = 0.85
 _MAX_PICTURE_FRAMES = 5
@@ -57,10 +57,11 @@ class Drawing:
             for frame in frames
         )
         self.gutter = (112.0 if is_narrow else 200.0) if has_gutter else 0.0
-        num_cells = max(
-            (len(row.cells) for frame in frames for rows in frame.rows for row in rows), default=0
+        cells_width = max(
+            (_cells_width(row) for frame in frames for rows in frame.rows for row in rows),
+            default=0.0,
         )
-        needed = self.label_width + self.gutter + num_cells * _MIN_CELL
+        needed = self.label_width + self.gutter + cells_width + 4
         self.width = max(width, round(needed) if self.columns == 1 else 0)
         self.max_bytes = max(
             (
@@ -353,6 +354,20 @@ def _connection(left: float, x: float, heights: list[float], is_arrow: bool) -> 
         )
     return f'{line}"/>' + "".join(
         f'<circle class="tip" cx="{x:.1f}" cy="{height:.1f}" r="3.5"/>' for height in heights
+    )
+
+
+def _cells_width(row: Row) -> float:
+    """Return the width at which the cells of a row show their text, unless it is very long."""
+    total = sum(cell.weight for cell in row.cells)
+    return max(
+        (
+            min(_MAX_NEEDED_CELL, max(_MIN_CELL, len(cell.text) * _TINY_CHAR + 4))
+            * (total / cell.weight)
+            for cell in row.cells
+            if cell.weight
+        ),
+        default=0.0,
     )
 
 

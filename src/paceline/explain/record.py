@@ -196,7 +196,8 @@ def cells_of(values: Iterable[float], tone: Tone = "") -> tuple[Cell, ...]:
 
 def number_text(value: float) -> str:
     """Return a number with three significant digits."""
-    return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
+    # `+ 0.0` makes a negative zero positive.
+    return f"{value + 0.0:.3g}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def on_step_clock(spans: Iterable[Span]) -> tuple[list[Span], float]:

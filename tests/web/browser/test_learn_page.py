@@ -34,6 +34,8 @@ def test_recording_plays_step_by_step(browser: Browser, server: Server, width: i
         page.set_viewport_size({"width": width, "height": 900})
         page.evaluate("location.hash = '#/learn/all-reduce'")
         page.get_by_label("Algorithm").select_option("tree")
+        command = page.locator(".learn .command")
+        expect(command).to_contain_text("paceline explain all-reduce --algorithm tree")
         page.get_by_role("button", name="Record").click()
         player = page.frame_locator(".learn-player iframe")
         expect(player.get_by_role("heading", level=1)).to_have_text(

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
 
 PRELOAD = ("paceline.parallel.compression.reducer",)
-_ELEMENTS = 32
-_RATIO = 0.125
-_SHOWN = 8  # elements
+_ELEMENTS = 8
+_RATIO = 0.25
 _STEPS = 4
+_NAMES = {"topk": "top-k", "randomk": "random-k"}
 _ABOUT = {
     "topk": (
         "Top-k: each rank sends only the elements with the largest magnitudes, with their places."
@@ -42,8 +42,7 @@ _ABOUT = {
 }
 _FEEDBACK = (
     " The other elements are added to a residual, and compete again in the next step (error"
-    " feedback; Stich et al., 2018): nothing is lost, it is only sent later. The gradient has"
-    f" {_ELEMENTS} elements, of which the first {_SHOWN} are shown."
+    " feedback; Stich et al., 2018): nothing is lost, it is only sent later."
 )
 
 
@@ -89,9 +88,10 @@ def record(options: ExplainOptions) -> Recording:
     arrived = _column_sums(
         [step.total for step in results[0].steps] + [rank.steps[-1].residual for rank in results]
     )
+    name = _NAMES[options.algorithm]
     return Recording(
         topic="compression",
-        title=f"Gradient compression by {options.algorithm} on {counted(options.ranks, 'rank')}",
+        title=f"Gradient compression by {name} on {counted(options.ranks, 'rank')}",
         about=_ABOUT[options.algorithm] + _FEEDBACK,
         actors=tuple(f"rank {rank}" for rank in range(options.ranks)),
         frames=frames,
@@ -162,16 +162,16 @@ def _frames(results: list[RankSteps]) -> tuple[Frame, ...]:
 
 
 def _rows(step: StepValues, is_sent: bool) -> tuple[Row, ...]:
-    empty = tuple(Cell("", tone="idle") for _ in range(_SHOWN))
+    empty = tuple(Cell("", tone="idle") for _ in step.gradient)
     waiting = tuple(
         Cell(number_text(value), tone="new" if is_sent and sent else "")
-        for value, sent in zip(step.waiting[:_SHOWN], step.sent, strict=False)
+        for value, sent in zip(step.waiting, step.sent, strict=True)
     )
     return (
-        Row("gradient", cells_of(step.gradient[:_SHOWN])),
+        Row("gradient", cells_of(step.gradient)),
         Row("with residual", waiting),
-        Row("sum over ranks", cells_of(step.total[:_SHOWN], "done") if is_sent else empty),
-        Row("new residual", cells_of(step.residual[:_SHOWN]) if is_sent else empty),
+        Row("sum over ranks", cells_of(step.total, "done") if is_sent else empty),
+        Row("new residual", cells_of(step.residual) if is_sent else empty),
     )
 
 
@@ -192,7 +192,7 @@ def _record_rank(world: Communicator, algorithm: str) -> RankSteps:
     steps = []
     before = world.traffic.total
     for number in range(_STEPS):
-        gradient = torch.randn(_ELEMENTS, generator=generator).mul_(10).round_().div_(10)
+        gradient = torch.randn(_ELEMENTS, generator=generator).mul_(4).round_().div_(4)
         waiting, total = residual + gradient, gradient.clone()
         with log_calls() as calls:
             compressor.reduce(total, state, world, number)

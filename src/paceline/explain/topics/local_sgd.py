@@ -33,6 +33,7 @@ _WEIGHTS = 4
 _SYNC_EVERY = 4
 _STEPS = 2 * _SYNC_EVERY
 _LEARNING_RATE = 0.1
+_NAMES = {"local_sgd": "Local SGD", "diloco": "DiLoCo"}
 _ABOUT = {
     "local_sgd": (
         f"Local SGD (Stich, 2019): each worker makes {_SYNC_EVERY} steps on its own data without"
@@ -100,7 +101,7 @@ def record(options: ExplainOptions) -> Recording:
         checks.append(Check("they are the mean of the workers", weights, means, is_mean))
     return Recording(
         topic="local-sgd",
-        title=f"{options.algorithm}: {counted(options.ranks, 'worker')}, {_STEPS} steps",
+        title=f"{_NAMES[options.algorithm]}: {counted(options.ranks, 'worker')}, {_STEPS} steps",
         about=_ABOUT[options.algorithm] + _DRIFT,
         actors=tuple(f"worker {rank}" for rank in range(options.ranks)),
         frames=frames,

@@ -23,7 +23,7 @@ _TEXT = (
     " then the ring sends the sum to all"
 )
 _ABOUT = (
-    "MapReduce (Dean & Ghemawat, 2004) as in `paceline data count`: each rank counts the words of"
+    "MapReduce (Dean & Ghemawat, 2004) as in paceline data count: each rank counts the words of"
     " its part of the text (map, with a combiner that adds up equal words), sends each pair to the"
     " rank that its word belongs to by a checksum (shuffle), and adds up the counts of its words"
     " (reduce). Each word ends on exactly one rank, so no rank needs the full table. The sizes are"

@@ -83,11 +83,19 @@ class WorkerStep:
 
 
 @dataclass(frozen=True)
+class TableVersion:
+    """The table of the server from a time on: at the start, and after each update."""
+
+    since_s: float
+    values: list[float]
+
+
+@dataclass(frozen=True)
 class RankServed:
-    """The recording of one rank. ``table``: the values of the server at the start and the end."""
+    """The recording of one rank. ``versions``: of the server's table."""
 
     steps: list[WorkerStep]
-    table: list[list[float]]
+    versions: list[TableVersion]
     staleness: int | None
     counted_bytes: int
 
@@ -96,16 +104,14 @@ def record(options: ExplainOptions) -> Recording:
     """Train an embedding table on real workers and a server.
 
     The figures: ``algorithm, ranks, steps: [[{ids, rows, stale}]]`` (of each worker; ``stale``:
-    pushes of other workers between its pull and the end of its push), ``table`` (at the start and
-    the end) and ``staleness`` (maximum number of steps that a worker was ahead of the slowest; null
-    with ``sync``).
+    updates by other workers between its pull and the update with its gradients), ``table`` (at the
+    start and the end), ``versions`` (the table at the start and after each update) and
+    ``staleness`` (maximum number of steps that a worker was ahead of the slowest; null with
+    ``sync``).
     """
     results: list[RankServed] = run_on_ranks(_record_rank, options.ranks, options.algorithm)
     workers, server = results[:-1], results[-1]
-    stale = [
-        [_stale_pushes(workers, rank, step) for step in worker.steps]
-        for rank, worker in enumerate(workers)
-    ]
+    stale = [[_stale_updates(server.versions, step) for step in worker.steps] for worker in workers]
     spans, begin = on_step_clock(
         span for rank, worker in enumerate(workers) for span in _spans(rank, worker)
     )
@@ -116,12 +122,14 @@ def record(options: ExplainOptions) -> Recording:
         ("Step of the first worker", f"{1000 * _mean_step_s(workers[0]):.0f} ms"),
         ("Sent by the server", human_bytes(server.counted_bytes)),
     ]
-    checks = [check_traffic(frames, [rank.counted_bytes for rank in results])]
-    if options.algorithm == "sync":
-        first = [worker.steps[0].rows for worker in workers]
-        values = [[server.table[0][row] for row in worker.steps[0].ids] for worker in workers]
-        checks.append(Check.equal("the pulled rows are those of the server", first, values))
-    else:
+    versions = [version.values for version in server.versions]
+    updates = (1 if options.algorithm == "sync" else len(workers)) * _STEPS
+    checks = [
+        check_traffic(frames, [rank.counted_bytes for rank in results]),
+        Check.equal("number of updates of the table", updates, len(versions) - 1),
+        Check.equal("every pulled row is the server's", [], _unknown(workers, versions)),
+    ]
+    if options.algorithm != "sync":
         bound = _MAX_STALENESS if options.algorithm == "bounded" else None
         facts.append(("Most steps ahead of the slowest", str(staleness)))
         checks.append(
@@ -154,20 +162,28 @@ def record(options: ExplainOptions) -> Recording:
                 ]
                 for rank, worker in enumerate(workers)
             ],
-            "table": server.table,
+            "table": [versions[0], versions[-1]],
+            "versions": versions,
             "staleness": staleness,
         },
     )
 
 
-def _stale_pushes(workers: list[RankServed], rank: int, step: WorkerStep) -> int:
-    """Return how many pushes of other workers were complete between a step's pull and its push."""
-    return sum(
-        step.pulled_s < other.pushed_s < step.pushed_s
-        for number, worker in enumerate(workers)
-        for other in worker.steps
-        if number != rank
-    )
+def _stale_updates(versions: list[TableVersion], step: WorkerStep) -> int:
+    """Return the number of updates between the pull of a step and the update with its gradients."""
+    updates = sum(step.pulled_s < version.since_s < step.pushed_s for version in versions)
+    return max(0, updates - 1)
+
+
+def _unknown(workers: list[RankServed], versions: list[list[float]]) -> list[tuple[int, float]]:
+    """Return the pulled rows (id, value) that the table had neither at the start nor later."""
+    return [
+        (row, value)
+        for worker in workers
+        for step in worker.steps
+        for row, value in zip(step.ids, step.rows, strict=True)
+        if value not in [values[row] for values in versions]
+    ]
 
 
 def _mean_step_s(worker: RankServed) -> float:
@@ -197,23 +213,20 @@ def _frames(
             moments.append((step.pulled_s, rank, number, False))
             moments.append((step.pushed_s, rank, number, True))
     state: list[tuple[Row, ...]] = [(Row("rows", _blank()),) for _ in workers]
-    start = (Row("table", cells_of(server.table[0])),)
+    before = server.versions[0].values
     frames = [
         Frame(
             "The table is on the server. A cell stands for a row of the table.",
-            (*state, start),
+            (*state, (Row("table", cells_of(before)),)),
             time_s=0.0,
         )
     ]
-    changed = list(start)
     for time_s, rank, number, is_push in sorted(moments):
         step = workers[rank].steps[number]
         if is_push:
-            number_stale = stale[rank][number]
-            pushes = "1 push" if number_stale == 1 else f"{number_stale} pushes"
             text = (
-                f"Worker {rank}, step {number + 1}: its gradients are pushed ({pushes} of others in"
-                " between)."
+                f"Worker {rank}, step {number + 1}: its gradients are applied"
+                f" ({counted(stale[rank][number], 'update')} by others since its pull)."
             )
             messages: tuple[Message, ...] = (Message(rank, last, "gradients", step.push_bytes),)
         else:
@@ -230,13 +243,27 @@ def _frames(
                 Message(rank, last, "ids", step.pull_bytes),
                 Message(last, rank, "rows", step.rows_bytes),
             )
-        frames.append(
-            Frame(text, (*state, tuple(changed)), messages=messages, time_s=time_s - begin)
-        )
+        table = _table_at(server.versions, time_s)
+        row = _table_row(table, before)
+        before = table
+        frames.append(Frame(text, (*state, (row,)), messages=messages, time_s=time_s - begin))
     end_s = max(moment[0] for moment in moments) - begin
-    end = (Row("table", cells_of(server.table[1], "done")),)
+    end = (Row("table", cells_of(server.versions[-1].values, "done")),)
     frames.append(Frame("The table at the end.", (*state, end), time_s=end_s))
     return tuple(frames)
+
+
+def _table_at(versions: list[TableVersion], time_s: float) -> list[float]:
+    return [each.values for each in versions if each.since_s <= time_s][-1]
+
+
+def _table_row(values: list[float], before: list[float]) -> Row:
+    """Return the table, with the rows that an update has changed since ``before``."""
+    cells = [
+        Cell(number_text(value), tone="" if value == old else "new")
+        for value, old in zip(values, before, strict=True)
+    ]
+    return Row("table", tuple(cells))
 
 
 def _blank() -> tuple[Cell, ...]:
@@ -309,8 +336,14 @@ def _record_rank(world: Communicator, consistency: str) -> RankServed:
         return True
 
     traffic = world.traffic
-    shards = strategy.shards
-    start = _values(shards[0].values) if shards else []
+    versions: list[TableVersion] = []
+
+    def keep_table(*_: object) -> None:
+        versions.append(TableVersion(time.perf_counter(), _values(strategy.shards[0].values)))
+
+    if strategy.shards:
+        keep_table()
+        strategy.optimizer.register_step_post_hook(keep_table)
     world.barrier()
     steps = []
     for _ in range(_STEPS):
@@ -342,9 +375,8 @@ def _record_rank(world: Communicator, consistency: str) -> RankServed:
         size for kind, size in traffic.snapshot().items() if kind in ("pull", "push")
     )
     world.barrier()
-    table = [start, _values(shards[0].values)] if shards else []
     close_servers(strategy)
-    return RankServed(steps, table, staleness, counted_bytes)
+    return RankServed(steps, versions, staleness, counted_bytes)
 
 
 def _values(tensor: torch.Tensor) -> list[float]:

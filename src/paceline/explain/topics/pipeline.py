@@ -140,7 +140,7 @@ def record(options: ExplainOptions) -> Recording:
         facts=(
             ("Step", f"{1000 * end_s:.1f} ms"),
             ("Bubble, measured", f"{100 * bubble:.0f} %"),
-            ("Bubble of equal passes with 1f1b", f"{100 * ideal:.0f} %"),
+            ("Bubble of equal passes with gpipe or 1f1b", f"{100 * ideal:.0f} %"),
             ("Sent by rank 0", human_bytes(results[0].counted_bytes)),
         ),
         spans=tuple(spans),

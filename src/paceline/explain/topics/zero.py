@@ -57,7 +57,8 @@ _ABOUT = (
     " per parameter). Under DDP each rank stores all of it; each stage of ZeRO (Rajbhandari et al.,"
     " 2020) shards one more of the three across the ranks. The bars are measured storage in a small"
     " training with float32 weights and AdamW; dashed lines are the strategy's prediction. The"
-    " timeline has one step of each stage, one after another."
+    " timeline has one step of each stage, one after another. Ψ is the number of parameters: with"
+    " N ranks, a rank sends (N-1)/N of what its collectives move."
 )
 
 
@@ -85,13 +86,15 @@ class RankStage:
 def record(options: ExplainOptions) -> Recording:
     """Record two steps of a small training under each stage.
 
-    The figures: ``ranks`` and ``stages: [{mode, declared, ranks, traffic}]``, where ``declared`` is
-    the strategy's prediction for the rank that uses most, with its ``traffic``, and ``ranks`` and
-    ``traffic`` (per step, of the rank that sends most) were measured.
+    The figures: ``ranks`` and ``stages: [{mode, declared, ranks, traffic, moved}]``, where
+    ``declared`` is the strategy's prediction for the rank that uses most, with its ``traffic``, and
+    ``ranks`` and ``traffic`` (per step, of the rank that sends most) were measured. ``moved`` is
+    what the collectives move, as a multiple of the parameters: 2 for an all-reduce of the
+    gradients.
     """
     results: list[list[RankStage]] = run_on_ranks(_measure_rank, options.ranks)
     stages = [list(stage) for stage in zip(*results, strict=True)]
-    frames, spans, checks, offset_s = [], [], [], 0.0
+    frames, spans, checks, moved_psi, offset_s = [], [], [], [], 0.0
     for stage in stages:
         moved, _ = on_step_clock(span for rank in stage for span in rank.spans)
         spans += [
@@ -99,7 +102,8 @@ def record(options: ExplainOptions) -> Recording:
             for span in moved
         ]
         offset_s += max(span.end_s for span in moved)
-        frame = _frame(stage, offset_s)
+        moved_psi.append(_moved_psi(stage, stages[0]))
+        frame = _frame(stage, offset_s, moved_psi[-1])
         frames.append(frame)
         traffic = check_traffic([frame], [rank.counted_bytes for rank in stage])
         checks += [replace(traffic, name=f"{stage[0].mode}: {traffic.name}"), _memory_check(stage)]
@@ -111,7 +115,8 @@ def record(options: ExplainOptions) -> Recording:
         frames=tuple(frames),
         checks=tuple(checks),
         facts=tuple(
-            (f"{stage[0].mode}, per rank", human_bytes(_fullest(stage))) for stage in stages
+            (f"{stage[0].mode}: stored, moved", f"{human_bytes(_fullest(stage))}, {psi:.2f} Ψ")
+            for stage, psi in zip(stages, moved_psi, strict=True)
         ),
         spans=tuple(spans),
         figures={
@@ -121,15 +126,26 @@ def record(options: ExplainOptions) -> Recording:
                     "mode": stage[0].mode,
                     "declared": stage[0].declared,
                     "ranks": [rank.sizes for rank in stage],
-                    "traffic": max(rank.counted_bytes for rank in stage),
+                    "traffic": _sent_bytes(stage),
+                    "moved": psi,
                 }
-                for stage in stages
+                for stage, psi in zip(stages, moved_psi, strict=True)
             ],
         },
     )
 
 
-def _frame(stage: list[RankStage], time_s: float) -> Frame:
+def _sent_bytes(stage: list[RankStage]) -> int:
+    return max(rank.counted_bytes for rank in stage)
+
+
+def _moved_psi(stage: list[RankStage], ddp: list[RankStage]) -> float:
+    """Return what the collectives of a step move, in units of the parameters."""
+    ranks = len(stage)
+    return _sent_bytes(stage) * ranks / (ranks - 1) / ddp[0].sizes["parameters"]
+
+
+def _frame(stage: list[RankStage], time_s: float, moved_psi: float) -> Frame:
     first = stage[0]
     rows = tuple(
         tuple(
@@ -138,10 +154,11 @@ def _frame(stage: list[RankStage], time_s: float) -> Frame:
         )
         for rank in stage
     )
-    sent = human_bytes(max(rank.counted_bytes for rank in stage))
+    sent = human_bytes(_sent_bytes(stage))
     total = human_bytes(_fullest(stage))
     return Frame(
-        f"{STAGES[first.mode]} {total} on the rank that uses most; {sent} sent per step.",
+        f"{STAGES[first.mode]} {total} on the rank that uses most; {sent} sent per step"
+        f" (collectives move {moved_psi:.2f} Ψ).",
         rows,
         phase=first.mode,
         collectives=collectives_of([rank.calls for rank in stage]),

@@ -79,6 +79,14 @@ function topicCard({ name, algorithms, is_recorded }, ctx, state) {
       button.disabled = false;
     }
   });
+  const inTerminal = h("div");
+  const showCommand = () => {
+    const isDefault = !algorithms.length || variant.value === algorithms[0];
+    const option = isDefault ? "" : ` --algorithm ${variant.value}`;
+    put(inTerminal, command(`paceline explain ${name}${option}`));
+  };
+  variant.addEventListener("change", showCommand);
+  showCommand();
   if (is_recorded) play();
   return card(
     t(`learn.${name}`),
@@ -94,7 +102,7 @@ function topicCard({ name, algorithms, is_recorded }, ctx, state) {
     ),
     ctx.hasToken() ? null : h("p", {}, t("learn.no_token")),
     h("p", { class: "small muted" }, t("learn.command")),
-    command(`paceline explain ${name}`),
+    inTerminal,
     place,
   );
 }
