@@ -17,7 +17,7 @@ _CHAR, _SMALL_CHAR, _TINY_CHAR = 6.7, 6.0, 5.3
 _MIN_CELL, _MAX_NEEDED_CELL = 30, 62
 _COLORS = 6
 _MIN_SCALE = 0.85
-_MAX_PICTURE_FRAMES = 5
+_MAX_PICTURE_FRAMES, _MAX_KEY_FRAMES = 5, 7
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ class Drawing:
                     x = left + room * span.start_s / end_s
                     width = max(1.2, room * (min(span.end_s, until_s) - span.start_s) / end_s)
                     color = f"c{self.kinds.index(span.kind) % _COLORS}"
-                    duration = f"{span.label}: {1000 * (span.end_s - span.start_s):.2f} ms"
+                    duration = f"{span.label}: {_time_text(span.end_s - span.start_s)}"
                     parts.append(
                         f"<g><title>{escape(duration)}</title>{_rect(x, y, width, 18, color)}"
                     )
@@ -326,9 +326,8 @@ class Drawing:
         for tick in range(3):
             at = left + room * tick / 2
             anchor = ("left", "mid", "end")[tick]
-            parts.append(
-                _text(f"{500 * end_s * tick:.4g} ms", at, y + 10, f"{anchor} small soft", 90)
-            )
+            time = _time_text(end_s * tick / 2)
+            parts.append(_text(time, at, y + 10, f"{anchor} small soft", 90))
         per_row = max(1, int(self.width // 130))
         for number, kind in enumerate(self.kinds):
             x = 130 * (number % per_row)
@@ -336,6 +335,10 @@ class Drawing:
             parts.append(_rect(x, top, 12, 12, f"c{number % _COLORS}"))
             parts.append(_text(kind, x + 17, top + 6.5, "left small", 110))
         return "".join(parts)
+
+
+def _time_text(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{1000 * seconds:.4g} ms"
 
 
 def _collective_label(collective: Collective) -> str:
@@ -444,7 +447,7 @@ def _key_frames(recording: Recording) -> list[int]:
     """Return the frames that a static picture shows."""
     marked = [number for number, frame in enumerate(recording.frames) if frame.is_key]
     numbers = marked or list(range(len(recording.frames)))
-    if len(numbers) <= _MAX_PICTURE_FRAMES:
+    if len(numbers) <= (_MAX_KEY_FRAMES if marked else _MAX_PICTURE_FRAMES):
         return numbers
     last = _MAX_PICTURE_FRAMES - 1
     return [numbers[round(place * (len(numbers) - 1) / last)] for place in range(last + 1)]

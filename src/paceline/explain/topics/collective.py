@@ -137,7 +137,7 @@ def _step_figures(step: Step) -> dict[str, object]:
 def _frames(
     steps: list[Step], segments: list[tuple[int, int]], states: list[list[list[int]]]
 ) -> tuple[Frame, ...]:
-    frames = [Frame(_START, _rows(segments, states[0], states[0]))]
+    frames = [Frame(_START, _rows(segments, states[0], states[0]), is_key=True)]
     totals = Counter(step.phase for step in steps)
     for number, step in enumerate(steps):
         sent_bytes = sum(send.count for send in step.sends) * _ELEMENT_BYTES
@@ -149,6 +149,7 @@ def _frames(
                 _rows(segments, states[number + 1], states[number]),
                 phase=step.phase,
                 messages=tuple(_message(send, segments) for send in step.sends),
+                is_key=True,
             )
         )
     return tuple(frames)

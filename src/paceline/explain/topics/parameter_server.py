@@ -219,6 +219,7 @@ def _frames(
             "The table is on the server. A cell stands for a row of the table.",
             (*state, (Row("table", cells_of(before)),)),
             time_s=0.0,
+            is_key=True,
         )
     ]
     for time_s, rank, number, is_push in sorted(moments):
@@ -246,10 +247,18 @@ def _frames(
         table = _table_at(server.versions, time_s)
         row = _table_row(table, before)
         before = table
-        frames.append(Frame(text, (*state, (row,)), messages=messages, time_s=time_s - begin))
+        frames.append(
+            Frame(
+                text,
+                (*state, (row,)),
+                messages=messages,
+                time_s=time_s - begin,
+                is_key=number == 0,
+            )
+        )
     end_s = max(moment[0] for moment in moments) - begin
     end = (Row("table", cells_of(server.versions[-1].values, "done")),)
-    frames.append(Frame("The table at the end.", (*state, end), time_s=end_s))
+    frames.append(Frame("The table at the end.", (*state, end), time_s=end_s, is_key=True))
     return tuple(frames)
 
 

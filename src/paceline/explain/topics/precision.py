@@ -161,11 +161,13 @@ def _frames(results: list[RankNumbers]) -> tuple[Frame, ...]:
     frames = []
     for name, note in (
         ("float32", "numbers in float32, of which 24 bits are significant"),
-        ("bfloat16", "the same in bfloat16: the range is kept, but 1.001 becomes 1"),
-        ("float16", "the same in float16: finer, but 70,000 overflows and 1e-8 becomes zero"),
+        ("bfloat16", "in bfloat16: the range of float32, but 1.001 becomes 1"),
+        ("float16", "in float16: finer, but 70,000 overflows and 1e-8 becomes zero"),
     ):
         cells = [_number_cells(rank.rounded[name]) for rank in results]
-        frames.append(Frame(f"{note[0].upper()}{note[1:]}.", rows(name, cells), is_key=True))
+        frames.append(
+            Frame(f"{note[0].upper()}{note[1:]}.", rows(name, cells), is_key=name != "float32")
+        )
     cells = [
         tuple(Cell(f"{name} {number:.4f}") for name, number in rank.updated.items())
         for rank in results
@@ -179,8 +181,9 @@ def _frames(results: list[RankNumbers]) -> tuple[Frame, ...]:
         )
         for rank in results
     ]
-    text = f"A gradient of {_SMALL_SLOPE:g} in float16: zero, unless the loss is scaled by 65,536."
-    frames.append(Frame(text, rows("gradient", cells)))
+    slope = number_text(_SMALL_SLOPE)
+    text = f"A gradient of {slope} in float16: zero, unless the loss is scaled by 65,536."
+    frames.append(Frame(text, rows("gradient", cells), is_key=True))
     for number, attempt in enumerate(results[0].attempts):
         frames.append(_attempt_frame(results, number, attempt))
     return tuple(frames)
@@ -206,7 +209,7 @@ def _attempt_frame(results: list[RankNumbers], number: int, attempt: Attempt) ->
             for each in attempts
         ),
         collectives=collectives_of([each.calls for each in attempts], "gradient"),
-        is_key=True,
+        is_key=number < 2,
     )
 
 

@@ -177,7 +177,7 @@ def _replay(
             state.losses[step] = loss
             again = ", again with the loss of the first time" if step in state.repeated else ""
             text = f"Step {step}: loss {loss:.4f}{again}."
-            is_key = step == _STEPS
+            is_key = step == _STEPS or (step in state.repeated and len(state.repeated) == 1)
             name = "restart" if is_restarting else "step"
             spans += [
                 Span(rank, "steps", name, str(step), step_start_s, time_s) for rank in range(ranks)
@@ -209,7 +209,7 @@ def _rows(state: RunState, ranks: int, is_lost: bool) -> tuple[tuple[Row, ...], 
 
     def steps(rank: int) -> tuple[Cell, ...]:
         if is_lost and rank == ranks - 1:
-            return tuple(Cell("lost", tone="wrong") for _ in range(_STEPS))
+            return (Cell("lost", tone="wrong"),)
         return tuple(
             Cell("", tone="idle")
             if step not in state.losses
