@@ -41,8 +41,7 @@ for name, steps in {"naive": NAIVE, "tree": TREE, "ring": RING, "halving": HALVI
     sent = [0] * N
     for source, _, _, count, _ in chain(*steps):
         sent[source] += count / N
-    for elements in (256, 2**20):
-        times_s = []
+    for elements, times_s in ((256, []), (2**20, [])):
         for _ in range(30):  # the fastest round counts
             tensor = torch.full((elements,), 2.0**RANK)
             dist.barrier()
