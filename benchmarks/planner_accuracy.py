@@ -1,5 +1,6 @@
 """Compare the planner's step times and memory with published results, each project left out of the
-fit of all constants; with `--refit`, write the constants fitted to all projects."""
+fit of all constants; with `--refit`, write the constants fitted to all projects; with `--rows
+FILE`, compare the constants of the table with the results in another file of the same columns."""
 
 import argparse
 import json
@@ -11,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from planner_fit import FAMILY_PRODUCTS, Array, MemoryProblem, Prior, TimeProblem
+from planner_cpu import read_cpu_rows
+from planner_fit import FAMILY_PRODUCTS, Array, CpuProblem, MemoryProblem, Prior, TimeProblem
 from planner_plot import scatter
 from planner_rows import Row, read_rows
 
 from paceline.planner.memory.parts import memory_parts
-from paceline.planner.memory.total import memory_bytes, memory_coefficients
+from paceline.planner.memory.total import MemoryKind, memory_bytes, memory_coefficients
+from paceline.planner.time.constants import coefficients_of, constants, spread_of
+from paceline.planner.time.rates import rates_of
+from paceline.planner.time.step import step_time
+from paceline.planner.time.work import count_work
 
 DEVICES = Path(__file__).parent.parent / "src/paceline/planner/devices.json"
 #: Share of the published results that the stated range of a time covers.
@@ -178,22 +184,11 @@ def evaluate() -> tuple[dict[str, Any], LeftOut, LeftOut]:
 
 def table(report: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
-    lines = ["| | rows | median % | p90 % |", "| --- | ---: | ---: | ---: |"]
-
-    def add(name: str, figures: dict[str, Any]) -> None:
-        lines.append(f"| {name} | {figures['rows']} | {figures['median']} | {figures['p90']} |")
-        for project, values in figures.get("projects", {}).items():
-            numbers = f"{values['rows']} | {values['median']} | {values['p90']}"
-            lines.append(f"| &nbsp;&nbsp;{project} | {numbers} |")
-
-    for name, figures in report["tokens_per_s"].items():
-        add(f"**tokens/s: {name}**", figures)
-    add("**memory**", report["memory"])
     fits, layouts = report["fits"], report["layouts"]
     covered = report["coverage_of_80_percent_range"]
     return "\n".join(
         [
-            *lines,
+            *error_lines(report),
             "",
             f"- The stated 80 % range covers {covered} % of the rows.",
             f"- In {layouts['right']} of {layouts['groups']} comparisons of layouts, the first"
@@ -208,6 +203,83 @@ def table(report: dict[str, Any]) -> str:
     )
 
 
+def error_lines(report: dict[str, Any]) -> list[str]:
+    """Return the rows of a table of the errors of times and memory."""
+    lines = ["| | rows | median % | p90 % |", "| --- | ---: | ---: | ---: |"]
+
+    def add(name: str, figures: dict[str, Any]) -> None:
+        lines.append(f"| {name} | {figures['rows']} | {figures['median']} | {figures['p90']} |")
+        for project, values in figures.get("projects", {}).items():
+            numbers = f"{values['rows']} | {values['median']} | {values['p90']}"
+            lines.append(f"| &nbsp;&nbsp;{project} | {numbers} |")
+
+    for name, figures in report["tokens_per_s"].items():
+        add(f"**tokens/s: {name}**", figures)
+    add("**memory**", report["memory"])
+    return lines
+
+
+# -- other results
+def compare(path: Path) -> dict[str, Any]:
+    """Return the errors of the predictions with the constants of the table for the results in a
+    file."""
+    rows, omitted = read_rows(path)
+    timed = [row for row in rows if row.tokens_per_s]
+    sized = [row for row in rows if row.memory_bytes]
+    seconds = np.array([_seconds(row) for row in timed])
+    published = np.array([row.step_s for row in timed])
+    errors = np.abs(published / seconds - 1)
+    limits = np.array([spread_of(row.device) for row in timed])
+    rows_of_chip = [constants().get(f"products: {row.device.chip}") for row in timed]
+    known = np.array([value is not None for value in rows_of_chip], dtype=bool)
+    memory = np.array([_bytes(row, row.memory_kind) / (row.memory_bytes or 1) - 1 for row in sized])
+    fits = [_bytes(row, "allocated") <= row.device.driver_memory_bytes for row in rows]
+    times = LeftOut(timed, seconds, published, known)
+    sizes = LeftOut(sized, memory, memory, np.ones(len(sized), dtype=bool))
+    return {
+        "omitted": omitted,
+        "tokens_per_s": {
+            "chip of the fit": summary(errors[known])
+            | {"projects": by_project(times, errors, known)},
+            "other chip": summary(errors[~known]) | {"projects": by_project(times, errors, ~known)},
+        },
+        "coverage_of_80_percent_range": round(
+            100 * float((np.abs(np.log(published / seconds)) <= limits).mean()), 1
+        ),
+        "layouts": ranking(times),
+        "memory": summary(np.abs(memory))
+        | {"projects": by_project(sizes, np.abs(memory), sizes.is_known)},
+        "fits": {"rows": len(rows), "said_not_to_fit": len(rows) - sum(fits)},
+    }
+
+
+def _seconds(row: Row) -> float:
+    reached = coefficients_of(row.setup, row.device, constants())
+    return step_time(count_work(row.setup, rates_of(row.setup, row.device)), reached).total_s
+
+
+def _bytes(row: Row, kind: MemoryKind) -> float:
+    coefficients = memory_coefficients(row.setup, kind, constants())
+    return memory_bytes(memory_parts(row.setup), coefficients)
+
+
+def compared_table(figures: dict[str, Any]) -> str:
+    """Return the figures of :func:`compare` as Markdown."""
+    fits, layouts = figures["fits"], figures["layouts"]
+    return "\n".join(
+        [
+            *error_lines(figures),
+            "",
+            f"- The stated 80 % range covers {figures['coverage_of_80_percent_range']} % of the"
+            " rows.",
+            f"- In {layouts['right']} of {layouts['groups']} comparisons of layouts, the first"
+            " choice is the best one or within 5 % of it.",
+            f"- {fits['said_not_to_fit']} of {fits['rows']} runs are said not to fit.",
+            *[f"- Left out: {count} rows ({why})" for why, count in figures["omitted"].items()],
+        ]
+    )
+
+
 # -- the constants
 def refit(path: Path = DEVICES) -> None:
     """Fit all constants to all rows and write them to the table of devices."""
@@ -215,6 +287,8 @@ def refit(path: Path = DEVICES) -> None:
     times = TimeProblem([row for row in rows if row.tokens_per_s])
     memory = MemoryProblem([row for row in rows if row.memory_bytes])
     constants = {**_entries(times), **_entries(memory)}
+    for name, entry in _entries(CpuProblem(read_cpu_rows())).items():
+        constants.setdefault(name, entry)
     for family, prior in FAMILY_PRODUCTS.items():
         constants[f"products: {family}"] = _entry(prior.median, prior, 0)
     left_out = leave_out(times)
@@ -230,7 +304,7 @@ def refit(path: Path = DEVICES) -> None:
     path.write_text(_table_text(content["about"], constants, widths, content["devices"]), "utf-8")
 
 
-def _entries(problem: TimeProblem | MemoryProblem) -> dict[str, dict[str, Any]]:
+def _entries(problem: TimeProblem | MemoryProblem | CpuProblem) -> dict[str, dict[str, Any]]:
     fitted = problem.fit(np.ones(len(problem.rows)))
     return {
         name: _entry(fitted[name], prior, problem.rows_of(name))
@@ -276,7 +350,14 @@ def main() -> int:
     parser.add_argument("--refit", action="store_true", help="write the constants to devices.json")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write FILE.md, .json and .svg")
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="other results; nothing is fitted to them"
+    )
     options = parser.parse_args()
+    if options.rows is not None:
+        figures = compare(options.rows)
+        print(json.dumps(figures, indent=2) if options.json else compared_table(figures))
+        return 0
     if options.refit:
         refit()
         print(f"wrote {DEVICES}", file=sys.stderr)

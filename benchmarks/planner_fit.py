@@ -14,10 +14,12 @@ from planner_rows import Row
 from scipy.optimize import least_squares
 
 from paceline.planner.devices import Device
+from paceline.planner.machine.profile import DeviceRates, MeasuredLink, ProductCurve
 from paceline.planner.memory.parts import MemoryParts, memory_parts
 from paceline.planner.memory.total import MemoryCoefficients, memory_bytes, memory_factors
-from paceline.planner.time.constants import Factors, factors_of
-from paceline.planner.time.rates import rates_of
+from paceline.planner.setup import TrainingSetup
+from paceline.planner.time.constants import Factors, cpu_factors, factors_of, on_cpu
+from paceline.planner.time.rates import cpu_rates, curve_of, rates_of
 from paceline.planner.time.step import Coefficients, step_time
 from paceline.planner.time.work import Work, count_work
 
@@ -129,6 +131,20 @@ MEMORY_PRIORS: dict[str, Prior] = {
     "memory: workspaces": Prior(0.5 * 2**30, 0.5, "cuBLAS and NCCL"),
     "memory: context": Prior(1.0 * 2**30, 0.5, "CUDA context, cuBLAS and NCCL"),
 }
+#: Priors of the constants of CPU ranks, relative to the rates that `paceline doctor` measures.
+CPU_PRIORS: dict[str, Prior] = {
+    "cpu: products": Prior(1.0, 0.1, "measured alone"),
+    "cpu: attention": Prior(1.0, 0.3, "measured alone"),
+    "cpu: stream": Prior(2.3, 0.5, _COUNTED),
+    "cpu: logits": Prior(1.0, 0.5, _COUNTED),
+    "cpu: optimizer": Prior(1.2, 0.3, _COUNTED),
+    "cpu: operations": Prior(50.0, 0.5, "operations of a layer's forward pass, counted"),
+    "cpu: link": Prior(1.0, 0.3, "measured alone"),
+    "cpu: messages": Prior(1.0, 0.5, "measured between computations"),
+    "cpu: overlap": Prior(0.5, 0.5),
+    "cpu: bubble": Prior(1.0, 0.1, "Narayanan et al., 2021; a rank is faster while others idle"),
+    "cpu: overhead": Prior(10e-3, 0.5),
+}
 #: Scale of errors: that of the published figures and of the model.
 _SCALE = 0.08
 _MEMORY_SCALE = 0.05
@@ -141,11 +157,36 @@ def chip_prior(device: Device) -> Prior:
     return BEST_PRODUCTS.get(device.chip) or FAMILY_PRODUCTS[device.family]
 
 
+@dataclass(frozen=True)
+class CpuRow:
+    """A measured run on CPU ranks, with the rates that were measured there.
+
+    Args:
+        project: what is left out of a fit together: the size of the model.
+    """
+
+    name: str
+    project: str
+    setup: TrainingSetup
+    rates: DeviceRates
+    link: MeasuredLink
+    step_s: float
+
+    @property
+    def curve(self) -> ProductCurve:
+        curve = curve_of(self.rates, None)
+        assert curve is not None
+        return curve
+
+
 class _Problem:
     """Published figures of rows, and the constants that the prediction of each depends on."""
 
+    #: Whether rows that the model does not explain count little.
+    is_robust = True
+
     def __init__(
-        self, rows: Sequence[Row], priors: dict[str, Prior], factors: list[Factors], scale: float
+        self, rows: Sequence[Any], priors: dict[str, Prior], factors: list[Factors], scale: float
     ) -> None:
         self.rows, self.priors, self.scale = rows, priors, scale
         self.names = list(priors)
@@ -187,8 +228,8 @@ class _Problem:
 
         def residuals(logarithms: Array) -> Array:
             errors = np.log(self._predict(logarithms) / published) / self.scale
-            # Cauchy: rows that the model does not explain count little.
-            errors = np.sign(errors) * np.sqrt(np.log1p(errors**2))
+            if self.is_robust:  # Cauchy
+                errors = np.sign(errors) * np.sqrt(np.log1p(errors**2))
             return np.concatenate([errors * weights, (logarithms - medians) / widths])
 
         solution = least_squares(residuals, medians, method="trf", x_scale=widths, max_nfev=60)
@@ -248,3 +289,27 @@ class MemoryProblem(_Problem):
     def _evaluate(self, coefficients: dict[str, Array]) -> Array:
         factors = MemoryCoefficients(**coefficients)  # type: ignore[arg-type]
         return np.asarray(memory_bytes(self.parts, factors))
+
+
+class CpuProblem(_Problem):
+    """The seconds of the steps of CPU ranks, all of which were measured in the same way."""
+
+    is_robust = False
+
+    def __init__(self, rows: Sequence[CpuRow], priors: dict[str, Prior] | None = None) -> None:
+        works = []
+        for row in rows:
+            bandwidth = row.link.bandwidth_bytes_s
+            assert bandwidth is not None
+            rates = cpu_rates(row.rates, row.curve, bandwidth, row.link.message_s)
+            works.append(count_work(row.setup, rates))
+        self.work = Work(**_stacked(works))  # type: ignore[arg-type]
+        self.curve = ProductCurve(**_stacked([row.curve for row in rows]))  # type: ignore[arg-type]
+        priors = priors or CPU_PRIORS | {"dequantize": PRIORS["dequantize"]}
+        super().__init__(rows, priors, [cpu_factors()] * len(rows), _SCALE)
+
+    def published(self) -> Array:
+        return np.array([row.step_s for row in self.rows])
+
+    def _evaluate(self, coefficients: dict[str, Array]) -> Array:
+        return np.asarray(step_time(self.work, on_cpu(coefficients, self.curve)).total_s)

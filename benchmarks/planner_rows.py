@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
 from paceline.models.shape.dims import LanguageDims, dims_of
 from paceline.parallel.registry import layout
 from paceline.planner.assumed.keys import assume, parse_assumptions
@@ -122,16 +123,19 @@ def read_rows(path: Path = RESULTS) -> tuple[list[Row], dict[str, int]]:
 
 
 def _row(record: dict[str, str]) -> Row:
-    project = next(name for start, name in _PROJECTS.items() if record["source"].startswith(start))
+    project = _project(record["source"])
     dims = dims_of(_model(record))
     assert dims is not None
     config = _config(record)
     single = layout(config.parallel, 1, "single")
     setup = setup_of(config, dims, single, _number(record, "micro_batch"), _length(record))
-    setup = assume(setup, parse_assumptions(_assumptions(record, project, dims)))
+    try:
+        setup = assume(setup, parse_assumptions(_assumptions(record, project, dims)))
+    except ConfigError as error:
+        raise NotDescribed(error.what) from error
     if setup.world_size != int(record["num_gpus"]):
         raise NotDescribed("the sizes of the axes do not multiply to the number of GPUs")
-    device, _ = find_device(_DEVICES.get(record["hardware"], record["hardware"]))
+    device = _device(record["hardware"])
     speed, memory = record["tokens_per_s_per_gpu"], record["memory_gib"]
     keys = ("source", "hardware", "num_gpus", "model", "seq_len", "global_batch_tokens")
     keys += ("precision", "training", "lora_targets")
@@ -146,6 +150,31 @@ def _row(record: dict[str, str]) -> Row:
         record["strategy"],
         tuple(record[key] for key in keys),
     )
+
+
+def _project(source: str) -> str:
+    """Return the name of a project; of one that is not listed, that of its repository."""
+    for start, name in _PROJECTS.items():
+        if source.startswith(start):
+            return name
+    return source.partition(":")[0].rpartition("/")[2]
+
+
+def _software_of(record: dict[str, str], project: str) -> str:
+    """Return how kernels are launched: by the project's documentation, or by the row's fields."""
+    if project in _SOFTWARE:
+        return _SOFTWARE[project]
+    text = f"{record['source']} {record['strategy']}".lower()
+    if "megatron" in text or "nemo" in text:
+        return "fused"
+    return "compiled" if record["compile"] == "1" else "eager"
+
+
+def _device(name: str) -> Device:
+    try:
+        return find_device(_DEVICES.get(name, name))[0]
+    except ConfigError:
+        raise NotDescribed("the device is not in the table") from None
 
 
 def _number(record: dict[str, str], key: str) -> float:
@@ -213,7 +242,6 @@ def _assumptions(record: dict[str, str], project: str, dims: LanguageDims) -> li
     replicas = int(record["dp"])
     shard = int(record["shard"] or replicas) if stage else 1
     shard = max(1, min(shard, replicas))
-    software = _SOFTWARE.get(project, "compiled" if record["compile"] == "1" else "eager")
     values: dict[str, object] = {
         "data": replicas // shard,
         "shard": shard,
@@ -226,7 +254,7 @@ def _assumptions(record: dict[str, str], project: str, dims: LanguageDims) -> li
         "precision": "fp8" if "fp8" in record["precision"] else "bf16",
         "recompute": recompute,
         "recompute_share": 0.5 if record["activation_checkpointing"] == "selective-layer" else 1,
-        "software": software,
+        "software": _software_of(record, project),
         "attention": "flash-1" if project == "llm-foundry" else "flash",
         "fp8_scaling": _float8_scaling(record, project),
         "sequence_parallel": str(record["sp"] == "1").lower(),

@@ -29,7 +29,8 @@ from paceline.launch.host_checks import (
     check_threads,
     quick_checks,
 )
-from paceline.planner import machine_profile
+from paceline.planner.machine import profile as machine_profile
+from paceline.planner.machine.profile import DeviceRates, MeasuredLink, ProductCurve
 
 
 def test_warns_about_too_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,10 +152,11 @@ def test_profile_is_only_used_on_its_machine(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert machine_profile.read("cpu") is None
-    path = machine_profile.save("cpu", 2, 1, 1e-4, 1e9)
+    path = machine_profile.save("cpu", MeasuredLink(2, 1, 1e-4, 1e9))
     profile = machine_profile.read("cpu")
     assert profile is not None
-    assert (profile.host, profile.bandwidth_bytes_s) == (socket.gethostname(), 1e9)
+    assert profile.link is not None
+    assert (profile.host, profile.link.bandwidth_bytes_s) == (socket.gethostname(), 1e9)
     assert machine_profile.read("cuda") is None
     path.write_text(path.read_text().replace(socket.gethostname(), "another"))
     assert machine_profile.read("cpu") is None
@@ -167,11 +169,31 @@ def test_planner_reads_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = local_machine(2, True, False)
-    machine_profile.save("cpu", 2, 1, 1e-4, 123e6)
+    machine_profile.save("cpu", MeasuredLink(2, 1, 1e-4, 123e6))
     after = local_machine(2, True, False)
     assert after.link_bytes_s == 123e6 != before.link_bytes_s
     assert any("paceline doctor" in note for note in after.notes)
     assert local_machine(1, True, False).notes == before.notes
+
+
+def test_planner_uses_measured_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.planner.choose import local_machine
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    alone, both = (
+        DeviceRates(ranks, {"float32": ProductCurve(rate, 8.0, 16.0)}, 1e9, 1e10, 1e-6)
+        for ranks, rate in ((1, 8e10), (2, 5e10))
+    )
+    machine_profile.save("cpu", None, [alone])
+    machine_profile.save("cpu", MeasuredLink(2, 1, 1e-4, 1e9), [both])
+    machine = local_machine(2, True, None)
+    assert machine.rates_of(1) == alone
+    assert machine.rates_of(2) == both
+    scaled = machine.rates_of(4)
+    assert scaled is not None
+    assert scaled.products["float32"] == ProductCurve(2.5e10, 8.0, 16.0)
+    assert scaled.operation_s == both.operation_s
+    assert machine.message_s == 1e-4
 
 
 def test_checks_extras_that_the_config_needs() -> None:

@@ -49,6 +49,13 @@ def make_report(**fields: object) -> dict:
         "peak_memory_bytes": [2**30, 2**29],
         "state_memory_bytes": {"predicted": 2**20, "measured": 2**20},
         "traffic_bytes_per_step": {"predicted": 100, "measured": None},
+        "step_time_s": {
+            "predicted": 0.5,
+            "measured": 0.4,
+            "measured_steps": 29,
+            "range": None,
+            "parts": None,
+        },
         "restarts": 0,
         "resumed_from_step": None,
         "data": {"read": 500, "kept": 480, "truncated": 3, "dropped": {"empty": 20}},

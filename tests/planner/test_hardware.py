@@ -161,7 +161,10 @@ def test_machine_has_the_rates_of_its_device() -> None:
     assert "rates are not known" in unknown.notes[0]
     cpu = cpu_machine(4, None)
     assert 0 < cpu.memory_bytes <= available_memory() * 1.1 / 4
-    assert cpu.cpu_flops_s > 0
+    rates = cpu.rates_of(4)
+    assert rates is not None
+    assert rates.num_ranks == 4
+    assert rates.products["float32"].flops_s > 0
 
 
 def test_tf32_is_used_where_the_device_has_it() -> None:

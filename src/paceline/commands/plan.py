@@ -3,6 +3,7 @@
 import json
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.commands.options import (
@@ -98,6 +99,19 @@ def add_arguments(parser: OptionParser) -> None:
         help="from a failure to running ranks, without reading the checkpoint (default: 2min)",
     )
     parser.add_argument(
+        "--calibrate",
+        nargs="+",
+        type=Text("the folder of a finished run"),
+        metavar="RUN",
+        help="fit the predicted times to finished runs on this machine; later plans and `mode:"
+        " auto` use the result. Needs no config, and prints no plan",
+    )
+    parser.add_argument(
+        "--no-history",
+        action="store_true",
+        help="ignore earlier runs on this machine",
+    )
+    parser.add_argument(
         "--simulate",
         action="store_true",
         help="also simulate two steps of the configured mode (else of the chosen one) on fake"
@@ -109,6 +123,8 @@ def add_arguments(parser: OptionParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the plan."""
+    if args.calibrate:
+        return _calibrate(args)
     from paceline.planner.api import make_plan
     from paceline.planner.search.options import parse_options
 
@@ -124,7 +140,13 @@ def run(args: Namespace) -> int:
         args.restart_time,
     )
     plan = make_plan(
-        loaded.config, args.world_size, args.device_memory, args.device, args.assume, options
+        loaded.config,
+        args.world_size,
+        args.device_memory,
+        args.device,
+        args.assume,
+        options,
+        uses_history=not args.no_history,
     )
     simulation = None
     if args.simulate:
@@ -148,4 +170,36 @@ def run(args: Namespace) -> int:
             from paceline.simulation.table import simulation_table
 
             console.print(simulation_table(simulation, plan.machine))
+    return EXIT_DONE
+
+
+def _calibrate(args: Namespace) -> int:
+    """Fit the times to finished runs, and print each run's error before and after."""
+    from paceline.planner.machine import calibration
+    from paceline.planner.machine.history import read_run
+
+    runs = [read_run(Path(folder)) for folder in args.calibrate]
+    fitted = calibration.calibrate(runs)
+    path = calibration.save(fitted)
+    rows = [
+        {
+            "run": run.output_dir,
+            "measured_s": run.measured_s,
+            "predicted_s": run.predicted_s,
+            "calibrated_s": fitted.seconds(run.parts_s),
+        }
+        for run in runs
+    ]
+    names = ("computation", "launches", "traffic", "update")
+    factors = {name: getattr(fitted, name) for name in names}
+    if args.json:
+        print(json.dumps({"path": str(path), "factors": factors, "runs": rows}, indent=2))
+        return EXIT_DONE
+    for row in rows:
+        print(
+            f"{row['run']}: measured {row['measured_s']:.4g} s per step, predicted"
+            f" {row['predicted_s']:.4g} s, calibrated {row['calibrated_s']:.4g} s"
+        )
+    text = ", ".join(f"{name} × {factor:.3g}" for name, factor in factors.items())
+    print(f"calibration on {fitted.device}: {text}\nsaved for later plans: {path}")
     return EXIT_DONE

@@ -25,6 +25,18 @@ class PredictedTraffic(Predicted, total=False):
     bound: bool
 
 
+class StepTime(TypedDict):
+    """Seconds of a step as the planner predicts them, and as measured: the mean of all steps after
+    the first. ``range`` is that of 80 % of published results, and ``parts`` the prediction by kind
+    of work, before earlier runs on the machine correct it. None: not known."""
+
+    predicted: float | None
+    measured: float | None
+    measured_steps: int
+    range: list[float] | None
+    parts: dict[str, float] | None
+
+
 class SkippedBatches(TypedDict):
     """Batches that were skipped after loss spikes. ``steps`` are counted from 1."""
 
@@ -108,6 +120,7 @@ class Report(_AlwaysReported, total=False):
     ``best`` the best evaluation, if it is selected; ``stop_reason`` why the run ended before its
     last step."""
 
+    step_time_s: StepTime
     samples_per_second: float | None
     flops_per_device_s: float | None
     mfu: float | None
@@ -137,6 +150,7 @@ _PREDICTED_KEYS = tuple(Predicted.__annotations__)
 _INNER_KEYS = {
     "state_memory_bytes": (_PREDICTED_KEYS, _PREDICTED_KEYS),
     "traffic_bytes_per_step": (_PREDICTED_KEYS, tuple(PredictedTraffic.__annotations__)),
+    "step_time_s": (tuple(StepTime.__annotations__), tuple(StepTime.__annotations__)),
     "data": (("read", "kept", "dropped"), tuple(DataReport.__annotations__)),
 }
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from paceline.doctor.host_report import HostLink
     from paceline.doctor.hosts import HostsReport
     from paceline.doctor.links import PairRecord
+    from paceline.planner.machine.profile import RatesRecord
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ class DoctorOptions:
 
 
 class AllReduceRecord(TypedDict):
-    """A :class:`~paceline.distributed.link.Link` over all ranks, as JSON."""
+    """A :class:`~paceline.distributed.link.Link` over all ranks, as JSON, and what a small
+    all-reduce between computations adds."""
 
     latency_s: float
     bandwidth_bytes_s: float | None
@@ -69,6 +71,7 @@ class AllReduceRecord(TypedDict):
     sent_bytes: int
     wall_s: float
     num_hosts: int
+    busy_latency_s: float
 
 
 class DoctorReport(TypedDict, total=False):
@@ -80,6 +83,7 @@ class DoctorReport(TypedDict, total=False):
     all_reduce: AllReduceRecord | None
     host_links: list[HostLink]
     hosts: list[dict[str, JsonValue]]
+    rates: list[RatesRecord]
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,9 @@ def doctor(options: DoctorOptions) -> DoctorResult:
         checks += [CheckResult(**check) for check in measured["checks"]]
     elif not checks:  # under an outer launcher, rank 0 prints for all
         return DoctorResult(EXIT_DONE)
+    elif outer is None and not starts_ranks:
+        measured = _alone(devices.type)
+        checks += [CheckResult(**check) for check in measured["checks"]]
     if hosts is not None and not hosts.is_first:  # the endpoint host prints for all
         return DoctorResult(EXIT_DONE)
     report: DoctorReport = {
@@ -181,8 +188,9 @@ def doctor(options: DoctorOptions) -> DoctorResult:
         "all_reduce": measured["all_reduce"] if measured else None,
         "host_links": hosts.links if hosts else (measured or {}).get("host_links", []),
         "hosts": hosts.hosts if hosts else (measured or {}).get("hosts", []),
+        "rates": (measured or {}).get("rates", []),
     }
-    _save_profile(devices.type, report["all_reduce"])
+    _save_profile(devices.type, report["all_reduce"], report["rates"])
     return DoctorResult(EXIT_DONE if report["ok"] else EXIT_FAILED, report, checks)
 
 
@@ -302,6 +310,7 @@ def examine_rank(exam: HostExam, env: RankEnv, stop: StopFlag) -> Outcome:
     """Measure the network with the other ranks. A collective."""
     from paceline.distributed.communicator import init_communicator
     from paceline.doctor.links import check_links, measure_network
+    from paceline.doctor.rates import busy_latency_s, check_rates, measure_on_ranks
 
     checks: list[CheckResult] = []
     gradients = exam.gradient_bytes
@@ -320,13 +329,20 @@ def examine_rank(exam: HostExam, env: RankEnv, stop: StopFlag) -> Outcome:
     try:
         network = measure_network(world)
         checks += check_links(network, gradients)
+        rates = measure_on_ranks(world)
+        checks += check_rates(rates)
         report = {
             "checks": [check.as_dict() for check in checks],
             "links": [pair.record() for pair in network.pairs],
             "all_reduce": cast(
                 AllReduceRecord,
-                {**asdict(network.all_reduce), "num_hosts": len(set(network.hosts))},
+                {
+                    **asdict(network.all_reduce),
+                    "num_hosts": len(set(network.hosts)),
+                    "busy_latency_s": busy_latency_s(world),
+                },
             ),
+            "rates": [each.record() for each in rates],
             **between,
         }
         return _outcome(report if world.is_rank_zero else None)
@@ -421,20 +437,33 @@ def _devices(options: DoctorOptions, outer: RankEnv | None) -> Devices:
     return devices
 
 
-def _save_profile(device_type: str, link: AllReduceRecord | None) -> None:
-    """Save the measured link as this machine's profile, which the planner reads."""
-    from paceline.planner import machine_profile
+def _alone(device_type: str) -> DoctorReport:
+    """Measure the rates of a single device in this process."""
+    import torch
 
-    if link is None:
+    from paceline.doctor.rates import check_rates, measure_rates
+
+    rates = [measure_rates(torch.device(device_type))]
+    return {
+        "checks": [check.as_dict() for check in check_rates(rates)],
+        "links": [],
+        "all_reduce": None,
+        "rates": [each.record() for each in rates],
+    }
+
+
+def _save_profile(device_type: str, link: AllReduceRecord | None, rates: list[RatesRecord]) -> None:
+    """Save the measurements as this machine's profile, which the planner reads."""
+    from paceline.planner.machine import profile
+
+    if link is None and not rates:
         return
+    keys = ("num_ranks", "num_hosts", "latency_s", "bandwidth_bytes_s", "busy_latency_s")
+    measured = None
+    if link is not None:
+        measured = profile.MeasuredLink(**{key: link[key] for key in keys})  # type: ignore[literal-required]
     try:
-        path = machine_profile.save(
-            device_type,
-            link["num_ranks"],
-            link["num_hosts"],
-            link["latency_s"],
-            link["bandwidth_bytes_s"],
-        )
+        path = profile.save(device_type, measured, [profile.rates_from(each) for each in rates])
     except OSError as error:
         logger.warning("the measurements could not be saved for `paceline plan`: %s", error)
     else:

@@ -74,6 +74,7 @@ from paceline.parallel.registry import ParallelLayout, check_steps, mode_of
 from paceline.planner.choose import device_memory, local_machine
 from paceline.planner.devices import peak_rate
 from paceline.planner.estimate import with_accumulation
+from paceline.planner.run_prediction import predict_step
 from paceline.planner.scale.save_interval import with_save_interval
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared, Task
@@ -210,7 +211,17 @@ def prepare_run(
     peak = None
     if devices is not None and devices.type != "cpu":
         peak = peak_rate(devices.names[0], device_memory(), config.train_args.compute_format)
-    spec = RunSpec(config, derived, data, layout, device_type, started_at, resume_from, peak)
+    spec = RunSpec(
+        config,
+        derived,
+        data,
+        layout,
+        device_type,
+        started_at,
+        resume_from,
+        peak,
+        predict=predict_step,
+    )
     finished = None
     if path is not None and meta is not None:
         finished = check_resume(spec, path, meta, allow_config_change)

@@ -6,7 +6,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import nn
@@ -36,7 +36,7 @@ from paceline.models.shape.activations import Activations, language_activations
 from paceline.models.shape.dims import dims_of
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.base import Strategy
-from paceline.parallel.cost import Workload
+from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.parameter_server.cost import distinct_ids
 from paceline.parallel.registry import ParallelLayout, estimate_cost, get_spec
 from paceline.version import __version__
@@ -46,6 +46,24 @@ logger = logging.getLogger(__name__)
 #: Number of steps whose micro-batches are inspected to estimate the number of distinct IDs in a
 #: micro-batch.
 _COUNTED_STEPS = 8
+
+
+class StepPrediction(Protocol):
+    """The predicted time of a step: in seconds, the range that 80 % of published results are
+    within, and its parts."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def range_s(self) -> list[float] | None: ...
+    @property
+    def parts_s(self) -> dict[str, float] | None: ...
+
+
+class PredictStep(Protocol):
+    """Predicts the time of a run's step from its cost, up to a step; None if it is not known."""
+
+    def __call__(self, info: "RunInfo", cost: Cost, step: int) -> StepPrediction | None: ...
 
 
 @dataclass(frozen=True)
@@ -62,6 +80,7 @@ class RunInfo:
         shape: the shape of the model as the task has built it.
         predicts_activations: whether the model is a language model, whose dimensions determine the
             size of its activations.
+        predict: predicts the time of a step.
     """
 
     config: Config
@@ -78,6 +97,7 @@ class RunInfo:
     sources: tuple[SourceSize, ...]
     source_figures: tuple[SourceFigures, ...]
     predicts_activations: bool
+    predict: PredictStep | None = None
 
     @property
     def is_streamed(self) -> bool:

@@ -271,6 +271,7 @@ def plan(
     device_memory: str | int | None = None,
     device: str | None = None,
     assume: Sequence[str] = (),
+    uses_history: bool = True,
     search: bool = False,
     budget: str | None = None,
     deadline: str | None = None,
@@ -289,6 +290,8 @@ def plan(
         device_memory: of one device, in bytes or as text with a unit (``"24GB"``).
         device: name of a device (``"A100-80GB"``) instead of this machine's.
         assume: values of ``--assume``, as ``"tensor=8"``.
+        uses_history: whether earlier runs on this machine correct the times; False:
+            ``--no-history``.
         search, budget, deadline, price, network, storage, restart_time: as the options of the
             command with these names.
         overrides: further keys of the config; dotted ones as ``**{"train_args.precision":
@@ -305,7 +308,10 @@ def plan(
     fitted = fit_length(loaded).config
     prices = map(str, price)
     options = parse_options(search, budget, deadline, prices, network, storage, restart_time)
-    return make_plan(fitted, world_size, device_memory, device, assume, options).as_dict()
+    planned = make_plan(
+        fitted, world_size, device_memory, device, assume, options, uses_history=uses_history
+    )
+    return planned.as_dict()
 
 
 def make_plan(
@@ -315,6 +321,8 @@ def make_plan(
     device: str | None = None,
     assume: Sequence[str] = (),
     options: SearchOptions | None = None,
+    *,
+    uses_history: bool = True,
 ) -> Plan:
     """Do the same as :func:`plan`, but return an object."""
     options = options or SearchOptions()
@@ -344,6 +352,7 @@ def make_plan(
         machine = machine.with_notes(
             f"precision: {precision}, chosen by `precision: auto`: {reason}"
         )
+    machine = machine if uses_history else machine.without_history()
     parallel, notices = without_idle_offload(config.parallel, "cpu" if machine.is_cpu else "")
     config = config.model_copy(update={"parallel": parallel})
     machine = machine.with_notes(*(text for _, text in notices))

@@ -12,7 +12,6 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
 from paceline.core.processes import available_memory
-from paceline.distributed.link import Link
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.registry import (
     OTHER_TRAINING,
@@ -21,11 +20,13 @@ from paceline.parallel.registry import (
     layout,
     mode_of,
 )
-from paceline.planner import machine_profile
 from paceline.planner.advice import advise
 from paceline.planner.devices import recognize
 from paceline.planner.estimate import ModeEstimate, estimate, free_layout
 from paceline.planner.hardware import Machine, cpu_machine, named_machine, unknown_machine
+from paceline.planner.machine import profile as machine_profile
+from paceline.planner.machine.calibration import read as read_calibration
+from paceline.planner.machine.history import read_runs
 from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.model_profile import ModelProfile, describe
 from paceline.planner.search.details import bucket_size, loader_processes
@@ -393,7 +394,10 @@ def local_machine(
         ConfigError: an accelerator does not report its memory.
     """
     if is_cpu:
-        return _with_profile(cpu_machine(num_devices, dtype, memory_bytes=memory_bytes), "cpu")
+        profile = machine_profile.read("cpu")
+        measure = profile is None or not profile.rates
+        machine = cpu_machine(num_devices, dtype, measure=measure, memory_bytes=memory_bytes)
+        return _with_profile(machine, "cpu")
     from paceline.distributed.devices import accelerators
 
     kind, names = accelerators()
@@ -416,22 +420,43 @@ def local_machine(
 
 
 def _with_profile(machine: Machine, device_type: str) -> Machine:
-    """Return the machine with the link speed that `paceline doctor` measured here, if it did."""
+    """Return the machine with the rates and links that `paceline doctor` measured here, if it
+    did, with the calibration, and with the earlier runs on it."""
+    machine = _with_runs(machine, device_type)
     profile = machine_profile.read(device_type)
-    if profile is None or profile.bandwidth_bytes_s is None or machine.count == 1:
+    if profile is None:
         return machine
-    rate = human_bytes(profile.bandwidth_bytes_s)
+    if profile.rates:
+        note = f"rates: as `paceline doctor` measured on {profile.day}"
+        machine = replace(machine, rates=profile.rates).with_notes(note)
+    link = profile.link
+    if link is None or link.bandwidth_bytes_s is None or machine.count == 1:
+        return machine
     note = (
-        f"links: {rate}/s per rank, as `paceline doctor` measured on {profile.day} with"
-        f" {counted(profile.num_ranks, 'rank')}"
+        f"links: {human_bytes(link.bandwidth_bytes_s)}/s per rank, as `paceline doctor` measured on"
+        f" {profile.day} with {counted(link.num_ranks, 'rank')}"
     )
-    measured = replace(
-        machine,
-        link_bytes_s=profile.bandwidth_bytes_s,
-        link_is_measured=True,
-        link=Link(profile.latency_s, profile.bandwidth_bytes_s, machine.count),
-    )
-    return measured.with_notes(note)
+    return machine.with_link(link).with_notes(note)
+
+
+def _with_runs(machine: Machine, device_type: str) -> Machine:
+    calibration = read_calibration(device_type)
+    runs = read_runs(device_type)
+    if calibration is not None:
+        note = (
+            f"calibration: fitted to {counted(len(calibration.runs), 'run')} on {calibration.day}"
+            " by `--calibrate`"
+        )
+        machine = replace(machine, calibration=calibration).with_notes(note)
+    if runs:
+        latest = runs[-1]
+        note = (
+            f"history: {counted(len(runs), 'run')} on this machine; the latest,"
+            f" {latest.strategy} of {latest.model} in {latest.output_dir}, took"
+            f" {latest.factor:.2f} × the predicted time (`--no-history` ignores them)"
+        )
+        machine = replace(machine, history=runs).with_notes(note)
+    return machine
 
 
 def _device_type(config: Config) -> str:

@@ -9,6 +9,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.processes import available_memory
 from paceline.distributed.link import Link
 from paceline.planner.devices import BFLOAT16, FLOAT16, Device, devices, find_device
+from paceline.planner.machine.calibration import Calibration
+from paceline.planner.machine.history import PastRun
+from paceline.planner.machine.profile import DeviceRates, MeasuredLink, ProductCurve
 from paceline.planner.scale.network import Network
 from paceline.planner.setup import TrainingSetup
 
@@ -30,11 +33,13 @@ _COMMON_DEVICE = "A10"
 #: Of devices that are not in the table: that of PCIe Gen4.
 _HOST_LINK_BYTES_S = 0.8 * 32 * _GB
 
-#: Share of the speed of a large matrix product on this CPU that training reaches.
-CPU_EFFICIENCY = 0.5
-#: Approximate bandwidth between two Gloo ranks of one host.
-_CPU_LINK_BYTES_S = 1.5 * _GB
+#: Of a CPU that `paceline doctor` did not measure: approximate bandwidth and latency between two
+#: Gloo ranks of a host, its memory's bandwidth, and the time of an operation.
+_CPU_LINK_BYTES_S, _CPU_MESSAGE_S = 1.5 * _GB, 50e-6
+_CPU_MEMORY_BYTES_S, _CPU_OPERATION_S = 10 * _GB, 3e-6
 _CPU_FLOPS_S = 50 * _GB
+#: Share of the rate of matrix products that attention reaches on such a CPU.
+_CPU_ATTENTION = 0.3
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,9 @@ class Machine:
         link_bytes_s: bandwidth between two ranks, of the slowest link.
         device: row of the table; None for a CPU and for devices that are not in the table.
         timed_as: the device whose rates times are estimated with; None for a CPU.
-        cpu_flops_s: operations per second that training reaches on a rank of a CPU.
+        calibration, history: corrections of times by earlier runs on this machine.
+        rates: measured on this machine; of a CPU for several numbers of ranks.
+        message_s: latency of a message between ranks; None if it was not measured.
         link_is_measured: whether ``link_bytes_s`` was measured on this machine.
         link: the measured link with its latency; None if it was not measured.
         name_is_assumed: no device was named, so ``device`` is the one with the closest memory size.
@@ -62,12 +69,15 @@ class Machine:
     notes: tuple[str, ...] = ()
     device: Device | None = None
     timed_as: Device | None = None
-    cpu_flops_s: float = 0.0
+    rates: tuple[DeviceRates, ...] = ()
+    message_s: float | None = None
     link_is_measured: bool = False
     link: Link | None = None
     network: Network | None = None
     rates_known: bool = True
     name_is_assumed: bool = False
+    calibration: Calibration | None = None
+    history: tuple[PastRun, ...] = ()
 
     @property
     def host_link_bytes_s(self) -> float:
@@ -93,14 +103,38 @@ class Machine:
         network = self.link_bytes_s * self.devices_per_host
         return replace(setup, link_bytes_s=self.link_bytes_s, host_network_bytes_s=network)
 
+    def rates_of(self, num_ranks: int) -> DeviceRates | None:
+        """Return the measured rates of a device; of a rank of a CPU, if ``num_ranks`` share it. The
+        closest measurement is scaled to that number. None: not measured."""
+        if not self.rates:
+            return None
+        closest = min(self.rates, key=lambda each: abs(each.num_ranks - num_ranks))
+        if not self.is_cpu or closest.num_ranks == num_ranks:
+            return closest
+        return _scaled(closest, closest.num_ranks / num_ranks, num_ranks)
+
+    def without_history(self) -> Self:
+        """Return the machine without its earlier runs, and without the note about them."""
+        notes = tuple(note for note in self.notes if not note.startswith("history:"))
+        return replace(self, history=(), notes=notes)
+
+    def with_link(self, link: MeasuredLink) -> Self:
+        """Return the machine with the link that `paceline doctor` measured."""
+        assert link.bandwidth_bytes_s is not None
+        return replace(
+            self,
+            link_bytes_s=link.bandwidth_bytes_s,
+            message_s=link.message_s,
+            link_is_measured=True,
+            link=Link(link.latency_s, link.bandwidth_bytes_s, self.count),
+        )
+
     def with_count(self, count: int) -> Self:
         """Return the machine with fewer or more devices. Ranks of a CPU share its speed and its
         memory."""
         if not self.is_cpu:
             return replace(self, count=count)
-        share = self.count / count
-        memory = round(self.memory_bytes * share)
-        return replace(self, count=count, memory_bytes=memory, cpu_flops_s=self.cpu_flops_s * share)
+        return replace(self, count=count, memory_bytes=self.memory_bytes * self.count // count)
 
     def with_budget(self, size_bytes: int | None) -> Self:
         """Return the machine with at most this memory of each device for the run."""
@@ -226,15 +260,39 @@ def cpu_machine(
 ) -> Machine:
     """Return this machine's CPU, shared by ``count`` ranks. ``measure``: time a matrix product
     (0.1 s; imports torch)."""
-    speed = _measured_cpu(dtype) if measure else _CPU_FLOPS_S
+    flops_s = _measured_cpu(dtype) if measure else _CPU_FLOPS_S
     memory = memory_bytes or available_memory() // count
+    name = BFLOAT16 if dtype in (BFLOAT16, FLOAT16) else "float32"
+    rates = DeviceRates(
+        num_ranks=1,
+        products={name: ProductCurve(flops_s, 0.0, 0.0)},
+        attention_flops_s=flops_s * _CPU_ATTENTION,
+        memory_bytes_s=_CPU_MEMORY_BYTES_S,
+        operation_s=_CPU_OPERATION_S,
+    )
     return Machine(
         "CPU",
         count,
         memory,
         _CPU_LINK_BYTES_S,
         is_cpu=True,
-        cpu_flops_s=speed * CPU_EFFICIENCY / count,
+        rates=(rates,),
+        message_s=_CPU_MESSAGE_S,
+    )
+
+
+def _scaled(rates: DeviceRates, share: float, num_ranks: int) -> DeviceRates:
+    """Return the rates of a rank with ``share`` times the cores. Python's time stays."""
+    products = {
+        name: replace(curve, flops_s=curve.flops_s * share)
+        for name, curve in rates.products.items()
+    }
+    return replace(
+        rates,
+        num_ranks=num_ranks,
+        products=products,
+        attention_flops_s=rates.attention_flops_s * share,
+        memory_bytes_s=rates.memory_bytes_s * share,
     )
 
 

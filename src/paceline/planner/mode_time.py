@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Self
 
 from paceline.config.schema import Config
 from paceline.models.shape.dims import LanguageDims
@@ -9,24 +10,20 @@ from paceline.parallel.cost import Cost
 from paceline.parallel.registry import ParallelLayout
 from paceline.planner.from_config import setup_of
 from paceline.planner.hardware import Machine
+from paceline.planner.machine.history import correction
 from paceline.planner.micro_batch import MicroBatchProfile, micro_batch_flops
 from paceline.planner.model_profile import ModelProfile
 from paceline.planner.setup import TrainingSetup
-from paceline.planner.time.constants import coefficients_of, constants, spread_of
-from paceline.planner.time.rates import Rates, rates_of
+from paceline.planner.time.constants import (
+    coefficients_of,
+    constants,
+    cpu_coefficients,
+    spread_of,
+    with_measured_products,
+)
+from paceline.planner.time.rates import Rates, cpu_rates, curve_of, rates_of, with_measured
 from paceline.planner.time.step import Coefficients, StepTime, step_time
 from paceline.planner.time.work import Work, count_work
-
-#: What a CPU reaches of the speed that was measured with a large matrix product, which all ranks
-#: share; other operations are included. Two thirds of a step are backward, which hides traffic.
-_ON_CPU = Coefficients(
-    **dict.fromkeys((field.name for field in fields(Coefficients)), 0.0)
-    | dict.fromkeys(
-        ("product_share", "head_share", "attention_share", "link_share", "tensor_link_share"), 1.0
-    )
-    | dict.fromkeys(("network_share", "tensor_exposed", "gather_exposed", "hop", "bubble"), 1.0)
-    | {"host_copy": 1.0, "overlap": 2 / 3, "sync_overlap": 2 / 3}
-)
 
 #: Stands for a model whose widths are not known: only its operations are counted.
 _NO_DIMS = LanguageDims(
@@ -42,7 +39,7 @@ class TimeEstimate:
     Args:
         low_s, high_s: 80 % of published results are within this range of a prediction; None if
             nothing is known about that, as on CPUs.
-        parts: seconds by kind.
+        parts: seconds by kind, before earlier runs on the machine correct their sum.
     """
 
     seconds: float
@@ -53,6 +50,12 @@ class TimeEstimate:
     @property
     def parts_s(self) -> dict[str, float] | None:
         return None if self.parts is None else asdict(self.parts)
+
+    def scaled(self, factor: float) -> Self:
+        """Return the estimate with another time."""
+        low = None if self.low_s is None else self.low_s * factor
+        high = None if self.high_s is None else self.high_s * factor
+        return replace(self, seconds=self.seconds * factor, low_s=low, high_s=high)
 
     @property
     def range_s(self) -> list[float] | None:
@@ -65,9 +68,8 @@ def time_of_setup(setup: TrainingSetup, machine: Machine, dtype: str | None) -> 
     Args:
         dtype: of matrix products, see :meth:`~paceline.planner.devices.Device.flops_s`.
     """
-    assert machine.timed_as is not None
-    work = count_work(setup, rates_of(setup, machine.timed_as, dtype))
-    return _on_device(work, setup, machine)
+    rates, reached = _on_device(setup, machine, dtype)
+    return _estimate(step_time(count_work(setup, rates), reached), machine)
 
 
 def time_of_mode(
@@ -79,18 +81,41 @@ def time_of_mode(
     machine: Machine,
     stage: int | None = None,
 ) -> TimeEstimate:
-    """Estimate the step of a mode. ``stage``: of DeepSpeed."""
+    """Estimate the step of a mode, corrected by earlier runs on the machine. ``stage``: of
+    DeepSpeed."""
+    estimate = _uncorrected(layout, config, profile, batch, cost, machine, stage)
+    calibration, parts = machine.calibration, estimate.parts_s or {}
+    factor = 1.0
+    if calibration is not None and parts:
+        factor = calibration.seconds(parts) / estimate.seconds
+    if machine.history:
+        factor *= correction(
+            machine.history, layout.strategy, layout.world_size, config.model, calibration
+        )
+    return estimate.scaled(factor)
+
+
+def _uncorrected(
+    layout: ParallelLayout,
+    config: Config,
+    profile: ModelProfile,
+    batch: MicroBatchProfile,
+    cost: Cost,
+    machine: Machine,
+    stage: int | None,
+) -> TimeEstimate:
     setup = setup_of_batch(config, profile, layout, batch, stage)
     if setup is None:
         return _time_of_operations(layout, config, profile, batch, cost, machine)
     setup = _setup_of_mode(setup, cost, machine)
     if machine.timed_as is None:
-        work = count_work(setup, _cpu_rates(layout, machine))
-        result = step_time(_waiting(work, layout, cost, machine), _ON_CPU)
+        rates, reached = _on_cpu(layout, machine, config.train_args.compute_format)
+        work = count_work(setup, rates)
+        result = step_time(_waiting(work, layout, cost, machine), reached)
         return TimeEstimate(result.total_s, parts=result)
-    dtype = config.train_args.compute_format
-    work = count_work(setup, rates_of(setup, machine.timed_as, dtype))
-    return _on_device(_waiting(work, layout, cost, machine), setup, machine, cost)
+    rates, reached = _on_device(setup, machine, config.train_args.compute_format)
+    work = _waiting(count_work(setup, rates), layout, cost, machine)
+    return _estimate(step_time(work, reached), machine, cost)
 
 
 def setup_of_batch(
@@ -116,11 +141,28 @@ def _setup_of_mode(setup: TrainingSetup, cost: Cost, machine: Machine) -> Traini
 
 
 def _on_device(
-    work: Work, setup: TrainingSetup, machine: Machine, cost: Cost | None = None
-) -> TimeEstimate:
+    setup: TrainingSetup, machine: Machine, dtype: str | None
+) -> tuple[Rates, Coefficients]:
+    """Return the rates of the machine's accelerators and what the set-up reaches of them, measured
+    where `paceline doctor` did."""
     device = machine.timed_as
     assert device is not None
-    result = step_time(work, coefficients_of(setup, device, constants()))
+    rates, reached = (
+        rates_of(setup, device, dtype),
+        coefficients_of(setup, device, constants()),
+    )
+    measured = machine.rates_of(machine.devices_per_host)
+    curve = None if measured is None else curve_of(measured, dtype)
+    if measured is None or curve is None:
+        return rates, reached
+    return with_measured(rates, measured, curve), with_measured_products(
+        reached, curve, measured.operation_s, setup, constants()
+    )
+
+
+def _estimate(result: StepTime, machine: Machine, cost: Cost | None = None) -> TimeEstimate:
+    device = machine.timed_as
+    assert device is not None
     if cost is not None:
         result = replace(result, host_s=result.host_s + host_time(cost, machine, result.total_s))
     factor = math.exp(spread_of(device))
@@ -141,11 +183,10 @@ def _time_of_operations(
     axes, device = layout.axes, machine.timed_as
     flops = micro_batch_flops(config, profile, batch) / (axes.tensor * axes.pipeline)
     if device is None:
-        rates, reached = _cpu_rates(layout, machine), _ON_CPU
+        rates, reached = _on_cpu(layout, machine, config.train_args.compute_format)
     else:
         setup = machine.with_links(TrainingSetup(_NO_DIMS))
-        rates = rates_of(setup, device, config.train_args.compute_format)
-        reached = coefficients_of(setup, device, constants())
+        rates, reached = _on_device(setup, machine, config.train_args.compute_format)
     work = replace(
         _NO_WORK,
         products_s=flops / rates.flops_s,
@@ -158,11 +199,16 @@ def _time_of_operations(
     return TimeEstimate(result.total_s, parts=result)
 
 
-def _cpu_rates(layout: ParallelLayout, machine: Machine) -> Rates:
+def _on_cpu(
+    layout: ParallelLayout, machine: Machine, dtype: str | None
+) -> tuple[Rates, Coefficients]:
+    """Return the measured rates of a CPU rank and what training reaches of them."""
     # A single rank uses all cores.
-    speed = machine.cpu_flops_s * (machine.count if layout.world_size == 1 else 1)
-    link = machine.link_bytes_s
-    return Rates(speed, speed, math.inf, link, link * machine.devices_per_host, math.inf)
+    measured = machine.rates_of(1 if layout.world_size == 1 else machine.devices_per_host)
+    assert measured is not None
+    curve = curve_of(measured, dtype) or next(iter(measured.products.values()))
+    rates = cpu_rates(measured, curve, machine.link_bytes_s, machine.message_s or 0.0)
+    return rates, cpu_coefficients(curve, constants())
 
 
 def _waiting(work: Work, layout: ParallelLayout, cost: Cost, machine: Machine) -> Work:

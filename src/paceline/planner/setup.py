@@ -120,6 +120,11 @@ class TrainingSetup:
         return self.replicas * self.samples * self.length * self.micro_batches
 
     @property
+    def element_bytes(self) -> int:
+        """Bytes of an activation, and of a gathered weight."""
+        return 4 if self.precision == "float32" else 2
+
+    @property
     def is_frozen(self) -> bool:
         return self.lora_rank > 0
 

@@ -11,6 +11,7 @@ from paceline.core.events import Fault, PeakRate
 from paceline.core.log import Notice
 
 if TYPE_CHECKING:
+    from paceline.observe.run_start import PredictStep
     from paceline.parallel.registry import ParallelLayout
     from paceline.tasks.base import Prepared
 
@@ -34,6 +35,7 @@ class RunSpec:
         sees_run_folder: whether this rank's host can access the run's folder on rank 0's host.
         saves_state: whether the run writes checkpoints and the trained model. Benchmarks only need
             the figures of its steps.
+        predict: predicts the time of a step for the report.
     """
 
     config: Config
@@ -50,6 +52,7 @@ class RunSpec:
     reports_everywhere: bool = False
     sees_run_folder: bool = True
     saves_state: bool = True
+    predict: PredictStep | None = None
 
     def is_log_step(self, step: int, first_step: int) -> bool:
         """Return whether the metrics of this step are logged: those of the first, of the last, and

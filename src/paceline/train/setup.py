@@ -403,4 +403,5 @@ def _run_info(
         sources=spec.data.sources,
         source_figures=spec.data.source_figures,
         predicts_activations=components.task.is_language_model,
+        predict=spec.predict,
     )

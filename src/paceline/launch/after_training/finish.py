@@ -1,5 +1,6 @@
-"""What the launcher does with the model when a run is done: evaluate it with lm-evaluation-harness,
-and upload it to the hub. A failure is reported and does not change the outcome of the run."""
+"""What the launcher does when a run is done: add it to the machine's history, evaluate the model
+with lm-evaluation-harness, and upload it to the hub. A failure is reported and does not change the
+outcome of the run."""
 
 import json
 import logging
@@ -13,17 +14,20 @@ from paceline.core.errors import EXIT_DONE, RunError
 from paceline.core.report import HubUpload, LmEvalReport, Report
 from paceline.core.run_dir import RunDir
 from paceline.launch.preflight import TrainResult
+from paceline.planner.machine.history import append, run_of
 
 logger = logging.getLogger(__name__)
 
 
 def finish_run(result: TrainResult, config: Config) -> TrainResult:
-    """Evaluate and upload the model of a run that is done, as the config requests. Called by one
-    process, after the ranks have ended.
+    """Add a run that is done to this machine's history, and evaluate and upload its model, as the
+    config requests. Called by one process, after the ranks have ended.
 
     Returns:
         The result, with the report that now has the keys ``lm_eval`` and ``hub``.
     """
+    if result.report is not None and result.exit_code == EXIT_DONE:
+        _remember(result.report, config)
     is_requested = config.evaluation.lm_eval is not None or config.train_args.push_to_hub
     if not is_requested or result.report is None or result.exit_code != EXIT_DONE:
         return result
@@ -36,6 +40,16 @@ def finish_run(result: TrainResult, config: Config) -> TrainResult:
         report["hub"] = _upload(run_dir, config)
         _write(run_dir, report)
     return replace(result, report=report)
+
+
+def _remember(report: Report, config: Config) -> None:
+    """Save the predicted and the measured step time for later plans."""
+    run = run_of(report, config.model, config.output_dir)
+    try:
+        if run is not None:
+            append(run)
+    except OSError as error:
+        logger.warning("the run could not be added to the history of `paceline plan`: %s", error)
 
 
 def _write(run_dir: RunDir, report: Report) -> None:

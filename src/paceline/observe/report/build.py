@@ -10,7 +10,7 @@ import numpy as np
 
 from paceline.core.event_log import effective_events, effective_steps, read_events
 from paceline.core.events import Event, StepEvent, WorkerLostEvent
-from paceline.core.report import BestModel, DataReport, Report, SourceReport
+from paceline.core.report import BestModel, DataReport, Report, SourceReport, StepTime
 from paceline.core.row_figures import PackingFigures
 from paceline.data.order.base import sample_shares
 from paceline.health.anomalies import skipped_steps
@@ -18,6 +18,7 @@ from paceline.models.transforms.compile import compile_times
 from paceline.observe.comm_advisor import CommAdvisor
 from paceline.observe.metrics import StepMetrics, memory_peak
 from paceline.observe.run_start import RunInfo
+from paceline.parallel.cost import Cost
 from paceline.parallel.protocols import report_metrics, sent_in_a_step
 from paceline.parallel.registry import estimate_cost
 from paceline.parallel.save_load import memory_bytes
@@ -102,6 +103,7 @@ def build_report(
             "predicted": cost.traffic_per_step,
             "measured": max(sent) if max(sent) >= 0 else None,
         },
+        "step_time_s": _step_time(info, metrics, cost, step),
         "skipped_steps": skipped_steps(events, step),
         "restarts": max(0, starts - 1),
         "resumed_from_step": resumed_from_step,
@@ -138,6 +140,20 @@ def build_report(
         steps_from_1 = sorted(step + 1 for step in skipped_batches)
         report["data"]["skipped_batches"] = {"steps": steps_from_1, "samples": num_skipped_samples}
     return report
+
+
+def _step_time(info: RunInfo, metrics: StepMetrics, cost: Cost, step: int) -> StepTime:
+    """Return the predicted and the measured time of a step."""
+    predicted = None
+    if info.predict is not None and info.strategy.world.is_rank_zero:
+        predicted = info.predict(info, cost, step)
+    return StepTime(
+        predicted=None if predicted is None else predicted.seconds,
+        measured=metrics.train_s / metrics.train_steps if metrics.train_steps else None,
+        measured_steps=metrics.train_steps,
+        range=None if predicted is None else predicted.range_s,
+        parts=None if predicted is None else predicted.parts_s,
+    )
 
 
 def _seen(info: RunInfo, times_read: np.ndarray | None) -> tuple[int, int | None, int | None]:

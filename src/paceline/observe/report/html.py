@@ -257,7 +257,22 @@ def _predictions(report: Report) -> list[dict[str, str]]:
                 "ratio": ratio,
             }
         )
-    return rows
+    return [*rows, _step_time(report)]
+
+
+def _step_time(report: Report) -> dict[str, str]:
+    times = report.get("step_time_s")
+    predicted = None if times is None else formatting.finite(times["predicted"])
+    measured = None if times is None else formatting.finite(times["measured"])
+    ratio = formatting.UNKNOWN
+    if predicted and measured:
+        ratio = f"{measured / predicted:.3f}"
+    return {
+        "name": "Time per step, mean without the first",
+        "predicted": formatting.duration(predicted),
+        "measured": formatting.duration(measured),
+        "ratio": ratio,
+    }
 
 
 def _notice(event: NoticeEvent | CheckpointEvent) -> dict[str, str]:

@@ -97,8 +97,8 @@ def _gathered(setup: TrainingSetup) -> float:
     block = (setup.layer_parameters + setup.expert_parameters / setup.expert) / setup.tensor
     tables = (1 if setup.dims.tied else 2) * setup.table_parameters
     parts = setup.tensor if setup.splits_head else 1
-    gradients = 0 if setup.is_frozen else setup.reduce_bytes + _LOW
-    return (2 * _LOW + gradients) * block + _LOW * tables / parts
+    gradients = 0 if setup.is_frozen else setup.reduce_bytes + setup.element_bytes
+    return (2 * setup.element_bytes + gradients) * block + setup.element_bytes * tables / parts
 
 
 def layer_bytes(setup: TrainingSetup) -> float:
@@ -110,14 +110,18 @@ def layer_bytes(setup: TrainingSetup) -> float:
     states = (dims.queries + 2 * dims.keys) / tensor
     hidden = dims.norms * _norm_bytes(setup, is_fused)
     if not setup.is_frozen:
-        hidden += dims.norms * _LOW * dims.hidden
-    attention = _LOW * (states + dims.queries / tensor) + _FLOAT32 * dims.heads / tensor
+        hidden += dims.norms * setup.element_bytes * dims.hidden
+    attention = (
+        setup.element_bytes * (states + dims.queries / tensor) + _FLOAT32 * dims.heads / tensor
+    )
     if dims.rotates and not is_fused:
-        attention += _LOW * (dims.queries + dims.keys) / tensor
-    inner = (3 if dims.gated and not is_fused else 2 if dims.gated else 1) * _LOW * wide
+        attention += setup.element_bytes * (dims.queries + dims.keys) / tensor
+    inner = (
+        (3 if dims.gated and not is_fused else 2 if dims.gated else 1) * setup.element_bytes * wide
+    )
     if not setup.is_frozen:
-        inner += _LOW * wide
-    adapters = 3 * _LOW * (dims.hidden + wide) if setup.is_frozen else 0.0
+        inner += setup.element_bytes * wide
+    adapters = 3 * setup.element_bytes * (dims.hidden + wide) if setup.is_frozen else 0.0
     return hidden / token_parts + attention + inner + adapters
 
 
@@ -126,24 +130,27 @@ def _norm_bytes(setup: TrainingSetup, is_fused: bool) -> float:
     the input in float32 and the normed states."""
     dims = setup.dims
     if is_fused or dims.layer_norms:
-        return _LOW * dims.hidden
-    return (_FLOAT32 + _LOW) * dims.hidden
+        return setup.element_bytes * dims.hidden
+    return (_FLOAT32 + setup.element_bytes) * dims.hidden
 
 
 def _kept_bytes(setup: TrainingSetup, layer: float) -> float:
     """Return the bytes per token and layer that are kept for backward."""
     dims = setup.dims
     token_parts = setup.tensor if setup.sequence_parallel else 1
-    inputs = _LOW * dims.hidden / token_parts
+    inputs = setup.element_bytes * dims.hidden / token_parts
     if setup.recompute == "full":
         return inputs * setup.recompute_share + layer * (1 - setup.recompute_share)
     wide = dims.feed_forward * dims.experts_per_token * (2 if dims.gated else 1)
     outputs = 2 * dims.queries + 2 * dims.keys + wide
-    products = _LOW * outputs / setup.tensor + 2 * _LOW * dims.hidden / token_parts
+    products = (
+        setup.element_bytes * outputs / setup.tensor
+        + 2 * setup.element_bytes * dims.hidden / token_parts
+    )
     if setup.recompute == "selective":
         return inputs + products
     if setup.recompute == "alternate-products":
-        return inputs + products / 2 + _LOW * dims.queries / setup.tensor
+        return inputs + products / 2 + setup.element_bytes * dims.queries / setup.tensor
     return layer
 
 
@@ -155,7 +162,9 @@ def _logits(setup: TrainingSetup) -> float:
     width = setup.dims.vocabulary / (setup.tensor if setup.splits_head else 1)
     if setup.cross_entropy == "chunked":
         return 2 * _FLOAT32 * width * min(tokens, 1024)
-    each = {"plain": 2 * _LOW + 2 * _FLOAT32, "fused": _LOW + _FLOAT32, "compiled": _LOW}[
+    copies = 0 if setup.precision == "float32" else 2 * _FLOAT32
+    low = setup.element_bytes
+    each = {"plain": 2 * low + copies, "fused": low + copies / 2, "compiled": low}[
         setup.cross_entropy
     ]
     if setup.pipeline > 1:

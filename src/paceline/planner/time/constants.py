@@ -9,14 +9,17 @@ results that each was fitted to. ``benchmarks/planner_accuracy.py --refit`` writ
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
 from paceline.planner.devices import Device
+from paceline.planner.machine.profile import ProductCurve
 from paceline.planner.setup import TrainingSetup
 from paceline.planner.time.step import Coefficients
 
+T = TypeVar("T")
 #: Coefficient → the constants that it is the product of. Empty: it is 0.
 Factors = dict[str, tuple[str, ...]]
 
@@ -106,12 +109,86 @@ def factors_of(setup: TrainingSetup, device: Device) -> Factors:
         "overlap": ("overlap: shards",),
         "overlap_cost": ("overlap: cost",),
         "sync_overlap": ("overlap: gradients",),
+        "sync_overlap_cost": ("overlap: cost",),
         "gather_exposed": ("gather: exposed",),
         "hop": ("pipeline: hop",),
         "bubble": ("pipeline: bubble",),
         "host_copy": ("host copy",),
         "overhead_s": ("overhead",),
     }
+
+
+def cpu_factors() -> Factors:
+    """Return which constants a CPU rank depends on, beside what was measured there."""
+    products, link, messages = ("cpu: products",), ("cpu: link",), ("cpu: messages",)
+    return {
+        "product_share": products,
+        "head_share": products,
+        "attention_share": ("cpu: attention",),
+        "stream": ("cpu: stream",),
+        "logits": ("cpu: logits",),
+        "dequantize": ("dequantize",),
+        "optimizer": ("cpu: optimizer",),
+        "launch_s": ("cpu: operations",),
+        "link_share": link,
+        "tensor_link_share": link,
+        "network_share": link,
+        "tensor_message_s": messages,
+        "shard_message_s": messages,
+        "sync_overlap_cost": ("cpu: overlap",),
+        "bubble": ("cpu: bubble",),
+        "overhead_s": ("cpu: overhead",),
+    }
+
+
+def on_cpu(fitted: Mapping[str, T], curve: ProductCurve) -> Coefficients:
+    """Return the coefficients of a CPU rank from the fitted ones and its measured products. Python
+    and the threads that send run on the same cores, so that little hides their time. Two thirds of
+    a step are backward, which the gradients of data parallelism overlap with. Values may be
+    arrays."""
+    nothing = ("network_decay", "sync_rank_s", "overlap", "overlap_cost")
+    fixed: dict[str, float] = dict.fromkeys(nothing, 0.0)
+    fixed |= dict.fromkeys(("tensor_exposed", "gather_exposed", "hop", "host_copy"), 1.0)
+    fixed |= {"sync_overlap": 2 / 3}
+    fixed |= dict.fromkeys(("row_loss", "head_row_loss"), curve.row_loss)
+    fixed |= dict.fromkeys(("width_loss", "head_width_loss"), curve.width_loss)
+    return Coefficients(**fixed, **fitted, launch_order=1.0)  # type: ignore[arg-type]
+
+
+def cpu_coefficients(curve: ProductCurve, constants: Mapping[str, float]) -> Coefficients:
+    """Return what a CPU rank reaches of its measured rates."""
+    return on_cpu(
+        {
+            name: math.prod(constants[factor] for factor in used)
+            for name, used in cpu_factors().items()
+        },
+        curve,
+    )
+
+
+def with_measured_products(
+    reached: Coefficients,
+    curve: ProductCurve,
+    operation_s: float,
+    setup: TrainingSetup,
+    constants: Mapping[str, float],
+) -> Coefficients:
+    """Return the coefficients of an accelerator whose products and launches were measured: a step
+    reaches a share of the measured products, and a layer launches as many operations as were
+    counted on CPU ranks."""
+    share = constants["products"]
+    low = share * (constants["products: fp8"] if setup.precision == "fp8" else 1)
+    launch_s = reached.launch_s / constants["launch: eager"]
+    return replace(
+        reached,
+        product_share=low,
+        head_share=share,
+        row_loss=curve.row_loss,
+        head_row_loss=curve.row_loss,
+        width_loss=curve.width_loss,
+        head_width_loss=curve.width_loss,
+        launch_s=launch_s * constants["cpu: operations"] * operation_s,
+    )
 
 
 def coefficients_of(

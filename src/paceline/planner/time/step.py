@@ -27,10 +27,12 @@ class Coefficients:
         overlap: share of the computation that can hide traffic.
         overlap_cost: share of the hidden traffic that computation is slowed down by.
         sync_overlap: share of the last micro-batch that can hide the gradients of data parallelism.
+        sync_overlap_cost: as ``overlap_cost``, of these gradients.
         gather_exposed: share of the gathers of updated weights that is not hidden.
         hop: exposed share of the sends between pipeline stages.
         bubble: idle time of a pipeline in units of the ideal one.
         overhead_s: of a step.
+        launch_order: how far computation hides launches: 1 not at all, as on a CPU.
     """
 
     product_share: float
@@ -56,11 +58,13 @@ class Coefficients:
     overlap: float
     overlap_cost: float
     sync_overlap: float
+    sync_overlap_cost: float
     gather_exposed: float
     hop: float
     bubble: float
     host_copy: float
     overhead_s: float
+    launch_order: float = 4.0
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,8 @@ def step_time(work: Work, reached: Coefficients) -> StepTime:
     )
     device = products + attention + memory
     # CPU and GPU run side by side; the slower one decides, with a smooth transition.
-    micro_batch = (device**4 + (work.launches * reached.launch_s) ** 4) ** 0.25
+    order = reached.launch_order
+    micro_batch = (device**order + (work.launches * reached.launch_s) ** order) ** (1 / order)
     exposed = _exposed(work, reached)
     busy = micro_batch + exposed
     idle = busy * (work.bubble * reached.bubble + (work.imbalance - 1) * work.micro_batches)
@@ -125,7 +130,8 @@ def step_time(work: Work, reached: Coefficients) -> StepTime:
     sync = sync + work.sync_ranks * reached.sync_rank_s
     gather = _traffic(work.gather_link_s, work.gather_network_s, work, reached)
     traffic = _unhidden(shards, reached.overlap * (computing + idle), reached.overlap_cost)
-    traffic = traffic + _unhidden(sync, reached.sync_overlap * micro_batch, reached.overlap_cost)
+    hiding = reached.sync_overlap * micro_batch
+    traffic = traffic + _unhidden(sync, hiding, reached.sync_overlap_cost)
     gather = gather * reached.gather_exposed + work.gather_ranks * reached.sync_rank_s
     traffic = traffic + gather
     host = work.host_copy_s * reached.host_copy

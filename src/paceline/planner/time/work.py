@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from paceline.planner.setup import TrainingSetup
 from paceline.planner.time.rates import Rates
 
-_LOW = 2  # bytes of activations and gathered weights
+_LOW = 2  # bytes of a weight that was dequantized
 #: FlashAttention's backward pass, in forward passes.
 _ATTENTION_BACKWARD = 2.5
 
@@ -148,15 +148,15 @@ def count_work(setup: TrainingSetup, rates: Rates) -> Work:
         head_s=head_s,
         head_per_row=head_s / max(head.rows, 1.0),
         head_per_width=head_s * (1 / head.inputs + 1 / head.outputs),
-        attention_s=attention / rates.flops_s,
+        attention_s=attention / rates.attention_flops_s,
         narrow=float(dims.queries // max(1, dims.heads) < 128),
         stream_s=_stream_bytes(setup) / rates.memory_bytes_s,
         logits_s=16 * tokens * setup.label_share * outputs / setup.pipeline / rates.memory_bytes_s,
         dequantize_s=_dequantized_bytes(setup) / rates.memory_bytes_s,
-        launches=layers * (2 + setup.passes_again),
+        launches=layers * (2 + setup.passes_again) * rates.operation_s,
         tensor_link_s=tensor[0],
         tensor_network_s=tensor[1],
-        tensor_messages=8 * layers if setup.tensor > 1 else 0,
+        tensor_messages=8 * layers * rates.message_s if setup.tensor > 1 else 0,
         context_link_s=context[0],
         context_network_s=context[1],
         expert_link_s=expert[0],
@@ -164,7 +164,7 @@ def count_work(setup: TrainingSetup, rates: Rates) -> Work:
         hop_s=links.hops(),
         shard_link_s=shard[0],
         shard_network_s=shard[1],
-        shard_messages=links.shard_messages(),
+        shard_messages=links.shard_messages() * rates.message_s,
         sync_link_s=sync[0],
         sync_network_s=sync[1],
         gather_link_s=gather[0],
@@ -198,7 +198,13 @@ def _stream_bytes(setup: TrainingSetup) -> float:
     hidden = dims.norms * (3 + norm) * dims.hidden / (tensor if setup.sequence_parallel else 1)
     states = (4 if dims.rotates else 1) * (dims.queries + 2 * dims.keys) / tensor
     widths = hidden + states + (6 if dims.gated else 3) * wide
-    return _LOW * setup.tokens * setup.stage_layers * widths * (2.5 + setup.passes_again)
+    return (
+        setup.element_bytes
+        * setup.tokens
+        * setup.stage_layers
+        * widths
+        * (2.5 + setup.passes_again)
+    )
 
 
 def _dequantized_bytes(setup: TrainingSetup) -> float:
@@ -226,9 +232,15 @@ def _host_bytes(setup: TrainingSetup) -> float:
     if "optimizer" in setup.offload:
         moved += updated * moments
     if "weights" in setup.offload:
-        moved += 2 * _LOW * setup.stage_parameters * setup.micro_batches
+        moved += 2 * setup.element_bytes * setup.stage_parameters * setup.micro_batches
     if "activations" in setup.offload:
-        moved += _LOW * setup.tokens * setup.stage_layers * setup.dims.hidden * setup.micro_batches
+        moved += (
+            setup.element_bytes
+            * setup.tokens
+            * setup.stage_layers
+            * setup.dims.hidden
+            * setup.micro_batches
+        )
     return moved
 
 
@@ -270,20 +282,35 @@ class _Links:
         stops early; each is a gather and a scatter."""
         setup = self.setup
         exchanges = 4 + (1 if setup.stops_early else 2) * setup.passes_again
-        sent = 2 * exchanges * _LOW * setup.tokens * setup.dims.hidden * setup.stage_layers
+        sent = (
+            2
+            * exchanges
+            * setup.element_bytes
+            * setup.tokens
+            * setup.dims.hidden
+            * setup.stage_layers
+        )
         return self._group(setup.tensor, 1, sent)
 
     def context_exchange(self) -> tuple[float, float]:
         """Keys and values of all tokens, in forward and backward, and their gradients."""
         setup = self.setup
-        sent = 2 * _LOW * setup.tokens * setup.context * setup.dims.keys / setup.tensor
+        sent = (
+            2 * setup.element_bytes * setup.tokens * setup.context * setup.dims.keys / setup.tensor
+        )
         times = 3 + setup.attention_again
         return self._group(setup.context, setup.tensor, sent * setup.stage_layers * times)
 
     def expert_exchange(self) -> tuple[float, float]:
         """Tokens sent to their experts and back, in forward and backward."""
         setup = self.setup
-        sent = 4 * _LOW * setup.tokens * setup.dims.experts_per_token * setup.dims.hidden
+        sent = (
+            4
+            * setup.element_bytes
+            * setup.tokens
+            * setup.dims.experts_per_token
+            * setup.dims.hidden
+        )
         stride = setup.tensor * setup.context
         return self._group(setup.expert, stride, sent * setup.stage_layers)
 
@@ -291,7 +318,9 @@ class _Links:
         setup = self.setup
         if setup.pipeline == 1:
             return 0.0
-        sent = 2 * _LOW * setup.tokens * setup.dims.hidden * setup.chunks / setup.tensor
+        sent = (
+            2 * setup.element_bytes * setup.tokens * setup.dims.hidden * setup.chunks / setup.tensor
+        )
         inside = setup.world_size <= setup.devices_per_host
         share = self.rates.host_network_bytes_s / setup.devices_per_host
         share /= self._oversubscription(self.hosts)
@@ -308,7 +337,7 @@ class _Links:
             return 0.0, 0.0
         sent = setup.reduce_bytes * setup.trained_parameters
         if setup.zero_stage == 3:
-            each = setup.frozen_bits / 8 if setup.is_frozen else _LOW
+            each = setup.frozen_bits / 8 if setup.is_frozen else setup.element_bytes
             sent += 2 * each * (setup.stage_parameters + setup.stage_expert_parameters)
         return self._group(setup.shard * setup.context, setup.tensor, sent)
 
@@ -343,7 +372,7 @@ class _Links:
         if setup.zero_stage not in (1, 2):
             return 0.0, 0.0
         ranks = setup.shard * setup.context
-        return self._group(ranks, setup.tensor, _LOW * setup.trained_parameters)
+        return self._group(ranks, setup.tensor, setup.element_bytes * setup.trained_parameters)
 
     def _crossing(self, size: int, stride: int) -> float:
         """Return the ranks of a group if it spans several hosts: a ring passes through them all."""

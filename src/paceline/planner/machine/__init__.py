@@ -1,0 +1,1 @@
+"""What is known about this machine: the measurements of `paceline doctor`, and earlier runs."""
