@@ -141,6 +141,7 @@ CPU_PRIORS: dict[str, Prior] = {
     "cpu: operations": Prior(50.0, 0.5, "operations of a layer's forward pass, counted"),
     "cpu: link": Prior(1.0, 0.3, "measured alone"),
     "cpu: messages": Prior(1.0, 0.5, "measured between computations"),
+    "cpu: sharded": Prior(1.3, 0.5, "FSDP copies shards and runs hooks beside each message"),
     "cpu: overlap": Prior(0.5, 0.5),
     "cpu: bubble": Prior(1.0, 0.1, "Narayanan et al., 2021; a rank is faster while others idle"),
     "cpu: overhead": Prior(10e-3, 0.5),

@@ -269,7 +269,8 @@ def _memory_rate(device: torch.device) -> float:
     import torch
 
     numel = _MEMORY_BYTES // 4 * (1 if device.type == "cpu" else 4)
-    first, second, result = (torch.zeros(numel, device=device) for _ in range(3))
+    # Not zeros: pages that were never written share one page, which is in the cache.
+    first, second, result = (torch.ones(numel, device=device) for _ in range(3))
     seconds = _seconds(device, lambda: torch.add(first, second, out=result))
     return 3 * 4 * numel / seconds
 

@@ -134,7 +134,7 @@ def cpu_factors() -> Factors:
         "tensor_link_share": link,
         "network_share": link,
         "tensor_message_s": messages,
-        "shard_message_s": messages,
+        "shard_message_s": (*messages, "cpu: sharded"),
         "sync_overlap_cost": ("cpu: overlap",),
         "bubble": ("cpu: bubble",),
         "overhead_s": ("cpu: overhead",),
