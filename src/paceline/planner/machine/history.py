@@ -19,8 +19,8 @@ _FILE = "runs.jsonl"
 _MAX_RUNS = 200
 #: A run with fewer measured steps is not part of the history: its mean is not a usual step.
 MIN_STEPS = 10
-#: Weight of a run with another strategy, another number of ranks, and another model.
-_OTHER_STRATEGY, _OTHER_RANKS, _OTHER_MODEL = 0.3, 0.3, 0.5
+#: Weight of a run with another strategy, and with another number of ranks.
+_OTHER_STRATEGY, _OTHER_RANKS = 0.3, 0.3
 #: Weight of the prediction without history.
 _PRIOR_WEIGHT = 0.5
 #: A run counts at most as this factor, because something else may have slowed it down.
@@ -139,14 +139,14 @@ def correction(
     model: str,
     calibration: Corrects | None = None,
 ) -> float:
-    """Return the factor between a prediction and earlier runs: their weighted geometric mean, drawn
-    towards 1 if there are few similar ones."""
+    """Return the factor between a prediction and earlier runs of the same model: their weighted
+    geometric mean, drawn towards 1 if there are few similar ones. Runs of other models do not
+    count: on CPU ranks they made predictions worse (docs/planner-method.md)."""
     total, logarithms = _PRIOR_WEIGHT, 0.0
-    for run in runs:
+    for run in (each for each in runs if each.model == model):
         weight = 1.0
         weight *= 1.0 if run.strategy == strategy else _OTHER_STRATEGY
         weight *= 1.0 if run.world_size == world_size else _OTHER_RANKS
-        weight *= 1.0 if run.model == model else _OTHER_MODEL
         limit = math.log(_MAX_FACTOR)
         predicted = run.predicted_s if calibration is None else calibration.seconds(run.parts_s)
         error = math.log(run.measured_s / predicted)
