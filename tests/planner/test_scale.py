@@ -25,7 +25,7 @@ DIMS = LanguageDims(
     hidden=4096, layers=32, heads=32, key_heads=8, queries=4096, keys=1024, feed_forward=14336,
     vocabulary=128256,
 )  # fmt: skip
-RATES = Rates(989e12, 989e12, 3.35e12, 450e9, 400e9, 50e9)
+RATES = Rates(989e12, 989e12, 3.35e12, 450e9, 400e9, 50e9, 989e12)
 
 
 def simulated_goodput(interval_s: float, pause_s: float, recovery_s: float, mtbf_s: float) -> float:
