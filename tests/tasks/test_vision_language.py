@@ -25,6 +25,8 @@ from paceline.models.builtin import resolve_model
 from paceline.tasks import load_task
 from paceline.tasks.preview import as_text, preview
 from paceline.tasks.vision_language import VisionLanguageTask
+from paceline.verify.modes import make_mode
+from paceline.verify.run import _check_mode
 
 WIDTH = 40
 
@@ -319,3 +321,12 @@ def test_statistics_count_the_tokens_of_images(models: dict[str, Path], tmp_path
     assert stats["samples"] == 2
     assert stats["lengths"]["max"] - stats["lengths"]["min"] >= 16  # patches of an image
     assert any("not by their images" in notice[1] for notice in prepared.notices)
+
+
+def test_verify_leaves_out_division_of_the_model(models: dict[str, Path]) -> None:
+    config = make_config(models["llava"], "d")
+    for name in ("tensor", "pipeline"):
+        with pytest.raises(
+            ConfigError, match=f"`parallel.{name}: 2` is not supported with the visi"
+        ):
+            _check_mode(make_mode(name, config, 2), config)

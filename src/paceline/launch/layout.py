@@ -113,7 +113,7 @@ def choose_layout(
         )
     config = with_accumulation(config, chosen.axes.replicas)
     check_strategy(chosen.strategy, config, chosen.axes)
-    _check_images(config, chosen.axes)
+    check_images(config, chosen.axes)
     spec = get_spec(chosen.strategy)
     num_servers = spec.extra_ranks(config)
     if num_servers and device_type not in ("cpu", "cuda"):
@@ -172,7 +172,7 @@ def kept_settings(config: Config) -> Settings:
     return kept
 
 
-def _check_images(config: Config, dims: ParallelDims) -> None:
+def check_images(config: Config, dims: ParallelDims) -> None:
     """Raise ConfigError if a vision-language model would be divided in a way that vision towers do
     not support."""
     names = [name for name in ("tensor", "pipeline") if getattr(dims, name) > 1]

@@ -226,10 +226,12 @@ def _split(requested: str | None) -> set[str]:
 
 
 def _check_mode(mode: VerifyMode, config: Config) -> None:
+    from paceline.launch.layout import check_images
     from paceline.parallel.registry import check_strategy, get_spec
     from paceline.tasks import load_task
 
     config = config.model_copy(update={"parallel": mode.parallel})
+    check_images(config, mode.layout.axes)
     load_task(config).check()  # a task may not support a mode
     check_strategy(mode.layout.strategy, config, mode.layout.axes)
     if get_spec(mode.layout.strategy).extra_ranks(config):
