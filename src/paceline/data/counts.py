@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, cast
@@ -84,10 +84,12 @@ class StreamCounts(DataCounts):
     anchors: dict[int, tuple[int, int]] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> StreamCounts:
-        """Return the counts that :meth:`state` has converted."""
+    def from_state(cls, state: Mapping[str, Any], names: Sequence[str]) -> StreamCounts:
+        """Return the counts that :meth:`state` has converted. ``names``: those of all sources,
+        which may have been moved since then."""
         sources = {
-            int(number): SourceCounts(**row) for number, row in state.get("sources", {}).items()
+            int(number): SourceCounts(**{**row, "name": names[int(number)]})
+            for number, row in state.get("sources", {}).items()
         }
         anchors = {int(number): tuple(place) for number, place in state.get("anchors", {}).items()}
         return cls(**{**state, "sources": sources, "anchors": anchors})

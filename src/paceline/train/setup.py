@@ -342,7 +342,8 @@ def build_trainer(
         StepLogger(metrics, anomalies, data.order, ctx, row_tokens, sources, task_metrics)
     )
     if data.counts is not None:
-        callbacks.add(RowCounter(ctx, strategy, data))
+        names = [source["name"] for source in spec.data.source_figures]
+        callbacks.add(RowCounter(ctx, strategy, data, names))
     checkpoints.on_saved = callbacks.on_checkpoint_saved
     return Trainer(
         spec,

@@ -218,3 +218,14 @@ def test_mixture_of_streams_has_the_epoch_of_its_strategy(tmp_path: Path) -> Non
         stream(compressed, mixing="temperature")
     with pytest.raises(ConfigError, match=f"`stopping_strategy: {every_row}` is not supported"):
         stream(compressed, mixing="weights", stopping_strategy=every_row)
+
+
+def test_moved_sources_are_counted_by_their_new_paths(tmp_path: Path) -> None:
+    """The windows of packed rows are stored by the content of the files."""
+    for name in ("before", "after"):
+        folder = tmp_path / name
+        folder.mkdir()
+        files = sources(folder, weights=False)
+        steps = load(stream(files, train_args={"packing_strategy": "bfd"}))
+        counts = total_counts(steps).sources.values()
+        assert [source.name for source in counts] == [file["path"] for file in files]

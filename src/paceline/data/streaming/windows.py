@@ -184,9 +184,10 @@ class PackedStream:
             return self._open(number, first_row)
         lengths = sources[:0] if samples is None else samples.lengths
         (rows,) = rows_by_source(self.args, lengths, [len(lengths)])
-        return _Window(
-            number, first_row, rows, samples, sources, StreamCounts.from_state(meta["counts"])
-        )
+        # The window may have been stored when the files of the sources were at other paths.
+        names = [source.path for source in self.encode.setup.sources]
+        counts = StreamCounts.from_state(meta["counts"], names)
+        return _Window(number, first_row, rows, samples, sources, counts)
 
     def _tokenize_ahead(self, number: int) -> None:
         def run() -> None:

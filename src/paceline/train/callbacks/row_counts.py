@@ -1,7 +1,7 @@
 """Count the rows of a run that streams its data."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pydantic import JsonValue
 
@@ -30,8 +30,10 @@ class RowCounter(Callback):
     whose updates the weights contain.
     """
 
-    def __init__(self, ctx: RankContext, strategy: Strategy, data: DataPipeline) -> None:
-        self.ctx, self.data = ctx, data
+    def __init__(
+        self, ctx: RankContext, strategy: Strategy, data: DataPipeline, source_names: Sequence[str]
+    ) -> None:
+        self.ctx, self.data, self.source_names = ctx, data, source_names
         self._is_counted = reports_loss(strategy)
         # Rank 0 also has the counts up to the checkpoint that the run resumed from.
         self._of_rank = StreamCounts()
@@ -61,7 +63,9 @@ class RowCounter(Callback):
         return self._total.state()
 
     def load_state_dict(self, state: Mapping[str, JsonValue]) -> None:
-        counts = StreamCounts.from_state(state) if state else StreamCounts()
+        counts = StreamCounts()
+        if state:
+            counts = StreamCounts.from_state(state, self.source_names)
         self._of_rank = counts.copy() if self.ctx.comm.is_rank_zero else StreamCounts()
         self._total = self.data.counts = counts
         self.data.train_dataset.seek(counts.anchors)
