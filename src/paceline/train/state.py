@@ -303,12 +303,12 @@ def resume(
         load_train_state(components.strategy, opened, components.precision.scaler)
     step = opened.meta["step"]
     checkpoints.resume_at(step, is_own)
+    is_same_run = has_same_end(opened.meta["config"], spec.config)
     state = TrainState(
         step=step,
         first_step=step,
         skipped_batches=set(opened.meta.get("skipped_batches", ())),
         recent_losses=recent_losses_from(opened.meta, settings),
+        stop_reason=opened.meta.get("stop_reason") if is_same_run else None,
     )
-    if has_same_end(opened.meta["config"], spec.config):
-        state.stop_reason = opened.meta.get("stop_reason")
     return state, path, opened.meta
