@@ -99,8 +99,10 @@ def test_output_lists_what_fits_and_its_cost(capsys: pytest.CaptureFixture[str])
     assert "as configured: ddp does not fit: " in output
     assert " GiB on 4 ranks; 20.1 GiB per rank can be used" in output
     assert "with parallel.mode=zero3: " in output
-    assert "the smallest change that fits: gradient_checkpointing=full" in output
-    assert "cost: each block runs its forward again in backward; the same loss" in output
+    assert "with gradient_checkpointing=full: 19.2 GiB per rank" in output
+    assert "the smallest change that fits: parallel.cpu_offload=activations" in output
+    cost = "activations are copied to the host and back in each micro-batch; the same loss"
+    assert f"cost: {cost}" in output
     assert "per step instead of" in output
     assert main([*args, "--device", "H200", "--world-size", "4"]) == 0
     output = " ".join(capsys.readouterr().out.split())
