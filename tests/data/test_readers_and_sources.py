@@ -332,6 +332,13 @@ def test_folder_with_split_files(tmp_path: Path) -> None:
     assert read_rows(tmp_path, split="test") == ROWS[:1]
 
 
+def test_numbers_in_braces_name_files(tmp_path: Path) -> None:
+    for number in range(8, 11):
+        write(tmp_path / f"a-{number:02}.jsonl", json_lines(ROWS[number - 8 : number - 7]))
+    assert read_rows(tmp_path / "a-{09..10}.jsonl") == ROWS[1:3]
+    assert "a-07.jsonl` does not exist" in expect_error(tmp_path / "a-{07..09}.jsonl")
+
+
 def test_number_suffix_selects_first_n_of_seeded_shuffle(tmp_path: Path) -> None:
     all_rows = [{"text": str(n)} for n in range(100)]
     path = write(tmp_path / "a.jsonl", json_lines(all_rows))

@@ -8,8 +8,9 @@ import pytest
 from tar_shards import write_shard
 
 from paceline.core.errors import ConfigError
+from paceline.data.sources.opening import expand_braces
 from paceline.data.sources.readers import read_file
-from paceline.data.sources.tar import expand_braces, read_tar_file, tar_samples
+from paceline.data.sources.tar import read_tar_file, tar_samples
 
 FILES = {
     "a/001.jpg": b"first",

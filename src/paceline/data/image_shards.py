@@ -13,15 +13,9 @@ import numpy as np
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
+from paceline.data.sources.opening import expand_braces
 from paceline.data.sources.resolve import is_url
-from paceline.data.sources.tar import (
-    TarFile,
-    TarSample,
-    expand_braces,
-    is_tar,
-    sample_class,
-    tar_samples,
-)
+from paceline.data.sources.tar import TarFile, TarSample, is_tar, sample_class, tar_samples
 from paceline.data.streaming.remote import fetch, list_files
 
 #: Number of bytes from which Pillow's plugins recognize an image.
@@ -74,7 +68,7 @@ def open_image_shards(name: str) -> ImageShards:
     class_names: list[str] = []
     dropped: Counter[str] = Counter()
     for shard in shards:
-        folder = os.path.relpath(shard.parent, source)
+        folder = Path(os.path.relpath(shard.parent, source))
         for sample in tar_samples(shard):
             image = _image(sample)
             if not isinstance(image, TarFile):
@@ -82,7 +76,7 @@ def open_image_shards(name: str) -> ImageShards:
             elif (class_name := sample_class(sample)) is None:
                 dropped["image without a class"] += 1
             else:
-                names.append(f"{folder}/{Path(image.path).relative_to(shard.parent)}")
+                names.append(str(folder / Path(image.path).relative_to(shard.parent)))
                 sizes.append(image.size)
                 class_names.append(class_name)
     if not names:

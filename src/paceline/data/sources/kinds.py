@@ -4,7 +4,7 @@ from pathlib import Path
 
 from paceline.config.schema import Config
 from paceline.data.sources.builtin import LABELED_DATASETS
-from paceline.data.sources.opening import take_count
+from paceline.data.sources.opening import is_pattern, take_count
 from paceline.data.sources.readers import is_table, is_text
 from paceline.data.sources.tar import is_tar
 
@@ -28,7 +28,7 @@ def classifies_images(config: Config) -> bool:
         return any(entry.is_dir() for entry in entries) or not any(is_data)
     if path.exists():
         return not (is_table(path) or is_text(path))
-    if any(character in name for character in "*?["):
+    if is_pattern(name):
         return False
     # A name that does not exist: a hub ID has one slash.
     return name.startswith((".", "/", "~")) or name.count("/") != 1

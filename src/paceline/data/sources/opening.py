@@ -30,6 +30,7 @@ _MARKS = (
 HEAD_BYTES = 4096
 #: N of ``path#N``, or the share of ``path#P%``.
 Take = int | float
+_BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _TAKE = re.compile(r"(.+)#(?:(\d[\d_,]*)|(\d+(?:\.\d+)?)%)")
 
 
@@ -63,6 +64,26 @@ def take_count(spec: str, noun: str = "rows") -> tuple[str, Take | None]:
 def number_to_take(take: Take, total: int) -> int:
     """Return the number of rows to select from ``total`` rows. It may be more than these."""
     return take if isinstance(take, int) else max(1, round(take * total))
+
+
+def is_pattern(name: str) -> bool:
+    """Return whether a name stands for several files."""
+    return any(character in name for character in "*?[") or _BRACES.search(name) is not None
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Return the names that a pattern such as ``train-{000..127}.tar`` stands for."""
+    match = _BRACES.search(pattern)
+    if match is None:
+        return [pattern]
+    first, last = match.groups()
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    numbers = range(int(first), int(last) + 1)
+    return [
+        name
+        for number in numbers
+        for name in expand_braces(f"{before}{number:0{len(first)}}{after}")
+    ]
 
 
 class Position:

@@ -23,6 +23,8 @@ from paceline.data.sources.opening import (
     Position,
     Take,
     data_suffix,
+    expand_braces,
+    is_pattern,
     number_to_take,
     take_count,
 )
@@ -209,7 +211,7 @@ def open_source(spec: DatasetSource) -> ResolvedSource:
         if not (is_table(path) or is_text(path)):
             raise unknown_kind(path)
         files = [path]
-    elif any(char in name for char in "*?["):
+    elif is_pattern(name):
         files, notices = _matching_files(name)
     else:
         return _hub_source(spec, name, path, take)
@@ -227,14 +229,19 @@ def is_url(name: str) -> bool:
 def is_local(name: str) -> bool:
     """Return whether a source, without `#N`, is a built-in dataset, a pattern, or a local path that
     exists."""
-    if name.startswith("builtin:") or any(char in name for char in "*?["):
+    if name.startswith("builtin:") or is_pattern(name):
         return not is_url(name)
     return Path(name).expanduser().exists()
 
 
 def _matching_files(pattern: str) -> tuple[list[Path], list[Notice]]:
     """Return the data files that match ``pattern``, sorted: tables if there are any, else text."""
-    matches = sorted(map(Path, glob.glob(os.path.expanduser(pattern), recursive=True)))
+    matches: list[Path] = []
+    for part in expand_braces(os.path.expanduser(pattern)):
+        paths = sorted(map(Path, glob.glob(part, recursive=True)))
+        if not paths and part != os.path.expanduser(pattern):
+            raise ConfigError(f"`{part}` does not exist", fix=f"check the pattern `{pattern}`")
+        matches += paths
     files = [path for path in matches if path.is_file()]
     data = _tables_or_texts(files)
     if not data:

@@ -32,7 +32,6 @@ _TEXT_SUFFIXES = ("txt", "text")
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 #: The path of a file in a shard; see :meth:`TarFile.path`.
 _FILE_PATH = re.compile(r"(.+\.tar)/(.+)@(\d+)\+(\d+)", re.DOTALL | re.IGNORECASE)
-_BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _NAMES, _SPANS = "names.json", "spans.npy"
 #: Smaller shards are identified by a hash of their content.
 _HASHED_BYTES = 16 << 20
@@ -85,21 +84,6 @@ def read_tar_file(path: str) -> bytes | None:
         return None
     shard, name, offset, size = match.groups()
     return TarFile(Path(shard), name, int(offset), int(size)).read()
-
-
-def expand_braces(pattern: str) -> list[str]:
-    """Return the names that a pattern such as ``train-{000..127}.tar`` stands for."""
-    match = _BRACES.search(pattern)
-    if match is None:
-        return [pattern]
-    first, last = match.groups()
-    before, after = pattern[: match.start()], pattern[match.end() :]
-    numbers = range(int(first), int(last) + 1)
-    return [
-        name
-        for number in numbers
-        for name in expand_braces(f"{before}{number:0{len(first)}}{after}")
-    ]
 
 
 def tar_samples(shard: Path) -> Iterator[TarSample]:

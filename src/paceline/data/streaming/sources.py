@@ -14,7 +14,13 @@ from paceline.core.errors import ConfigError, NotStreamable
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.data.cache import fingerprint, key_of
-from paceline.data.sources.opening import Take, data_suffix, number_to_take, take_count
+from paceline.data.sources.opening import (
+    Take,
+    data_suffix,
+    expand_braces,
+    number_to_take,
+    take_count,
+)
 from paceline.data.sources.readers import TEXT_SUFFIXES
 from paceline.data.sources.resolve import ResolvedSource, is_url, open_source
 from paceline.data.streaming.line_index import HASHED_BYTES
@@ -65,7 +71,8 @@ def find_sources(config: Config) -> list[StreamSource]:
 def _find(number: int, spec: DatasetSource) -> StreamSource:
     name, take = take_count(spec.path)
     if is_url(name):
-        return StreamSource(number, ResolvedSource(spec), list_files(name), take)
+        files = [file for part in expand_braces(name) for file in list_files(part)]
+        return StreamSource(number, ResolvedSource(spec), files, take)
     resolved = open_source(spec)
     locations = [str(path) for path in resolved.files]
     if (dataset := resolved.hub) is not None:
