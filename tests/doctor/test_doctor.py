@@ -57,7 +57,8 @@ def test_doctor_measures_and_saves_the_profile(tmp_path: Path, env: dict[str, st
     assert link["latency_s"] > 0
     assert link["bandwidth_bytes_s"] > 0
     profile = json.loads((tmp_path / "cache" / "paceline" / "machine.json").read_text())
-    assert profile["num_ranks"] == 2
+    assert profile["link"]["num_ranks"] == 2
+    assert [rates["num_ranks"] for rates in profile["rates"]] == [1, 2]
     assert not (tmp_path / "run").exists()
 
 

@@ -46,8 +46,14 @@ def settings(task: str, folder: Path) -> list[str]:
 @pytest.mark.soak
 @pytest.mark.parametrize("task", ["dpo", "orpo", "kto", "simpo", "reward"])
 def test_strategies_agree(task: str, tmp_path: Path) -> None:
-    modes = "ddp,zero1,zero2,zero3,dp"
-    args = [*settings(task, tmp_path), f"output_dir={tmp_path / 'verify'}", "--world-size", "2"]
+    modes = "ddp,zero1,zero2,zero3,deepspeed,dp"
+    args = [
+        *settings(task, tmp_path),
+        "parallel.deepspeed_stage=3",
+        f"output_dir={tmp_path / 'verify'}",
+        "--world-size",
+        "2",
+    ]
     result = json.loads(run(*args, "--modes", modes, "--json", verb="verify").stdout)
     assert result["ok"], result
     assert {mode["mode"] for mode in result["modes"]} == set(modes.split(","))

@@ -101,6 +101,7 @@ def _stage_3(
 ) -> Cost:
     offload = config.parallel.state_offload
     recomputed = config.train_args.recomputed_share(len(shape.blocks))
+    forwards = 1 + config.extra_forwards
     threshold = int(section["stage3_param_persistence_threshold"])
     # Weights that are used again within this number of elements stay gathered: in a smaller model,
     # from forward to backward.
@@ -121,13 +122,13 @@ def _stage_3(
             persistent += tensor.numel * width
             gathered += part * ranks * width
         elif stays_gathered:
-            gathered += work.micro_batches * part * ranks * width
+            gathered += forwards * work.micro_batches * part * ranks * width
         else:
             # Backward does not reach a module before the first trained weight. A block whose
             # activations are recomputed runs its forward once more.
             reached = uses - (number < first_trained)
             in_block = tensor.name.startswith(tuple(f"{block}." for block in shape.blocks))
-            passes = uses + reached + recomputed * in_block
+            passes = forwards * uses + reached + recomputed * in_block
             gathered += round(passes * work.micro_batches * part * ranks * width)
     width = shape.low_bytes or 4
     partition = sum(_round_up(tensor.numel, ranks) // ranks for tensor in shape.trained)
