@@ -317,6 +317,8 @@ def test_tuned_config_keeps_other_keys_and_comments(tmp_path: Path) -> None:
     check_path(written)
     with pytest.raises(ConfigError, match="has not written it"):
         check_path(path)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        check_path(tmp_path / "missing" / "tuned.yaml")
     assert tuned_text(loaded, _report([best], None)) is None
 
 

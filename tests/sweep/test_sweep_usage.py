@@ -20,6 +20,9 @@ from paceline.core.errors import ConfigError
         (["lora.rank=8,16", "--parallel", "0"], "`--parallel 0` is out of range"),
         (["lora.rank=8,16", "--parallel", "64"], "separate cores"),
         (["lora.rank=8,16", "--metric", ""], "`--metric` is empty"),
+        (["lora.rank=8,16", "--folder", ""], "`--folder` is empty"),
+        (["lora.rank=8,16", "--folder", "/dev/null/x"], "`--folder /dev/null/x` cannot be written"),
+        (["lora.rank=8,16", "--maximize", "--minimize"], "is not supported with `--maximize`"),
         (["lora.rank=8,16", "--folder", "used"], "contains a run"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import cast
 
@@ -25,7 +26,12 @@ def default_path(loaded: Loaded) -> Path:
 
 
 def check_path(path: Path) -> None:
-    """Raise ConfigError if a file exists there that this command has not written."""
+    """Raise ConfigError if the file cannot be written there, or if one exists that this command has
+    not written."""
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise ConfigError(
+            f"the tuned config `{path}` cannot be written", fix="name another file with `--output`"
+        )
     try:
         is_own = path.read_text(encoding="utf-8").startswith(_HEADER)
     except FileNotFoundError:

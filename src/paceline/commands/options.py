@@ -184,7 +184,16 @@ class AnyPath:
     allowed: str = "a path"
 
     def __call__(self, text: str) -> Path:
+        if not text:
+            raise InvalidValue("is empty", allowed=self.allowed)
         return Path(text)
+
+
+def _problem(message: str) -> str:
+    """Return what argparse reports about an option as the rest of a sentence."""
+    if "not allowed with" in message:
+        return f"is not supported with `{message.rpartition(' ')[2]}`"
+    return "needs a value" if "expected" in message else "accepts no value"
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -291,8 +300,9 @@ class OptionParser(argparse.ArgumentParser):
             if error.argument_name is None:
                 self.error(error.message)
             name = str(error.argument_name).rpartition("/")[2]
-            reason = "needs a value" if "expected" in error.message else "accepts no value"
-            raise ConfigError(f"`{name}` {reason}", fix=f"see `{self.prog} --help`") from error
+            raise ConfigError(
+                f"`{name}` {_problem(error.message)}", fix=f"see `{self.prog} --help`"
+            ) from error
         self._check_unknown(rest)
         args.command = self
         args.config_tokens = rest

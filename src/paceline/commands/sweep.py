@@ -122,7 +122,7 @@ def run(args: Namespace) -> int:
         path, fixed, folder, first.checkpoint_dir, args.allow_config_change, args.debug
     )
     shares = divide_devices(first.parallel, args.parallel)
-    with LaunchLock(RunDir(folder)):
+    with LaunchLock(RunDir(folder), f"--folder {folder}"):
         state = load_state(folder)
         with Scheduler(settings, state, shares) as scheduler, scheduler.handling_signals():
             metric, source, runs = _prepare(args, scheduler, state, space, first)

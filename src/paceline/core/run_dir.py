@@ -169,14 +169,17 @@ class LaunchLock:
 
     Args:
         run_dir: the folder, which is created if it does not exist.
+        setting: how the user named it; default: as ``output_dir``.
 
     Raises:
         ConfigError: another process holds the lock (the message names it), or the folder cannot be
             written.
     """
 
-    def __init__(self, run_dir: RunDir) -> None:
+    def __init__(self, run_dir: RunDir, setting: str | None = None) -> None:
         self.run_dir = run_dir
+        self._setting = setting or f"output_dir: {run_dir.root}"
+        self._other = "choose another folder" if setting else "set another `output_dir`"
         self._handle: IO[str] | None = None
         self._created: list[Path] = []
 
@@ -187,8 +190,8 @@ class LaunchLock:
         except OSError as error:
             self._remove_created()
             raise ConfigError(
-                f"`output_dir: {self.run_dir.root}` cannot be written: {error.strerror or error}",
-                fix="free some space there, or set another `output_dir`",
+                f"`{self._setting}` cannot be written: {error.strerror or error}",
+                fix=f"free some space there, or {self._other}",
             ) from error
         except BaseException:
             self._remove_created()
