@@ -239,6 +239,8 @@ def test_report_has_the_measured_value_beside_each_claim() -> None:
     assert claims["prefetch"]["measured"] is None
     assert measured_text(claims["prefetch"]) == "not measured"
     assert measured_text(claims["checkpointing"]).startswith("25 % less")
+    grows = claims["checkpointing"] | {"measured": -0.02, "measured_interval": (-0.05, 0.01)}
+    assert measured_text(grows) == "2.0 % more (-1.0 % to 5.0 %)"
     assert all(claim.url.startswith("https://") and claim.says for claim in CLAIMS)
     assert len({claim.technique for claim in CLAIMS}) == 4
     json.dumps(report)

@@ -35,8 +35,10 @@ def measured_text(claim: ClaimReport) -> str:
     if claim["figure"] == "throughput":
         text = f"{value:.2f} ×"
         return text if limits is None else f"{text} ({limits[0]:.2f} to {limits[1]:.2f})"
-    interval = "" if limits is None else f" ({percent(limits[0])} to {percent(limits[1])})"
-    return f"{percent(value)} less{interval}"
+    sign, direction = (1, "less") if value >= 0 else (-1, "more")
+    ends = sorted(sign * limit for limit in limits or ())
+    interval = f" ({percent(ends[0])} to {percent(ends[1])})" if ends else ""
+    return f"{percent(sign * value)} {direction}{interval}"
 
 
 def result_text(change: ChangeReport) -> str:
