@@ -405,7 +405,7 @@ def test_rollback_without_shared_folder(tmp_path: Path) -> None:
     """The loss spikes at step 11 on the rank without access to the folder."""
     order = SampleOrder(faulty_task.SAMPLES, 16, 7)
     # 15 steps are one epoch, which contains each sample once.
-    bad_samples = [int(order.micro_batches(10, 2)[1][0])]
+    bad_samples = [int(order.micro_batches(10, 2)[1][0, 1])]
     for name, other in (("shared", None), ("split", tmp_path / "other")):
         flags = tmp_path / f"{name}-flags"
         flags.mkdir()

@@ -294,6 +294,21 @@ def test_operations_of_a_simulated_rank_are_recognized(fake_group):
     assert torch_internals.flop_formula(torch.ops.aten.add.Tensor) is None
 
 
+def test_grouped_products_without_values_are_allowed_and_restored():
+    def product() -> torch.Tensor:
+        left, right = torch.empty(8, 16, device="meta"), torch.empty(2, 16, 32, device="meta")
+        ends = torch.empty(2, dtype=torch.int32, device="meta")
+        return torch.ops.aten._grouped_mm(left, right, ends)
+
+    restore = torch_internals.allow_grouped_mm_of_all_dtypes()
+    try:
+        assert (product().shape, product().dtype) == ((8, 32), torch.float32)
+    finally:
+        restore()
+    with pytest.raises(RuntimeError, match="Expected inputs of BF16 type"):
+        product()
+
+
 def test_shape_propagation_is_wrapped_and_restored():
     propagator = torch_internals.ShardingPropagator
     plain = propagator._propagate_tensor_meta_non_cached

@@ -134,7 +134,7 @@ def test_page_and_table_show_statistics(chats_file: Path) -> None:
 
 
 def test_rejects_task_without_tokens() -> None:
-    with pytest.raises(ConfigError, match="sft, pretrain"):
+    with pytest.raises(ConfigError, match="`task: sft` and `task: pretrain`"):
         dataset_stats(
             Config(model="builtin:digits-cnn", dataset="builtin:digits", task="classify"),
             resolve_model,

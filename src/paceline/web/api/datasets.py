@@ -32,7 +32,18 @@ router = APIRouter()
 
 LIMIT_BYTES = 1 << 30
 #: The file types that can be uploaded: those that paceline.data reads.
-SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md")
+SUFFIXES = (
+    ".json",
+    ".jsonl",
+    ".ndjson",
+    ".csv",
+    ".tsv",
+    ".parquet",
+    ".arrow",
+    ".tar",
+    ".txt",
+    ".md",
+)
 _MIN_FREE_BYTES = 1 << 28  # reserved for the runs
 _MAX_NAME_BYTES = 100
 

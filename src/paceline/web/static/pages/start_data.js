@@ -46,7 +46,7 @@ export function datasetTools(state) {
   const file = h("input", {
     type: "file",
     id: "upload",
-    accept: ".json,.jsonl,.ndjson,.csv,.tsv,.parquet,.arrow,.txt,.md",
+    accept: ".json,.jsonl,.ndjson,.csv,.tsv,.parquet,.arrow,.tar,.txt,.md",
     class: "sr",
     on: { change: () => file.files[0] && upload(file.files[0]) },
   });
