@@ -458,10 +458,15 @@ def _save_profile(device_type: str, link: AllReduceRecord | None, rates: list[Ra
 
     if link is None and not rates:
         return
-    keys = ("num_ranks", "num_hosts", "latency_s", "bandwidth_bytes_s", "busy_latency_s")
     measured = None
     if link is not None:
-        measured = profile.MeasuredLink(**{key: link[key] for key in keys})  # type: ignore[literal-required]
+        measured = profile.MeasuredLink(
+            num_ranks=link["num_ranks"],
+            num_hosts=link["num_hosts"],
+            latency_s=link["latency_s"],
+            bandwidth_bytes_s=link["bandwidth_bytes_s"],
+            busy_latency_s=link["busy_latency_s"],
+        )
     try:
         path = profile.save(device_type, measured, [profile.rates_from(each) for each in rates])
     except OSError as error:

@@ -94,7 +94,7 @@ def test_changed_file_ends_the_run(shift: int, tmp_path: Path) -> None:
     assert table is not None
     path.write_text(lines[shift:] + lines[:shift])
     with pytest.raises(
-        RunError, match=r"has changed since its rows were found: bytes .* not a row"
+        RunError, match=r"has changed since it was indexed: bytes .* not a row"
     ):
         table.row(4)
     path.write_text(lines[:-5])

@@ -107,7 +107,7 @@ class LineTable:
         is_whole = len(text) == end - start + before and (not before or text[0] == _NEWLINE)
         if not is_whole or (text[-1] != _NEWLINE and end != self.index.size):
             raise RunError(
-                f"`{self.path}` has changed since its rows were found: bytes {start:,} to {end:,}"
+                f"`{self.path}` has changed since it was indexed: bytes {start:,} to {end:,}"
                 " are not a row",
                 fix="do not change the data of a run; restore the file, and run the command again"
                 " to resume",

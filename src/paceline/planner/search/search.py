@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -143,7 +143,7 @@ def _fastest(possible: list[_Layout], objective: Objective) -> list[Candidate]:
         limit = -best[0] / EQUAL if len(best) == _REPORTED else float("inf")
         if base.bound(objective) > limit:
             break
-        candidates = base.fast(lambda each: each.value(objective) <= limit)  # noqa: B023
+        candidates = base.fast(objective, limit)
         result += candidates
         fitting = [each.value(objective) for each in candidates if each.mode.fits]
         if fitting:
@@ -202,8 +202,9 @@ class _Layout:
             ends += [each for each in tried if each is not None]
         return min(each.mode.total for each in ends)
 
-    def fast(self, is_good: Callable[[Candidate], bool]) -> list[Candidate]:
-        """Return the fastest candidates that fit. What saves more than necessary is not tried."""
+    def fast(self, objective: Objective, limit: float) -> list[Candidate]:
+        """Return the fastest candidates that fit and whose value is at most ``limit``. What saves
+        more than necessary is not tried."""
         fitting: list[Candidate] = []
         enough: list[Saving] = []
         for number, saving in enumerate(self.savings):
@@ -211,7 +212,7 @@ class _Layout:
                 continue
             for batch in range(len(self.batches)):
                 candidate = self._candidate(number, batch)
-                if candidate is None or not is_good(candidate):
+                if candidate is None or candidate.value(objective) > limit:
                     if self.layout.axes.pipeline > 1:
                         continue
                     break  # smaller micro-batches are slower
