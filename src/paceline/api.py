@@ -141,7 +141,9 @@ def _run_on_hosts(
     request = RunRequest(loaded, options, started_at)
     agent = HostAgent(config, host.devices.count, train_member, request)
     try:
-        holds_folder = resolve_endpoint(config).is_local
+        # All agents of one machine have the endpoint's address; only node 0 holds the folder.
+        is_local, node_rank = resolve_endpoint(config).is_local, config.parallel.node_rank
+        holds_folder = is_local and node_rank in ("auto", 0)
     except OSError:  # the name is not known yet
         holds_folder = False
     num_ranks = host.devices.count * config.parallel.hosts[1]

@@ -12,7 +12,7 @@ from paceline.models.builtin import resolve_model
 from paceline.models.files import read_header
 from paceline.models.hub_configs import config_folder, read_config
 from paceline.models.kinds import reads_images
-from paceline.models.shape.activations import language_activations
+from paceline.models.shape.activations import TrainedMatrices, language_activations
 from paceline.models.shape.dims import LanguageDims, dims_of
 
 
@@ -41,7 +41,21 @@ def _language(config: Config) -> int | None:
     args = config.train_args
     tokens = float(args.per_device_train_batch_size * args.max_length)
     activations = language_activations(dims, config, tokens, tokens, mask_bytes=4)
-    return _state(config, dims, parameters) + activations.peak()
+    matrices = TrainedMatrices() if config.lora.enable else _largest_matrices(dims)
+    return _state(config, dims, parameters) + activations.peak(matrices)
+
+
+def _largest_matrices(dims: LanguageDims) -> TrainedMatrices:
+    """Bound the matrices of full training whose gradients exist beside the accumulated ones. The
+    copies that autocast makes of the blocks are part of :func:`_state`."""
+    up = 2 * dims.feed_forward  # the gate and the up projection may be one matrix
+    embedding = dims.vocabulary * dims.hidden
+    return TrainedMatrices(
+        largest=dims.hidden * max(up, dims.queries + 2 * dims.keys),
+        largest_fused=dims.hidden * up * dims.experts if dims.experts > 1 else 0,
+        head=embedding,
+        tied=embedding if dims.tied else 0,
+    )
 
 
 def _state(config: Config, dims: LanguageDims, parameters: int) -> int:

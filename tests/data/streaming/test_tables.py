@@ -93,9 +93,7 @@ def test_changed_file_ends_the_run(shift: int, tmp_path: Path) -> None:
     table = open_table(path)
     assert table is not None
     path.write_text(lines[shift:] + lines[:shift])
-    with pytest.raises(
-        RunError, match=r"has changed since it was indexed: bytes .* not a row"
-    ):
+    with pytest.raises(RunError, match=r"has changed since it was indexed: bytes .* not a row"):
         table.row(4)
     path.write_text(lines[:-5])
     with pytest.raises(RunError, match="has changed"):
