@@ -3,6 +3,7 @@ bandwidth, and the launch of an operation. Takes about 3 seconds on each kind of
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
 
 #: (rows, inputs, outputs) of the measured products. They are wide and narrow, with few and many
-#: rows, so that the three constants of the curve are determined.
-_CPU_SHAPES = (
+#: rows, so that the three constants of the curve are determined. Small ones are measured on CPUs
+#: and slow accelerators.
+_SMALL_SHAPES = (
     (64, 128, 384),
     (512, 128, 384),
     (128, 512, 512),
@@ -34,7 +36,7 @@ _CPU_SHAPES = (
     (256, 1024, 1024),
     (512, 256, 8192),
 )
-_GPU_SHAPES = (
+_LARGE_SHAPES = (
     (512, 1024, 1024),
     (8192, 1024, 1024),
     (512, 4096, 4096),
@@ -43,8 +45,13 @@ _GPU_SHAPES = (
     (8192, 4096, 14336),
     (4096, 8192, 8192),
 )
+#: An accelerator that takes longer for the products of the first large shape is slow. Below it,
+#: shapes that would take longer than the second figure are left out.
+_SLOW_S, _LONGEST_S = 0.005, 0.5
 #: Time of each measurement, and the least number of repetitions.
 _SHAPE_S, _MIN_REPEATS = 0.12, 3
+#: On an accelerator as many calls are timed together as fit into this time, at most 10.
+_TOGETHER_S, _MAX_TOGETHER = 0.02, 10
 _MEMORY_BYTES = 1 << 26
 _OPERATIONS, _TINY = 50, 64
 #: Computations between which small all-reduces are measured.
@@ -95,7 +102,7 @@ def busy_latency_s(world: Communicator) -> float:
     the slower one, and on a CPU for a thread that sends. A collective; the mean of the ranks."""
     import torch
 
-    size = 256 if world.device.type == "cpu" else 2048
+    size = 256 if _is_slow(world.device) else 2048
     matrix = torch.ones(size, size, device=world.device)
     small = torch.zeros(1024, device=world.device)
 
@@ -184,21 +191,28 @@ def _mean(rates: Sequence[DeviceRates]) -> DeviceRates:
     )
 
 
-def _seconds(device: torch.device, work: Callable[[], object], repeats: int = 1) -> float:
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
     """Return the seconds of a call: the lower quartile within the time of a measurement, which
-    short disturbances by other processes do not change. Several calls (``repeats``) are timed
-    together on an accelerator, which is asynchronous."""
+    short disturbances by other processes do not change. Several short calls are timed together on
+    an accelerator, which is asynchronous."""
     work()
     _synchronize(device)
+    together = 1
+    if device.type != "cpu":
+        together = min(_MAX_TOGETHER, max(1, int(_TOGETHER_S / _seconds_once(device, work))))
     times: list[float] = []
     started_at = time.perf_counter()
     while len(times) < _MIN_REPEATS or time.perf_counter() - started_at < _SHAPE_S:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            work()
-        _synchronize(device)
-        times.append((time.perf_counter() - start) / repeats)
+        times.append(_seconds_once(device, work, together) / together)
     return sorted(times)[len(times) // 4]
+
+
+def _seconds_once(device: torch.device, work: Callable[[], object], calls: int = 1) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    _synchronize(device)
+    return time.perf_counter() - start
 
 
 def _synchronize(device: torch.device) -> None:
@@ -208,27 +222,60 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize()
 
 
-def _curve(device: torch.device, dtype: torch.dtype) -> ProductCurve:
-    """Measure the three products of a linear layer in training: of forward, and those of the
-    gradients of input and weight."""
+def _products(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> Callable[[], None]:
+    """Return a function that computes the three products of a linear layer in training: of forward,
+    and those of the gradients of input and weight."""
     import torch
 
-    shapes = _CPU_SHAPES if device.type == "cpu" else _GPU_SHAPES
-    times = []
-    for rows, inputs, outputs in shapes:
-        x = torch.randn(rows, inputs, device=device, dtype=dtype)
-        weight = torch.randn(outputs, inputs, device=device, dtype=dtype)
-        gradient = torch.randn(rows, outputs, device=device, dtype=dtype)
+    rows, inputs, outputs = shape
+    x = torch.randn(rows, inputs, device=device, dtype=dtype)
+    weight = torch.randn(outputs, inputs, device=device, dtype=dtype)
+    gradient = torch.randn(rows, outputs, device=device, dtype=dtype)
 
-        def products(
-            x: torch.Tensor = x, weight: torch.Tensor = weight, gradient: torch.Tensor = gradient
-        ) -> None:
-            x @ weight.T
-            gradient @ weight
-            gradient.T @ x
+    @torch.no_grad()
+    def products() -> None:
+        x @ weight.T
+        gradient @ weight
+        gradient.T @ x
 
-        with torch.no_grad():
-            times.append(_seconds(device, products, 1 if device.type == "cpu" else 10) / 3)
+    return products
+
+
+def _is_slow(device: torch.device) -> bool:
+    """Return whether large shapes would take too long on this device."""
+    import torch
+
+    if device.type == "cpu":
+        return True
+    return _first_seconds(device, torch.float32) > _SLOW_S
+
+
+def _first_seconds(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the seconds of the products of the first large shape."""
+    products = _products(device, dtype, _LARGE_SHAPES[0])
+    products()
+    _synchronize(device)
+    return _seconds_once(device, products)
+
+
+def _shapes(device: torch.device, dtype: torch.dtype) -> Sequence[tuple[int, int, int]]:
+    """Return the shapes to measure: those that take less than the longest time each, as far as the
+    time of the first one shows."""
+    if _is_slow(device):
+        return _SMALL_SHAPES
+    seconds_per_multiplication = _first_seconds(device, dtype) / math.prod(_LARGE_SHAPES[0])
+    return [
+        shape
+        for shape in _LARGE_SHAPES
+        if math.prod(shape) * seconds_per_multiplication <= _LONGEST_S
+    ]
+
+
+def _curve(device: torch.device, dtype: torch.dtype) -> ProductCurve:
+    shapes = _shapes(device, dtype)
+    times = [_seconds(device, _products(device, dtype, shape)) / 3 for shape in shapes]
     return fit_curve(shapes, times)
 
 
@@ -250,7 +297,7 @@ def fit_curve(shapes: Sequence[tuple[int, int, int]], times: Sequence[float]) ->
 def _attention(device: torch.device, dtype: torch.dtype) -> float:
     import torch
 
-    heads, length, width = (8, 256, 64) if device.type == "cpu" else (32, 2048, 128)
+    heads, length, width = (8, 256, 64) if _is_slow(device) else (32, 2048, 128)
     shape = (1, heads, length, width)
     query, key, value = (
         torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
