@@ -89,11 +89,11 @@ def loaded_config(folder: Path, case: Case) -> Loaded:
     return load_config(None, settings)
 
 
-def write_models(folder: Path) -> None:
-    """Write the models and the data of all cases."""
+def write_models(folder: Path, length: int = LENGTH) -> None:
+    """Write the models, and chats with at least this number of tokens."""
     from paceline.models.builtin import resolve_model
 
-    work = common.make_work(folder, 64, even_tokens=LENGTH)
+    work = common.make_work(folder, 64, even_tokens=length)
     assert work.train_file == folder / "train.jsonl"
     built_in = Path(resolve_model(common.MODEL))
     for name, (hidden, layers, inner) in MODELS.items():
