@@ -121,6 +121,7 @@ def test_topics_are_listed_in_reading_order(capsys: pytest.CaptureFixture[str]) 
     ("tokens", "allowed"),
     [
         (["all-reduc"], ", ".join(TOPICS)),
+        (["dp"], "use `data-parallel`, its new name"),
         (["all-reduce", "--ranks", "0"], "1 to 16"),
         (["all-reduce", "--ranks", "-2"], "1 to 16"),
         (["all-reduce", "--elements", "0"], "1 to 10,000"),

@@ -16,6 +16,8 @@ from paceline.models.builtin import resolve_model
 from paceline.models.files import read_header
 from paceline.planner.choose import all_modes, candidates, pick
 from paceline.planner.hardware import cpu_machine
+from paceline.planner.machine import profile as machine_profile
+from paceline.planner.machine.profile import MeasuredLink
 from paceline.planner.micro_batch import micro_batch
 from paceline.planner.model_profile import describe
 from paceline.planner.upper_bound import stored_parameters, upper_bound
@@ -238,6 +240,20 @@ def test_auto_selects_the_simplest_mode_that_fits() -> None:
     assert pick(config(), 1, 8 * 10**9).layout.strategy == "single"
     digits = config(task="classify", model="builtin:small-cnn", dataset="builtin:digits")
     assert pick(digits, 4, 8 * 10**9).layout.strategy == "ddp"
+
+
+def test_auto_compares_modes_if_doctor_measured_a_slow_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = config(lora={"enable": False})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine_profile.save("cpu", MeasuredLink(2, 1, 1e-4, 1e9))
+    assert "needs at most" in pick(full, 2, 8 * 10**9, device_type="cpu").why
+    machine_profile.save("cpu", MeasuredLink(2, 1, 1e-4, 1e6))
+    choice = pick(full, 2, 8 * 10**9, device_type="cpu")
+    assert "by estimate" in choice.why
+    assert len([remark for remark in choice.remarks if remark.startswith("next: ")]) == 2
+    assert pick(full, 1, 8 * 10**9, device_type="cpu").layout.strategy == "single"
 
 
 @pytest.mark.soak

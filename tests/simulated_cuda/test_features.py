@@ -200,7 +200,9 @@ def test_profile_without_a_memory_snapshot(tmp_path: Path) -> None:
     assert event["memory_snapshots"] == []
 
 
-def test_doctor_on_devices(tmp_path: Path) -> None:
+def test_doctor_on_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Other tests must not plan with these measurements.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     done = run_on(
         "cuda", "model=builtin:qwen2-micro", "dataset=builtin:python-docs#50", "--ranks=2",
         "--json", f"output_dir={tmp_path / 'run'}", verb="doctor",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypedDict
 
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from paceline.config.schema import Config
 
 logger = logging.getLogger(__name__)
+
+#: How often unclear changes are measured for as many rounds again. Whether they still are is only
+#: looked at after all rounds: each look is a chance to stop at an extreme value.
+_MORE_TIMES = 3
 
 
 class ChangeReport(TypedDict):
@@ -109,7 +113,8 @@ class TuningOptions:
     """What to measure.
 
     Attributes:
-        rounds: runs of each change. Changes that are unclear after them get as many again.
+        rounds: runs of each change. Changes that are unclear after them get as many again, up to
+            three times.
         margin: smallest gain that counts, as a share.
         keep_result: leave out changes that change the trained weights.
         techniques: the techniques to measure; empty for all.
@@ -146,7 +151,8 @@ def measure_tuning(loaded: Loaded, options: TuningOptions, train: Train) -> Tuni
         return verdict_of(trial, options.goal, options.margin, planned) == "unclear"
 
     rounds.run(trials, options.rounds)
-    rounds.run([trial for trial in trials if is_unclear(trial)], options.rounds, is_unclear)
+    for _ in range(_MORE_TIMES):
+        rounds.run([trial for trial in trials if is_unclear(trial)], options.rounds)
     selected = select_changes(trials, options.goal, options.margin, planned)
     combined = None
     if len(selected) > 1:
@@ -207,15 +213,10 @@ class _Rounds:
     options: TuningOptions
     train: Train
 
-    def run(
-        self,
-        trials: Sequence[Trial],
-        count: int,
-        is_needed: Callable[[Trial], bool] = lambda trial: True,
-    ) -> None:
-        """Run each change ``count`` times, or until it is no longer needed."""
+    def run(self, trials: Sequence[Trial], count: int) -> None:
+        """Run each change ``count`` times, unless it fails."""
         for number in range(count):
-            remaining = [trial for trial in trials if trial.error is None and is_needed(trial)]
+            remaining = [trial for trial in trials if trial.error is None]
             if not remaining:
                 return
             logger.info(

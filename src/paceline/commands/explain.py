@@ -24,7 +24,7 @@ _MAX_ELEMENTS = 10_000
 def add_arguments(parser: OptionParser) -> None:
     parser.add_argument(
         "topic",
-        type=Choice(tuple(TOPICS)),
+        type=Choice(tuple(TOPICS), renamed={"dp": "data-parallel"}),
         metavar="TOPIC",
         nargs="?",
         help="algorithm to explain (default: list the topics)",

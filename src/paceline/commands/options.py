@@ -8,8 +8,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -111,9 +111,10 @@ class Number:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a few values."""
+    """One of a few values. ``renamed``: former names, which the error answers with the new ones."""
 
     values: tuple[str, ...]
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def allowed(self) -> str:
@@ -124,7 +125,9 @@ class Choice:
             raise InvalidValue(
                 "is unknown",
                 allowed=self.allowed,
-                fix=did_you_mean(text, self.values, f"use `{self.values[0]}`"),
+                fix=f"use `{self.renamed[text]}`, its new name"
+                if text in self.renamed
+                else did_you_mean(text, self.values, f"use `{self.values[0]}`"),
             )
         return text
 

@@ -62,6 +62,8 @@ NOT_CHOSEN = tuple(
 )
 #: Below this share of the memory the rough upper bound is enough.
 _ROOMY = 0.6
+#: About that of two Gigabit Ethernet ports. Links within a host are faster.
+_SLOW_LINK_BYTES_S = 2.5e8
 
 
 def candidates(config: Config, num_devices: int) -> list[ParallelLayout]:
@@ -311,8 +313,9 @@ def pick(
     """Return what ``parallel.mode: auto`` chooses. Called before any rank exists.
 
     Most runs need far less memory than there is: if an upper bound from config.json or from the
-    headers of the weights shows that ``ddp`` fits, and the config leaves nothing else open that
-    could be faster, no model is built and torch is not imported.
+    headers of the weights shows that ``ddp`` fits, the config leaves nothing else open that could
+    be faster, and `paceline doctor` found no slow link, no model is built and torch is not
+    imported.
 
     Args:
         device_memory_bytes: of one device; None: of this machine's.
@@ -321,11 +324,13 @@ def pick(
     Raises:
         ConfigError: no mode fits; names the one that needs the least memory and what to change.
     """
-    is_cpu = (device_type or _device_type(config)) == "cpu"
+    device_type = device_type or _device_type(config)
+    is_cpu = device_type == "cpu"
     memory = device_memory_bytes or (
         available_memory() // num_devices if is_cpu else device_memory()
     )
-    rough = upper_bound(config) if _is_closed(config) else None
+    is_simple = _is_closed(config) and not (num_devices > 1 and _has_slow_link(device_type))
+    rough = upper_bound(config) if is_simple else None
     if rough is not None and memory and rough <= _ROOMY * memory:
         return _plain(
             config,
@@ -374,6 +379,14 @@ def _is_closed(config: Config) -> bool:
         and "per_device_train_batch_size" not in args.model_fields_set
     )
     return parallel.optimize_for == "time" and not parallel.allow_lossy and not is_size_open
+
+
+def _has_slow_link(device_type: str) -> bool:
+    """Return whether `paceline doctor` measured a link here over which all gradients may take
+    longer than the activations of a pipeline."""
+    profile = machine_profile.read(device_type)
+    bandwidth = None if profile is None or profile.link is None else profile.link.bandwidth_bytes_s
+    return bandwidth is not None and bandwidth < _SLOW_LINK_BYTES_S
 
 
 def _plain(config: Config, num_devices: int, reason: str) -> AutoChoice:

@@ -20,6 +20,15 @@ from paceline.web.runs.stream import Streams
 RunId = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{12}$")]
 
 
+@dataclass(frozen=True)
+class Explanation:
+    """A recording of `paceline explain`: the algorithm, empty if the topic has none, and the
+    page."""
+
+    algorithm: str
+    page: bytes
+
+
 @dataclass
 class AppState:
     """One served folder, and the child processes of its server.
@@ -44,8 +53,8 @@ class AppState:
         self.commands = CommandRunner(self.folder)
         self.launches = RunLauncher(self.folder)
         self.chat = Chat()
-        #: Topic of `paceline explain` → page of its last recording.
-        self.explanations: dict[str, bytes] = {}
+        #: Topic of `paceline explain` → its last recording.
+        self.explanations: dict[str, Explanation] = {}
 
     def id_of(self, run: Path) -> str:
         return run_id(os.path.relpath(run, self.folder))

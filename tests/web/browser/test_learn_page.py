@@ -54,3 +54,8 @@ def test_recording_plays_step_by_step(browser: Browser, server: Server, width: i
         stage = player.locator("#stage svg").bounding_box()
         assert stage is not None
         assert stage["width"] <= width
+        page.evaluate("location.hash = '#/learn/ddp'")
+        expect(page.get_by_label("Algorithm")).to_have_count(0)
+        page.evaluate("location.hash = '#/learn/all-reduce'")
+        expect(page.get_by_label("Algorithm")).to_have_value("tree")
+        expect(player.get_by_role("heading", level=1)).to_have_text("All-reduce by tree, 4 ranks")

@@ -12,7 +12,7 @@ from paceline.explain.catalog import TOPICS, Topic
 from paceline.web.api.runs import REPORT_CSP
 from paceline.web.files import JSONObject
 from paceline.web.responses import NotFound
-from paceline.web.state import Panel
+from paceline.web.state import Explanation, Panel
 
 router = APIRouter()
 _TIMEOUT_S = 300.0
@@ -26,14 +26,16 @@ class Variant(BaseModel):
 
 @router.get("/api/topics")
 def topics(panel: Panel) -> JSONObject:
-    """Return the topics in reading order, each with the names of its algorithms and whether this
-    server has recorded it."""
+    """Return the topics in reading order, each with the names of its algorithms. ``recorded``: the
+    algorithm that this server has recorded last, empty if the topic has none; null: nothing yet."""
     return {
         "topics": [
             {
                 "name": name,
                 "algorithms": list(topic.algorithms),
-                "is_recorded": name in panel.explanations,
+                "recorded": panel.explanations[name].algorithm
+                if name in panel.explanations
+                else None,
             }
             for name, topic in TOPICS.items()
         ]
@@ -52,7 +54,8 @@ async def record(panel: Panel, name: str, body: Variant) -> JSONObject:
         page = Path(folder) / "page.html"
         args = ["explain", name, *variant, f"--output={page}"]
         result = await panel.commands.run("explain", args, timeout_s=_TIMEOUT_S)
-        panel.explanations[name] = page.read_bytes()
+        recorded = algorithm or next(iter(topic.algorithms), "")
+        panel.explanations[name] = Explanation(recorded, page.read_bytes())
     return {"title": result["title"], "checks": result["checks"]}
 
 
@@ -60,11 +63,11 @@ async def record(panel: Panel, name: str, body: Variant) -> JSONObject:
 def page(panel: Panel, name: str) -> Response:
     """Return the page of the last recording in a sandbox."""
     _check(name)
-    content = panel.explanations.get(name)
-    if content is None:
+    explanation = panel.explanations.get(name)
+    if explanation is None:
         raise NotFound(f"`{name}` is not recorded yet", fix="record it on the page Learn")
     return Response(
-        content,
+        explanation.page,
         media_type="text/html; charset=utf-8",
         headers={"content-security-policy": REPORT_CSP},
     )

@@ -46,11 +46,13 @@ export async function show(root, params, ctx) {
 }
 
 /** Return the card of a topic: its summary, the button that records it, and the player. */
-function topicCard({ name, algorithms, is_recorded }, ctx, state) {
+function topicCard({ name, algorithms, recorded }, ctx, state) {
   const variant = h(
     "select",
     { id: "learn-variant" },
-    algorithms.map((algorithm) => h("option", { value: algorithm }, algorithm)),
+    algorithms.map((algorithm) =>
+      h("option", { value: algorithm, selected: algorithm === recorded }, algorithm),
+    ),
   );
   const button = h("button", { type: "button", class: "primary" }, t("learn.record"));
   const place = h("div", { class: "learn-player", "aria-live": "polite" });
@@ -87,7 +89,7 @@ function topicCard({ name, algorithms, is_recorded }, ctx, state) {
   };
   variant.addEventListener("change", showCommand);
   showCommand();
-  if (is_recorded) play();
+  if (recorded !== null) play();
   return card(
     t(`learn.${name}`),
     null,
