@@ -19,7 +19,7 @@ from paceline.planner.memory.parts import MemoryParts, memory_parts
 from paceline.planner.memory.total import MemoryCoefficients, memory_bytes, memory_factors
 from paceline.planner.setup import TrainingSetup
 from paceline.planner.time.constants import Factors, cpu_factors, factors_of, on_cpu
-from paceline.planner.time.rates import cpu_rates, curve_of, rates_of
+from paceline.planner.time.rates import Rates, cpu_rates, curve_of, rates_of
 from paceline.planner.time.step import Coefficients, step_time
 from paceline.planner.time.work import Work, count_work
 
@@ -139,7 +139,9 @@ CPU_PRIORS: dict[str, Prior] = {
     "cpu: logits": Prior(1.0, 0.5, _COUNTED),
     "cpu: optimizer": Prior(1.2, 0.3, _COUNTED),
     "cpu: operations": Prior(50.0, 0.5, "operations of a layer's forward pass, counted"),
-    "cpu: link": Prior(1.0, 0.3, "measured alone"),
+    "cpu: copies": Prior(
+        20.0, 0.7, "copies of a message by Gloo and the kernel, each with cache misses"
+    ),
     "cpu: messages": Prior(1.0, 0.5, "measured between computations"),
     "cpu: sharded": Prior(1.3, 0.5, "FSDP copies shards and runs hooks beside each message"),
     "cpu: overlap": Prior(0.5, 0.5),
@@ -178,6 +180,12 @@ class CpuRow:
         curve = curve_of(self.rates, None)
         assert curve is not None
         return curve
+
+    @property
+    def reached_rates(self) -> Rates:
+        assert self.link.bandwidth_bytes_s is not None
+        bandwidth, latency_s = self.link.bandwidth_bytes_s, self.link.message_s
+        return cpu_rates(self.rates, self.curve, bandwidth, latency_s)
 
 
 class _Problem:
@@ -298,12 +306,9 @@ class CpuProblem(_Problem):
     is_robust = False
 
     def __init__(self, rows: Sequence[CpuRow], priors: dict[str, Prior] | None = None) -> None:
-        works = []
-        for row in rows:
-            bandwidth = row.link.bandwidth_bytes_s
-            assert bandwidth is not None
-            rates = cpu_rates(row.rates, row.curve, bandwidth, row.link.message_s)
-            works.append(count_work(row.setup, rates))
+        rates = [row.reached_rates for row in rows]
+        works = [count_work(row.setup, each) for row, each in zip(rows, rates, strict=True)]
+        self.rates = Rates(**_stacked(rates))  # type: ignore[arg-type]
         self.work = Work(**_stacked(works))  # type: ignore[arg-type]
         self.curve = ProductCurve(**_stacked([row.curve for row in rows]))  # type: ignore[arg-type]
         priors = priors or CPU_PRIORS | {"dequantize": PRIORS["dequantize"]}
@@ -313,4 +318,6 @@ class CpuProblem(_Problem):
         return np.array([row.step_s for row in self.rows])
 
     def _evaluate(self, coefficients: dict[str, Array]) -> Array:
-        return np.asarray(step_time(self.work, on_cpu(coefficients, self.curve)).total_s)
+        return np.asarray(
+            step_time(self.work, on_cpu(coefficients, self.curve, self.rates)).total_s
+        )

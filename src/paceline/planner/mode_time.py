@@ -208,7 +208,7 @@ def _on_cpu(
     assert measured is not None
     curve = curve_of(measured, dtype) or next(iter(measured.products.values()))
     rates = cpu_rates(measured, curve, machine.link_bytes_s, machine.message_s or 0.0)
-    return rates, cpu_coefficients(curve, constants())
+    return rates, cpu_coefficients(curve, rates, constants())
 
 
 def _waiting(work: Work, layout: ParallelLayout, cost: Cost, machine: Machine) -> Work:

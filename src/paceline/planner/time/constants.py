@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
-from typing import TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from paceline.planner.devices import Device
 from paceline.planner.machine.profile import ProductCurve
 from paceline.planner.setup import TrainingSetup
+from paceline.planner.time.rates import Rates
 from paceline.planner.time.step import Coefficients
 
 T = TypeVar("T")
@@ -120,7 +121,7 @@ def factors_of(setup: TrainingSetup, device: Device) -> Factors:
 
 def cpu_factors() -> Factors:
     """Return which constants a CPU rank depends on, beside what was measured there."""
-    products, link, messages = ("cpu: products",), ("cpu: link",), ("cpu: messages",)
+    products, messages = ("cpu: products",), ("cpu: messages",)
     return {
         "product_share": products,
         "head_share": products,
@@ -130,9 +131,7 @@ def cpu_factors() -> Factors:
         "dequantize": ("dequantize",),
         "optimizer": ("cpu: optimizer",),
         "launch_s": ("cpu: operations",),
-        "link_share": link,
-        "tensor_link_share": link,
-        "network_share": link,
+        "link_copies": ("cpu: copies",),
         "tensor_message_s": messages,
         "shard_message_s": (*messages, "cpu: sharded"),
         "sync_overlap_cost": ("cpu: overlap",),
@@ -141,21 +140,32 @@ def cpu_factors() -> Factors:
     }
 
 
-def on_cpu(fitted: Mapping[str, T], curve: ProductCurve) -> Coefficients:
+def on_cpu(fitted: Mapping[str, T], curve: ProductCurve, rates: Rates) -> Coefficients:
     """Return the coefficients of a CPU rank from the fitted ones and its measured products. Python
     and the threads that send run on the same cores, so that little hides their time. Two thirds of
     a step are backward, which the gradients of data parallelism overlap with. Values may be
-    arrays."""
+    arrays.
+
+    A message takes the time on the link, as measured without computation beside it, and a number of
+    copies in memory, for which it competes with the computation: a slow link reaches all of its
+    measured rate, and a fast one a part.
+    """
     nothing = ("network_decay", "sync_rank_s", "overlap", "overlap_cost")
     fixed: dict[str, float] = dict.fromkeys(nothing, 0.0)
     fixed |= dict.fromkeys(("tensor_exposed", "gather_exposed", "hop", "host_copy"), 1.0)
     fixed |= {"sync_overlap": 2 / 3}
     fixed |= dict.fromkeys(("row_loss", "head_row_loss"), curve.row_loss)
     fixed |= dict.fromkeys(("width_loss", "head_width_loss"), curve.width_loss)
-    return Coefficients(**fixed, **fitted, launch_order=1.0)  # type: ignore[arg-type]
+    copies: Any = fitted["link_copies"]
+    share = 1 / (1 + copies * rates.link_bytes_s / rates.memory_bytes_s)
+    fixed |= dict.fromkeys(("link_share", "tensor_link_share", "network_share"), share)
+    others = {name: value for name, value in fitted.items() if name != "link_copies"}
+    return Coefficients(**fixed, **others, launch_order=1.0)  # type: ignore[arg-type]
 
 
-def cpu_coefficients(curve: ProductCurve, constants: Mapping[str, float]) -> Coefficients:
+def cpu_coefficients(
+    curve: ProductCurve, rates: Rates, constants: Mapping[str, float]
+) -> Coefficients:
     """Return what a CPU rank reaches of its measured rates."""
     return on_cpu(
         {
@@ -163,6 +173,7 @@ def cpu_coefficients(curve: ProductCurve, constants: Mapping[str, float]) -> Coe
             for name, used in cpu_factors().items()
         },
         curve,
+        rates,
     )
 
 

@@ -22,7 +22,8 @@ class Coefficients:
         link_share, network_share: of the bandwidth within a host, and between hosts.
         tensor_link_share: the former, of exchanges that a matrix product waits for.
         network_decay: share that is lost per doubling of the hosts.
-        tensor_message_s, shard_message_s, sync_rank_s: latencies.
+        tensor_message_s, shard_message_s, sync_rank_s: latencies. The first is also that between
+            pipeline stages.
         tensor_exposed: share of tensor parallelism's exchanges that is not hidden.
         overlap: share of the computation that can hide traffic.
         overlap_cost: share of the hidden traffic that computation is slowed down by.
@@ -133,7 +134,8 @@ def step_time(work: Work, reached: Coefficients) -> StepTime:
     hiding = reached.sync_overlap * micro_batch
     traffic = traffic + _unhidden(sync, hiding, reached.sync_overlap_cost)
     gather = gather * reached.gather_exposed + work.gather_ranks * reached.sync_rank_s
-    traffic = traffic + gather
+    tied = _traffic(work.tied_link_s, work.tied_network_s, work, reached)
+    traffic = traffic + gather + tied
     host = work.host_copy_s * reached.host_copy
     number = work.micro_batches
     return StepTime(
@@ -173,7 +175,8 @@ def _exposed(work: Work, reached: Coefficients) -> float:
         reached.overlap_cost,
     )
     experts = _traffic(work.expert_link_s, work.expert_network_s, work, reached)
-    return tensor * reached.tensor_exposed + context + experts + work.hop_s * reached.hop
+    hops = work.hop_s * reached.hop + work.hop_messages * reached.tensor_message_s
+    return tensor * reached.tensor_exposed + context + experts + hops
 
 
 def _traffic(link_s: float, network_s: float, work: Work, reached: Coefficients) -> float:

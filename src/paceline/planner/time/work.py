@@ -41,11 +41,14 @@ class Work:
         context_link_s, context_network_s: keys and values of context parallelism.
         expert_link_s, expert_network_s: tokens sent to experts and back.
         hop_s: hidden states sent between pipeline stages.
+        hop_messages: number of these.
         shard_link_s, shard_network_s: gathered weights and scattered gradients of ZeRO-3, per
             micro-batch.
         shard_messages: layers × log2(1 + hosts) of these.
         sync_link_s, sync_network_s: gradients once per step.
         gather_link_s, gather_network_s: updated weights of ZeRO-1 and 2.
+        tied_link_s, tied_network_s: gradients of an embedding that is tied to the head, between the
+            first and the last pipeline stage, once per step.
         sync_ranks, gather_ranks: ranks of the groups of several hosts that exchange gradients, and
             weights.
         hosts_log: log2 of the hosts.
@@ -76,6 +79,7 @@ class Work:
     expert_link_s: float
     expert_network_s: float
     hop_s: float
+    hop_messages: float
     shard_link_s: float
     shard_network_s: float
     shard_messages: float
@@ -83,6 +87,8 @@ class Work:
     sync_network_s: float
     gather_link_s: float
     gather_network_s: float
+    tied_link_s: float
+    tied_network_s: float
     sync_ranks: float
     gather_ranks: float
     hosts_log: float
@@ -138,6 +144,7 @@ def count_work(setup: TrainingSetup, rates: Rates) -> Work:
     tensor = links.tensor_exchange()
     context, expert = links.context_exchange(), links.expert_exchange()
     shard, sync, gather = links.shard_traffic(), links.sync_traffic(), links.gather_traffic()
+    tied = links.tied_traffic()
     head_s = head.flops * head_scale
     layers_s = scale * sum(product.flops for product in products)
     return Work(
@@ -162,6 +169,7 @@ def count_work(setup: TrainingSetup, rates: Rates) -> Work:
         expert_link_s=expert[0],
         expert_network_s=expert[1],
         hop_s=links.hops(),
+        hop_messages=2 * setup.chunks * rates.message_s if setup.pipeline > 1 else 0,
         shard_link_s=shard[0],
         shard_network_s=shard[1],
         shard_messages=links.shard_messages() * rates.message_s,
@@ -169,6 +177,8 @@ def count_work(setup: TrainingSetup, rates: Rates) -> Work:
         sync_network_s=sync[1],
         gather_link_s=gather[0],
         gather_network_s=gather[1],
+        tied_link_s=tied[0],
+        tied_network_s=tied[1],
         sync_ranks=links.sync_ranks(),
         gather_ranks=links.gather_ranks(),
         hosts_log=math.log2(links.hosts),
@@ -321,10 +331,27 @@ class _Links:
         sent = (
             2 * setup.element_bytes * setup.tokens * setup.dims.hidden * setup.chunks / setup.tensor
         )
-        inside = setup.world_size <= setup.devices_per_host
+        link, network = self._between_stages(sent)
+        return link + network
+
+    def tied_traffic(self) -> tuple[float, float]:
+        """The all-reduce of the gradients that the first and the last pipeline stage have of the
+        same weight (Narayanan et al., 2021, section 2.2, for the stages)."""
+        setup = self.setup
+        is_trained = not setup.is_frozen or setup.trains_embeddings
+        if setup.pipeline == 1 or not setup.dims.tied or not is_trained:
+            return 0.0, 0.0
+        split = setup.shard * (setup.tensor if setup.splits_head else 1)
+        return self._between_stages(setup.gradient_bytes * setup.table_parameters / split)
+
+    def _between_stages(self, sent: float) -> tuple[float, float]:
+        """Return the seconds in which each rank of a stage sends bytes to one of another stage. All
+        ranks of a host share its cards."""
+        setup = self.setup
+        if setup.world_size <= setup.devices_per_host:
+            return sent / self.rates.link_bytes_s, 0.0
         share = self.rates.host_network_bytes_s / setup.devices_per_host
-        share /= self._oversubscription(self.hosts)
-        return sent / (self.rates.link_bytes_s if inside else share)
+        return 0.0, sent / share * self._oversubscription(self.hosts)
 
     def _stride(self) -> int:
         return self.setup.tensor * self.setup.context
