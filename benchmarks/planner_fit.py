@@ -145,7 +145,7 @@ CPU_PRIORS: dict[str, Prior] = {
     "cpu: messages": Prior(1.0, 0.5, "measured between computations"),
     "cpu: sharded": Prior(1.3, 0.5, "FSDP copies shards and runs hooks beside each message"),
     "cpu: overlap": Prior(0.5, 0.5),
-    "cpu: bubble": Prior(1.0, 0.1, "Narayanan et al., 2021; a rank is faster while others idle"),
+    "cpu: bubble": Prior(0.9, 0.3, "Narayanan et al., 2021; a rank is faster while others idle"),
     "cpu: overhead": Prior(10e-3, 0.5),
 }
 #: Scale of errors: that of the published figures and of the model.

@@ -47,8 +47,8 @@ _SIZE = "train_args.per_device_train_batch_size"
 _ACCUMULATION = "train_args.gradient_accumulation_steps"
 #: Seconds of the measured steps of a run, if a step is short, and the most steps.
 _PAIR_S, _MOST_STEPS = 1.0, 20
-#: Largest packet of a loopback device.
-_BURST_BYTES = 128 << 10
+#: Rate → bytes that the loopback device sends at once after a pause: those of a millisecond.
+_BURSTS = {"1gbit": 125_000, "300mbit": 37_500}
 
 Settings = dict[str, Any]
 
@@ -288,7 +288,7 @@ def limited_loopback(rate: str) -> Iterator[list[str]]:
     directions together; yield the start of a command line that runs in it."""
     netns.check_machine()
     name = f"paceline-{os.getpid()}-loopback"
-    shape = ["tbf", "rate", rate, "burst", str(_BURST_BYTES), "latency", "200ms"]
+    shape = ["tbf", "rate", rate, "burst", str(_BURSTS[rate]), "latency", "200ms"]
     subprocess.run(["ip", "netns", "add", name], check=True)
     try:
         subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)

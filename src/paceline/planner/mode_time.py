@@ -29,7 +29,7 @@ from paceline.planner.time.work import Work, count_work
 _NO_DIMS = LanguageDims(
     hidden=128, layers=1, heads=1, key_heads=1, queries=128, keys=128, feed_forward=1, vocabulary=1
 )
-_NO_WORK = Work(**dict.fromkeys((field.name for field in fields(Work)), 0.0) | {"imbalance": 1.0})
+_NO_WORK = Work(**dict.fromkeys((field.name for field in fields(Work)), 0.0) | {"chunks": 1.0})
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _time_of_operations(
         _NO_WORK,
         products_s=flops / rates.flops_s,
         sync_link_s=cost.traffic_per_step / rates.link_bytes_s,
-        bubble=float(axes.pipeline - 1),
+        stages=float(axes.pipeline),
         micro_batches=float(config.train_args.gradient_accumulation_steps),
     )
     result = step_time(_waiting(work, layout, cost, machine), reached)

@@ -123,7 +123,8 @@ def step_time(work: Work, reached: Coefficients) -> StepTime:
     micro_batch = (device**order + (work.launches * reached.launch_s) ** order) ** (1 / order)
     exposed = _exposed(work, reached)
     busy = micro_batch + exposed
-    idle = busy * (work.bubble * reached.bubble + (work.imbalance - 1) * work.micro_batches)
+    idle = _idle(busy, work, reached)
+    hops = _hops(busy, work, reached)
     computing = busy * work.micro_batches
     shards = _traffic(work.shard_link_s, work.shard_network_s, work, reached)
     shards = (shards + work.shard_messages * reached.shard_message_s) * work.micro_batches
@@ -143,7 +144,7 @@ def step_time(work: Work, reached: Coefficients) -> StepTime:
         attention_s=attention * number,
         memory_s=memory * number,
         launches_s=(micro_batch - device) * number,
-        exposed_s=exposed * number,
+        exposed_s=exposed * number + hops,
         idle_s=idle,
         traffic_s=traffic,
         optimizer_s=work.optimizer_s * reached.optimizer + reached.overhead_s,
@@ -156,9 +157,41 @@ def _products(work: Work, reached: Coefficients) -> float:
     peak, as tiles and launches are not filled."""
     layers = work.products_s + reached.row_loss * work.products_per_row
     layers = layers + reached.width_loss * work.products_per_width
+    return layers / reached.product_share + _head(work, reached)
+
+
+def _head(work: Work, reached: Coefficients) -> float:
     head = work.head_s + reached.head_row_loss * work.head_per_row
     head = head + reached.head_width_loss * work.head_per_width
-    return layers / reached.product_share + head / reached.head_share
+    return head / reached.head_share
+
+
+def _idle(busy: float, work: Work, reached: Coefficients) -> float:
+    """Return the idle time of a pipeline whose last stage has the head, and as many layers as the
+    others: every micro-batch takes the time of the last stage, and one passes through the others
+    before and after it (Narayanan et al., 2021, section 2.2).
+
+    Args:
+        busy: mean time of a stage in a micro-batch.
+    """
+    longer = _longer(work, reached)
+    others = _larger(busy * (work.stages - 1) - longer, 0.0 * busy)
+    return (longer * work.micro_batches + others / work.chunks) * reached.bubble
+
+
+def _longer(work: Work, reached: Coefficients) -> float:
+    """Return by how much the last stage, with the head, takes longer than the mean stage."""
+    return (_head(work, reached) + work.logits_s * reached.logits) * (work.stages - 1)
+
+
+def _hops(busy: float, work: Work, reached: Coefficients) -> float:
+    """Return the time of the messages between the stages that computation waits for: those of the
+    first and of the last micro-batch, and of each as far as they take longer than the last stage's
+    computation, during which they are sent."""
+    hop = work.hop_s * reached.hop + work.hop_messages * reached.tensor_message_s
+    longest = busy + _longer(work, reached)
+    beyond = _larger(hop - longest, 0.0 * hop)
+    return hop * (work.stages - 1) + beyond * work.micro_batches
 
 
 def _exposed(work: Work, reached: Coefficients) -> float:
@@ -175,8 +208,7 @@ def _exposed(work: Work, reached: Coefficients) -> float:
         reached.overlap_cost,
     )
     experts = _traffic(work.expert_link_s, work.expert_network_s, work, reached)
-    hops = work.hop_s * reached.hop + work.hop_messages * reached.tensor_message_s
-    return tensor * reached.tensor_exposed + context + experts + hops
+    return tensor * reached.tensor_exposed + context + experts
 
 
 def _traffic(link_s: float, network_s: float, work: Work, reached: Coefficients) -> float:

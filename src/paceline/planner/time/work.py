@@ -54,8 +54,7 @@ class Work:
         hosts_log: log2 of the hosts.
         host_copy_s: copies to and from host memory, in a step.
         optimizer_s: the optimizer's reads and writes.
-        bubble: idle share of a pipeline per micro-batch: (stages − 1) / chunks.
-        imbalance: time of the busiest pipeline stage in units of the mean.
+        stages, chunks: of a pipeline, and parts of each stage.
         micro_batches: in a step.
     """
 
@@ -94,8 +93,8 @@ class Work:
     hosts_log: float
     host_copy_s: float
     optimizer_s: float
-    bubble: float
-    imbalance: float
+    stages: float
+    chunks: float
     micro_batches: float
 
 
@@ -184,17 +183,10 @@ def count_work(setup: TrainingSetup, rates: Rates) -> Work:
         hosts_log=math.log2(links.hosts),
         host_copy_s=_host_bytes(setup) / rates.host_link_bytes_s,
         optimizer_s=_optimizer_bytes(setup) / rates.memory_bytes_s,
-        bubble=(setup.pipeline - 1) / setup.chunks,
-        imbalance=_imbalance(setup, layers_s, head_s),
+        stages=float(setup.pipeline),
+        chunks=float(setup.chunks),
         micro_batches=float(setup.micro_batches),
     )
-
-
-def _imbalance(setup: TrainingSetup, layers_s: float, head_s: float) -> float:
-    """Return the time of the last stage, which has the head, in units of the mean stage's."""
-    if setup.pipeline == 1 or layers_s <= 0:
-        return 1.0
-    return (layers_s + head_s * setup.pipeline) / (layers_s + head_s)
 
 
 def _stream_bytes(setup: TrainingSetup) -> float:
