@@ -53,6 +53,19 @@ def test_startup_records_every_part_of_the_start() -> None:
     assert not {"torchao", "bitsandbytes", "scipy", "sklearn"} & by_package.keys()
 
 
+def test_trials_compare_the_choice_of_auto_with_all_configurations(tmp_path: Path) -> None:
+    path = tmp_path / "trials.json"
+    run_script("planner_trials.py", "--measure", str(path), "--cases", "4", "--table", str(path))
+    [case] = json.loads(path.read_text())["cases"].values()
+    tried = [each["settings"] for each in case["screened"]]
+    assert len(tried) >= 12
+    assert case["choice"] in tried
+    assert {each["parallel.mode"] for each in tried} >= {"ddp", "zero3", "tensor", "pipeline"}
+    assert case["choice"] not in case["rivals"]
+    assert [len(times) for times in case["rounds_step_s"]] == [1 + len(case["rivals"])] * 5
+    assert case["name"] in path.with_suffix(".md").read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

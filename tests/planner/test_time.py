@@ -74,6 +74,43 @@ def test_pipeline_idles_less_with_more_micro_batches_and_chunks() -> None:
     assert time(SETUP).idle_s == 0
 
 
+def test_each_micro_batch_takes_the_time_of_the_stage_with_the_head() -> None:
+    pipeline = replace(SETUP, pipeline=4, micro_batches=8)
+    reached = coefficients_of(pipeline, A100, constants())
+    counted = replace(work(pipeline), hop_s=0.0, hop_messages=0.0)
+    result = step_time(counted, reached)
+    busy = result.total_s - result.idle_s - result.optimizer_s
+    without_head = replace(counted, head_s=0.0, head_per_row=0.0, head_per_width=0.0, logits_s=0.0)
+    layers = step_time(without_head, reached)
+    head = busy - (layers.total_s - layers.idle_s - layers.optimizer_s)  # a quarter of it
+    last = (busy + 3 * head) / 8
+    others = 3 * busy / 8 - 3 * head / 8
+    expected = (8 * (last - busy / 8) + others) * reached.bubble
+    assert result.idle_s == pytest.approx(expected)
+
+
+def test_tied_embeddings_are_summed_between_the_ends_of_a_pipeline() -> None:
+    tied = replace(SETUP, dims=replace(LLAMA_8B, tied=True), pipeline=4, micro_batches=8)
+    sent = tied.gradient_bytes * 128256 * 4096
+    assert work(tied).tied_link_s == pytest.approx(sent / A100.link_bytes_s)
+    across = work(replace(tied, data=4))
+    assert across.tied_link_s == 0
+    assert across.tied_network_s == pytest.approx(sent / A100.network_bytes_s)
+    assert time(tied).traffic_s > time(replace(tied, dims=LLAMA_8B)).traffic_s
+    for other in (replace(tied, pipeline=1), replace(tied, dims=LLAMA_8B)):
+        assert work(other).tied_link_s == work(other).tied_network_s == 0
+
+
+def test_messages_between_stages_are_sent_during_computation() -> None:
+    pipeline = replace(SETUP, pipeline=4, micro_batches=8)
+    reached = coefficients_of(pipeline, A100, constants())
+    counted = replace(work(pipeline), hop_messages=0.0)
+    short = step_time(counted, reached)
+    assert short.exposed_s == pytest.approx(3 * counted.hop_s * reached.hop)
+    long = step_time(replace(counted, hop_s=100.0), reached)
+    assert long.exposed_s > 8 * 99 * reached.hop
+
+
 def test_tensor_parallelism_waits_for_its_exchanges() -> None:
     split = replace(SETUP, tensor=8, sequence_parallel=True)
     assert time(split).products_s < time(SETUP).products_s / 4
