@@ -146,9 +146,9 @@ def on_cpu(fitted: Mapping[str, T], curve: ProductCurve, rates: Rates) -> Coeffi
     a step are backward, which the gradients of data parallelism overlap with. Values may be
     arrays.
 
-    A message takes the time on the link, as measured without computation beside it, and a number of
-    copies in memory, for which it competes with the computation: a slow link reaches all of its
-    measured rate, and a fast one a part.
+    A message takes its time on the link, as measured without computation beside it, and time for
+    reads and writes in memory, which compete with the computation. A slow link therefore reaches
+    almost all of its measured rate, and a fast one only a part.
     """
     nothing = ("network_decay", "sync_rank_s", "overlap", "overlap_cost")
     fixed: dict[str, float] = dict.fromkeys(nothing, 0.0)
