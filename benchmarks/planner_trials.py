@@ -31,7 +31,9 @@ from paceline.config.load import Loaded, load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
 from paceline.launch.preflight import TrainOptions, TrainResult
-from paceline.planner.choose import eligible_layouts, local_machine, pick
+from paceline.planner.auto.choose import eligible_layouts
+from paceline.planner.auto.pick import pick
+from paceline.planner.machine.local import local_machine
 from paceline.planner.micro_batch import micro_batch
 from paceline.planner.model_profile import describe
 from paceline.planner.search.search import Candidate
@@ -48,7 +50,7 @@ _ACCUMULATION = "train_args.gradient_accumulation_steps"
 #: Seconds of the measured steps of a run, if a step is short, and the most steps.
 _PAIR_S, _MOST_STEPS = 1.0, 20
 #: Seconds whose bytes the loopback device sends at once after a pause, in two packets.
-_BURST_S = 1e-3
+_BURST_S = 2.5e-4
 
 Settings = dict[str, Any]
 
@@ -91,6 +93,8 @@ def _cases() -> Iterator[Case]:
     yield Case("2M", False, 2, "300mbit", 256, 8)
     yield Case("2M", True, 2, "300mbit", 128, 8)
     yield Case("7M", True, 2, "300mbit", 128, 4)
+    yield Case("18M", True, 2, "300mbit", 128, 8)
+    yield Case("33M", True, 2, "300mbit", 128, 4)
 
 
 CASES = tuple(_cases())

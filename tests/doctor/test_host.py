@@ -165,7 +165,7 @@ def test_profile_is_only_used_on_its_machine(
 
 
 def test_planner_reads_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.planner.choose import local_machine
+    from paceline.planner.machine.local import local_machine
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = local_machine(2, True, False)
@@ -177,7 +177,7 @@ def test_planner_reads_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_planner_uses_measured_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.planner.choose import local_machine
+    from paceline.planner.machine.local import local_machine
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     alone, both = (

@@ -13,7 +13,7 @@ from paceline.core.errors import OutOfMemory
 from paceline.launch.out_of_memory import explain
 from paceline.observe.out_of_memory import out_of_memory, requested_size
 from paceline.parallel.registry import layout
-from paceline.planner.choose import local_machine
+from paceline.planner.machine.local import local_machine
 from paceline.train.run_spec import RunSpec
 
 TASK = Path(__file__).with_name("hungry_task.py")

@@ -14,11 +14,15 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models.builtin import resolve_model
 from paceline.models.files import read_header
-from paceline.planner.choose import all_modes, candidates, pick
+from paceline.planner.auto.choose import all_modes, candidates, eligible_layouts
+from paceline.planner.auto.pick import pick
+from paceline.planner.estimate import estimate
 from paceline.planner.hardware import cpu_machine
 from paceline.planner.machine import profile as machine_profile
+from paceline.planner.machine.local import local_machine
 from paceline.planner.machine.profile import MeasuredLink
 from paceline.planner.micro_batch import micro_batch
+from paceline.planner.mode_time import time_of_layout
 from paceline.planner.model_profile import describe
 from paceline.planner.upper_bound import stored_parameters, upper_bound
 
@@ -219,17 +223,22 @@ def test_reads_token_counts_from_the_cache(capsys: pytest.CaptureFixture[str]) -
     assert "from the tokenized data" in plan["notes"][0]
 
 
-def test_upper_bound_does_not_import_torch() -> None:
+def test_comparing_times_does_not_import_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     resolve_model(MICRO)
+    machine_profile.save("cpu", MeasuredLink(2, 1, 1e-4, 1e9))
     code = (
-        "import sys; from paceline.config.schema import Config; from paceline.planner.choose"
+        "import sys; from paceline.config.schema import Config; from paceline.planner.auto.pick"
         f" import pick;choice = pick(Config(model={MICRO!r}, dataset='d'), 4, 8 * 10**9,"
-        " device_type='cpu');print(choice.layout.strategy, 'torch' in sys.modules)"
+        " device_type='cpu');print(choice.layout.strategy, 'torch' in sys.modules,"
+        " len(choice.remarks))"
     )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     ).stdout
-    assert out.split() == ["ddp", "False"]
+    assert out.split() == ["ddp", "False", "2"]
 
 
 def test_auto_selects_the_simplest_mode_that_fits() -> None:
@@ -242,18 +251,58 @@ def test_auto_selects_the_simplest_mode_that_fits() -> None:
     assert pick(digits, 4, 8 * 10**9).layout.strategy == "ddp"
 
 
-def test_auto_compares_modes_if_doctor_measured_a_slow_link(
+def next_best(remarks: tuple[str, ...]) -> list[str]:
+    """Return the names of the runners-up."""
+    marks = [remark for remark in remarks if remark.startswith("next: ")]
+    return [mark.removeprefix("next: ").partition(":")[0] for mark in marks]
+
+
+def test_auto_compares_the_times_of_modes_that_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = config(lora={"enable": False})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    unknown = pick(full, 2, 8 * 10**9, device_type="cpu")
+    assert unknown.layout.strategy == "ddp"
+    assert unknown.remarks == (
+        "other modes were not compared, because `paceline doctor` has not measured this CPU",
+    )
     machine_profile.save("cpu", MeasuredLink(2, 1, 1e-4, 1e9))
-    assert "needs at most" in pick(full, 2, 8 * 10**9, device_type="cpu").why
+    fast = pick(full, 2, 8 * 10**9, device_type="cpu")
+    assert "needs at most" in fast.why
+    assert "as fast as the best of" in fast.why
+    assert len(next_best(fast.remarks)) == 2
+    assert not {"ddp", "tensor"} & set(next_best(fast.remarks))
+    assert all("slower" in remark or "less simple" in remark for remark in fast.remarks)
     machine_profile.save("cpu", MeasuredLink(2, 1, 1e-4, 1e6))
-    choice = pick(full, 2, 8 * 10**9, device_type="cpu")
-    assert "by estimate" in choice.why
-    assert len([remark for remark in choice.remarks if remark.startswith("next: ")]) == 2
-    assert pick(full, 1, 8 * 10**9, device_type="cpu").layout.strategy == "single"
+    # All gradients of a larger model take longer than the activations of a pipeline.
+    larger = config(lora={"enable": False}, model=write_model_config(tmp_path), dataset="none")
+    slow = pick(larger, 2, 80 * 10**9, device_type="cpu")
+    assert slow.layout.strategy == "pipeline"
+    assert "is the fastest that fits" in slow.why
+    assert len(next_best(slow.remarks)) == 2
+    assert not pick(full, 1, 8 * 10**9, device_type="cpu").remarks
+
+
+@pytest.mark.parametrize("bandwidth", [1e7, 1e9, 1e10])
+def test_times_from_widths_are_those_of_the_plan(
+    bandwidth: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The estimates without a model differ only by its small parameters."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine_profile.save("cpu", MeasuredLink(2, 1, 1e-4, bandwidth))
+    full = config(lora={"enable": False}, model=write_model_config(tmp_path), dataset="none")
+    machine = local_machine(2, True, None, 80 * 10**9, can_measure=False)
+    profile, batch = describe(full), micro_batch(full)
+    assert profile.dims is not None
+    compared = 0
+    for layout in eligible_layouts(full, 2):
+        mode = estimate(layout, full, profile, batch, machine)
+        if mode.cost is not None:
+            rough = time_of_layout(layout, full, profile.dims, batch, machine)
+            assert rough.seconds == pytest.approx(mode.step_time_s, rel=0.01)
+            compared += 1
+    assert compared >= 5
 
 
 @pytest.mark.soak

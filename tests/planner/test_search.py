@@ -10,7 +10,8 @@ import paceline
 from paceline.config.load import load_config, to_yaml
 from paceline.core.errors import ConfigError
 from paceline.launch.layout import kept_settings
-from paceline.planner.choose import eligible_layouts, pick
+from paceline.planner.auto.choose import eligible_layouts
+from paceline.planner.auto.pick import pick
 from paceline.planner.devices import find_device
 from paceline.planner.hardware import Machine, named_machine
 from paceline.planner.micro_batch import micro_batch

@@ -77,7 +77,7 @@ def choose_layout(
     settings: Settings = {}
     remarks: tuple[str, ...] = ()
     if name == "auto":
-        from paceline.planner.choose import pick
+        from paceline.planner.auto.pick import pick
 
         kept = kept_settings(config)
         fixed = kept if outer is None else {**kept, "parallel.num_gpus": num_devices}

@@ -7,8 +7,8 @@ from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import OutOfMemory
 from paceline.core.files import human_bytes
 from paceline.planner.advice import advise
-from paceline.planner.choose import local_machine
 from paceline.planner.estimate import estimate
+from paceline.planner.machine.local import local_machine
 from paceline.planner.micro_batch import micro_batch
 from paceline.planner.model_profile import describe
 from paceline.train.run_spec import RunSpec

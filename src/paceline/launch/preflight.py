@@ -71,9 +71,9 @@ from paceline.observe.console import derived_lines
 from paceline.parallel.balance import equal_notice
 from paceline.parallel.compression.cost import compression_notice
 from paceline.parallel.registry import ParallelLayout, check_steps, mode_of
-from paceline.planner.choose import device_memory, local_machine
 from paceline.planner.devices import peak_rate
 from paceline.planner.estimate import with_accumulation
+from paceline.planner.machine.local import device_memory, local_machine
 from paceline.planner.run_prediction import predict_step
 from paceline.planner.scale.save_interval import with_save_interval
 from paceline.tasks import load_task

@@ -24,10 +24,11 @@ from paceline.parallel.registry import layout, mode_of
 from paceline.planner.advice import Advice, ChangeReport, advise
 from paceline.planner.assumed.estimate import AssumedEstimate, AssumedReport, estimate_assumed
 from paceline.planner.assumed.keys import Value, parse_assumptions
-from paceline.planner.choose import ModeChoice, choose, eligible_layouts, local_machine
+from paceline.planner.auto.choose import ModeChoice, choose, eligible_layouts
 from paceline.planner.devices import find_device
 from paceline.planner.estimate import ModeEstimate, ModeReport
 from paceline.planner.hardware import Machine, default_precision, named_machine, parse_size
+from paceline.planner.machine.local import local_machine
 from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.mode_time import setup_of_batch
 from paceline.planner.model_profile import ModelProfile, describe

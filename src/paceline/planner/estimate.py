@@ -176,7 +176,7 @@ def estimate(
     stage: int | None = None,
 ) -> ModeEstimate:
     """Estimate ``layout``. ``stage``: of DeepSpeed."""
-    name, settings = _names(layout, stage)
+    name, settings = mode_names(layout, stage)
     update = dict.fromkeys(("data", "shard", "tensor", "pipeline")) | settings
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=update)})
     replicas, samples = layout.axes.replicas, config.train_args.global_batch_size
@@ -263,11 +263,16 @@ def _weight_copies(shape: ModelShape, layout: ParallelLayout) -> int:
     return shape.low_bytes * matrices // (axes.tensor * axes.pipeline)
 
 
+def num_stages(layout: ParallelLayout, config: Config) -> int:
+    """Return the number of pipeline stages."""
+    chunked = config.parallel.pipeline_schedule in ("interleaved_1f1b", "zero_bubble")
+    return layout.axes.pipeline * (config.parallel.stages_per_rank if chunked else 1)
+
+
 def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfile) -> None:
     """Check that the model's dimensions can be divided among tensor ranks and pipeline stages."""
     axes, dims, blocks = layout.axes, profile.dims, profile.shape.blocks
-    chunked = config.parallel.pipeline_schedule in ("interleaved_1f1b", "zero_bubble")
-    stages = axes.pipeline * (config.parallel.stages_per_rank if chunked else 1)
+    stages = num_stages(layout, config)
     if axes.pipeline > 1 and stages > len(blocks):
         raise ConfigError(
             f"{stages} pipeline stages are not possible: the model has"
@@ -298,7 +303,7 @@ def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfi
         )
 
 
-def _names(layout: ParallelLayout, stage: int | None) -> tuple[str, dict[str, str | int]]:
+def mode_names(layout: ParallelLayout, stage: int | None) -> tuple[str, dict[str, str | int]]:
     """Return the mode's name, and the keys of ``parallel`` that select it."""
     strategy, text = layout.strategy, layout.axes.text()
     if stage is not None:

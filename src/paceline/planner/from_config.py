@@ -52,6 +52,7 @@ def setup_of(
         low_copy=layout.has_low_weights and not is_pure and args.mixed_dtype is not None,
         gradient_bytes=2 if is_pure else 4,
         reduce_bytes=2 if is_pure or (zero_stage and args.mixed_dtype is not None) else 4,
+        bucket_bytes=parallel.bucket_cap_mb * 2**20,
         optimizer=_optimizer(config),
         recompute=_recomputation(config),
         recompute_share=args.recomputed_share(dims.layers)

@@ -23,7 +23,7 @@ from paceline.planner.time.constants import (
 )
 from paceline.planner.time.rates import Rates, cpu_rates, curve_of, rates_of, with_measured
 from paceline.planner.time.step import Coefficients, StepTime, step_time
-from paceline.planner.time.work import Work, count_work
+from paceline.planner.time.work import Work, bucket_shares, count_work
 
 #: Stands for a model whose widths are not known: only its operations are counted.
 _NO_DIMS = LanguageDims(
@@ -84,6 +84,27 @@ def time_of_mode(
     """Estimate the step of a mode, corrected by earlier runs on the machine. ``stage``: of
     DeepSpeed."""
     estimate = _uncorrected(layout, config, profile, batch, cost, machine, stage)
+    return _corrected(estimate, layout, config, machine)
+
+
+def time_of_layout(
+    layout: ParallelLayout,
+    config: Config,
+    dims: LanguageDims,
+    batch: MicroBatchProfile,
+    machine: Machine,
+) -> TimeEstimate:
+    """Estimate the step of a mode from the model's widths alone: without the parameters of norms
+    and biases, and without what a strategy copies to and from the host."""
+    samples, length = batch.positions / batch.sample, batch.sample
+    setup = setup_of(config, dims, layout, samples, length, batch.label_share)
+    estimate = _time_of_setup(machine.with_links(setup), layout, config, None, machine)
+    return _corrected(estimate, layout, config, machine)
+
+
+def _corrected(
+    estimate: TimeEstimate, layout: ParallelLayout, config: Config, machine: Machine
+) -> TimeEstimate:
     calibration, parts = machine.calibration, estimate.parts_s or {}
     factor = 1.0
     if calibration is not None and parts:
@@ -107,15 +128,28 @@ def _uncorrected(
     setup = setup_of_batch(config, profile, layout, batch, stage)
     if setup is None:
         return _time_of_operations(layout, config, profile, batch, cost, machine)
-    setup = _setup_of_mode(setup, cost, machine)
+    return _time_of_setup(_setup_of_mode(setup, cost, machine), layout, config, cost, machine)
+
+
+def _time_of_setup(
+    setup: TrainingSetup,
+    layout: ParallelLayout,
+    config: Config,
+    cost: Cost | None,
+    machine: Machine,
+) -> TimeEstimate:
+    dtype = config.train_args.compute_format
     if machine.timed_as is None:
-        rates, reached = _on_cpu(layout, machine, config.train_args.compute_format)
-        work = count_work(setup, rates)
-        result = step_time(_waiting(work, layout, cost, machine), reached)
+        rates, reached = _on_cpu(layout, machine, dtype)
+    else:
+        rates, reached = _on_device(setup, machine, dtype)
+    work = count_work(setup, rates)
+    if cost is not None:
+        work = _waiting(work, layout, cost, machine)
+    result = step_time(work, reached)
+    if machine.timed_as is None:
         return TimeEstimate(result.total_s, parts=result)
-    rates, reached = _on_device(setup, machine, config.train_args.compute_format)
-    work = _waiting(count_work(setup, rates), layout, cost, machine)
-    return _estimate(step_time(work, reached), machine, cost)
+    return _estimate(result, machine, cost)
 
 
 def setup_of_batch(
@@ -187,10 +221,14 @@ def _time_of_operations(
     else:
         setup = machine.with_links(TrainingSetup(_NO_DIMS))
         rates, reached = _on_device(setup, machine, config.train_args.compute_format)
+    bucket_bytes = config.parallel.bucket_cap_mb * 2**20
+    first_bucket, last_bucket = bucket_shares(float(cost.gradients), bucket_bytes)
     work = replace(
         _NO_WORK,
         products_s=flops / rates.flops_s,
         sync_link_s=cost.traffic_per_step / rates.link_bytes_s,
+        sync_first=first_bucket,
+        sync_last=last_bucket,
         stages=float(axes.pipeline),
         micro_batches=float(config.train_args.gradient_accumulation_steps),
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.parallel.deepspeed.config import stage_of
-from paceline.planner.choose import local_machine
+from paceline.planner.machine.local import local_machine
 from paceline.planner.micro_batch import MicroBatchProfile
 from paceline.planner.mode_time import TimeEstimate, time_of_mode
 from paceline.planner.model_profile import ModelProfile

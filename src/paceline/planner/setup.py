@@ -57,6 +57,7 @@ class TrainingSetup:
         devices_per_host: number of devices of a host.
         hosts_per_switch: hosts that reach each other without the upper levels of switches; 0: all.
         oversubscription: by how much groups of more hosts are slower.
+        bucket_bytes: largest size of the buckets of gradients that are reduced during backward.
         sync_bytes: what a rank sends once per step; None: by ``zero_stage``.
         link_bytes_s, host_network_bytes_s: of one device, and of a host as a whole, in one
             direction; None: as the table of devices gives it.
@@ -95,6 +96,7 @@ class TrainingSetup:
     fp8_scaling: Float8Scaling = "tensor"
     software: Software = "eager"
     devices_per_host: int = 8
+    bucket_bytes: float = 25 * 2**20
     sync_bytes: float | None = None
     hosts_per_switch: int = 0
     oversubscription: float = 1.0

@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.models.blocks import base_model
 from paceline.models.json_config import JsonObject, first_number, language_fields
 from paceline.models.tensor_plan.families import family_plan, unsupported
 from paceline.models.tensor_plan.style import (
@@ -39,6 +38,12 @@ _IGNORED = ("embedding_rowwise", "embedding_colwise", "replicate", "local_params
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 _PEFT_PREFIX = "base_model.model."
 _WITHOUT_TENSOR = "set `parallel.mode: zero3`, which supports every model"
+
+
+def _base_model(model: nn.Module) -> Any:
+    from paceline.models.blocks import base_model
+
+    return base_model(model)
 
 
 def find_tensor_plan(model: nn.Module, configured: Mapping[str, str]) -> dict[str, str]:
@@ -95,7 +100,7 @@ def find_tensor_plan(model: nn.Module, configured: Mapping[str, str]) -> dict[st
 def _model_plan(
     model: nn.Module, names: Mapping[str, nn.Module], parameters: Iterable[str]
 ) -> dict[str, str]:
-    inner = base_model(model)
+    inner = _base_model(model)
     config = getattr(inner, "config", None)
     prefix = _PEFT_PREFIX if inner is not model else ""
     base = getattr(inner, "base_model_prefix", "")
@@ -163,7 +168,7 @@ def _in_order(names: Iterable[str], parameters: Iterable[str]) -> Iterator[str]:
 def _configured_plan(
     model: nn.Module, names: Mapping[str, nn.Module], configured: Mapping[str, str]
 ) -> dict[str, str]:
-    base = getattr(base_model(model), "base_model_prefix", "") or ""
+    base = getattr(_base_model(model), "base_model_prefix", "") or ""
     prefixes = {"", _PEFT_PREFIX, f"{base}.", f"{_PEFT_PREFIX}{base}."}
     plan = {}
     for pattern, style in configured.items():
@@ -257,7 +262,7 @@ def _element_wise() -> tuple[type, ...]:
 
 
 def _class_name(model: Any) -> str:
-    return type(base_model(model)).__name__
+    return type(_base_model(model)).__name__
 
 
 def fitting_sizes(numbers: Iterable[int]) -> list[int]:

@@ -13,7 +13,7 @@ Value = int | float | str | bool | tuple[str, ...]
 #: Ranks of each axis.
 _AXES = ("data", "shard", "tensor", "pipeline", "context", "expert")
 #: Fields of the set-up that `--assume` does not set: the config and its data do.
-_FIXED = ("dims", "label_share", "sync_bytes")
+_FIXED = ("dims", "label_share", "bucket_bytes", "sync_bytes")
 _GIGABYTE_KEYS = {
     "link_gb_s": "link_bytes_s",
     "host_network_gb_s": "host_network_bytes_s",

@@ -1,7 +1,9 @@
 """Why a set-up was chosen and others were not, as text. Imports no torch."""
 
 from paceline.core.files import human_bytes
+from paceline.planner.estimate import ModeEstimate
 from paceline.planner.search.search import Candidate, Objective
+from paceline.planner.search.trials import settings_text
 
 #: Parts of a step, by the names of their times.
 PART_NAMES = {
@@ -43,18 +45,44 @@ def comparison(
     Args:
         is_simpler: whether the choice is simpler than what is as good or better.
     """
-    less_simple = ", but less simple" if is_simpler else ""
     change = other.value(objective) / chosen.value(objective) - 1
+    part = _largest_part(other, chosen) if objective != "memory" else None
+    suffix = ", but less simple" if is_simpler else ""
+    difference = describe_change(change, part, objective, suffix=suffix)
+    return f"{other.name}: {difference}; {human_bytes(other.mode.total)} per rank"
+
+
+def describe_change(
+    change: float, part: str | None, objective: Objective = "time", *, suffix: str = ""
+) -> str:
+    """Return a relative change of what the objective minimizes as text.
+
+    Args:
+        part: what it is mostly due to if it is positive.
+        suffix: ends the text if it is not.
+    """
     worse, better = _COMPARATIVES[objective]
-    memory = f"{human_bytes(other.mode.total)} per rank"
     if abs(change) < _SMALL:
-        difference = f"as good{less_simple}"
-    else:
-        difference = f"{abs(change):.1%} {worse if change > 0 else better}"
-        part = _largest_part(other, chosen) if objective != "memory" and change > 0 else None
-        difference += f", mostly by {part}" if part else ""
-        difference += "" if change > 0 else less_simple
-    return f"{other.name}: {difference}; {memory}"
+        return f"as good{suffix}"
+    if change < 0:
+        return f"{-change:.1%} {better}{suffix}"
+    return f"{change:.1%} {worse}" + (f", mostly by {part}" if part else "")
+
+
+def bucket_reason(chosen: Candidate, default: ModeEstimate) -> str:
+    """Return why the size of the buckets was chosen.
+
+    Args:
+        default: the estimate with the default size.
+    """
+    before_s, seconds = default.step_time_s, chosen.mode.step_time_s
+    assert before_s is not None
+    assert seconds is not None
+    [size_mib] = chosen.buckets.values()
+    return (
+        f"{settings_text(chosen.buckets)}: buckets of {size_mib:g} MiB save"
+        f" {1000 * (before_s - seconds):.2g} ms per step on the measured link"
+    )
 
 
 def _largest_part(other: Candidate, chosen: Candidate) -> str | None:
@@ -65,8 +93,19 @@ def _largest_part(other: Candidate, chosen: Candidate) -> str | None:
     if first is None or second is None:
         return None
     batches = other.mode.global_batch_size, chosen.mode.global_batch_size
+    return slower_part(first, second, batches)
+
+
+def slower_part(
+    parts_s: dict[str, float], chosen_s: dict[str, float], batches: tuple[float, float]
+) -> str | None:
+    """Return the part of a step that takes more time per sample than in the chosen set-up.
+
+    Args:
+        batches: samples of a step of both.
+    """
     differences = {
-        name: first[name] / batches[0] - second[name] / batches[1] for name in PART_NAMES
+        name: parts_s[name] / batches[0] - chosen_s[name] / batches[1] for name in PART_NAMES
     }
     largest = max(differences, key=lambda name: differences[name])
     return PART_NAMES[largest] if differences[largest] > 0 else None

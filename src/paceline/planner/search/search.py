@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline.core.errors import ConfigError
 from paceline.parallel.registry import STRATEGIES, ParallelLayout
 from paceline.planner.estimate import ModeEstimate
+from paceline.planner.search.buckets import bucket_size
 from paceline.planner.search.space import Saving, Space, open_space
 from paceline.planner.search.trials import Settings, Trials, settings_text, with_settings
 
@@ -28,10 +29,15 @@ _ORDER = tuple(STRATEGIES)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mode with changed settings of the config (without those that select the mode)."""
+    """A mode with changed settings of the config (without those that select the mode).
+
+    Args:
+        buckets: the setting of the size of gradient buckets, if another is faster.
+    """
 
     mode: ModeEstimate
     settings: Settings
+    buckets: Settings = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -42,7 +48,7 @@ class Candidate:
     def all_settings(self) -> Settings:
         """The settings, including those that select the mode."""
         mode = {f"parallel.{key}": value for key, value in self.mode.settings.items()}
-        return {**mode, **self.settings}
+        return {**mode, **self.settings, **self.buckets}
 
     @property
     def seconds_per_sample(self) -> float:
@@ -256,8 +262,12 @@ class _Layout:
             offload = with_settings(self.trials.config, settings).parallel.state_offload
             if has_shards and offload == "none":
                 mode = None
-            possible = mode is not None and mode.cost is not None
-            self._tried[key] = Candidate(mode, settings) if possible and mode else None
+            self._tried[key] = None
+            if mode is not None and mode.cost is not None:
+                buckets = bucket_size(self.trials, self.layout, settings, mode)
+                if buckets:
+                    mode = self.trials.estimate(self.layout, {**settings, **buckets})
+                self._tried[key] = Candidate(mode, settings, buckets)
         return self._tried[key]
 
 

@@ -105,6 +105,7 @@ def factors_of(setup: TrainingSetup, device: Device) -> Factors:
         "network_decay": ("network: decay",),
         "tensor_message_s": ("latency: tensor",),
         "shard_message_s": ("latency: shards",),
+        "sync_message_s": (),  # part of the next
         "sync_rank_s": ("latency: gradients",),
         "tensor_exposed": ("tensor: async",) if setup.async_tensor else ("tensor: exposed",),
         "overlap": ("overlap: shards",),
@@ -134,6 +135,7 @@ def cpu_factors() -> Factors:
         "link_copies": ("cpu: copies",),
         "tensor_message_s": messages,
         "shard_message_s": (*messages, "cpu: sharded"),
+        "sync_message_s": messages,
         "sync_overlap_cost": ("cpu: overlap",),
         "bubble": ("cpu: bubble",),
         "overhead_s": ("cpu: overhead",),

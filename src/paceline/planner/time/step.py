@@ -22,8 +22,8 @@ class Coefficients:
         link_share, network_share: of the bandwidth within a host, and between hosts.
         tensor_link_share: the former, of exchanges that a matrix product waits for.
         network_decay: share that is lost per doubling of the hosts.
-        tensor_message_s, shard_message_s, sync_rank_s: latencies. The first is also that between
-            pipeline stages.
+        tensor_message_s, shard_message_s, sync_message_s, sync_rank_s: latencies. The first is also
+            that between pipeline stages.
         tensor_exposed: share of tensor parallelism's exchanges that is not hidden.
         overlap: share of the computation that can hide traffic.
         overlap_cost: share of the hidden traffic that computation is slowed down by.
@@ -54,6 +54,7 @@ class Coefficients:
     network_decay: float
     tensor_message_s: float
     shard_message_s: float
+    sync_message_s: float
     sync_rank_s: float
     tensor_exposed: float
     overlap: float
@@ -130,11 +131,12 @@ def step_time(work: Work, reached: Coefficients) -> StepTime:
     shards = (shards + work.shard_messages * reached.shard_message_s) * work.micro_batches
     sync = _traffic(work.sync_link_s, work.sync_network_s, work, reached)
     sync = sync + work.sync_ranks * reached.sync_rank_s
+    sync = sync + work.sync_messages * reached.sync_message_s
     gather = _traffic(work.gather_link_s, work.gather_network_s, work, reached)
     traffic = _unhidden(shards, reached.overlap * (computing + idle), reached.overlap_cost)
-    hiding = reached.sync_overlap * micro_batch
-    traffic = traffic + _unhidden(sync, hiding, reached.sync_overlap_cost)
+    traffic = traffic + _unhidden_sync(sync, micro_batch, work, reached)
     gather = gather * reached.gather_exposed + work.gather_ranks * reached.sync_rank_s
+    gather = gather + work.gather_messages * reached.sync_message_s
     tied = _traffic(work.tied_link_s, work.tied_network_s, work, reached)
     traffic = traffic + gather + tied
     host = work.host_copy_s * reached.host_copy
@@ -217,11 +219,24 @@ def _traffic(link_s: float, network_s: float, work: Work, reached: Coefficients)
     return _larger(link_s / reached.link_share, network_s / across)
 
 
+def _unhidden_sync(sync: float, micro_batch: float, work: Work, reached: Coefficients) -> float:
+    """Return what the all-reduces of gradients add to a step. They start when the first bucket is
+    full, and the last one starts after backward. If buckets are equal and filled at a constant
+    rate, one of these two decides when the last ends."""
+    hiding = reached.sync_overlap * micro_batch * (1 - work.sync_first)
+    waiting = _larger(sync - hiding, sync * work.sync_last)
+    return _joined(waiting, reached.sync_overlap_cost * (sync - waiting))
+
+
 def _unhidden(traffic: float, work: float, cost: float) -> float:
     """Return what traffic adds to a step beside which ``work`` seconds of computation run."""
     hidden = traffic - _larger(traffic - work, 0.0 * traffic)
-    # A small number keeps the root differentiable.
-    seconds: float = ((traffic - hidden) ** 2 + (cost * hidden) ** 2 + 1e-24) ** 0.5
+    return _joined(traffic - hidden, cost * hidden)
+
+
+def _joined(waiting: float, slowed: float) -> float:
+    """Return the root of the sum of squares. A small number keeps it differentiable."""
+    seconds: float = (waiting**2 + slowed**2 + 1e-24) ** 0.5
     return seconds
 
 

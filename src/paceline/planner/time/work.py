@@ -46,6 +46,8 @@ class Work:
             micro-batch.
         shard_messages: layers × log2(1 + hosts) of these.
         sync_link_s, sync_network_s: gradients once per step.
+        sync_first, sync_last: shares of these gradients in the first bucket and in the last.
+        sync_messages, gather_messages: number of buckets, and of gathers of their weights.
         gather_link_s, gather_network_s: updated weights of ZeRO-1 and 2.
         tied_link_s, tied_network_s: gradients of an embedding that is tied to the head, between the
             first and the last pipeline stage, once per step.
@@ -84,6 +86,10 @@ class Work:
     shard_messages: float
     sync_link_s: float
     sync_network_s: float
+    sync_first: float
+    sync_last: float
+    sync_messages: float
+    gather_messages: float
     gather_link_s: float
     gather_network_s: float
     tied_link_s: float
@@ -144,6 +150,9 @@ def count_work(setup: TrainingSetup, rates: Rates) -> Work:
     context, expert = links.context_exchange(), links.expert_exchange()
     shard, sync, gather = links.shard_traffic(), links.sync_traffic(), links.gather_traffic()
     tied = links.tied_traffic()
+    gradient_bytes = setup.gradient_bytes * setup.trained_parameters
+    first_bucket, last_bucket = bucket_shares(gradient_bytes, setup.bucket_bytes)
+    buckets = math.ceil(1 / first_bucket) * rates.message_s
     head_s = head.flops * head_scale
     layers_s = scale * sum(product.flops for product in products)
     return Work(
@@ -174,6 +183,10 @@ def count_work(setup: TrainingSetup, rates: Rates) -> Work:
         shard_messages=links.shard_messages() * rates.message_s,
         sync_link_s=sync[0],
         sync_network_s=sync[1],
+        sync_first=first_bucket,
+        sync_last=max(last_bucket, _last_share(setup)),
+        sync_messages=buckets if any(sync) else 0,
+        gather_messages=buckets if setup.zero_stage == 1 and any(gather) else 0,
         gather_link_s=gather[0],
         gather_network_s=gather[1],
         tied_link_s=tied[0],
@@ -224,6 +237,24 @@ def _optimizer_bytes(setup: TrainingSetup) -> float:
     weights = 8 if setup.weight_bytes == 4 or setup.low_copy else 4
     moments = {"adamw": 16, "adamw-bf16": 8, "adamw-8bit": 4, "adamw-4bit": 2}[setup.optimizer]
     return updated * (setup.gradient_bytes + weights + moments)
+
+
+def bucket_shares(gradient_bytes: float, bucket_bytes: float) -> tuple[float, float]:
+    """Return the shares of the first and of the last bucket in a rank's gradients (Li et al.,
+    "PyTorch Distributed", 2020, section 3.2.3)."""
+    if gradient_bytes == 0:
+        return 1.0, 1.0
+    first = min(1.0, bucket_bytes / gradient_bytes)
+    return first, 1.0 - (math.ceil(1 / first) - 1) * first
+
+
+def _last_share(setup: TrainingSetup) -> float:
+    """Return the share of the embedding in a rank's gradients: backward reaches it last. A head
+    that is tied to it has the same gradient."""
+    if setup.is_frozen and not setup.trains_embeddings:
+        return 0.0
+    split = setup.tensor if setup.splits_head else 1
+    return setup.table_parameters / split / setup.trained_parameters
 
 
 def _host_bytes(setup: TrainingSetup) -> float:
@@ -361,11 +392,14 @@ class _Links:
         return self._group(setup.shard * setup.context, setup.tensor, sent)
 
     def shard_messages(self) -> float:
+        """Messages of a micro-batch: two gathers and a scatter for each layer, with ZeRO-2 one
+        gather less."""
         setup = self.setup
-        if setup.zero_stage < 3 or setup.shard == 1:
+        if setup.zero_stage < 2 or setup.shard == 1:
             return 0.0
         span = setup.shard * self._stride()
-        return 3 * setup.stage_layers * math.log2(1 + math.ceil(span / setup.devices_per_host))
+        hosts = math.ceil(span / setup.devices_per_host)
+        return setup.zero_stage * setup.stage_layers * math.log2(1 + hosts)
 
     def sync_traffic(self) -> tuple[float, float]:
         """Gradients that are reduced once a step."""

@@ -1,17 +1,13 @@
-"""Choose the mode of ``parallel.mode: auto``: by estimate, the fastest that fits. If the simplest
-mode certainly fits, nothing is estimated."""
+"""Choose the mode of ``parallel.mode: auto``: by estimate, the fastest that fits."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
-from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
-from paceline.core.processes import available_memory
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.registry import (
     OTHER_TRAINING,
@@ -21,17 +17,13 @@ from paceline.parallel.registry import (
     mode_of,
 )
 from paceline.planner.advice import advise
-from paceline.planner.devices import recognize
 from paceline.planner.estimate import ModeEstimate, estimate, free_layout
-from paceline.planner.hardware import Machine, cpu_machine, named_machine, unknown_machine
-from paceline.planner.machine import profile as machine_profile
-from paceline.planner.machine.calibration import read as read_calibration
-from paceline.planner.machine.history import read_runs
-from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
-from paceline.planner.model_profile import ModelProfile, describe
-from paceline.planner.search.details import bucket_size, loader_processes
+from paceline.planner.hardware import Machine
+from paceline.planner.micro_batch import MicroBatchProfile
+from paceline.planner.model_profile import ModelProfile
+from paceline.planner.search.details import loader_processes
 from paceline.planner.search.lossy import Proposal, proposals
-from paceline.planner.search.reasons import comparison, reason_for
+from paceline.planner.search.reasons import bucket_reason, comparison, reason_for
 from paceline.planner.search.search import (
     Candidate,
     Objective,
@@ -46,7 +38,6 @@ from paceline.planner.search.trials import (
     settings_text,
     with_settings,
 )
-from paceline.planner.upper_bound import upper_bound
 
 #: Modes with one axis, the simplest first: the order of preference if two are equally fast.
 PLAIN = sorted(
@@ -60,10 +51,6 @@ _MAX_TENSOR = 8
 NOT_CHOSEN = tuple(
     name for name, spec in STRATEGIES.items() if not spec.capabilities.chosen_by_auto
 )
-#: Below this share of the memory the rough upper bound is enough.
-_ROOMY = 0.6
-#: About that of two Gigabit Ethernet ports. Links within a host are faster.
-_SLOW_LINK_BYTES_S = 2.5e8
 
 
 def candidates(config: Config, num_devices: int) -> list[ParallelLayout]:
@@ -192,12 +179,13 @@ def choose(
         details["parallel.num_gpus"] = chosen.mode.layout.world_size
     remarks = [f"next: {comparison(each, chosen, objective)}" for each in runners]
     tuned = with_settings(config, chosen.settings)
-    for setting, reason in (
-        bucket_size(tuned, chosen.mode, machine),
-        loader_processes(tuned, chosen.mode.layout.num_processes, machine),
-    ):
+    if chosen.buckets:
+        default = trials.estimate(chosen.mode.layout, chosen.settings)
+        remarks.append(bucket_reason(chosen, default))
+    setting, reason = loader_processes(tuned, chosen.mode.layout.num_processes, machine)
+    if setting:
         details |= setting
-        remarks += [f"{settings_text(setting)}: {reason}"] if setting else []
+        remarks.append(f"{settings_text(setting)}: {reason}")
     if config.parallel.allow_lossy:
         remarks += [f"with another result: {each.effect}" for each in others[:1]]
         others = []
@@ -289,211 +277,3 @@ def _sufficient_devices(
         if estimate(zero3, config, profile, batch, bigger).fits:
             return bigger.count
     return None
-
-
-# -- before a run
-@dataclass(frozen=True)
-class AutoChoice:
-    """What ``parallel.mode: auto`` chooses before a run: the layout, the settings of the config
-    that differ (including the mode), the reason, and remarks about other set-ups."""
-
-    layout: ParallelLayout
-    settings: Settings
-    why: str
-    remarks: tuple[str, ...] = ()
-
-
-def pick(
-    config: Config,
-    num_devices: int,
-    device_memory_bytes: int | None = None,
-    *,
-    device_type: str | None = None,
-) -> AutoChoice:
-    """Return what ``parallel.mode: auto`` chooses. Called before any rank exists.
-
-    Most runs need far less memory than there is: if an upper bound from config.json or from the
-    headers of the weights shows that ``ddp`` fits, the config leaves nothing else open that could
-    be faster, and `paceline doctor` found no slow link, no model is built and torch is not
-    imported.
-
-    Args:
-        device_memory_bytes: of one device; None: of this machine's.
-        device_type: ``cpu``, ``cuda``…; None: by the config and this machine.
-
-    Raises:
-        ConfigError: no mode fits; names the one that needs the least memory and what to change.
-    """
-    device_type = device_type or _device_type(config)
-    is_cpu = device_type == "cpu"
-    memory = device_memory_bytes or (
-        available_memory() // num_devices if is_cpu else device_memory()
-    )
-    is_simple = _is_closed(config) and not (num_devices > 1 and _has_slow_link(device_type))
-    rough = upper_bound(config) if is_simple else None
-    if rough is not None and memory and rough <= _ROOMY * memory:
-        return _plain(
-            config,
-            num_devices,
-            f"needs at most {human_bytes(rough)} of {human_bytes(memory)} per rank",
-        )
-    if not memory:
-        return _plain(config, num_devices, "the memory of these devices is not known")
-    try:
-        profile = describe(config)
-    except ConfigError:
-        if config.task in (*CAUSAL_TASKS, "reward", "classify"):
-            raise
-        text = "the model's memory is not known before it is built"
-        return _plain(config, num_devices, text)
-    batch = micro_batch(config)
-    machine = local_machine(num_devices, is_cpu, config.train_args.compute_format, memory)
-    choice = choose(config, profile, batch, machine, installed=True)
-    if choice.chosen is not None:
-        return AutoChoice(choice.chosen.layout, choice.settings, choice.why, choice.remarks)
-    smallest = choice.smallest
-    if smallest is not None and smallest.mode.cost is not None:
-        # Without token counts the activations are an upper bound, so only the state is certain.
-        needed = smallest.mode.total if batch.known else smallest.mode.cost.state
-        if needed <= machine.memory_bytes:
-            why = (
-                f"{smallest.name}, which needs the least memory but may not fit: it"
-                f" {smallest.mode.reason}"
-            )
-            return AutoChoice(smallest.mode.layout, smallest.all_settings, why, choice.remarks)
-    raise ConfigError(
-        f"`parallel.mode: auto`: {choice.why}",
-        fix=(
-            "make one of these changes, or set a mode (`parallel.mode=zero3`) to try it anyway;"
-            " `paceline plan` shows all modes"
-        ),
-    )
-
-
-def _is_closed(config: Config) -> bool:
-    """Return whether no other set-up than ``ddp`` as configured needs to be compared: it is the
-    simplest, and if all of the global batch of a replica fits into a micro-batch, the fastest."""
-    args, parallel = config.train_args, config.parallel
-    is_size_open = (
-        args.global_batch_size is not None
-        and "per_device_train_batch_size" not in args.model_fields_set
-    )
-    return parallel.optimize_for == "time" and not parallel.allow_lossy and not is_size_open
-
-
-def _has_slow_link(device_type: str) -> bool:
-    """Return whether `paceline doctor` measured a link here over which all gradients may take
-    longer than the activations of a pipeline."""
-    profile = machine_profile.read(device_type)
-    bandwidth = None if profile is None or profile.link is None else profile.link.bandwidth_bytes_s
-    return bandwidth is not None and bandwidth < _SLOW_LINK_BYTES_S
-
-
-def _plain(config: Config, num_devices: int, reason: str) -> AutoChoice:
-    """Return the simplest mode. `single` is not recorded as a setting, so that the run can resume
-    from its own config on more devices."""
-    name = "ddp" if num_devices > 1 else "single"
-    chosen = layout(config.parallel, num_devices, name)
-    settings: Settings = {"parallel.mode": name} if num_devices > 1 else {}
-    return AutoChoice(chosen, settings, f"{name}: {reason}")
-
-
-def local_machine(
-    num_devices: int, is_cpu: bool, dtype: str | None, memory_bytes: int | None = None
-) -> Machine:
-    """Return ``num_devices`` of this machine's devices. ``dtype``: see :func:`named_machine`.
-
-    Raises:
-        ConfigError: an accelerator does not report its memory.
-    """
-    if is_cpu:
-        profile = machine_profile.read("cpu")
-        measure = profile is None or not profile.rates
-        machine = cpu_machine(num_devices, dtype, measure=measure, memory_bytes=memory_bytes)
-        return _with_profile(machine, "cpu")
-    from paceline.distributed.devices import accelerators
-
-    kind, names = accelerators()
-    memory = memory_bytes or device_memory()
-    name = names[0] if names else (kind or "accelerator")
-    if not memory:
-        raise ConfigError(
-            f"{name} does not report its memory",
-            fix=(
-                "set it with `--device-memory 24GB`, or name the device if it is in the table:"
-                " `--device NAME`"
-            ),
-        )
-    known = recognize(name, memory)
-    if known is None:
-        machine = unknown_machine(name, memory, num_devices)
-    else:
-        machine = replace(named_machine(known, memory, num_devices, dtype), name=name)
-    return _with_profile(machine, kind or "cpu")
-
-
-def _with_profile(machine: Machine, device_type: str) -> Machine:
-    """Return the machine with the rates and links that `paceline doctor` measured here, if it
-    did, with the calibration, and with the earlier runs on it."""
-    machine = _with_runs(machine, device_type)
-    profile = machine_profile.read(device_type)
-    if profile is None:
-        return machine
-    if profile.rates:
-        note = f"rates: as `paceline doctor` measured on {profile.day}"
-        machine = replace(machine, rates=profile.rates).with_notes(note)
-    link = profile.link
-    if link is None or link.bandwidth_bytes_s is None or machine.count == 1:
-        return machine
-    note = (
-        f"links: {human_bytes(link.bandwidth_bytes_s)}/s per rank, as `paceline doctor` measured on"
-        f" {profile.day} with {counted(link.num_ranks, 'rank')}"
-    )
-    return machine.with_link(link).with_notes(note)
-
-
-def _with_runs(machine: Machine, device_type: str) -> Machine:
-    calibration = read_calibration(device_type)
-    runs = read_runs(device_type)
-    if calibration is not None:
-        note = (
-            f"calibration: fitted to {counted(len(calibration.runs), 'run')} on {calibration.day}"
-            " by `--calibrate`"
-        )
-        machine = replace(machine, calibration=calibration).with_notes(note)
-    if runs:
-        latest = runs[-1]
-        note = (
-            f"history: {counted(len(runs), 'run')} on this machine, of which those of the same"
-            " model correct the times; the latest,"
-            f" {latest.strategy} of {latest.model} in {latest.output_dir}, took"
-            f" {latest.factor:.2f} × the predicted time (`--no-history` ignores them)"
-        )
-        machine = replace(machine, history=runs).with_notes(note)
-    return machine
-
-
-def _device_type(config: Config) -> str:
-    if config.parallel.device != "auto":
-        return config.parallel.device
-    from paceline.distributed.devices import accelerators
-
-    return accelerators()[0] or "cpu"
-
-
-def device_memory() -> int:
-    """Return the bytes of this host's smallest accelerator; 0 if it does not report them."""
-    import torch
-
-    from paceline.distributed.devices import accelerators
-
-    kind, names = accelerators()
-    if kind == "mps":  # shares the memory of the host
-        return int(torch.mps.recommended_max_memory())
-    module: Any = getattr(torch, kind or "", None)
-    try:
-        return min(
-            int(module.get_device_properties(index).total_memory) for index in range(len(names))
-        )
-    except (AttributeError, RuntimeError, ValueError):
-        return 0

@@ -1,0 +1,1 @@
+"""What `parallel.mode: auto` chooses."""

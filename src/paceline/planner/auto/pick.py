@@ -1,0 +1,146 @@
+"""What ``parallel.mode: auto`` chooses before a run. Imports no torch, unless modes have to be
+compared with all details."""
+
+from dataclasses import dataclass
+
+from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
+from paceline.core.errors import ConfigError
+from paceline.core.files import human_bytes
+from paceline.core.processes import available_memory
+from paceline.parallel.registry import ParallelLayout, layout
+from paceline.planner.auto.choose import choose
+from paceline.planner.auto.times_only import TimeComparison, compare_times
+from paceline.planner.machine import profile as machine_profile
+from paceline.planner.machine.local import device_memory, local_machine
+from paceline.planner.micro_batch import micro_batch
+from paceline.planner.model_profile import describe
+from paceline.planner.search.trials import Settings
+from paceline.planner.upper_bound import upper_bound
+
+#: Below this share of the memory the rough upper bound is enough.
+_ROOMY = 0.6
+
+
+@dataclass(frozen=True)
+class AutoChoice:
+    """What ``parallel.mode: auto`` chooses before a run: the layout, the settings of the config
+    that differ (including the mode), the reason, and remarks about other set-ups."""
+
+    layout: ParallelLayout
+    settings: Settings
+    why: str
+    remarks: tuple[str, ...] = ()
+
+
+def pick(
+    config: Config,
+    num_devices: int,
+    device_memory_bytes: int | None = None,
+    *,
+    device_type: str | None = None,
+) -> AutoChoice:
+    """Return what ``parallel.mode: auto`` chooses. Called before any rank exists.
+
+    Most runs need far less memory than there is: if an upper bound from config.json or from the
+    headers of the weights shows that ``ddp`` fits, if the config leaves nothing else open that
+    could be faster, and if no other mode takes less time by an estimate from the model's widths,
+    no model is built and torch is not imported.
+
+    Args:
+        device_memory_bytes: of one device; None: of this machine's.
+        device_type: ``cpu``, ``cuda``…; None: by the config and this machine.
+
+    Raises:
+        ConfigError: no mode fits; names the one that needs the least memory and what to change.
+    """
+    device_type = device_type or _device_type(config)
+    is_cpu = device_type == "cpu"
+    memory = device_memory_bytes or (
+        available_memory() // num_devices if is_cpu else device_memory()
+    )
+    rough = upper_bound(config) if _is_closed(config) else None
+    if rough is not None and memory and rough <= _ROOMY * memory:
+        compared = _compare(config, num_devices, device_type, memory)
+        if compared.is_ddp_best:
+            why = f"needs at most {human_bytes(rough)} of {human_bytes(memory)} per rank"
+            return _plain(config, num_devices, why + compared.why, compared.remarks)
+    if not memory:
+        return _plain(config, num_devices, "the memory of these devices is not known")
+    try:
+        profile = describe(config)
+    except ConfigError:
+        if config.task in (*CAUSAL_TASKS, "reward", "classify"):
+            raise
+        text = "the model's memory is not known before it is built"
+        return _plain(config, num_devices, text)
+    batch = micro_batch(config)
+    machine = local_machine(num_devices, is_cpu, config.train_args.compute_format, memory)
+    choice = choose(config, profile, batch, machine, installed=True)
+    if choice.chosen is not None:
+        return AutoChoice(choice.chosen.layout, choice.settings, choice.why, choice.remarks)
+    smallest = choice.smallest
+    if smallest is not None and smallest.mode.cost is not None:
+        # Without token counts the activations are an upper bound, so only the state is certain.
+        needed = smallest.mode.total if batch.known else smallest.mode.cost.state
+        if needed <= machine.memory_bytes:
+            why = (
+                f"{smallest.name}, which needs the least memory but may not fit: it"
+                f" {smallest.mode.reason}"
+            )
+            return AutoChoice(smallest.mode.layout, smallest.all_settings, why, choice.remarks)
+    raise ConfigError(
+        f"`parallel.mode: auto`: {choice.why}",
+        fix=(
+            "make one of these changes, or set a mode (`parallel.mode=zero3`) to try it anyway;"
+            " `paceline plan` shows all modes"
+        ),
+    )
+
+
+def _is_closed(config: Config) -> bool:
+    """Return whether no other set-up than ``ddp`` as configured needs to be compared: it is the
+    simplest, and if all of the global batch of a replica fits into a micro-batch, the fastest."""
+    args, parallel = config.train_args, config.parallel
+    is_size_open = (
+        args.global_batch_size is not None
+        and "per_device_train_batch_size" not in args.model_fields_set
+    )
+    return parallel.optimize_for == "time" and not parallel.allow_lossy and not is_size_open
+
+
+def _compare(
+    config: Config, num_devices: int, device_type: str, memory_bytes: int
+) -> TimeComparison:
+    """Compare the times of modes on this machine, as far as its rates are known. Those of a CPU are
+    if `paceline doctor` measured them."""
+    if num_devices == 1:
+        return TimeComparison()
+    is_cpu = device_type == "cpu"
+    if is_cpu and machine_profile.read("cpu") is None:
+        text = "other modes were not compared, because `paceline doctor` has not measured this CPU"
+        return TimeComparison(remarks=(text,))
+    args = config.train_args
+    machine = local_machine(
+        num_devices, is_cpu, args.compute_format, memory_bytes, can_measure=False
+    )
+    return compare_times(config, machine)
+
+
+def _plain(
+    config: Config, num_devices: int, reason: str, remarks: tuple[str, ...] = ()
+) -> AutoChoice:
+    """Return the simplest mode. `single` is not recorded as a setting, so that the run can resume
+    from its own config on more devices."""
+    name = "ddp" if num_devices > 1 else "single"
+    chosen = layout(config.parallel, num_devices, name)
+    settings: Settings = {"parallel.mode": name} if num_devices > 1 else {}
+    return AutoChoice(chosen, settings, f"{name}: {reason}", remarks)
+
+
+def _device_type(config: Config) -> str:
+    if config.parallel.device != "auto":
+        return config.parallel.device
+    from paceline.distributed.devices import accelerators
+
+    return accelerators()[0] or "cpu"

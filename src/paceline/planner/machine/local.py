@@ -1,0 +1,116 @@
+"""This machine's devices, with what is known about them. Imports no torch, unless a device has to
+be asked for its memory."""
+
+from dataclasses import replace
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.core.files import human_bytes
+from paceline.core.formatting import counted
+from paceline.planner.devices import recognize
+from paceline.planner.hardware import Machine, cpu_machine, named_machine, unknown_machine
+from paceline.planner.machine import profile as machine_profile
+from paceline.planner.machine.calibration import read as read_calibration
+from paceline.planner.machine.history import read_runs
+
+
+def local_machine(
+    num_devices: int,
+    is_cpu: bool,
+    dtype: str | None,
+    memory_bytes: int | None = None,
+    *,
+    can_measure: bool = True,
+) -> Machine:
+    """Return ``num_devices`` of this machine's devices.
+
+    Args:
+        dtype: see :func:`named_machine`.
+        can_measure: whether a CPU whose rates are not known is measured (0.1 s; imports torch).
+
+    Raises:
+        ConfigError: an accelerator does not report its memory.
+    """
+    if is_cpu:
+        profile = machine_profile.read("cpu")
+        measure = can_measure and (profile is None or not profile.rates)
+        machine = cpu_machine(num_devices, dtype, measure=measure, memory_bytes=memory_bytes)
+        return _with_profile(machine, "cpu")
+    from paceline.distributed.devices import accelerators
+
+    kind, names = accelerators()
+    memory = memory_bytes or device_memory()
+    name = names[0] if names else (kind or "accelerator")
+    if not memory:
+        raise ConfigError(
+            f"{name} does not report its memory",
+            fix=(
+                "set it with `--device-memory 24GB`, or name the device if it is in the table:"
+                " `--device NAME`"
+            ),
+        )
+    known = recognize(name, memory)
+    if known is None:
+        machine = unknown_machine(name, memory, num_devices)
+    else:
+        machine = replace(named_machine(known, memory, num_devices, dtype), name=name)
+    return _with_profile(machine, kind or "cpu")
+
+
+def _with_profile(machine: Machine, device_type: str) -> Machine:
+    """Return the machine with the rates and links that `paceline doctor` measured here, if it
+    did, with the calibration, and with the earlier runs on it."""
+    machine = _with_runs(machine, device_type)
+    profile = machine_profile.read(device_type)
+    if profile is None:
+        return machine
+    if profile.rates:
+        note = f"rates: as `paceline doctor` measured on {profile.day}"
+        machine = replace(machine, rates=profile.rates).with_notes(note)
+    link = profile.link
+    if link is None or link.bandwidth_bytes_s is None or machine.count == 1:
+        return machine
+    note = (
+        f"links: {human_bytes(link.bandwidth_bytes_s)}/s per rank, as `paceline doctor` measured on"
+        f" {profile.day} with {counted(link.num_ranks, 'rank')}"
+    )
+    return machine.with_link(link).with_notes(note)
+
+
+def _with_runs(machine: Machine, device_type: str) -> Machine:
+    calibration = read_calibration(device_type)
+    runs = read_runs(device_type)
+    if calibration is not None:
+        note = (
+            f"calibration: fitted to {counted(len(calibration.runs), 'run')} on {calibration.day}"
+            " by `--calibrate`"
+        )
+        machine = replace(machine, calibration=calibration).with_notes(note)
+    if runs:
+        latest = runs[-1]
+        note = (
+            f"history: {counted(len(runs), 'run')} on this machine, of which those of the same"
+            " model correct the times; the latest,"
+            f" {latest.strategy} of {latest.model} in {latest.output_dir}, took"
+            f" {latest.factor:.2f} × the predicted time (`--no-history` ignores them)"
+        )
+        machine = replace(machine, history=runs).with_notes(note)
+    return machine
+
+
+def device_memory() -> int:
+    """Return the bytes of this host's smallest accelerator; 0 if it does not report them."""
+    import torch
+
+    from paceline.distributed.devices import accelerators
+
+    kind, names = accelerators()
+    if kind == "mps":  # shares the memory of the host
+        return int(torch.mps.recommended_max_memory())
+    module: Any = getattr(torch, kind or "", None)
+    try:
+        return min(
+            int(module.get_device_properties(index).total_memory) for index in range(len(names))
+        )
+    except (AttributeError, RuntimeError, ValueError):
+        return 0
