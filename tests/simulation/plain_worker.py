@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.parallel.ddp.buckets import squared_norm_of
 from paceline.parallel.fsdp import sharding
@@ -66,6 +67,29 @@ def use_plain_settings(with_tensor_parallelism: bool) -> None:
         )
 
 
+def count_operations() -> None:
+    """Run the second step within torch's FlopCounterMode, whose hooks keep outputs of modules
+    during backward."""
+    step = rank.SimulatedRank._step
+
+    def counted(self: rank.SimulatedRank, number: int) -> None:
+        run = self.strategy.forward_backward
+
+        def forward_backward(*args: Any) -> None:
+            with FlopCounterMode(display=False):
+                run(*args)
+
+        self.strategy.forward_backward = forward_backward if number else run  # type: ignore[method-assign]
+        try:
+            step(self, number)
+        finally:
+            self.strategy.forward_backward = run  # type: ignore[method-assign]
+
+    rank.SimulatedRank._step = counted  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
+    if "counted" in sys.argv:
+        count_operations()
     use_plain_settings(with_tensor_parallelism="tensor 4" in sys.argv)
     worker.main()
