@@ -49,8 +49,8 @@ _SIZE = "train_args.per_device_train_batch_size"
 _ACCUMULATION = "train_args.gradient_accumulation_steps"
 #: Seconds of the measured steps of a run, if a step is short, and the most steps.
 _PAIR_S, _MOST_STEPS = 1.0, 20
-#: Seconds whose bytes the loopback device sends at once after a pause, in two packets.
-_BURST_S = 2.5e-4
+#: Seconds whose bytes the loopback device sends at once, as one packet.
+_BURST_S = 5e-4
 
 Settings = dict[str, Any]
 
@@ -294,7 +294,7 @@ def limited_loopback(rate: str) -> Iterator[list[str]]:
     shape = ["tbf", "rate", rate, "burst", str(burst), "latency", "200ms"]
     subprocess.run(["ip", "netns", "add", name], check=True)
     try:
-        up = ["link", "set", "lo", "mtu", str(burst // 2), "up"]
+        up = ["link", "set", "lo", "mtu", str(burst - burst // 50), "up"]
         subprocess.run(["ip", "-n", name, *up], check=True)
         command = ["tc", "-n", name, "qdisc", "add", "dev", "lo", "root", *shape]
         subprocess.run(command, check=True)

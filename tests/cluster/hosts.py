@@ -126,6 +126,7 @@ class Cluster:
         self.network, self.folder, self.endpoint = network, folder / "disk", endpoint
         self.folder.mkdir()
         self.names: dict[str, str] = {}
+        self.names_by_host: dict[int, dict[str, str]] = {}
         self.hosts = []
         for number, (namespace, address) in enumerate(
             zip(network.hosts, network.addresses, strict=True)
@@ -194,20 +195,26 @@ class Cluster:
         return host
 
     # -- the network
-    def set_name(self, name: str, address: str | None) -> None:
+    def set_name(self, name: str, address: str | None, *, only_on: int | None = None) -> None:
         """Change the address that a name resolves to on every host, including for running
-        processes. None makes the name unknown."""
-        self.names.pop(name, None)
+        processes. None makes the name unknown.
+
+        Args:
+            only_on: number of the host on which the name has this address.
+        """
+        names = self.names if only_on is None else self.names_by_host.setdefault(only_on, {})
+        names.pop(name, None)
         if address is not None:
-            self.names[name] = address
+            names[name] = address
         self._write_names()
 
     def _write_names(self) -> None:
-        lines = [
-            "127.0.0.1 localhost",
-            *(f"{address} {name}" for name, address in self.names.items()),
-        ]
         for host in self.hosts:
+            names = self.names | self.names_by_host.get(host.number, {})
+            lines = [
+                "127.0.0.1 localhost",
+                *(f"{address} {name}" for name, address in names.items()),
+            ]
             # Written in place, because `ip netns exec` has bind-mounted this file over /etc/hosts.
             with open(_ETC / host.namespace / "hosts", "w") as file:
                 file.write("\n".join(lines) + "\n")

@@ -296,6 +296,21 @@ def test_waits_for_endpoint_name_to_resolve(
         check_no_restart(cluster, reference_run(*SETTINGS))
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("address", ["127.0.1.1", "127.0.0.1"])
+def test_endpoint_whose_own_name_is_a_loopback_address(
+    request: pytest.FixtureRequest, tmp_path: Path, reference_run: ReferenceRun, address: str
+) -> None:
+    """As in the /etc/hosts of Debian."""
+    name = "endpoint.cluster.test"
+    with start_cluster(request.config, tmp_path) as cluster:
+        cluster.set_name(name, cluster.endpoint_address)
+        cluster.set_name(name, address, only_on=cluster.endpoint)
+        for number in range(2):
+            cluster.start(number, *SETTINGS, endpoint=name)
+        check_no_restart(cluster, reference_run(*SETTINGS))
+
+
 # -- faults that end no process
 @pytest.mark.soak
 def test_packet_loss_is_reported_without_restart(

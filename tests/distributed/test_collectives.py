@@ -2,6 +2,7 @@
 of the closed formulas."""
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from paceline.distributed.collectives.schedules import (
     bounds,
     sent,
 )
-from paceline.distributed.communicator import Communicator
+from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 
@@ -281,6 +282,18 @@ def _check_subgroup(world: Communicator) -> None:
 
 def test_collectives_in_a_mesh_subgroup() -> None:
     run_ranks(_check_subgroup, 4)
+
+
+def _timeout_of_subgroup(env: RankEnv) -> float:
+    world = init_communicator(env, "cpu", 77.0, ParallelDims(data=2, shard=2))
+    group = world.subgroup("data").group
+    assert group is not None
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout.total_seconds()
+
+
+def test_time_limit_applies_to_subgroups() -> None:
+    assert run_ranks(_timeout_of_subgroup, 4, init_process_group=False) == [77.0] * 4
 
 
 def test_rejects_unknown_algorithm() -> None:

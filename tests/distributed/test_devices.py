@@ -1,12 +1,19 @@
 """The choice of devices: the requested ones, or an error."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.distributed import devices
-from paceline.distributed.devices import check_several_ranks, choose_devices, cpu_cores
+from paceline.distributed.devices import (
+    check_several_ranks,
+    choose_devices,
+    container_cores,
+    cpu_cores,
+)
 
 
 def notice_text(chosen: devices.Devices) -> str:
@@ -156,3 +163,20 @@ def test_several_ranks_on_mps_are_refused() -> None:
     with pytest.raises(ConfigError, match="no collectives") as caught:
         check_several_ranks("mps", 2)
     assert "`parallel.device: mps` is not supported with 2 ranks" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "250000 100000"}, 3),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({}, None),
+    ],
+)
+def test_cores_of_a_container(files: dict[str, str], cores: int | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert container_cores(tmp_path) == cores

@@ -56,6 +56,12 @@ def test_missing_local_world_size_means_one_host(monkeypatch: pytest.MonkeyPatch
     for name, value in TORCHRUN.items():
         if name != "LOCAL_WORLD_SIZE":
             monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"several hosts .* does not set LOCAL_WORLD_SIZE"):
+        outer_launcher()
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    assert outer_launcher() == RankEnv(rank=3, world_size=4, local_rank=1, local_world_size=2)
+    monkeypatch.delenv("LOCAL_SIZE")
+    monkeypatch.setenv("RANK", "1")
     rank = outer_launcher()
     assert rank is not None
     assert rank.local_world_size == 4

@@ -124,10 +124,15 @@ def test_tf32_sets_products_and_convolutions() -> None:
     set_float32_precision(None)
     assert read_float32_precision() == default
     try:
-        for tf32, expected in ((True, "tf32"), (False, "ieee")):
+        for tf32 in (True, False):
             set_float32_precision(tf32)
-            assert read_float32_precision() == (expected,) * 3
+            assert [each == "tf32" for each in read_float32_precision()] == [tf32] * 3
+            # What Inductor reads raises an error if it contradicts the above.
+            assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+            assert torch.backends.cudnn.allow_tf32 is tf32
     finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = True
         torch.backends.cuda.matmul.fp32_precision = default[0]
         torch.backends.cudnn.conv.fp32_precision = default[1]
         torch.backends.cudnn.rnn.fp32_precision = default[2]

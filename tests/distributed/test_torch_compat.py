@@ -228,7 +228,7 @@ def test_fused_optimizers_take_found_inf():
 
 
 def test_allocator_settings_are_parsed():
-    torch_compat.set_allocator_settings("expandable_segments:True")
+    torch_compat.set_allocator_settings("expandable_segments:True,pinned_max_round_threshold_mb:16")
     with pytest.raises(RuntimeError):
         torch_compat.set_allocator_settings("no such setting")
 

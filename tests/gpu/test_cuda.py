@@ -132,6 +132,7 @@ def test_resumed_run_is_bitwise_equal(tmp_path: Path) -> None:
         "lora.enable=true",
         "lora.dropout=0.1",
         "bf16=true",
+        "deterministic=true",
         "save_steps=3",
         "lr_scheduler_type=constant",
     )

@@ -76,6 +76,11 @@ DETERMINISTIC_ERRORS = [
         "CUDA error: device-side assert triggered\\nCUDA kernel errors might be asynchronously"
         " reported"
     ),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    torch.distributed.DistBackendError(
+        "NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"
+    ),
     catch_error(lambda: torch.ones(2, 3) @ torch.ones(2, 3)),
     catch_error(lambda: torch.ones(3) + torch.ones(4)),
     catch_error(lambda: torch.ones(6).view(4)),

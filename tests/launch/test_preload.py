@@ -5,8 +5,12 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from paceline.config.packages import unused_in_ranks, unused_packages
 from paceline.config.schema import Config
+from paceline.launch.fork_server import can_fork_after_imports, modules_of
+from paceline.tasks import uses_transformers
 
 _SCRIPT = """
 import gc, sys
@@ -36,6 +40,30 @@ def test_packages_are_visible_to_code_of_the_user() -> None:
     assert unused_in_ranks(make_config(task="./file.py:Task")) == []
     for keys in ({"trust_remote_code": True}, {"parallel": {"mode": "./file.py:STRATEGY"}}):
         assert unused_in_ranks(make_config(**keys)) == ["bitsandbytes", "torchao"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"lora": {"enable": True, "quantize": "nf4"}},
+        {"train_args": {"optim": "adamw_8bit"}},
+        {"train_args": {"optim": "adamw_torchao_8bit"}},
+        {"task": "./file.py:Task"},
+    ],
+)
+def test_ranks_on_devices_are_forked_before_packages_initialize_cuda(keys: dict[str, Any]) -> None:
+    """transformers and peft import bitsandbytes and torchao, which initialize CUDA."""
+    name = "transformers.models.qwen2.modeling_qwen2"
+
+    def imported(**others: Any) -> list[str]:
+        config = make_config(model="builtin:qwen2-micro", **others)
+        hidden = unused_in_ranks(config)
+        return modules_of(config, can_fork_after_imports(config, hidden))
+
+    assert name in imported()
+    assert not any(each.startswith(("transformers", "peft")) for each in imported(**keys))
+    on_cpu = imported(**keys, parallel={"device": "cpu"})
+    assert (name in on_cpu) == uses_transformers(make_config(**keys))
 
 
 def test_modules_are_imported_and_hidden_packages_are_not_found() -> None:

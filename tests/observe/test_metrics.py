@@ -101,6 +101,23 @@ def test_periodic_traffic_is_mean_over_complete_period() -> None:
     assert traffic == [None, None, *[{"all_reduce": 300}] * 4]
 
 
+def test_step_time_includes_the_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host only launches the work of an accelerator, which takes 0.2 s longer here."""
+    world, metrics = _single_rank()
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: time.sleep(0.2))
+    metrics.begin()
+    metrics.end(torch.zeros(()), 1.0)
+    assert metrics.last_step_s < 0.2
+    world.device = torch.device("cuda", 0)
+    for drains in (False, True):
+        metrics.begin()
+        metrics.end(torch.zeros(()), 1.0, drains=drains)
+        assert (metrics.last_step_s >= 0.2) == drains
+    metrics.drain()  # before an evaluation
+    world.device = torch.device("cpu")
+    assert metrics.gather(0.0)["step_time_s"] >= 0.4 / 3
+
+
 def test_traffic_is_mean_since_last_step_event() -> None:
     world, metrics = _single_rank()
     _send(world, metrics, 100)

@@ -282,6 +282,10 @@ def test_auto_compares_the_times_of_modes_that_fit(
     assert "is the fastest that fits" in slow.why
     assert len(next_best(slow.remarks)) == 2
     assert not pick(full, 1, 8 * 10**9, device_type="cpu").remarks
+    digits = config(task="classify", model="builtin:small-cnn", dataset="builtin:digits")
+    images = pick(digits, 2, 8 * 10**9, device_type="cpu")
+    assert images.layout.strategy == "ddp"
+    assert not images.remarks
 
 
 @pytest.mark.parametrize("bandwidth", [1e7, 1e9, 1e10])

@@ -132,6 +132,18 @@ def test_weights_of_rows_multiply_their_loss_and_their_count(packing: bool, tmp_
     assert task.count(batch) == sum(count * weight for _, count, weight in pairs)
 
 
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("chunk_size", [0, 64])
+def test_weights_are_not_rounded_by_autocast(chunk_size: int, packing: bool) -> None:
+    args = {"packing": packing, "loss_chunk_size": chunk_size}
+    task, model, samples = make_task(train_args=args)
+    weighted = [{**sample, "weight": 1.0} for sample in samples]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = task.loss(model, task.collate(samples)).item()
+        loss = task.loss(model, task.collate(weighted)).item()
+    assert loss == pytest.approx(expected, rel=1e-6)
+
+
 def test_loss_matches_transformers() -> None:
     task, model, samples = make_task()
     reference_model = make_task(train_args={"packing": False})[1]

@@ -15,13 +15,14 @@ no torch.
 import fcntl
 import importlib.util
 import json
+import logging
 import os
 import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -37,6 +38,8 @@ from paceline.checkpoint.integrity import read_manifest, verify
 from paceline.checkpoint.writer import remove
 from paceline.core.errors import ConfigError, SaveError, first_line
 from paceline.core.processes import host_name
+
+logger = logging.getLogger(__name__)
 
 Warn = Callable[[str], None]
 
@@ -198,7 +201,8 @@ class CheckpointStore:
         final, staging_dir = folder / name, folder / f".{name}.{os.getpid()}.fetch"
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / ".fetch.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(OSError):  # a file system without locks: every process downloads
+                fcntl.flock(lock, fcntl.LOCK_EX)
             manifest = self._fs.cat_file(self._path(name, MANIFEST))
             is_copy = (final / MANIFEST).is_file() and (final / MANIFEST).read_bytes() == manifest
             if is_copy and verify(final) is None:
@@ -280,7 +284,10 @@ class CheckpointStore:
         try:
             self._create(f"{name}/{MANIFEST}", (path / MANIFEST).read_bytes())
         except FileExistsError as error:
-            raise self._lost(None) from error
+            # A request that was repeated, because its answer was lost, finds its own manifest.
+            if self._fs.cat_file(self._path(name, MANIFEST)) != (path / MANIFEST).read_bytes():
+                raise self._lost(None) from error
+            self._check_claim()
 
     def upload(
         self,
@@ -342,7 +349,14 @@ class CheckpointStore:
         if not hasattr(self._fs, "call_s3"):
             return
         # The parts of an interrupted multipart upload are not listed as objects, but the store
-        # charges for them.
+        # charges for them. Listing them needs a permission of its own.
+        try:
+            self._abort_multipart_uploads()
+        except Exception as error:
+            text = "parts of interrupted uploads cannot be removed from %s: %s"
+            logger.info(text, self._root, first_line(error))
+
+    def _abort_multipart_uploads(self) -> None:
         bucket, _, prefix = self._root.partition("/")
         response = self._fs.call_s3(
             "list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/step-" if prefix else "step-"

@@ -159,14 +159,18 @@ class HostAgent:
         from torch.distributed.launcher.api import elastic_launch
 
         node_rank = self.config.parallel.node_rank
-        names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        interfaces = {
+            "GLOO_SOCKET_IFNAME": endpoint.interface,
+            "TP_SOCKET_IFNAME": endpoint.interface,
+            "NCCL_SOCKET_IFNAME": f"={endpoint.interface}",  # without "=" it is a prefix
+        }
         task = WorkerTask(
             self.target,
             self.payload,
             str(folder),
             bool(self._store.is_host),
             None if node_rank == "auto" else int(node_rank),
-            {name: endpoint.interface for name in names if name not in os.environ},
+            {name: value for name, value in interfaces.items() if name not in os.environ},
         )
         launch = self._launch_config(endpoint, folder, join_timeout_s)
         try:

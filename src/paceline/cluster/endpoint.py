@@ -24,7 +24,14 @@ from paceline.config.schema import Config
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.core.log import CONSOLE_ONLY
-from paceline.core.network import interface_of, is_local_address, source_address
+from paceline.core.network import (
+    interface_of,
+    interfaces,
+    is_local_address,
+    names_loopback,
+    network_address,
+    source_address,
+)
 from paceline.core.processes import host_name
 
 DEFAULT_PORT = 29500
@@ -116,6 +123,8 @@ def resolve_endpoint(config: Config) -> Endpoint:
     parallel = config.parallel
     name, port = parse_endpoint(str(parallel.rdzv_endpoint))
     address = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
+    if names_loopback(name, address):  # the name of this host
+        address = _address_on(parallel.network_interface) or address
     is_local = is_local_address(address)
     local_address = address if is_local else source_address(address, port)
     if parallel.node_rank == 0 and not is_local:
@@ -135,6 +144,13 @@ def resolve_endpoint(config: Config) -> Endpoint:
     if interface is None:
         raise OSError(f"no network interface has the address {local_address}")
     return Endpoint(name, port, address, local_address, interface, is_local)
+
+
+def _address_on(interface: str | None) -> str | None:
+    """Return this host's address on a network interface (default: towards other hosts), or None."""
+    if interface is None:
+        return network_address()
+    return dict(interfaces()).get(interface)
 
 
 def _parse_address(text: str) -> IPv4Address | IPv6Address | None:

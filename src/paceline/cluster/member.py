@@ -296,6 +296,11 @@ def _is_visible(file: Path, token: str) -> bool:
     """Return whether this host can read the token that rank 0 has written to ``file``."""
     deadline = time.monotonic() + (0.0 if _is_on_a_local_disk(file.parent) else _VISIBLE_WITHIN_S)
     while True:
+        # An NFS client may remember for longer than this that a folder did not exist. Opening the
+        # folder above makes it ask the server.
+        for folder in reversed(file.parents):
+            with contextlib.suppress(OSError):
+                os.scandir(folder).close()
         with contextlib.suppress(OSError):
             if file.read_text() == token:
                 return True

@@ -32,6 +32,7 @@ from paceline.core.errors import (
 from paceline.core.events import Fault
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import host_name
+from paceline.distributed.environment import from_environment
 from paceline.launch.restart import PolicyState, RestartPolicy
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ def join_round(
     """
     local_rank = int(os.environ["LOCAL_RANK"])
     record = folder.take(local_rank)
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
+    num_ranks = from_environment().local_world_size
     # torchrun sets GROUP_RANK; Ray Train and other launchers set NODE_RANK.
     group_rank = int(
         os.environ.get("GROUP_RANK")

@@ -16,6 +16,9 @@ OPTIMIZER_PACKAGES = {
     "schedule_free_adamw": "schedulefree",
 }
 
+#: Packages that transformers and peft import if they are installed, and that initialize CUDA.
+DEVICE_PACKAGES = ("bitsandbytes", "torchao")
+
 
 def check_optimizer_package(optim: str) -> None:
     """Raise ConfigError if the package that implements the optimizer is not installed."""
@@ -61,7 +64,7 @@ def unused_packages(config: Config) -> list[str]:
         needed.add("bitsandbytes")
     if config.train_args.fp8 != "none":
         needed.add("torchao")
-    return [name for name in ("bitsandbytes", "torchao") if name not in needed]
+    return [name for name in DEVICE_PACKAGES if name not in needed]
 
 
 def unused_in_ranks(config: Config) -> list[str]:

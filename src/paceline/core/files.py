@@ -109,12 +109,20 @@ class Scratch:
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         new_lock = self.path / f"{_LOCK}.new"
         self._lock = open(new_lock, "w")  # noqa: SIM115  (the lock lives as long as the handle)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # without locks, no other process can lock and remove it either
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
         os.replace(new_lock, self.path / _LOCK)  # never visible without its lock
+        # systemd-tmpfiles, which removes old files, leaves locked folders alone.
+        self._folder: int | None = os.open(self.path, os.O_RDONLY)
+        with suppress(OSError):
+            fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
 
     def __enter__(self) -> Path:
         return self.path

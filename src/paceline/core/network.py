@@ -24,8 +24,7 @@ def source_address(towards: str | None = None, port: int = 9) -> str:
 
 def is_local_address(address: str) -> bool:
     """Return whether the address belongs to this host."""
-    is_loopback = ipaddress.ip_address(address.split("%")[0]).is_loopback
-    return is_loopback or interface_of(address) is not None
+    return _is_loopback(address) or interface_of(address) is not None
 
 
 def interface_of(address: str) -> str | None:
@@ -36,6 +35,31 @@ def interface_of(address: str) -> str | None:
         if any(entry.address.split("%")[0] == address for entry in addresses):
             return str(name)
     return None
+
+
+def network_address() -> str | None:
+    """Return an address of this host that other hosts may reach; None without a network. The first
+    interface that has one decides if there is no route to other hosts."""
+    try:
+        return source_address()
+    except OSError:
+        pass
+    addresses = (address for _, address in interfaces() if address is not None)
+    return next((each for each in addresses if not _is_loopback(each)), None)
+
+
+def names_loopback(name: str, address: str) -> bool:
+    """Return whether a host name resolves to an address that other hosts cannot reach. Debian gives
+    a host's own name the address 127.0.1.1."""
+    try:
+        ipaddress.ip_address(name.split("%")[0])
+    except ValueError:
+        return _is_loopback(address) and name.lower() not in ("localhost", "localhost.localdomain")
+    return False
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
 def interfaces() -> Iterator[tuple[str, str | None]]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,8 @@ class Communicator:
 
     #: The process group existed before the run, and its creator closes it.
     has_adopted_group = False
+    #: Time limit of collectives; None: torch's.
+    timeout: timedelta | None = None
     #: The other ranks exist: not in a simulation, in which one process is one rank of many.
     has_peers = True
 
@@ -151,12 +153,12 @@ class Communicator:
             waits: counter of the seconds waited; default: a new one.
             backend: of the new groups; default: that of all ranks.
         """
-        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        timeout = self.timeout if timeout_s is None else timedelta(seconds=timeout_s)
         for ranks in groups:  # every rank takes part in the creation of every group
             members = [self.ranks[rank] for rank in ranks]
             group = None
             if len(members) > 1:
-                group = dist.new_group(members, timeout=timeout, backend=backend)
+                group = new_group(members, timeout, backend)
             if self.rank in ranks:
                 env = replace(self.env, rank=ranks.index(self.rank), world_size=len(members))
                 local = type(self)(env, self.device, self.axes, group, members, waits)
@@ -197,13 +199,19 @@ class Communicator:
             work.wait()
         self.waits.seconds += time.perf_counter() - start
 
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the result of a collective on the CPU. On an accelerator, :meth:`wait` only
+        enqueues the wait, so that the host waits for the other ranks here."""
+        with PROGRESS.waiting(COLLECTIVE):
+            return tensor.cpu()
+
     def sum(self, *values: float) -> list[float]:
         """Sum each value over the ranks, in float64 if the device supports it."""
         if self.size == 1:
             return [float(value) for value in values]
         tensor = torch.tensor(values, dtype=self.wide_dtype, device=self.device)
         self.wait(self.all_reduce(tensor))
-        return [float(value) for value in tensor.tolist()]
+        return [float(value) for value in self.read(tensor).tolist()]
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -241,7 +249,8 @@ class Communicator:
             return value
         box = [value]
         device = torch.device("cpu") if dist.get_backend(self.group) == "gloo" else self.device
-        dist.broadcast_object_list(box, src=self.ranks[0], group=self.group, device=device)
+        with PROGRESS.waiting(COLLECTIVE):
+            dist.broadcast_object_list(box, src=self.ranks[0], group=self.group, device=device)
         return box[0]
 
     def gather_objects(self, value: T) -> list[T]:
@@ -249,7 +258,8 @@ class Communicator:
         if self.size == 1:
             return [value]
         values: list[T] = [value] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with PROGRESS.waiting(COLLECTIVE):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def gather_numbers(self, value: float) -> list[float]:
@@ -259,7 +269,7 @@ class Communicator:
         tensor = torch.zeros(self.size, dtype=self.wide_dtype, device=self.device)
         tensor[self.rank] = value
         self.wait(self.all_reduce(tensor))
-        return [float(number) for number in tensor.tolist()]
+        return [float(number) for number in self.read(tensor).tolist()]
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -276,6 +286,27 @@ class Communicator:
             return
         if dist.get_backend(self.group) != "gloo":
             dist.destroy_process_group(self.group)
+
+
+def new_group(
+    ranks: Sequence[int], timeout: timedelta | None = None, backend: str | None = None
+) -> Any:
+    """Create a process group of these ranks. A collective of all ranks.
+
+    Args:
+        backend: of the new group; default: that of all ranks.
+    """
+    # torch splits the communicator of a default group that is bound to a device, which is a
+    # collective of all ranks. Members of a Gloo group do not take part, so the others would hang.
+    default = dist.group.WORLD
+    device = None if backend != "gloo" else getattr(default, "bound_device_id", None)
+    if device is None:
+        return dist.new_group(ranks, timeout=timeout, backend=backend)
+    default.bound_device_id = None  # type: ignore[union-attr]
+    try:
+        return dist.new_group(ranks, timeout=timeout, backend=backend)
+    finally:
+        default.bound_device_id = device  # type: ignore[union-attr]
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -308,18 +339,18 @@ def init_communicator(
         device_types |= {"cpu"}
         device_type = device_type if env.rank < num_mesh_ranks else "cpu"
     tune_allocator(device_type)
+    set_cpu_threads(env.local_world_size)
     if device_type == "cpu":
         device = torch.device("cpu")
-        set_cpu_threads(env.local_world_size)
     else:
         device = torch.device(device_type, env.local_rank)
         torch.accelerator.set_device_index(env.local_rank)
     if env.world_size > 1 and dist.is_initialized():
         _check_adopted(env, device)
-        Communicator.has_adopted_group = True
+        Communicator.has_adopted_group, Communicator.timeout = True, None
     elif env.world_size > 1:
         Communicator.has_adopted_group = False
-        timeout = timedelta(seconds=timeout_s)
+        timeout = Communicator.timeout = timedelta(seconds=timeout_s)
         store: dist.Store | None = None
         if env.local_world_size < env.world_size:
             root, _, _ = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))
@@ -409,11 +440,12 @@ def tune_allocator(device_type: str) -> None:
     Settings in the environment and other allocators are respected.
 
     On CUDA, segments of the caching allocator grow instead of being joined by new ones, so that
-    rows of changing length do not fragment the memory (:func:`expands_segments`).
+    rows of changing length do not fragment the memory (:func:`expands_segments`). Larger blocks of
+    pinned host memory are not rounded up to a power of two.
     """
     gc.freeze()
     if expands_segments(device_type):
-        set_allocator_settings("expandable_segments:True")
+        set_allocator_settings("expandable_segments:True,pinned_max_round_threshold_mb:16")
     if device_type == "cpu" and not any(
         name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ
     ):
@@ -424,8 +456,8 @@ def tune_allocator(device_type: str) -> None:
 
 
 def set_cpu_threads(local_world_size: int) -> None:
-    """Set the number of threads of a CPU rank to its share of the cores, unless OMP_NUM_THREADS is
-    set."""
+    """Set the number of threads of a rank's CPU operations to its share of the cores, unless
+    OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" in os.environ:
         return
     torch.set_num_threads(max(1, cpu_cores() // local_world_size))

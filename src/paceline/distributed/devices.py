@@ -1,8 +1,11 @@
 """Choose the devices and the precision of a run. A device that is not available is an error."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from paceline.config.schema import Config
@@ -53,8 +56,31 @@ def expands_segments(device_type: str) -> bool:
 
 
 def cpu_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use: by its affinity, and by the limit of
+    its container."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    limit = container_cores()
+    return cores if limit is None else max(1, min(cores, limit))
+
+
+@cache
+def container_cores(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the cores that the control group of a container allows, rounded up, or None (version 2
+    of control groups, else version 1)."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (root / "cpu/cpu.cfs_quota_us").read_text()
+            period = (root / "cpu/cpu.cfs_period_us").read_text()
+        except OSError:
+            return None
+    try:
+        return math.ceil(int(quota) / int(period)) if int(quota) > 0 else None
+    except (ValueError, ZeroDivisionError):  # "max": no limit
+        return None
 
 
 def accelerators() -> tuple[str | None, list[str]]:

@@ -3,7 +3,7 @@ variables of a launcher or scheduler (torchrun, Slurm, Kubeflow)."""
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
@@ -14,6 +14,10 @@ CONTINUE_KEY = "paceline/meeting"
 #: Store key that the launcher sets: JSON of rank → {"pid", "reason"} of the lost ranks.
 LOST_KEY = "paceline/lost"
 
+#: The number of ranks of this host: as torchrun, DeepSpeed, Open MPI and MPICH set it.
+_LOCAL_WORLD_SIZE = (
+    "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
+)  # fmt: skip
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -52,18 +56,25 @@ def outer_launcher() -> RankEnv | None:
 
 
 def from_environment() -> RankEnv:
-    """Read the variables that torchrun and torch.distributed.elastic set.
+    """Read the variables that torchrun and torch.distributed.elastic set. Without the number of
+    ranks of a host, there is one host.
 
     Raises:
-        ConfigError: if a variable is not a number.
+        ConfigError: if a variable is not a number, or if there are several hosts without that
+            number.
     """
     world_size = _number("WORLD_SIZE", 1)
-    return RankEnv(
-        rank=_number("RANK", 0),
-        world_size=world_size,
-        local_rank=_number("LOCAL_RANK", 0),
-        local_world_size=_number("LOCAL_WORLD_SIZE", world_size),
+    env = RankEnv(
+        rank=_number("RANK", 0), world_size=world_size, local_rank=_number("LOCAL_RANK", 0)
     )
+    name = next((name for name in _LOCAL_WORLD_SIZE if name in os.environ), None)
+    if name is None and env.rank != env.local_rank:
+        raise ConfigError(
+            f"the outer launcher started ranks on several hosts (RANK={env.rank} has"
+            f" LOCAL_RANK={env.local_rank}), but does not set LOCAL_WORLD_SIZE",
+            fix="set LOCAL_WORLD_SIZE to the number of ranks of this host",
+        )
+    return replace(env, local_world_size=world_size if name is None else _number(name, 1))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from paceline.core.errors import RunError, first_line
 from paceline.core.processes import host_name
-from paceline.distributed.communicator import Communicator
+from paceline.distributed.communicator import Communicator, new_group
 from paceline.distributed.traffic import uncounted
 
 #: Size of a staging buffer in bytes. Sender and receiver have ``_WINDOW`` of them per transfer.
@@ -88,7 +88,7 @@ class SideGroup:
         ranks = [self.world.ranks[rank] for rank in self.members]
         # Gloo keeps the threads of the old group until the process exits. That is acceptable,
         # because a group is reopened only after a failed transfer.
-        self._group = dist.new_group(ranks, timeout=_TURN_TIMEOUT, backend="gloo")
+        self._group = new_group(ranks, _TURN_TIMEOUT, "gloo")
         self.is_broken = False
 
     # -- frames

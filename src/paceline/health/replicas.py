@@ -121,7 +121,7 @@ def compare(strategy: Strategy) -> ReplicaDivergence | None:
     local_sums = torch.stack([bit_sum(tensor).to(group.device) for tensor in tensors.values()])
     gathered = local_sums.new_empty(group.size * len(tensors))
     group.wait(group.all_gather(gathered, local_sums))
-    rows = gathered.view(group.size, -1)
+    rows = group.read(gathered).view(group.size, -1)
     if bool((rows == rows[0]).all()):
         return None
     return find_divergence([tuple(row) for row in rows.tolist()], list(tensors), group.ranks)

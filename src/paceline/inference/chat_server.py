@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.core.errors import EXIT_DONE, ConfigError, PacelineError, RunError
+from paceline.inference.device import inference_device
 from paceline.inference.generate import encode_chat, generate_tokens, load_generator, model_folder
 
 _MAX_NEW_TOKENS = 4096
@@ -44,12 +45,7 @@ class Models:
     model of the run, loaded at the first request."""
 
     def __init__(self, run: Path, device: str) -> None:
-        import torch
-
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        self.device = (
-            accelerator if accelerator is not None and device != "cpu" else torch.device("cpu")
-        )
+        self.device = inference_device(device)
         self.run = run
         self.adapted = (model_folder(run) / "adapter_config.json").is_file()
         self.tuned, self.tokenizer = load_generator(run)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, first_line
+from paceline.inference.device import inference_device
 from paceline.models.blocks import base_model
 from paceline.models.kinds import LANGUAGE, saved_kind
 from paceline.models.language import qwen_folder
@@ -105,7 +106,7 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
 
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # as peft does it
-        model = PeftModel.from_pretrained(model, str(folder))
+        model = PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
     return model.eval(), tokenizer
 
 
@@ -191,11 +192,8 @@ def generate(
 ) -> str:
     """Return the answer of the model, with its chat template if it has one. ``temperature`` 0 takes
     the most likely token each time."""
-    import torch
-
     model, tokenizer = load_generator(run)
-    if torch.accelerator.is_available():
-        model.to(torch.accelerator.current_accelerator())
+    model.to(inference_device())
     messages = [{"role": "user", "content": question}]
     if system and tokenizer.chat_template is not None:
         messages.insert(0, {"role": "system", "content": system})

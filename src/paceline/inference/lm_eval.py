@@ -9,6 +9,7 @@ from paceline.config.packages import check_package
 from paceline.config.schema.evaluation import LmEval
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.report import LmEvalReport
+from paceline.inference.device import inference_device
 from paceline.inference.generate import load_model
 
 
@@ -22,7 +23,6 @@ def evaluate_model(run: Path, settings: LmEval) -> LmEvalReport:
     check_package("lm_eval", "`paceline eval`", "use another tool", extra="lm-eval")
     # It warns that the model is already loaded.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    import torch
     from lm_eval import __version__, simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -36,7 +36,7 @@ def evaluate_model(run: Path, settings: LmEval) -> LmEvalReport:
             fix="check the name",
         )
     model, tokenizer = load_model(run)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = inference_device()
     try:
         output: Any = simple_evaluate(
             HFLM(model.to(device), tokenizer=tokenizer, batch_size=settings.batch_size),

@@ -11,9 +11,10 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from importlib.util import find_spec
 
-from paceline.config.packages import unused_in_ranks
+from paceline.config.packages import DEVICE_PACKAGES, unused_in_ranks
 from paceline.config.schema import Config
 from paceline.core.files import Scratch
 from paceline.core.processes import temporary_environment
@@ -26,16 +27,19 @@ OPTIMIZER_MODULE = "torch._dynamo"
 def start_fork_server(*configs: Config) -> None:
     """Start the fork server for the ranks of a run, or of several runs one after the other. Returns
     immediately, and does nothing if this process has started the server already."""
-    modules = dict.fromkeys(name for config in configs for name in _modules_of(config))
-    unused = [set(unused_in_ranks(config)) for config in configs]
+    hidden = set.intersection(*(set(unused_in_ranks(config)) for config in configs))
+    can_fork = all(can_fork_after_imports(config, hidden) for config in configs)
+    modules = dict.fromkeys(name for config in configs for name in modules_of(config, can_fork))
     # The resource tracker would warn about semaphores that remain when a run is killed.
     warnings = filter(
         None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]
     )
     environment = {
         "PYTHONWARNINGS": ",".join(warnings),
-        "PACELINE_HIDDEN_PACKAGES": " ".join(sorted(set.intersection(*unused))),
+        "PACELINE_HIDDEN_PACKAGES": " ".join(sorted(hidden)),
         "PACELINE_PRELOAD": " ".join(modules),
+        # Counts devices without initializing CUDA, if a module asks for them when it is imported.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
     if any(config.parameter_server.on_worker_failure == "continue" for config in configs):
         # torch.distributed.rpc warns about each connection to a lost rank.
@@ -43,12 +47,25 @@ def start_fork_server(*configs: Config) -> None:
     start_server(["paceline.launch.preload"], environment)
 
 
-def _modules_of(config: Config) -> list[str]:
-    """Return the modules that the ranks of a run import."""
+def can_fork_after_imports(config: Config, hidden: Collection[str]) -> bool:
+    """Return whether transformers and peft can be imported before the ranks are forked. They import
+    bitsandbytes and torchao, unless these are hidden or not installed, which initialize CUDA; a
+    process that is forked afterwards cannot use it."""
+    if config.parallel.device == "cpu":
+        return True
+    return all(name in hidden or find_spec(name) is None for name in DEVICE_PACKAGES)
+
+
+def modules_of(config: Config, can_fork: bool) -> list[str]:
+    """Return the modules that the ranks of a run import.
+
+    Args:
+        can_fork: see :func:`can_fork_after_imports`.
+    """
     modules = ["paceline.launch.worker", OPTIMIZER_MODULE]
     if config.parallel.mode in ("zero2", "zero3", "fsdp") or config.parallel.shard:
         modules.append("torch.distributed.fsdp")
-    if uses_transformers(config):
+    if uses_transformers(config) and can_fork:
         from paceline.models.builtin import model_type
 
         modules += ["transformers.models.auto.modeling_auto", "transformers.optimization"]
@@ -57,7 +74,7 @@ def _modules_of(config: Config) -> list[str]:
             modules.append(f"transformers.models.{kind}.modeling_{kind}")
         if config.lora.enable:
             modules.append("peft")
-    elif config.task == "classify":
+    if config.task == "classify" and not uses_transformers(config):
         modules.append("paceline.tasks.classify")
     return modules
 

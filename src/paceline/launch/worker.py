@@ -33,6 +33,7 @@ from paceline.core.processes import end_with_launcher
 from paceline.core.stop import StopFlag
 from paceline.distributed.environment import RankEnv, from_environment
 from paceline.launch.out_of_memory import explain
+from paceline.observe.out_of_memory import is_out_of_memory
 from paceline.train.setup import run_rank
 
 STOP_FILE = "stop"
@@ -47,8 +48,8 @@ _LINK_OR_DEVICE_ERROR = re.compile(
 
 #: Python exceptions that the same code would raise again on the same data.
 _REPEATABLE = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError,
-    NameError, NotImplementedError, RecursionError, SyntaxError, TypeError, ValueError,
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError,
+    NotImplementedError, RecursionError, SyntaxError, TypeError, ValueError,
 )  # fmt: skip
 
 #: Messages with which torch reports incompatible shapes, dtypes and indices.
@@ -148,13 +149,15 @@ def _failed(env: RankEnv, exit_code: int, text: str, fault: bool | None) -> Outc
 def _is_fault(error: BaseException) -> bool | None:
     """Return whether resuming from a checkpoint may succeed after this exception of torch or of a
     task's code: True, False if the exception would be raised again, or None if unknown."""
-    from torch import OutOfMemoryError, distributed
+    from torch import distributed
 
+    if is_out_of_memory(error):
+        return False
     if isinstance(error, distributed.DistError):
         return True
     if isinstance(error, OSError):  # some are ValueErrors too; the file or link may become usable
         return None
-    if isinstance(error, (*_REPEATABLE, OutOfMemoryError)) and not isinstance(error, EOFError):
+    if isinstance(error, _REPEATABLE) and not isinstance(error, EOFError):
         return False
     if not isinstance(error, RuntimeError):
         return None
@@ -183,7 +186,7 @@ def describe(error: BaseException, spec: Any = None) -> str:
     advice if the rank ran out of memory."""
     kind, text = type(error).__name__, str(error).strip().splitlines()
     first = text[0][:400] if text else "no message"
-    if spec is not None and (kind == "OutOfMemoryError" or isinstance(error, MemoryError)):
+    if spec is not None and is_out_of_memory(error):
         args = spec.config.train_args
         return (
             f"Out of memory: {first} To fix: lower `per_device_train_batch_size` (now"

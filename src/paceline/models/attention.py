@@ -23,6 +23,7 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.devices import gpu_capability
 from paceline.models.json_config import first_number
 from paceline.models.kernels.attention_choice import (
+    MAX_HEAD_SIZE,
     SDPA,
     VARLEN,
     AttentionSetup,
@@ -88,6 +89,9 @@ def packed_attention(
     if query.device.type == _FUSED_DEVICE and dtype in _FUSED_DTYPES:
         fused = fused_kernel(kernel)
     if fused is not None and dropout > 0 and not fused.has_dropout:
+        fused = None
+    # Some layers of a model may have larger heads than its config says.
+    if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_SIZE:
         fused = None
     features = {name: kwargs.get(name) for name in ("s_aux", "position_bias")}
     if fused is None or not fused.has_softcap:

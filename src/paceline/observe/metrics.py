@@ -100,14 +100,18 @@ class StepMetrics:
         later, but before :meth:`gather`."""
         self._counts += counts[:3]
 
-    def end(self, loss_sum: torch.Tensor, local_count: float) -> None:
+    def end(self, loss_sum: torch.Tensor, local_count: float, *, drains: bool = False) -> None:
         """End the measurement of a step, after :data:`~paceline.distributed.progress.PROGRESS` has
         ended the step.
 
         Args:
             loss_sum: sum of this rank's losses.
             local_count: number of labels (or images) in this sum.
+            drains: whether the host waits until an accelerator has finished the step, as it must
+                before figures are read from it. The step takes this time too.
         """
+        if drains:
+            self._wait_for_device()
         self._loss += loss_sum
         self._local_count += local_count
         self._steps += 1
@@ -131,6 +135,18 @@ class StepMetrics:
                 torch.accelerator.synchronize()
             self.time_to_first_step_s = time.time() - self.started_at
 
+    def drain(self) -> None:
+        """Count the time in which an accelerator finishes the steps so far. Called before something
+        else than a step waits for it."""
+        start = time.perf_counter()
+        self._wait_for_device()
+        self._window_s += time.perf_counter() - start
+
+    def _wait_for_device(self) -> None:
+        if self.world.device.type != "cpu":
+            with PROGRESS.waiting("the device"):
+                torch.accelerator.synchronize()
+
     def gather(self, grad_norm: float, extra: Sequence[float] = ()) -> StepFigures:
         """Return the figures since the last call, over all ranks. A collective.
 
@@ -139,11 +155,6 @@ class StepMetrics:
             extra: further numbers of this rank, which are gathered in :attr:`extra_by_rank`.
         """
         counts = self._counts.tolist()
-        if self.world.device.type != "cpu":
-            start = time.perf_counter()
-            with PROGRESS.waiting("the device"):
-                torch.accelerator.synchronize()
-            self._window_s += time.perf_counter() - start
         steps = max(1, self._steps)
         memory = float(memory_now(self.world.device))
         sums = [self._loss.item(), self._data_s, self._comm_s, memory, self._local_count]
@@ -213,7 +224,7 @@ class StepMetrics:
         table[self.world.rank] = torch.tensor(row, dtype=self.world.wide_dtype)
         with uncounted():
             self.world.wait(self.world.all_reduce(table))
-        rows: list[list[float]] = table.tolist()
+        rows: list[list[float]] = self.world.read(table).tolist()
         return rows
 
     @property

@@ -22,6 +22,12 @@ _NUM_LARGEST = 3
 #: The size in the messages of CUDA's caching allocator ("Tried to allocate 2.50 GiB") and of the
 #: CPU's ("you tried to allocate 4096 bytes").
 _REQUESTED = re.compile(r"allocate ([\d.]+) (GiB|MiB|KiB|bytes)")
+#: Messages of the CPU's allocator, of CUDA and NCCL beside the caching allocator, and of CUDA's
+#: libraries when they create a handle.
+_NO_MEMORY = re.compile(
+    r"can't allocate memory|out of memory|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED",
+    re.IGNORECASE,
+)
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -29,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation failed, on an accelerator or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
 
 
 def out_of_memory(error: BaseException, strategy: Strategy, model: nn.Module) -> OutOfMemory:

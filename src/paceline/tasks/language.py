@@ -37,7 +37,13 @@ from paceline.models.adapters.lora import adapter_notices
 from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.files import check_files, check_hub
-from paceline.models.head.chunked_loss import IGNORED, ChunkedLoss, LogitTransform, chunked_loss
+from paceline.models.head.chunked_loss import (
+    IGNORED,
+    ChunkedLoss,
+    LogitTransform,
+    chunked_loss,
+    weighted_sum,
+)
 from paceline.models.head.transform import find_transform, output_head
 from paceline.models.packing import choose_packing
 from paceline.models.qwen import CONVERTED_KEY, module_notice
@@ -284,11 +290,11 @@ class LanguageTask(Task):
         )
         if has_sources:
             _record_sources(batch, loss)
-        loss = loss.sum() if weights is None else loss @ weights
+        loss = loss.sum() if weights is None else weighted_sum(loss, weights)
         if not counts_correct:
             return loss, None
         is_correct = logits.argmax(-1) == targets
-        return loss, is_correct.sum() if weights is None else is_correct.float() @ weights
+        return loss, is_correct.sum() if weights is None else weighted_sum(is_correct, weights)
 
     def _inputs(self, batch: TokenBatch) -> dict[str, Any]:
         """Return the arguments of the model."""

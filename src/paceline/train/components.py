@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.checkpoint.train_state import frozen_digest
@@ -54,6 +55,26 @@ from paceline.train.state import (
 _MAX_STREAM_WORKERS = 4
 
 
+def expert_notices(model: nn.Module, spec: RunSpec, device_type: str) -> list[tuple[str, str]]:
+    """Return a warning if products of a model's fused experts are computed in float32 on an
+    accelerator: autocast does not apply to grouped products (torch 2.13), so they have the
+    precision of the weights."""
+    dtype = spec.config.train_args.mixed_dtype
+    if device_type == "cpu" or dtype is None or spec.layout.has_low_weights:
+        return []
+    has_float32_experts = any(
+        parameter.dim() == 3 and "experts" in name and parameter.dtype == torch.float32
+        for name, parameter in model.named_parameters()
+    )
+    if not has_float32_experts:
+        return []
+    text = (
+        f"the experts of this model are computed in float32 with `{spec.layout.strategy}`, which"
+        f" is slow: with `parallel.mode: zero2` or `zero3` they are computed in {dtype}"
+    )
+    return [("warning", text)]
+
+
 def build_components(
     spec: RunSpec,
     comm: Communicator,
@@ -94,7 +115,7 @@ def build_components(
         move_model(model, comm.device)
         move_scales(model, comm.device)
     with converted_weights(model):
-        notices = task.setup(model)
+        notices = task.setup(model) + expert_notices(model, spec, comm.device.type)
     datasets = task.build_datasets()
     if isinstance(task, UserTask) and spec.resume_from is None:
         # Not imported for built-in tasks.

@@ -170,5 +170,5 @@ def gather(values: list[torch.Tensor], comm: Communicator) -> torch.Tensor:
     padded[: len(local)] = local
     gathered = local.new_empty(comm.size * max(sizes))
     comm.wait(comm.all_gather(gathered, padded))
-    rows = gathered.view(comm.size, -1).cpu()
+    rows = comm.read(gathered).view(comm.size, -1)
     return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])

@@ -1,5 +1,7 @@
 """Mixed precision."""
 
+import os
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -74,9 +76,23 @@ def set_float32_precision(tf32: bool | None) -> None:
     """Set `train_args.tf32` for all matrix products, convolutions and recurrent layers of this
     process. None leaves torch's defaults."""
     if tf32 is not None:
-        cudnn: Any = torch.backends.cudnn
-        for operation in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
-            operation.fp32_precision = "tf32" if tf32 else "ieee"
+        # `fp32_precision` does not set what Inductor reads, and torch refuses to read a mixture.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch prefers `fp32_precision`
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+            torch.backends.cudnn.allow_tf32 = tf32
+
+
+def use_deterministic_algorithms() -> None:
+    """Make each operation of this process give the same bits in every run. Must be called before
+    anything is computed on an accelerator. An operation without such an algorithm raises an
+    error."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # read by transformers
+    torch.use_deterministic_algorithms(True)
+    # Only finds reads of memory that was never written, and takes time.
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False
 
 
 def check_same_precision(world: Communicator, args: TrainArgs) -> None:

@@ -68,7 +68,7 @@ from paceline.train.callbacks.task_metrics import MetricRecorder
 from paceline.train.components import build_components, build_model
 from paceline.train.final_model import save_model_folder
 from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
-from paceline.train.precision import check_same_precision
+from paceline.train.precision import check_same_precision, use_deterministic_algorithms
 from paceline.train.rank_loss import event_listeners
 from paceline.train.run_spec import RunSpec
 from paceline.train.state import (
@@ -91,6 +91,8 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
         only rank 0 returns it, and it is None on the other ranks.
     """
     axes = spec.layout.axes if spec.layout.num_processes > 1 else ParallelDims()
+    if spec.config.train_args.deterministic:
+        use_deterministic_algorithms()
     PROGRESS.start(active=spec.config.recovery.watchdog, on_cpu=spec.device_type == "cpu")
     comm = init_communicator(env, spec.device_type, spec.config.parallel.collective_timeout_s, axes)
     run_dir = RunDir(Path(spec.config.output_dir))
@@ -99,6 +101,7 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
         spec.config.recovery, spec.config.parallel.collective_timeout_s, comm, stop, run_dir.root
     )
     watchdog.start()
+    has_failed = False
     try:
         check_mixed_devices(comm, spec.config, spec.layout.strategy)
         check_same_precision(comm, spec.config.train_args)
@@ -119,6 +122,7 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
             trainer = build_trainer(spec, ctx, components, data, notices, side, store)
             return _run(trainer)
     except BaseException as caught:
+        has_failed = True
         error = watchdog.explain(caught)
         # Paceline's launcher prints the error once, after all ranks have ended.
         if comm.is_rank_zero and spec.launcher_pid is None:
@@ -144,7 +148,8 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
             close = getattr(listener, "close", None)
             if close is not None:
                 close()
-        comm.close()
+        if not has_failed:  # NCCL would wait for the other ranks, which wait for this one
+            comm.close()
 
 
 def _run(trainer: Trainer) -> Outcome:

@@ -154,8 +154,8 @@ class Trainer:
         self.update(grad_norm, loss)
         state.step += 1
         progress.end_step(disturbed=self.checkpoints.is_writing)
-        self.metrics.end(reported_loss, counts.local_count)
         is_logged = self.spec.is_log_step(state.step, state.first_step)
+        self.metrics.end(reported_loss, counts.local_count, drains=is_logged)
         stop = self.counts.settle(now=is_logged)
         self.handle_rank_loss()
         return StepResult("updated", stop, grad_norm, learning_rate, is_logged)
@@ -269,6 +269,7 @@ class Trainer:
         state, parts = self.state, self.components
         if self.data.eval_dataset is None or state.step in state.eval_losses:
             return
+        self.metrics.drain()
         result: EvalResult | None = None
         while self.handle_rank_loss() or result is None:  # repeat if a rank was lost meanwhile
             with self.ctx.progress.during("evaluation"), consolidated(self.strategy):
@@ -290,6 +291,7 @@ class Trainer:
         """Save a checkpoint, unless this step has already been saved. With ``must_succeed``, wait
         for it, and raise RunError on every rank if it fails; otherwise it continues in the
         background, and a failure is logged as a warning."""
+        self.metrics.drain()
         self.anomalies.flush()
         self.callbacks.before_checkpoint(self.state)
         step, scaler = self.state.step, self.components.precision.scaler

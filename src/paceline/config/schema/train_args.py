@@ -13,11 +13,8 @@ from paceline.config.schema.train_args_sections import (
     OptimizerName,
     ParameterGroup,
     Profile,
+    ShareOfSteps,
 )
-
-#: A fraction of all steps of a run, as transformers accepts it for `save_steps`, `eval_steps` and
-#: `logging_steps`.
-ShareOfSteps = Annotated[float, Field(gt=0, lt=1)]
 
 #: Size of the logits of a chunk of the loss, in float32. With smaller chunks, the gradient of the
 #: head's weight is read and written more often, which takes longer.
@@ -161,6 +158,13 @@ class TrainArgs(Section):
             "Compute products and convolutions of float32 values in TensorFloat-32 (10 bits of"
             " mantissa), in training and evaluation: NVIDIA GPUs of compute capability 8.0 and"
             " higher. null: torch's default, which uses it for convolutions only."
+        ),
+    )
+    deterministic: bool = Field(
+        False,
+        description=(
+            "Use only algorithms that give the same bits in every run, and fail where there is"
+            " none. On GPUs, backward of fused attention adds in a changing order otherwise."
         ),
     )
     fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
@@ -456,11 +460,8 @@ class TrainArgs(Section):
         return None if self.packing_strategy == "wrapped" else self.max_length
 
     def loss_chunk_tokens(self, vocabulary: int) -> int | None:
-        """Return the number of tokens per chunk of the loss, or None for all at once.
-
-        It does not depend on the devices, so that all strategies and numbers of ranks add in the
-        same order.
-        """
+        """Return the number of tokens per chunk of the loss, or None for all at once. It does not
+        depend on the devices, so that all strategies and numbers of ranks add in the same order."""
         if self.loss_chunk_size != "auto":
             return self.loss_chunk_size or None
         return max(64, _CHUNK_BYTES // (4 * max(vocabulary, 1)) // 64 * 64)
@@ -485,11 +486,9 @@ class TrainArgs(Section):
         ``auto`` counts as float32 here: it is replaced once the devices are known
         (:mod:`paceline.distributed.devices`).
         """
-        names: dict[str, Literal["bfloat16", "float16"]] = {
-            "bf16-mixed": "bfloat16",
-            "fp16-mixed": "float16",
-        }
-        return names.get(self.precision)
+        if self.precision == "bf16-mixed":
+            return "bfloat16"
+        return "float16" if self.precision == "fp16-mixed" else None
 
     @property
     def compute_format(self) -> Literal["bfloat16", "float16", "tf32"] | None:

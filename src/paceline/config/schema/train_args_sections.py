@@ -1,10 +1,14 @@
 """The sections within ``train_args``."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from paceline.config.schema.base import Patterns, Section
+
+#: A fraction of all steps of a run, as transformers accepts it for `save_steps`, `eval_steps` and
+#: `logging_steps`.
+ShareOfSteps = Annotated[float, Field(gt=0, lt=1)]
 
 LearningRateSchedule = Literal[
     "linear",

@@ -69,7 +69,10 @@ def _load_adapters(model: Any, config: Config, read_weights: bool) -> Any:
     folder = str(Path(str(lora.adapter)).expanduser())
     try:
         if read_weights:
-            adapted = PeftModel.from_pretrained(model, folder, is_trainable=True)
+            # By default peft reads the weights to the first GPU, in every process.
+            adapted = PeftModel.from_pretrained(
+                model, folder, is_trainable=True, torch_device="cpu"
+            )
         else:
             settings = PeftConfig.from_pretrained(folder)
             settings.inference_mode = False

@@ -30,6 +30,12 @@ IGNORED = -100
 _PRODUCT_BYTES = 16 << 20
 
 
+def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of a vector in float32. Autocast would compute a product of two
+    vectors in low precision."""
+    return (values * weights).sum()
+
+
 @dataclass(frozen=True)
 class LogitTransform:
     """What a model does to the head's output: ``cap · tanh(scale · x / cap)``, or ``scale · x``
@@ -118,7 +124,9 @@ class ChunkedLoss:
         """Return the sum of the losses of the tokens in ``rows``, times their weights."""
         if self.token_losses is not None:
             self.token_losses[rows] = losses
-        return losses.sum() if self.token_weights is None else losses @ self.token_weights[rows]
+        if self.token_weights is None:
+            return losses.sum()
+        return weighted_sum(losses, self.token_weights[rows])
 
     def result(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the sum of the losses, or the loss of each token, [tokens]. Call it once.
@@ -167,7 +175,7 @@ class _Targets(NamedTuple):
     def num_correct(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the number of correct predictions, times their weights."""
         is_correct = logits.argmax(1) == self.ids
-        return is_correct.sum() if self.weights is None else is_correct.float() @ self.weights
+        return is_correct.sum() if self.weights is None else weighted_sum(is_correct, self.weights)
 
 
 @dataclass(frozen=True)

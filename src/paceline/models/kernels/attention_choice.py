@@ -12,7 +12,7 @@ from paceline.core.errors import ConfigError
 SDPA = "sdpa"
 #: torch.nn.attention.varlen.varlen_attn.
 VARLEN = "varlen_attn"
-_MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 256
 _LOW = ("bfloat16", "float16")
 
 
@@ -71,10 +71,8 @@ class FusedKernel:
             if self.name == VARLEN:
                 return "this build of torch has no flash attention"
             return f"the package `{self.package}` is not installed"
-        if setup.head_size is not None and setup.head_size > _MAX_HEAD_SIZE:
-            return (
-                f"its head size is at most {_MAX_HEAD_SIZE}, and the model's is {setup.head_size}"
-            )
+        if setup.head_size is not None and setup.head_size > MAX_HEAD_SIZE:
+            return f"its head size is at most {MAX_HEAD_SIZE}, and the model's is {setup.head_size}"
         if setup.has_dropout and not self.has_dropout:
             return "it does not support dropout of attention weights"
         return None

@@ -82,7 +82,7 @@ def _policy(
 ) -> CheckpointPolicy:
     """Store the results of attention and of matrix products, unless the product is cheap."""
     right = _MATRIX_PRODUCTS.get(operation)
-    is_stored = _is_attention(operation)
+    is_stored = _is_attention(operation) or _is_quantized_product(operation)
     if right is not None:
         inner, width = args[right].shape
         is_stored = inner * _CHEAP_RATIO >= width
@@ -128,3 +128,9 @@ def _enable(
             f" {error}",
             fix="set `train_args.gradient_checkpointing: none`",
         ) from error
+
+
+@cache
+def _is_quantized_product(operation: Any) -> bool:
+    """Return whether this is bitsandbytes' product with 4-bit weights."""
+    return "bitsandbytes.gemm_4bit" in str(operation)

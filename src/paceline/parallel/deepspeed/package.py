@@ -63,7 +63,15 @@ def import_deepspeed(device_type: str) -> Any:
     if device_type == "cpu":
         # DeepSpeed asks oneDNN, which needs AVX512-FP16; torch computes float16 on every CPU.
         module.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    elif device_type == "cuda":
+        # DeepSpeed's own function fails if CUDA_VISIBLE_DEVICES has names such as MIG-….
+        module.accelerator.get_accelerator().available_memory = _free_device_memory
     return module
+
+
+def _free_device_memory(device_index: int | None = None) -> int:
+    free_bytes, _ = torch.cuda.mem_get_info(device_index)
+    return int(free_bytes)
 
 
 def _not_installed(mode: str) -> ConfigError:

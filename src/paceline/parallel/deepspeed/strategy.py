@@ -53,6 +53,9 @@ from paceline.parallel.gradients import changing_buffers
 from paceline.parallel.initial_weights import sync_weights
 from paceline.parallel.state import TensorShard, low_dtype, storage_bytes
 
+#: Steps in which the memory of gradients is recorded: the second has the optimizer's state too.
+_NOTED_STEPS = 2
+
 
 class DeepSpeedStrategy(Strategy):
     """Trains with DeepSpeed's ZeRO.
@@ -76,6 +79,7 @@ class DeepSpeedStrategy(Strategy):
         self.stage = stage_of(self.config.parallel)
         self.engine: Any = None
         self.peak_gradient_bytes = 0
+        self._num_steps = 0
 
     def setup(self, model: nn.Module) -> nn.Module:
         """Check and broadcast the model. It is partitioned in :meth:`setup_optimizer`, since
@@ -87,7 +91,6 @@ class DeepSpeedStrategy(Strategy):
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self.trained = trained_parameters(model)
-        self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
         with uncounted():
             sync_weights(model, self.world)
         return model
@@ -109,6 +112,8 @@ class DeepSpeedStrategy(Strategy):
             self.engine, *_ = deepspeed.initialize(
                 model=self.model, optimizer=built, config=engine_config(self.config, elements)
             )
+            # DeepSpeed has moved the model to the device, which replaces its buffers.
+            self.changing_buffers = changing_buffers(self.model) if self.world.size > 1 else []
             self.zero = self.engine.optimizer
             self.optimizer = self.zero.optimizer
             self.zero.check_grad_overflow = True  # off by default in float32
@@ -149,6 +154,7 @@ class DeepSpeedStrategy(Strategy):
         return self.norm
 
     def optimizer_step(self, apply: OptimizerStep) -> bool:
+        self._num_steps += 1
         if self.scaler is not None:
             self.zero.loss_scale = float(self.scaler.scale)
         engine: Any = SimpleNamespace(
@@ -159,6 +165,8 @@ class DeepSpeedStrategy(Strategy):
             if not updated:  # DeepSpeed skips the update and drops gradients that are not finite
                 for gradient in gradient_tensors(self.zero, self.model):
                     gradient.fill_(math.nan)
+                if getattr(self.zero, "cpu_offload", False):  # its gradients are on the host
+                    self.zero.local_overflow = True
                 self.engine.step()
         if self.scaler is not None:
             self.zero.loss_scale = 1.0  # backward receives a loss that is already scaled
@@ -178,6 +186,10 @@ class DeepSpeedStrategy(Strategy):
         return storage_bytes(gradient_tensors(self.zero, self.model))
 
     def _note_gradients(self) -> None:
+        """Record the bytes of gradients. All steps have the same peak, and each record visits every
+        parameter."""
+        if self._num_steps >= _NOTED_STEPS:
+            return
         self.peak_gradient_bytes = max(self.peak_gradient_bytes, self._gradient_bytes())
 
     # -- state

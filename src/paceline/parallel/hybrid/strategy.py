@@ -173,6 +173,12 @@ class HybridStrategy(Strategy):
             # of them.
             before_last()
             return
+        if self.tensor is not None and self.reducer is not None and self.world.device.type != "cpu":
+            # The reducer's thread would start collectives of the data group while autograd starts
+            # those of the tensor group; NCCL needs the same order on all ranks.
+            accumulate(micro_step, self.model, num_micro_batches, lambda: None)
+            before_last()
+            return
         accumulate(micro_step, self.model, num_micro_batches, before_last)
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from pydantic import JsonValue
 from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.formatting import counted
 from paceline.distributed.collectives.schedules import all_reduce_bytes
-from paceline.distributed.communicator import Communicator
+from paceline.distributed.communicator import Communicator, new_group
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import (
@@ -118,8 +117,9 @@ class LocalSGDBase(Strategy):
         self.intra_group, self.inter_group = groups.subgroup("shard"), groups.subgroup("data")
         if self.schedule.delay and self.inter_group.size == world.size > 1:
             # Pending synchronizations must not block the collectives of the steps.
+            group = new_group(world.ranks, world.timeout)
             self.inter_group = type(world)(
-                world.env, world.device, axes, dist.new_group(world.ranks), world.ranks, world.waits
+                world.env, world.device, axes, group, world.ranks, world.waits
             )
 
     def fragment_range(self, number: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ built, and torch is not imported."""
 from dataclasses import dataclass
 
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import read_config
@@ -12,7 +13,7 @@ from paceline.parallel.registry import ParallelLayout, check_strategy
 from paceline.planner.auto.choose import eligible_layouts
 from paceline.planner.estimate import mode_names, num_stages, with_accumulation
 from paceline.planner.hardware import Machine
-from paceline.planner.micro_batch import micro_batch
+from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.mode_time import time_of_layout
 from paceline.planner.search.reasons import describe_change, slower_part
 from paceline.planner.search.search import EQUAL
@@ -38,26 +39,29 @@ class TimeComparison:
 class _Mode:
     name: str
     layout: ParallelLayout
-    batch: float
+    samples: float
     seconds: float
     parts_s: dict[str, float]
 
     @property
     def per_sample_s(self) -> float:
-        return self.seconds / self.batch
+        return self.seconds / self.samples
 
 
 def compare_times(config: Config, machine: Machine) -> TimeComparison:
     """Compare ``ddp`` with all other modes on the devices of a machine. Nothing is compared if the
     rates of the devices or the widths of the model are not known."""
+    if config.task not in CAUSAL_TASKS or not machine.rates_known:
+        return TimeComparison()
     content = read_config(resolve_model(config.model))
     dims = None if content is None else dims_of(content)
-    if dims is None or not machine.rates_known or config.task == "recommend":
+    if dims is None:
         return TimeComparison()
+    batch = micro_batch(config)
     modes = [
         mode
         for layout in eligible_layouts(config, machine.count)
-        if (mode := _timed(layout, config, dims, machine)) is not None
+        if (mode := _timed(layout, config, dims, batch, machine)) is not None
     ]
     ddp = next((mode for mode in modes if mode.layout.strategy == "ddp"), None)
     if ddp is None:
@@ -74,7 +78,11 @@ def compare_times(config: Config, machine: Machine) -> TimeComparison:
 
 
 def _timed(
-    layout: ParallelLayout, config: Config, dims: LanguageDims, machine: Machine
+    layout: ParallelLayout,
+    config: Config,
+    dims: LanguageDims,
+    batch: MicroBatchProfile,
+    machine: Machine,
 ) -> _Mode | None:
     """Return the time of a layout; None if the config cannot be trained with it."""
     axes = layout.axes
@@ -88,13 +96,13 @@ def _timed(
         check_strategy(layout.strategy, config, axes, installed=False)
     except ConfigError:
         return None
-    time = time_of_layout(layout, config, dims, micro_batch(config), machine)
+    time = time_of_layout(layout, config, dims, batch, machine)
     args = config.train_args
-    batch = axes.replicas * args.gradient_accumulation_steps * args.per_device_train_batch_size
-    return _Mode(name, layout, batch, time.seconds, time.parts_s or {})
+    samples = axes.replicas * args.gradient_accumulation_steps * args.per_device_train_batch_size
+    return _Mode(name, layout, samples, time.seconds, time.parts_s or {})
 
 
 def _difference(mode: _Mode, ddp: _Mode) -> str:
     change = mode.per_sample_s / ddp.per_sample_s - 1
-    part = slower_part(mode.parts_s, ddp.parts_s, (mode.batch, ddp.batch))
+    part = slower_part(mode.parts_s, ddp.parts_s, (mode.samples, ddp.samples))
     return f"{mode.name}: {describe_change(change, part, suffix=', but less simple')}"

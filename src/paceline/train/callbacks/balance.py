@@ -275,7 +275,7 @@ class Balancer(Callback):
         table[comm.rank] = torch.tensor(local, dtype=comm.wide_dtype)
         with uncounted():
             comm.wait(comm.all_reduce(table))
-        rows: list[list[float]] = table.tolist()
+        rows: list[list[float]] = comm.read(table).tolist()
         if min(row[0] for row in rows) <= 0:
             return None
         positions = statistics.fmean(row[1] for row in rows)

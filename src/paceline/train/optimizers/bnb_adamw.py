@@ -1,5 +1,7 @@
 """AdamW with 8-bit moments, from bitsandbytes."""
 
+from typing import Any
+
 import torch
 from bitsandbytes.optim.adamw import AdamW8bit as BitsAndBytesAdamW
 from torch import Tensor
@@ -12,6 +14,15 @@ _MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
 
 class AdamW8bit(BitsAndBytesAdamW):
     """bitsandbytes' AdamW, whose state can be stored in checkpoints."""
+
+    def update_step(
+        self, group: dict[str, Any], parameter: Tensor, group_number: int, number: int
+    ) -> None:
+        """Update a parameter. A shard may have no elements, for which no CUDA kernel can run."""
+        if parameter.numel():
+            super().update_step(group, parameter, group_number, number)  # type: ignore[no-untyped-call]
+        else:
+            self.state[parameter]["step"] += 1
 
     def stored_state(self, key: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return a parameter's state as a checkpoint contains it, in host memory: the float32
