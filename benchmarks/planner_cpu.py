@@ -34,7 +34,11 @@ from paceline.planner.machine.profile import read as read_profile
 from paceline.planner.micro_batch import micro_batch
 from paceline.planner.time.constants import constants
 
-RESULTS = Path(__file__).parent / "results" / "2026-11-24-planner-cpu.json"
+#: The same cases on two days, on machines of different speed.
+RESULTS = tuple(
+    Path(__file__).parent / "results" / f"{day}-planner-cpu.json"
+    for day in ("2026-11-24", "2026-11-27")
+)
 LENGTH = 128
 _STEPS, _WARM_UP = 5, 2
 #: Name → hidden size, layers, inner width.
@@ -161,8 +165,12 @@ def measured_rates() -> dict[str, Any]:
 
 
 # -- predictions
-def read_cpu_rows(path: Path = RESULTS) -> list[CpuRow]:
-    """Return the measured cases as set-ups with rates."""
+def read_cpu_rows(paths: Sequence[Path] = RESULTS) -> list[CpuRow]:
+    """Return the measured cases of these files as set-ups with rates."""
+    return [row for path in paths for row in _read_rows(path)]
+
+
+def _read_rows(path: Path) -> list[CpuRow]:
     content = json.loads(path.read_text(encoding="utf-8"))
     rates = {each["num_ranks"]: rates_from(each) for each in content["rates"]}
     link = MeasuredLink(**content["link"])
@@ -266,7 +274,9 @@ def main() -> int:
     parser.add_argument("--measure", type=Path, metavar="FILE", help="measure into FILE")
     parser.add_argument("--seconds", type=float, default=200.0, help="stop after (default 200)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write FILE.md")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="measured cases")
+    parser.add_argument(
+        "--results", type=Path, nargs="+", default=RESULTS, help="files of measured cases"
+    )
     options = parser.parse_args()
     if options.measure is not None:
         measure(options.measure, options.seconds)

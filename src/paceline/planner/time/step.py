@@ -17,7 +17,8 @@ class Coefficients:
         product_share, head_share, attention_share: of the peak rate, for large products.
         row_loss, width_loss: rows (inputs and outputs) of a product that double its time.
         head_width_loss, head_row_loss: the same of the head.
-        stream, logits, dequantize, optimizer: reads and writes, in units of those counted.
+        stream, logits, dequantize, optimizer: reads and writes, in units of those counted; the last
+            also of sums of gradients.
         launch_s: of a layer's forward pass.
         link_share, network_share: of the bandwidth within a host, and between hosts.
         tensor_link_share: the former, of exchanges that a matrix product waits for.
@@ -117,6 +118,7 @@ def step_time(work: Work, reached: Coefficients) -> StepTime:
         work.stream_s * reached.stream
         + work.logits_s * reached.logits
         + work.dequantize_s * reached.dequantize
+        + work.accumulate_s * reached.optimizer
     )
     device = products + attention + memory
     # CPU and GPU run side by side; the slower one decides, with a smooth transition.

@@ -34,6 +34,7 @@ class Work:
         narrow: 1 if heads are narrower than 128.
         stream_s: reads and writes of operations that are limited by memory, each once.
         logits_s: those of the logits.
+        accumulate_s: adding a micro-batch's gradients to those before.
         dequantize_s: reading 4-bit weights once per pass.
         launches: layers × passes that Python launches in a micro-batch.
         tensor_link_s, tensor_network_s: exchanges of tensor parallelism in a micro-batch.
@@ -70,6 +71,7 @@ class Work:
     narrow: float
     stream_s: float
     logits_s: float
+    accumulate_s: float
     dequantize_s: float
     launches: float
     tensor_link_s: float
@@ -167,6 +169,7 @@ def count_work(setup: TrainingSetup, rates: Rates) -> Work:
         narrow=float(dims.queries // max(1, dims.heads) < 128),
         stream_s=_stream_bytes(setup) / rates.memory_bytes_s,
         logits_s=16 * tokens * setup.label_share * outputs / setup.pipeline / rates.memory_bytes_s,
+        accumulate_s=_accumulated_bytes(setup) / rates.memory_bytes_s,
         dequantize_s=_dequantized_bytes(setup) / rates.memory_bytes_s,
         launches=layers * (2 + setup.passes_again) * rates.operation_s,
         tensor_link_s=tensor[0],
@@ -220,6 +223,13 @@ def _stream_bytes(setup: TrainingSetup) -> float:
         * widths
         * (2.5 + setup.passes_again)
     )
+
+
+def _accumulated_bytes(setup: TrainingSetup) -> float:
+    """Return the bytes of a sum of gradients: both terms are read, and the result written. With
+    ZeRO-2 and 3, a rank only has its shard of them."""
+    divided = setup.shard if setup.zero_stage >= 2 else 1
+    return 3 * setup.gradient_bytes * setup.trained_parameters / divided
 
 
 def _dequantized_bytes(setup: TrainingSetup) -> float:
