@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError
 from paceline.parallel.registry import STRATEGIES, ParallelLayout
 from paceline.planner.estimate import ModeEstimate
 from paceline.planner.search.buckets import bucket_size
-from paceline.planner.search.space import Saving, Space, open_space
+from paceline.planner.search.space import ACCUMULATION, Saving, Space, open_space
 from paceline.planner.search.trials import Settings, Trials, settings_text, with_settings
 
 Objective = Literal["time", "memory", "cost"]
@@ -62,12 +62,14 @@ class Candidate:
         return self.seconds_per_sample * count
 
     @property
-    def complexity(self) -> tuple[int, int, int, int]:
+    def complexity(self) -> tuple[int, ...]:
+        """Changed settings, the mode, its cuts, and micro-batches."""
         name, axes = self.mode.layout.strategy, self.mode.layout.axes
         order = _ORDER.index(name) if name in _ORDER else len(_ORDER)
         batches = [key for key in self.settings if "batch" in key or "accumulation" in key]
         changes = len(self.settings) - len(batches)
-        return changes, order, axes.tensor * axes.pipeline, len(batches)
+        count = int(self.settings.get(ACCUMULATION, 1))
+        return changes, order, axes.tensor * axes.pipeline, len(batches), count
 
 
 @dataclass(frozen=True)

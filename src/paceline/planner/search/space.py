@@ -11,7 +11,7 @@ from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.planner.hardware import Machine
 from paceline.planner.search.trials import Settings
 
-_SIZE, _ACCUMULATION = (
+_SIZE, ACCUMULATION = (
     "train_args.per_device_train_batch_size",
     "train_args.gradient_accumulation_steps",
 )
@@ -67,7 +67,7 @@ class Space:
             if size != default[0]:
                 changed[_SIZE] = size
             if count != default[1]:
-                changed[_ACCUMULATION] = count
+                changed[ACCUMULATION] = count
             result.append(changed)
         return result
 
