@@ -30,6 +30,7 @@ from paceline.bench.short_runs import RunLength, run_short
 from paceline.config.load import Loaded, load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
+from paceline.core.processes import end_with_parent
 from paceline.launch.preflight import TrainOptions, TrainResult
 from paceline.planner.auto.choose import eligible_layouts
 from paceline.planner.auto.pick import pick
@@ -366,6 +367,7 @@ def main() -> int:
     numbers = [int(text) for text in options.cases.split(",")] if options.cases else None
     if options.measure is not None and options.here:
         assert numbers is not None
+        end_with_parent()
         measure_link(options.measure, CASES[numbers[0]].link, numbers)
     elif options.measure is not None:
         measure(options.measure, list(range(len(CASES))) if numbers is None else numbers)
