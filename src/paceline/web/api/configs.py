@@ -16,9 +16,6 @@ from paceline.config.yaml_edit import edit_yaml
 from paceline.config.yaml_read import parse_yaml
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.run_dir import RunDir
-from paceline.launch.layout import kept_settings
-from paceline.parallel.registry import mode_of
-from paceline.planner.search.trials import with_fixed
 from paceline.web.files import JSONObject
 
 _PLACE = re.compile(r"line (\d+)(?:, column \d+)?: ")
@@ -108,9 +105,8 @@ def differences(run: Path, text: str) -> list[JsonValue]:
         raise ConfigError(
             f"cannot read the config of {run.name}: {error.what}", fix="start a new run"
         ) from error
-    if mode_of(new.parallel) == "auto":  # the run's config has what it chose
-        chosen = {"parallel.mode": old.parallel.mode, **kept_settings(new)}
-        new = with_fixed(new, chosen)
+    if new.parallel.mode == "auto":  # the run's config has what was chosen
+        new.parallel.mode = old.parallel.mode
     if new.train_args.precision == "auto":  # the run's config has the resolved precision
         new.train_args.precision = old.train_args.precision
     return [
