@@ -14,7 +14,7 @@ def bucket_size(
     trials: Trials, layout: ParallelLayout, settings: Settings, mode: ModeEstimate
 ) -> dict[str, Setting]:
     """Return the setting of the size of gradient buckets with the fastest step; empty without a
-    measured link, or if the default is as good.
+    measured link or known rates, or if the default is as good.
 
     Args:
         mode: the estimate of the layout with these settings.
@@ -22,6 +22,7 @@ def bucket_size(
     if (
         trials.machine.link is None
         or mode.cost is None
+        or mode.time is None
         or BUCKET_SIZE.rpartition(".")[2] in trials.config.parallel.model_fields_set
         or not get_spec(layout.strategy).capabilities.reduces_in_buckets
         or layout.axes.data == 1
