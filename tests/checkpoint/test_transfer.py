@@ -348,7 +348,12 @@ def run_spec(env: RankEnv, spec: RunSpec, other: Path | None, kill_at: int | Non
             sees_run_folder=False,
             resume_from=None,  # rank 0 sends the checkpoint from which the run resumes
         )
-    os.environ["RANK"] = str(env.rank)
+    os.environ.update(
+        RANK=str(env.rank),
+        LOCAL_RANK=str(env.local_rank),
+        WORLD_SIZE=str(env.world_size),
+        LOCAL_WORLD_SIZE=str(env.local_world_size),
+    )
     if kill_at is not None and env.rank == env.world_size - 1:
         threading.Thread(target=kill_after, args=(root, kill_at), daemon=True).start()
     return str(run_rank(spec, env, StopFlag())["status"])

@@ -92,6 +92,8 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
   let chart = null;
   let data = [[]];
   let marks = [];
+  // Values of x, not indices: points can be added or replaced while the user selects a range.
+  let keyboardCursor = null;
   let rangeStart = null;
 
   function build() {
@@ -175,6 +177,7 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
       plot,
     );
     chart.over.addEventListener("dblclick", () => zoomed?.(null, null));
+    chart.over.addEventListener("mousemove", () => (keyboardCursor = null));
   }
 
   function showTip(plotted) {
@@ -259,7 +262,7 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
   function onKey(event) {
     const last = data[0].length - 1;
     if (!chart || last < 0) return;
-    let index = chart.cursor.idx ?? last;
+    let index = keyboardCursor === null ? (chart.cursor.idx ?? last) : indexOf(keyboardCursor);
     const hasModifier = event.ctrlKey || event.altKey || event.metaKey;
     if (event.key === "ArrowLeft" && !hasModifier)
       index = Math.max(0, index - (event.shiftKey ? Math.ceil(last / 20) : 1));
@@ -269,20 +272,14 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
     else if (event.key === "End") index = last;
     else if (event.key === "Enter" && zoomed) return void chooseRange(event, index);
     else if (event.key === "Escape") {
-      rangeStart = null;
+      keyboardCursor = rangeStart = null;
       chart.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
       zoomed?.(null, null);
       return;
     } else return;
     event.preventDefault();
-    const first = series.findIndex(
-      (line, lineIndex) => !line.isHidden && Number.isFinite(data[lineIndex + 1][index]),
-    );
-    chart.setCursor({
-      left: chart.valToPos(data[0][index], "x"),
-      top: chart.valToPos(data[first + 1]?.[index] ?? 0, "y"),
-    });
-    if (rangeStart !== null) markRange(index);
+    keyboardCursor = data[0][index];
+    showKeyboardCursor();
     put(
       feedback,
       `${x.name} ${(x.format ?? digits)(data[0][index])}: ` +
@@ -297,24 +294,41 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
     );
   }
 
-  function chooseRange(event, index) {
-    event.preventDefault();
-    if (rangeStart === null) {
-      rangeStart = index;
-      put(feedback, t("chart.from", { at: (x.format ?? digits)(data[0][index]) }));
-      return;
-    }
-    const [low, high] = [Math.min(rangeStart, index), Math.max(rangeStart, index)];
-    rangeStart = null;
-    chart.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-    if (high > low) zoomed(data[0][low], data[0][high]);
+  /** The index of the point that is nearest to `value`. */
+  const indexOf = (value) =>
+    data[0].reduce(
+      (best, at, index) => (Math.abs(at - value) < Math.abs(data[0][best] - value) ? index : best),
+      0,
+    );
+
+  function showKeyboardCursor() {
+    const index = indexOf(keyboardCursor);
+    const first = series.findIndex(
+      (line, lineIndex) => !line.isHidden && Number.isFinite(data[lineIndex + 1][index]),
+    );
+    chart.setCursor({
+      left: chart.valToPos(data[0][index], "x"),
+      top: chart.valToPos(data[first + 1]?.[index] ?? 0, "y"),
+    });
+    if (rangeStart !== null) markRange(data[0][index]);
   }
 
-  function markRange(index) {
-    const [startX, endX] = [
-      chart.valToPos(data[0][rangeStart], "x"),
-      chart.valToPos(data[0][index], "x"),
-    ];
+  function chooseRange(event, index) {
+    event.preventDefault();
+    const at = data[0][index];
+    if (rangeStart === null) {
+      rangeStart = at;
+      put(feedback, t("chart.from", { at: (x.format ?? digits)(at) }));
+      return;
+    }
+    const [low, high] = [Math.min(rangeStart, at), Math.max(rangeStart, at)];
+    keyboardCursor = rangeStart = null;
+    chart.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+    if (high > low) zoomed(low, high);
+  }
+
+  function markRange(end) {
+    const [startX, endX] = [chart.valToPos(rangeStart, "x"), chart.valToPos(end, "x")];
     chart.setSelect(
       {
         left: Math.min(startX, endX),
@@ -360,6 +374,7 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
       frame.setAttribute("aria-label", summary(name, x, y, series, data));
       if (chart) chart.setData(data);
       else if (plot.isConnected) build();
+      if (chart && keyboardCursor !== null && data[0].length) showKeyboardCursor();
     },
     canvas: () => chart?.ctx.canvas ?? null,
     series: () => series,
