@@ -12,6 +12,7 @@ dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 target = torch.randn(1000)
+torch.manual_seed(rank)  # each worker has its own noise
 
 
 def serve(is_sync):

@@ -56,8 +56,7 @@ Losses = Annotated[list[str], BeforeValidator(_as_list), AfterValidator(_check_l
 
 
 class Preference(Section):
-    """Settings of `task: dpo`, `orpo`, `kto`, `simpo` and `reward`, with the names of TRL's
-    trainers."""
+    """Settings of `task: dpo`, `orpo`, `kto`, `simpo` and `reward`, named as in TRL."""
 
     beta: float = Field(
         0.1,

@@ -56,7 +56,7 @@ const zh = {
   "whatif.count": "设备数",
   "whatif.batch": "每台设备的样本数",
   "whatif.length": "每个样本的 token 数",
-  "whatif.recompute": "激活重算",
+  "whatif.recompute": "激活重计算",
   "whatif.auto": "由 auto 选择",
   "whatif.none": "不重算",
   "whatif.selective": "选择性",

@@ -65,7 +65,7 @@ export const zh = {
   "m.tokens_per_second.is": "每步的 token 数除以用时，所有 rank 合计。",
   "m.tokens_per_second.unit": "token/秒",
   "m.flops_per_device_s": "计算速率",
-  "m.flops_per_device_s.is": "每台设备每秒完成的模型浮点运算次数，不含激活检查点的重复计算。",
+  "m.flops_per_device_s.is": "每台设备每秒完成的模型浮点运算次数，不含激活重计算的部分。",
   "m.flops_per_device_s.unit": "每台设备",
   "m.mfu": "MFU",
   "m.mfu.is": "模型 FLOPs 利用率：计算速率除以设备的峰值速率，峰值的来源见报告。",
