@@ -25,7 +25,7 @@ import netns
 import planner_cpu
 from run import log_line
 
-from paceline.bench.intervals import estimate_ratio
+from paceline.bench.intervals import geometric_estimate
 from paceline.bench.short_runs import RunLength, run_short
 from paceline.config.load import Loaded, load_config
 from paceline.config.schema import Config
@@ -260,7 +260,7 @@ def verdict(times: list[list[float]]) -> dict[str, Any]:
     """Compare the choice, the first of each round, with the best rival: the ratio of their times
     with its 95 % interval, and whether the choice is as good."""
     ratios = [
-        estimate_ratio([each[0] / each[rival] for each in times])
+        geometric_estimate([each[0] / each[rival] for each in times])
         for rival in range(1, len(times[0]))
     ]
     worst = max(ratios, key=lambda each: each.mean)
@@ -349,7 +349,7 @@ def table(content: dict[str, Any]) -> str:
 
 def _best_rival(times: list[list[float]]) -> int:
     means = [
-        estimate_ratio([each[0] / each[rival] for each in times]).mean
+        geometric_estimate([each[0] / each[rival] for each in times]).mean
         for rival in range(1, len(times[0]))
     ]
     return means.index(max(means))

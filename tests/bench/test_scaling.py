@@ -7,7 +7,7 @@ import pytest
 from commands import MICRO, parse, run
 from short_run_figures import short_run
 
-from paceline.bench.intervals import estimate, estimate_ratio
+from paceline.bench.intervals import estimate, geometric_estimate
 from paceline.bench.scaling import (
     Case,
     Runs,
@@ -103,7 +103,12 @@ def test_interval_is_that_of_students_t() -> None:
     assert result.mean == 2.0
     assert result.limits == pytest.approx([2 - 2.4841, 2 + 2.4841], abs=1e-4)
     assert estimate([1.0]).limits is None
-    ratio, inverse = estimate_ratio([0.5, 0.6, 0.4]), estimate_ratio([2.0, 1 / 0.6, 2.5])
+    trimmed = estimate([3.0, 1.0, 9.0, 2.0, -40.0], trim=0.2)
+    assert trimmed.mean == 2.0
+    # winsorized: 1, 1, 2, 3, 3; two degrees of freedom
+    error = (4 / (3 * 2)) ** 0.5
+    assert trimmed.limits == pytest.approx([2 - 4.3027 * error, 2 + 4.3027 * error], abs=1e-4)
+    ratio, inverse = geometric_estimate([0.5, 0.6, 0.4]), geometric_estimate([2.0, 1 / 0.6, 2.5])
     assert ratio.low is not None
     assert inverse.high is not None
     assert inverse.mean == pytest.approx(1 / ratio.mean)

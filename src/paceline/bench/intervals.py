@@ -36,24 +36,36 @@ class Estimate(NamedTuple):
         )
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float], trim: float = 0.0) -> Estimate:
     """Return the mean of measurements that are independent of each other, with the interval of
-    Student's t distribution (Student, "The probable error of a mean", 1908)."""
+    Student's t distribution (Student, "The probable error of a mean", 1908).
+
+    Args:
+        trim: share of the smallest and of the largest values that are left out of the mean, for
+            measurements with outliers. The interval is that of Tukey and McLaughlin ("Less
+            vulnerable confidence and significance procedures for location based on a single
+            sample", 1963), with the winsorized variance.
+    """
     from scipy.special import stdtrit
 
-    count, mean = len(values), sum(values) / len(values)
+    ordered = sorted(values)
+    cut = int(trim * len(ordered))
+    kept = ordered[cut : len(ordered) - cut]
+    count, mean = len(kept), sum(kept) / len(kept)
     if count < 2:
         return Estimate(mean, None, None)
-    variance = sum((value - mean) ** 2 for value in values) / (count - 1)
+    winsorized = [kept[0]] * cut + kept + [kept[-1]] * cut
+    center = sum(winsorized) / len(winsorized)
+    squares = sum((value - center) ** 2 for value in winsorized)
     quantile = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))
-    margin = quantile * math.sqrt(variance / count)
+    margin = quantile * math.sqrt(squares / (count * (count - 1)))
     return Estimate(mean, mean - margin, mean + margin)
 
 
-def estimate_ratio(ratios: Sequence[float]) -> Estimate:
-    """Return the geometric mean of positive ratios with its interval, so that a ratio and its
-    inverse give the same result."""
-    logs = estimate([math.log(ratio) for ratio in ratios])
+def geometric_estimate(values: Sequence[float], trim: float = 0.0) -> Estimate:
+    """Return the geometric mean of positive values with its interval. Both limits are positive, and
+    a ratio and its inverse give the same result. ``trim`` is that of :func:`estimate`."""
+    logs = estimate([math.log(value) for value in values], trim)
     if logs.low is None or logs.high is None:
         return Estimate(math.exp(logs.mean), None, None)
     return Estimate(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high))

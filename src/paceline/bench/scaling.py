@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
-from paceline.bench.intervals import estimate
+from paceline.bench.intervals import geometric_estimate
 from paceline.bench.scaling_fit import Point, Scaling, StepModel, fit_model
 from paceline.bench.short_runs import RunLength, ShortRun, StepParts, Train, run_short, warn_if_busy
 from paceline.config.load import Loaded
@@ -316,15 +316,15 @@ def _row(
     if not measured:
         return row
     first = runs[case_of(config, options, kind, first_ranks)]
-    step_s = estimate([run.mean_step_s for run in measured])
+    step_s = geometric_estimate([run.mean_step_s for run in measured])
     speedups = [_rate(run) / _rate(base) for run, base in zip(measured, first, strict=True)]
-    efficiency = estimate([speedup * first_ranks / ranks for speedup in speedups])
+    efficiency = geometric_estimate([speedup * first_ranks / ranks for speedup in speedups])
     parts = [run.parts for run in measured if run.parts is not None]
     peaks = [run.peak_memory_bytes for run in measured if run.peak_memory_bytes is not None]
     row["global_batch_size"] = measured[0].global_batch_size
     row["step_time_s"], row["step_time_interval_s"] = step_s.mean, step_s.limits
-    row["work_per_second"] = estimate([_rate(run) for run in measured]).mean
-    row["speedup"] = estimate(speedups).mean
+    row["work_per_second"] = geometric_estimate([_rate(run) for run in measured]).mean
+    row["speedup"] = geometric_estimate(speedups).mean
     row["efficiency"] = efficiency.mean
     row["efficiency_interval"] = efficiency.limits if ranks > first_ranks else None
     row["parts"] = _mean_parts(parts) if parts else None
@@ -413,5 +413,5 @@ def _predict(
         "step_time_s": model.time_s(ranks, share),
         "speedup": efficiency * ranks / first_ranks,
         "efficiency": efficiency,
-        "efficiency_interval": estimate(each_efficiency).limits,
+        "efficiency_interval": geometric_estimate(each_efficiency).limits,
     }

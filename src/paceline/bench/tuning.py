@@ -113,6 +113,9 @@ class TuningOptions:
     """What to measure.
 
     Attributes:
+        length: number of steps of a run.
+        min_measured_s: runs get more steps if those of the unchanged config would take less than
+            this many seconds, because the times of shorter runs vary more.
         rounds: runs of each change. Changes that are unclear after them get as many again, up to
             three times.
         margin: smallest gain that counts, as a share.
@@ -121,8 +124,9 @@ class TuningOptions:
     """
 
     length: RunLength
+    min_measured_s: float = 0.0
     rounds: int = 5
-    margin: float = 0.03
+    margin: float = 0.05
     goal: Goal = "time"
     keep_result: bool = False
     techniques: tuple[str, ...] = ()
@@ -140,6 +144,9 @@ def measure_tuning(loaded: Loaded, options: TuningOptions, train: Train) -> Tuni
     warn_if_busy()
     logger.info("unchanged config", extra=CONSOLE_ONLY)
     first = run_short(loaded, train, options.length)
+    steps = math.ceil(options.min_measured_s / first.mean_step_s)
+    if steps > options.length.steps:
+        options = replace(options, length=replace(options.length, steps=steps))
     config = loaded.config
     trials = [
         Trial(change) for change in _changes(config, options, first.precision, first.world_size)
@@ -150,14 +157,17 @@ def measure_tuning(loaded: Loaded, options: TuningOptions, train: Train) -> Tuni
     def is_unclear(trial: Trial) -> bool:
         return verdict_of(trial, options.goal, options.margin, planned) == "unclear"
 
-    rounds.run(trials, options.rounds)
-    for _ in range(_MORE_TIMES):
-        rounds.run([trial for trial in trials if is_unclear(trial)], options.rounds)
+    def run_until_clear(trials: Sequence[Trial]) -> None:
+        rounds.run(trials, options.rounds)
+        for _ in range(_MORE_TIMES):
+            rounds.run([trial for trial in trials if is_unclear(trial)], options.rounds)
+
+    run_until_clear(trials)
     selected = select_changes(trials, options.goal, options.margin, planned)
     combined = None
     if len(selected) > 1:
         combined = Trial(combined_change(selected))
-        rounds.run([combined], options.rounds)
+        run_until_clear([combined])
     chosen = final_choice(selected, combined, options.goal, options.margin, planned)
     unchanged = [run for trial in trials for run, _ in trial.pairs] or [first]
     return make_report(config, options, unchanged, trials, chosen, planned)

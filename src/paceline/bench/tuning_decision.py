@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from paceline.bench.intervals import Estimate, estimate_ratio
+from paceline.bench.intervals import Estimate, geometric_estimate
 from paceline.bench.short_runs import ShortRun
 from paceline.bench.tuning_changes import Change
 
@@ -14,6 +14,10 @@ from paceline.bench.tuning_changes import Change
 Goal = Literal["time", "memory"]
 #: ``unclear``: the confidence interval contains the margin, so a repetition could decide otherwise.
 Verdict = Literal["recommended", "no gain", "unclear", "not supported", "failed"]
+
+#: Share of the lowest and of the highest ratios that do not count. Other processes, or the other
+#: guests of a virtual machine's host, slow down single runs by a third.
+_TRIM = 0.2
 
 
 @dataclass
@@ -32,8 +36,8 @@ class Trial:
     def speedup(self) -> Estimate:
         """Return how many times as fast the changed config is: the ratio of the tokens or samples
         per second."""
-        return estimate_ratio(
-            [_rate(changed) / _rate(unchanged) for unchanged, changed in self.pairs]
+        return geometric_estimate(
+            [_rate(changed) / _rate(unchanged) for unchanged, changed in self.pairs], _TRIM
         )
 
     def memory_ratio(self) -> Estimate | None:
@@ -51,7 +55,7 @@ class Trial:
         ]
         if not all(before and after for before, after in values):
             return None
-        return estimate_ratio([after / before for before, after in values])
+        return geometric_estimate([after / before for before, after in values], _TRIM)
 
     def loss_difference(self) -> float:
         """Return the largest relative difference of the training loss of a step, which is that of
@@ -168,7 +172,8 @@ def final_choice(
         return best
     together, alone = gain_of(combined, goal), gain_of(best, goal)
     assert together is not None
-    assert alone is not None
     assert together.high is not None
+    assert alone is not None
+    assert alone.low is not None
     # A comparison of the means would be decided by noise if the other changes gain little.
-    return combined if together.high >= alone.mean else best
+    return combined if together.high >= alone.low else best

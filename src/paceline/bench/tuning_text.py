@@ -18,12 +18,18 @@ def ratio_text(change: ChangeReport, figure: Literal["speedup", "memory"]) -> st
     return text if limits is None else f"{text} ({limits[0]:.2f} to {limits[1]:.2f})"
 
 
-def verdict_text(change: ChangeReport) -> str:
-    """Return the verdict, with the condition, if there is one."""
+def verdict_text(change: ChangeReport, planned_steps: int | None) -> str:
+    """Return the verdict, and after how many steps a change with a longer first step pays off."""
     verdict: str = change["verdict"]
     extra_s, steps = change["first_step_extra_s"], change["steps_to_pay_off"]
-    if verdict == "recommended" and steps is not None and steps > 1 and (extra_s or 0) > 1:
+    limits = change["speedup_interval"]
+    if steps is None or limits is None:
+        return verdict
+    if verdict == "recommended" and steps > 1 and (extra_s or 0) > 1:
         verdict += f", pays off after {steps:,} steps"
+    if verdict == "no gain" and limits[0] > 1 and planned_steps is not None:
+        if steps > planned_steps:
+            verdict += f": pays off after {steps:,} steps, the run has {planned_steps:,}"
     return verdict
 
 

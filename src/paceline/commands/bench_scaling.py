@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from paceline.launch.preflight import TrainResult
 
 _MAX_RANKS = 64
+#: Number of measured steps of a run, and seconds that they should take if the number is open.
+MIN_STEPS, MEASURED_S = 10, 3.0
 #: The config if none is named.
 BUILTIN = ("model=builtin:qwen2-tiny", "dataset=builtin:python-docs", "max_length=256")
 _WIDTH = 110
@@ -51,7 +53,7 @@ def add_arguments(parser: OptionParser) -> None:
         metavar="KIND,...",
         help="weak: the batch of each rank stays the same; strong: the global batch does",
     )
-    add_run_options(parser, repeats=3)
+    add_run_options(parser, repeats=3, steps=MIN_STEPS)
     parser.add_argument(
         "--predict",
         type=CommaList(Integer(2, 1 << 20)),
@@ -67,10 +69,16 @@ def add_arguments(parser: OptionParser) -> None:
     parser.example = "paceline bench scaling examples/demo.yaml --ranks 1,2 --output scaling.html"
 
 
-def add_run_options(parser: OptionParser, *, repeats: int) -> None:
-    """Add the options that set the number and the length of the runs."""
+def add_run_options(parser: OptionParser, *, repeats: int, steps: int | None) -> None:
+    """Add the options that set the number and the length of the runs. Without a default number of
+    steps, they are as many as :data:`MEASURED_S` seconds take."""
     parser.add_argument(
-        "--steps", type=Integer(2), default=10, metavar="N", help="measured steps of each run"
+        "--steps",
+        type=Integer(2),
+        default=steps,
+        metavar="N",
+        help="measured steps of each run"
+        + ("" if steps else f" (default: for {MEASURED_S:.0f} s, at least {MIN_STEPS})"),
     )
     parser.add_argument(
         "--warm-up", type=Integer(1), default=3, metavar="N", help="steps before them"

@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from paceline.commands.bench_scaling import add_run_options, train
+from paceline.commands.bench_scaling import MEASURED_S, MIN_STEPS, add_run_options, train
 from paceline.commands.options import (
     Choice,
     CommaList,
@@ -73,7 +73,7 @@ def add_arguments(parser: OptionParser) -> None:
     parser.add_argument(
         "--margin",
         type=_Share(),
-        default=0.03,
+        default=0.05,
         metavar="SHARE",
         help="smallest gain that counts, with its whole confidence interval",
     )
@@ -82,7 +82,7 @@ def add_arguments(parser: OptionParser) -> None:
         action="store_true",
         help="leave out changes that change the trained weights by more than the order of sums",
     )
-    add_run_options(parser, repeats=5)
+    add_run_options(parser, repeats=5, steps=None)
     parser.add_argument(
         "--output",
         type=OutputFile("a YAML file"),
@@ -117,7 +117,8 @@ def make_options(args: Namespace) -> TuningOptions:
     from paceline.bench.tuning import TuningOptions
 
     return TuningOptions(
-        length=RunLength(args.steps, args.warm_up),
+        length=RunLength(args.steps or MIN_STEPS, args.warm_up),
+        min_measured_s=0.0 if args.steps else MEASURED_S,
         rounds=args.repeats,
         margin=args.margin,
         goal=args.goal,
@@ -139,7 +140,7 @@ def tuning_tables(report: TuningReport) -> Group:
     return Group(
         Text(head),
         Text(),
-        _changes_table(report["changes"]),
+        _changes_table(report["changes"], baseline["planned_steps"]),
         *(
             Text(f"{change['name']} is {change['verdict']}: {change['reason']}")
             if change["verdict"] == "not supported"
@@ -159,7 +160,7 @@ def tuning_tables(report: TuningReport) -> Group:
     )
 
 
-def _changes_table(changes: list[ChangeReport]) -> Table:
+def _changes_table(changes: list[ChangeReport], planned_steps: int | None) -> Table:
     from paceline.bench.tuning_text import ratio_text, result_text, verdict_text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -174,7 +175,7 @@ def _changes_table(changes: list[ChangeReport]) -> Table:
             ratio_text(change, "memory"),
             formatting.UNKNOWN if traffic is None else f"{traffic:.2f} ×",
             result_text(change),
-            Text(verdict_text(change), style=_COLORS.get(change["verdict"], "")),
+            Text(verdict_text(change, planned_steps), style=_COLORS.get(change["verdict"], "")),
         )
     return table
 
