@@ -1,10 +1,23 @@
-"""Test that closing a connection from another thread ends a read that waits for a lost host."""
+"""Test that closing a connection from another thread ends a read that waits for a lost host, and
+that a host does not join the run of another job."""
 
 import os
 import socket
+import contextlib
 import threading
 
-from paceline.cluster.endpoint import Endpoint, EndpointWatch, close_connections
+import pytest
+from ranks import free_port
+
+from paceline.cluster.endpoint import (
+    Endpoint,
+    EndpointStore,
+    EndpointWatch,
+    close_connections,
+    resolve_endpoint,
+)
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
 
 
 def test_close_connections_ends_blocked_read_of_that_peer_only() -> None:
@@ -38,3 +51,28 @@ def test_endpoint_host_starts_no_watch() -> None:
     endpoint = Endpoint("localhost", 1, "127.0.0.1", "127.0.0.1", "lo", is_local=True)
     with EndpointWatch(endpoint):
         assert "endpoint-watch" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_rejects_the_rendezvous_of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def store_of(job: int, host: int, port: int) -> EndpointStore:
+        for name, value in {
+            "JOB_ID": job, "STEP_ID": 0, "STEP_NUM_NODES": 2, "STEP_NUM_TASKS": 2, "NODEID": host,
+        }.items():  # fmt: skip
+            monkeypatch.setenv(f"SLURM_{name}", str(value))
+        parallel = {"nnodes": 2, "node_rank": host, "rdzv_endpoint": f"127.0.0.1:{port}"}
+        return EndpointStore(Config.model_validate({"model": "m", "dataset": "d", "parallel": parallel}))
+
+    port = free_port()
+    first = store_of(job=7, host=0, port=port)
+    endpoint = resolve_endpoint(first.config)
+    with contextlib.closing(first):
+        assert first.find(10.0, 10.0) == endpoint
+        first.check_run(endpoint)
+        store_of(job=7, host=1, port=port).check_run(endpoint)
+        with pytest.raises(ConfigError, match=r"in use by Slurm job 7\.0 \(this is Slurm job 10007"):
+            store_of(job=10007, host=1, port=port).check_run(endpoint)
+        for name in ("JOB_ID", "STEP_NUM_NODES"):
+            monkeypatch.delenv(f"SLURM_{name}")
+        parallel = first.config.parallel.model_copy(update={"node_rank": 1})
+        by_hand = EndpointStore(first.config.model_copy(update={"parallel": parallel}))
+        by_hand.check_run(endpoint)  # a host that was started by hand may join

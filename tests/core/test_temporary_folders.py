@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import tempfile
 
 import pytest
@@ -46,3 +47,10 @@ def test_removes_stale_folders_and_keeps_used_ones(temporary_dir):
             temporary_dir / "used-by-another-program",
         }
     used.close()
+
+
+def test_keeps_folders_of_other_hosts(temporary_dir, monkeypatch):
+    leave_stale_folder("used-")
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
+    with Scratch("used-"):
+        assert len(list(temporary_dir.iterdir())) == 2

@@ -99,6 +99,27 @@ def test_first_entry_is_kept_if_hosts_do_not_see_each_others_locks(
     shutil.rmtree(final)
 
 
+def test_another_host_provides_the_entry_at_the_same_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    final = cache_dir() / "tests" / "raced"
+
+    def replace_later(staging: Path, final: Path) -> None:
+        final.mkdir()
+        (final / "mark").write_text("first")
+        os.rename(staging, final)
+
+    def build(staging: Path) -> None:
+        (staging / "mark").write_text("second")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.data.cache.replace_dir", replace_later)
+        build_once(final, "mark", build)
+    assert (final / "mark").read_text() == "first"
+    assert [path.name for path in final.parent.glob(".raced*")] == []
+    shutil.rmtree(final)
+
+
 def test_concurrent_processes_build_one_cache_entry(tmp_path: Path) -> None:
     data = save(
         tmp_path / "a.jsonl",

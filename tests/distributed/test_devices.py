@@ -125,6 +125,15 @@ def test_uses_the_number_of_ranks_of_an_outer_launcher() -> None:
     assert "--nproc-per-node 2" in text
 
 
+@pytest.mark.usefixtures("four_gpus")
+def test_rejects_ranks_of_an_outer_launcher_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    text = expect_config_error(Parallel(), num_launched=8)
+    for part in ("started 8 ranks on this host", "sees only 4 × cuda", "'0,1,2,3'", "--gpus-per-node"):
+        assert part in text
+    assert choose_devices(Parallel(), num_launched=4).count == 4
+
+
 def test_listing_accelerators_initializes_no_device() -> None:
     kind, names = devices.accelerators()
     assert (kind is None) == (names == [])

@@ -106,7 +106,7 @@ PYTORCH_JOB = {
     ("variables", "host"),
     [
         ({}, None),
-        (SLURM, HostEnv("Slurm", (2, 2), 1, "gpu003-ib:23456")),
+        (SLURM, HostEnv("Slurm", (2, 2), 1, "gpu003-ib:23456", "Slurm job 123456.0")),
         ({**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, None),
         (TRAINER, HostEnv("Kubeflow", (4, 4), 2, "mine-node-0-0.mine:29500")),
         ({**TRAINER, "PET_NNODES": "1"}, None),

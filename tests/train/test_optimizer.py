@@ -21,6 +21,7 @@ from paceline.models.shape.record import OptimizerMemory
 from paceline.parallel.base import optimizer_tensors
 from paceline.parallel.protocols import averaged_weights
 from paceline.train.optimizer import Schedule, build_optimizer, check_schedule, matrices_of
+from paceline.train.optimizers import blockwise
 
 KINDS = [
     "adamw", "adam", "sgd", "rmsprop", "adagrad", "lion", "muon", "schedule_free_adamw",
@@ -222,6 +223,23 @@ def test_quantized_state_is_stored_and_loaded_exactly(kind: str) -> None:
     resumed.load_stored(resumed_weight, scales)
     expected = train_linear(optimizer, weight, range(3, 6))
     assert torch.equal(train_linear(resumed, resumed_weight, range(3, 6)), expected)
+
+
+def test_large_state_is_converted_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    table = torch.rand(256, generator=generator).sort().values
+    values = torch.rand(3, 500, generator=generator)
+
+    def convert() -> tuple[torch.Tensor, ...]:
+        codes, scales = blockwise.quantize(values, table, None)
+        again, _ = blockwise.quantize(values, table, scales)
+        return codes, scales, again, blockwise.dequantize(codes, table, scales)
+
+    whole = convert()
+    monkeypatch.setattr(blockwise, "_CHUNK", 512)
+    for in_chunks, expected in zip(convert(), whole, strict=True):
+        assert torch.equal(in_chunks, expected)
+    torch.testing.assert_close(whole[3], values, rtol=0, atol=0.05)
 
 
 def test_adamw_8bit_follows_adamw() -> None:

@@ -125,7 +125,7 @@ class HostAgent:
                 endpoint = self._store.find(left_s, limit_s)
                 if endpoint is None:
                     return self._timed_out(limit_s, is_first, "it does not answer")
-                self._store.check_clock(endpoint)
+                self._store.check_run(endpoint)
                 entered_at = time.monotonic()
                 return self._launch(endpoint, folder, max(1, int(left_s)))
             except RunError as error:  # the store of the endpoint does not answer yet

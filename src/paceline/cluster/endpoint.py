@@ -33,6 +33,7 @@ from paceline.core.network import (
     source_address,
 )
 from paceline.core.processes import host_name
+from paceline.distributed.environment import scheduled_host
 
 DEFAULT_PORT = 29500
 
@@ -299,6 +300,7 @@ logger = logging.getLogger(__name__)
 
 _LOG_INTERVAL_S = 15.0
 _STORE_TIMEOUT_S = 20.0
+_JOB_KEY = "paceline/job"
 
 
 class EndpointStore:
@@ -375,6 +377,7 @@ class EndpointStore:
             )  # fmt: skip
         except (DistError, OSError, RuntimeError) as error:
             raise _in_use(endpoint) from error
+        self._store.set(_JOB_KEY, _job())
         return True
 
     def _announce(self, endpoint: Endpoint, is_host: bool) -> None:
@@ -394,12 +397,13 @@ class EndpointStore:
             if warning is not None:
                 logger.warning(warning, extra=CONSOLE_ONLY)
 
-    def check_clock(self, endpoint: Endpoint) -> None:
-        """Check that the clocks of the hosts agree, because elastic compares heartbeat times with
-        the local wall clock.
+    def check_run(self, endpoint: Endpoint) -> None:
+        """Check that the store belongs to the same job, and that the clocks of the hosts agree,
+        because elastic compares heartbeat times with the local wall clock.
 
         Raises:
-            ConfigError: if the clock of this host differs from that of another host.
+            ConfigError: if another job has opened the store, or if the clock of this host differs
+                from that of another host.
         """
         from torch.distributed import TCPStore
 
@@ -414,11 +418,20 @@ class EndpointStore:
             timeout=timedelta(seconds=_STORE_TIMEOUT_S),
         )
         check_clock(store, timeout_s=_STORE_TIMEOUT_S)
+        # Two jobs whose first hosts are the same can have the same port.
+        owner, job = store.get(_JOB_KEY).decode() if store.check([_JOB_KEY]) else "", _job()
+        if owner and job and owner != job:
+            raise _in_use(endpoint, f"{owner} (this is {job})")
 
 
-def _in_use(endpoint: Endpoint) -> ConfigError:
+def _job() -> str:
+    host = scheduled_host()
+    return "" if host is None else host.job
+
+
+def _in_use(endpoint: Endpoint, user: str = "another run or program") -> ConfigError:
     return ConfigError(
-        f"port {endpoint.port} of {endpoint.address} is already in use by another run or program",
+        f"port {endpoint.port} of {endpoint.address} is already in use by {user}",
         fix=(
             "set another port, the same on every host:"
             f" `parallel.rdzv_endpoint={endpoint.name}:{endpoint.port + 1}`"

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -92,7 +93,8 @@ _LOCK = "lock"
 
 class Scratch:
     """A temporary folder ``path``, which :meth:`close` removes. It is locked while in use; if its
-    process is killed, the lock is released and the next process removes the folder.
+    process is killed, the lock is released and the next process of this host removes the folder.
+    Other hosts leave it alone: a file system that they share may not show them the lock.
 
     Args:
         parent: where to create it, instead of the system's folder for temporary files.
@@ -100,6 +102,7 @@ class Scratch:
 
     def __init__(self, prefix: str = "paceline-run-", parent: str | None = None) -> None:
         parent = parent or tempfile.gettempdir()
+        prefix += hashlib.sha256(socket.gethostname().encode()).hexdigest()[:4] + "-"
         for lock in Path(parent).glob(f"{prefix}*/{_LOCK}"):
             # OSError: it belongs to another user, is in use, or was just removed by another
             # process.

@@ -80,7 +80,7 @@ def build_once(
                 build(staging)
                 if (final / mark).is_file():
                     return False
-                replace_dir(staging, final)
+                _rename(staging, final, mark)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
@@ -88,6 +88,16 @@ def build_once(
             raise
         raise _cannot_write(final, error) from error
     return True
+
+
+def _rename(staging: Path, final: Path, mark: str) -> None:
+    try:
+        replace_dir(staging, final)
+    except OSError:
+        # Another host has provided the entry since it was checked: a folder that is not empty
+        # cannot be replaced.
+        if not (final / mark).is_file():
+            raise
 
 
 def _staging_prefix(final: Path) -> str:

@@ -180,6 +180,16 @@ def choose_devices(parallel: Parallel, num_launched: int | None = None) -> Devic
                 ),
             )
         return _cpu(count, f"no GPU was found{limited}")
+    if num_launched is not None and num_launched > len(names):
+        raise ConfigError(
+            f"the outer launcher started {num_launched} ranks on this host, but a rank sees only"
+            f" {len(names)} × {kind}{limited}",
+            allowed="every rank sees all GPUs of its host, and uses that of its LOCAL_RANK",
+            fix=(
+                "with srun, request `--gpus-per-node` instead of `--gpus-per-task`; otherwise do"
+                f" not limit {_VISIBLE[0]} per rank; or start {len(names)} per host"
+            ),
+        )
     if count is not None and count > len(names):
         raise ConfigError(
             f"`parallel.num_gpus: {count}`: only {len(names)} × {kind} visible{limited}:"

@@ -86,12 +86,14 @@ class HostEnv:
         hosts: minimum and maximum number of hosts.
         node_rank: number of this host, from 0, or None if unknown.
         rdzv_endpoint: ``address:port`` of the rendezvous.
+        job: name of the job, which is the same on all its hosts; empty if unknown.
     """
 
     scheduler: str
     hosts: tuple[int, int]
     node_rank: int | None
     rdzv_endpoint: str
+    job: str = ""
 
 
 def scheduled_host() -> HostEnv | None:
@@ -176,8 +178,14 @@ def _slurm() -> HostEnv:
     coordinator = first_host(
         os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
     )
-    endpoint = f"{coordinator}:{slurm_port(_required_number('SLURM_JOB_ID'))}"
-    return HostEnv("Slurm", (hosts, hosts), _required_number("SLURM_NODEID"), endpoint)
+    job = _required_number("SLURM_JOB_ID")
+    return HostEnv(
+        "Slurm",
+        (hosts, hosts),
+        _required_number("SLURM_NODEID"),
+        rdzv_endpoint=f"{coordinator}:{slurm_port(job)}",
+        job=f"Slurm job {job}.{os.environ.get('SLURM_STEP_ID', '0')}",
+    )
 
 
 def _torchrun_defaults() -> HostEnv:

@@ -114,8 +114,8 @@ def _set_temp_dir() -> None:
     is killed."""
     if multiprocessing.current_process()._config.get("tempdir") is not None:  # type: ignore[attr-defined]
         return  # the calling program has already used multiprocessing
-    # The path of a socket is limited to 107 bytes, and the names below this folder take up to 55.
-    is_long = len(os.fsencode(tempfile.gettempdir())) > 50
+    # The path of a socket is limited to 107 bytes, and the names below this folder take up to 60.
+    is_long = len(os.fsencode(tempfile.gettempdir())) > 45
     scratch, before = Scratch(parent="/tmp" if is_long else None), tempfile.tempdir
     try:
         tempfile.tempdir = str(scratch.path)
