@@ -1,9 +1,9 @@
 """Test that closing a connection from another thread ends a read that waits for a lost host, and
 that a host does not join the run of another job."""
 
+import contextlib
 import os
 import socket
-import contextlib
 import threading
 
 import pytest
@@ -60,7 +60,9 @@ def test_rejects_the_rendezvous_of_another_job(monkeypatch: pytest.MonkeyPatch) 
         }.items():  # fmt: skip
             monkeypatch.setenv(f"SLURM_{name}", str(value))
         parallel = {"nnodes": 2, "node_rank": host, "rdzv_endpoint": f"127.0.0.1:{port}"}
-        return EndpointStore(Config.model_validate({"model": "m", "dataset": "d", "parallel": parallel}))
+        return EndpointStore(
+            Config.model_validate({"model": "m", "dataset": "d", "parallel": parallel})
+        )
 
     port = free_port()
     first = store_of(job=7, host=0, port=port)
@@ -69,7 +71,9 @@ def test_rejects_the_rendezvous_of_another_job(monkeypatch: pytest.MonkeyPatch) 
         assert first.find(10.0, 10.0) == endpoint
         first.check_run(endpoint)
         store_of(job=7, host=1, port=port).check_run(endpoint)
-        with pytest.raises(ConfigError, match=r"in use by Slurm job 7\.0 \(this is Slurm job 10007"):
+        with pytest.raises(
+            ConfigError, match=r"in use by Slurm job 7\.0 \(this is Slurm job 10007"
+        ):
             store_of(job=10007, host=1, port=port).check_run(endpoint)
         for name in ("JOB_ID", "STEP_NUM_NODES"):
             monkeypatch.delenv(f"SLURM_{name}")

@@ -129,7 +129,12 @@ def test_uses_the_number_of_ranks_of_an_outer_launcher() -> None:
 def test_rejects_ranks_of_an_outer_launcher_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     text = expect_config_error(Parallel(), num_launched=8)
-    for part in ("started 8 ranks on this host", "sees only 4 × cuda", "'0,1,2,3'", "--gpus-per-node"):
+    for part in (
+        "started 8 ranks on this host",
+        "sees only 4 × cuda",
+        "'0,1,2,3'",
+        "--gpus-per-node",
+    ):
         assert part in text
     assert choose_devices(Parallel(), num_launched=4).count == 4
 

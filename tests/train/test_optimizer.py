@@ -235,11 +235,11 @@ def test_large_state_is_converted_in_chunks(monkeypatch: pytest.MonkeyPatch) -> 
         again, _ = blockwise.quantize(values, table, scales)
         return codes, scales, again, blockwise.dequantize(codes, table, scales)
 
-    whole = convert()
+    expected_results = convert()
     monkeypatch.setattr(blockwise, "_CHUNK", 512)
-    for in_chunks, expected in zip(convert(), whole, strict=True):
+    for in_chunks, expected in zip(convert(), expected_results, strict=True):
         assert torch.equal(in_chunks, expected)
-    torch.testing.assert_close(whole[3], values, rtol=0, atol=0.05)
+    torch.testing.assert_close(expected_results[3], values, rtol=0, atol=0.05)
 
 
 def test_adamw_8bit_follows_adamw() -> None:

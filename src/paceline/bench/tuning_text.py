@@ -27,9 +27,8 @@ def verdict_text(change: ChangeReport, planned_steps: int | None) -> str:
         return verdict
     if verdict == "recommended" and steps > 1 and (extra_s or 0) > 1:
         verdict += f", pays off after {steps:,} steps"
-    if verdict == "no gain" and limits[0] > 1 and planned_steps is not None:
-        if steps > planned_steps:
-            verdict += f": pays off after {steps:,} steps, the run has {planned_steps:,}"
+    if verdict == "no gain" and limits[0] > 1 and planned_steps and steps > planned_steps:
+        verdict += f": pays off after {steps:,} steps, the run has {planned_steps:,}"
     return verdict
 
 

@@ -203,7 +203,7 @@ def test_zoom_requests_range_from_server(page: Page, server: Server) -> None:
         page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60, steps=4)
         page.mouse.up()
     expect(page.locator("#from-step")).to_have_value("51")
-    # With the keyboard, the first step of the range stays selected when the chart shows other steps.
+    # With the keyboard. The first step of the range stays selected when the data changes.
     chart.focus()
     for key in ("Home", "Enter"):
         page.keyboard.press(key)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from paceline.models.shape.record import QUANTIZED_BLOCK
 
-
 #: Elements that are converted at a time, so that intermediate results need little memory beside the
 #: tensor, which may be an embedding of a billion elements on a device that is almost full.
 _CHUNK = 65536 * QUANTIZED_BLOCK
