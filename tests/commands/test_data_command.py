@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections import Counter
 from importlib.util import find_spec
@@ -16,6 +17,14 @@ from paceline.commands.data_count import make_spec
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import printable
 
+_LEAVE_STALE_FOLDER = """
+import os, signal, sys
+from paceline.core.files import Scratch
+
+scratch = Scratch("paceline-count-", sys.argv[1])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 
 def most_frequent(counts: Counter[str], number: int) -> list[list[Any]]:
     by_frequency = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
@@ -27,9 +36,8 @@ def test_count_combines_the_counts_of_all_ranks(tmp_path: Path) -> None:
     counts = Counter(text for path in files for text in path.read_text(encoding="utf-8").split())
     output, temporary = tmp_path / "words.tsv", tmp_path / "tmp"
     temporary.mkdir()
-    stale = temporary / "paceline-count-killed"  # of a killed process
-    stale.mkdir()
-    (stale / "lock").touch()
+    subprocess.run([sys.executable, "-c", _LEAVE_STALE_FOLDER, str(temporary)], check=False)
+    assert len(list(temporary.iterdir())) == 1
     args = [
         *map(str, files),
         "--ranks",
