@@ -76,7 +76,9 @@ def test_recipe_trains(name: str, tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_predictions_in_the_guide_are_current() -> None:
     page = (ROOT / "docs/how-to/recipes.md").read_text(encoding="utf-8")
-    assert _predict_program().table() in page, "run python examples/recipes/predict.py --write"
+    assert _predict_program().table() in page, (
+        "run python examples/recipes/predict.py --write docs/how-to/recipes.md"
+    )
 
 
 def _predict_program() -> ModuleType:
