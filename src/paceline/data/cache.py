@@ -80,17 +80,18 @@ def build_once(
                 build(staging)
                 if (final / mark).is_file():
                     return False
-                _rename(staging, final, mark)
+                was_renamed = _rename(staging, final, mark)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
         if error.filename is not None and not str(error.filename).startswith(str(cache_dir())):
             raise
         raise _cannot_write(final, error) from error
-    return True
+    return was_renamed
 
 
-def _rename(staging: Path, final: Path, mark: str) -> None:
+def _rename(staging: Path, final: Path, mark: str) -> bool:
+    """Rename the entry to ``final``. Return False if another host has already provided it."""
     try:
         replace_dir(staging, final)
     except OSError:
@@ -98,6 +99,8 @@ def _rename(staging: Path, final: Path, mark: str) -> None:
         # cannot be replaced.
         if not (final / mark).is_file():
             raise
+        return False
+    return True
 
 
 def _staging_prefix(final: Path) -> str:
