@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 RIVALS = Path(__file__).resolve().parent / "rivals"
+DEVICE = "cpu"
 WORLD_SIZE = 2
 PER_DEVICE = 8
 MAX_LENGTH = 1024
@@ -131,8 +132,11 @@ def random_model(folder: Path, config: Path, built_in: Path) -> str:
 
     shutil.copytree(built_in, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
-    model.to(torch.bfloat16).save_pretrained(folder)
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(config), dtype=torch.bfloat16
+        )
+    model.save_pretrained(folder)
     return str(folder)
 
 
@@ -224,6 +228,7 @@ def run_rival(work: Work, script: str, **overrides: Any) -> Measurement:
         "train_file": str(work.train_file),
         "eval_file": str(work.eval_file),
         "batches": work.batches,
+        "device": DEVICE,
         "per_device_batch_size": PER_DEVICE,
         "learning_rate": LEARNING_RATE,
         "max_grad_norm": MAX_GRAD_NORM,
@@ -261,7 +266,7 @@ def run_paceline(work: Work, keep_tokens: bool = False, **overrides: Any) -> Mea
         "dataset": work.train_file,
         "val_dataset": work.eval_file,
         "output_dir": output,
-        "parallel.device": "cpu",
+        "parallel.device": DEVICE,
         "parallel.num_gpus": WORLD_SIZE,
         "lora.enable": "true",
         "lora.rank": LORA_RANK,

@@ -85,6 +85,7 @@ WARM_UP_STEPS = 2
 def main() -> int:
     args = _arguments()
     common.PER_DEVICE = args.samples_per_device
+    common.DEVICE, common.WORLD_SIZE = args.device, args.ranks
     signal.signal(signal.SIGTERM, _on_sigterm)
     names = [name for name in CONTENDERS if name in args.only]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
@@ -134,6 +135,15 @@ def _arguments() -> argparse.Namespace:
         default=common.PER_DEVICE,
         help=f"samples of a micro-batch (default {common.PER_DEVICE})",
     )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="type of device (default cpu)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=common.WORLD_SIZE,
+        help=f"ranks, each on a device of its own (default {common.WORLD_SIZE})",
+    )
     parser.add_argument("--json", action="store_true", help="print all measurements as JSON")
     parser.add_argument(
         "--output", type=Path, help="write FILE.md (the tables) and FILE.json (all measurements)"
@@ -178,8 +188,9 @@ def describe(work: Work) -> list[str]:
     )
     return [
         (
-            f"work: {work.steps} steps of {work.global_batch} chats ({common.WORLD_SIZE} CPU ranks"
-            f" × {common.PER_DEVICE}), LoRA rank {common.LORA_RANK} on {shown_model(work)}, float32"
+            f"work: {work.steps} steps of {work.global_batch} chats ({shown_ranks()}"
+            f" × {common.PER_DEVICE}), LoRA rank {common.LORA_RANK} on {shown_model(work)},"
+            f" {'float32' if common.DEVICE == 'cpu' else 'bfloat16'}"
         ),
         (
             f"data: {len(work.lengths)} chats of {minimum} to {maximum} tokens (quartiles {first},"
@@ -233,6 +244,7 @@ def summarize(work: Work, runs: Runs, rounds: int) -> dict[str, Any]:
     return {
         "date": date.today().isoformat(),
         "machine": describe_machine(),
+        "ranks": shown_ranks(),
         "work": describe(work),
         "rounds": rounds,
         "medians": medians,
@@ -268,6 +280,7 @@ def describe_machine() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     versions = {name: version(name) for name in ("torch", "transformers", "peft", "accelerate")}
     return {
+        "device": device_name(),
         "cores": cores,
         "architecture": platform.machine(),
         "memory_gib": round(memory / 2**30),
@@ -276,12 +289,22 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def device_name() -> str:
+    """Return the name of the GPU with a comma, or "" on a CPU."""
+    if common.DEVICE == "cpu":
+        return ""
+    import torch
+
+    return f"{torch.cuda.get_device_name()}, "
+
+
 def as_markdown(result: dict[str, Any]) -> str:
     machine = result["machine"]
     lines = [
-        f"# LoRA fine-tuning on two CPU ranks: {result['date']}",
+        f"# LoRA fine-tuning on {result['ranks']}: {result['date']}",
         "",
-        f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB; Python"
+        f"{machine['device']}{machine['cores']} cores ({machine['architecture']}),"
+        f" {machine['memory_gib']} GiB; Python"
         f" {machine['python']}, "
         + ", ".join(
             f"{name} {machine[name]}" for name in ("torch", "transformers", "peft", "accelerate")
@@ -321,6 +344,11 @@ def as_markdown(result: dict[str, Any]) -> str:
 
 def _yes_or_no(value: bool) -> str:
     return "yes" if value else "NO"
+
+
+def shown_ranks() -> str:
+    kind = "CPU" if common.DEVICE == "cpu" else "GPU"
+    return f"{common.WORLD_SIZE} {kind} rank{'s' if common.WORLD_SIZE > 1 else ''}"
 
 
 def shown_model(work: Work) -> str:

@@ -7,13 +7,27 @@ torchrun --standalone --nproc-per-node 2 handwritten_packed.py SPEC.json
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from shared import Record, Sample, close, encode, finish, num_labels, read_chats, read_spec
+from shared import (
+    Record,
+    Sample,
+    autocast,
+    close,
+    encode,
+    finish,
+    model_dtype,
+    num_labels,
+    read_chats,
+    read_spec,
+    start,
+)
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def pack(samples: list[Sample]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def pack(
+    samples: list[Sample], device: torch.device
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the inputs of the model (one row, with positions that restart at each sample) and the
     target of each computed logit."""
     ids = torch.tensor([token for sample in samples for token in sample["input_ids"]])
@@ -27,14 +41,14 @@ def pack(samples: list[Sample]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         "position_ids": positions[None],
         "logits_to_keep": label_positions - 1,
     }
-    return inputs, labels[label_positions]
+    on_device = {name: tensor.to(device) for name, tensor in inputs.items()}
+    return on_device, labels[label_positions].to(device)
 
 
 def main() -> None:
     spec = read_spec()
-    dist.init_process_group("gloo")
+    device = start(spec)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(spec["seed"])
 
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     chats = read_chats(spec["train_file"])
@@ -42,7 +56,7 @@ def main() -> None:
     local_chats = [chats[index] for batch in spec["batches"] for index in batch[rank::world_size]]
     samples = encode(tokenizer, local_chats, spec["max_length"])
 
-    base = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=model_dtype(device))
     lora = LoraConfig(
         r=spec["lora_rank"],
         lora_alpha=spec["lora_alpha"],
@@ -50,18 +64,19 @@ def main() -> None:
         target_modules="all-linear",
         task_type="CAUSAL_LM",
     )
-    model = DistributedDataParallel(get_peft_model(base, lora))
+    model = DistributedDataParallel(get_peft_model(base, lora).to(device))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=spec["learning_rate"], weight_decay=0.0)
 
     record = Record()
     for step in range(len(spec["batches"])):
         chunk = samples[step * size : (step + 1) * size]
-        inputs, targets = pack(chunk)
-        count = torch.tensor(float(num_labels(chunk)))
+        inputs, targets = pack(chunk, device)
+        count = torch.tensor(float(num_labels(chunk)), device=device)
         dist.all_reduce(count)
-        logits = model(**inputs, use_cache=False).logits
-        loss = functional.cross_entropy(logits[0], targets, reduction="sum") * world_size / count
+        with autocast(device):
+            logits = model(**inputs, use_cache=False).logits[0].float()
+            loss = functional.cross_entropy(logits, targets, reduction="sum") * world_size / count
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trainable, spec["max_grad_norm"])
         optimizer.step()

@@ -87,7 +87,7 @@ def main() -> None:
     record = Record()
     for step in range(len(spec["batches"])):
         chunk = samples[step * size : (step + 1) * size]
-        batch = pad(chunk, tokenizer.pad_token_id)
+        batch = pad(chunk, tokenizer.pad_token_id, torch.device("cpu"))
         count = torch.tensor(float(num_labels(chunk)))
         dist.all_reduce(count)
         # The head is computed only at positions at which at least one row has a label.

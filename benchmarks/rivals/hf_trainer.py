@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from shared import Record, close, encode, finish, read_chats, read_spec
+from shared import Record, close, encode, finish, model_dtype, read_chats, read_spec
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -39,6 +39,7 @@ class StepRecorder(TrainerCallback):
 
 def main() -> None:
     spec = read_spec()
+    is_cpu = spec["device"] == "cpu"
     arguments = TrainingArguments(
         output_dir=spec["scratch"],
         per_device_train_batch_size=spec["per_device_batch_size"],
@@ -48,11 +49,12 @@ def main() -> None:
         weight_decay=0.0,
         max_grad_norm=spec["max_grad_norm"],
         seed=spec["seed"],
-        use_cpu=True,
-        ddp_backend="gloo",
+        use_cpu=is_cpu,
+        bf16=not is_cpu,
+        ddp_backend="gloo" if is_cpu else "nccl",
         ddp_find_unused_parameters=False,
         train_sampling_strategy="sequential",
-        dataloader_pin_memory=False,
+        dataloader_pin_memory=not is_cpu,
         save_strategy="no",
         logging_strategy="no",
         report_to="none",
@@ -68,7 +70,7 @@ def main() -> None:
         spec["max_length"],
     )
 
-    base = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=model_dtype(arguments.device))
     lora = LoraConfig(
         r=spec["lora_rank"],
         lora_alpha=spec["lora_alpha"],

@@ -2,6 +2,7 @@
 not use Paceline."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,27 @@ Sample = dict[str, list[int]]
 def read_spec() -> dict[str, Any]:
     """Read the JSON file on the command line, which `benchmarks/common.py` writes."""
     return json.loads(Path(sys.argv[1]).read_text())
+
+
+def start(spec: dict[str, Any]) -> torch.device:
+    """Initialize the process group, and return the device of this rank."""
+    dist.init_process_group("gloo" if spec["device"] == "cpu" else "nccl")
+    torch.manual_seed(spec["seed"])
+    if spec["device"] == "cpu":
+        return torch.device("cpu")
+    device = torch.device(spec["device"], int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def model_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of frozen weights: that of autocast on GPUs. peft keeps adapters in
+    float32."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu")
 
 
 def read_chats(path: str) -> list[list[dict[str, str]]]:
@@ -44,7 +66,7 @@ def encode(tokenizer: Any, chats: list[list[dict[str, str]]], max_length: int) -
     ]
 
 
-def pad(samples: list[Sample], pad_token_id: int) -> dict[str, torch.Tensor]:
+def pad(samples: list[Sample], pad_token_id: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Return input_ids, attention_mask and labels, padded on the right, int64 [rows, longest]."""
     longest = max(len(sample["input_ids"]) for sample in samples)
     rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
@@ -54,13 +76,13 @@ def pad(samples: list[Sample], pad_token_id: int) -> dict[str, torch.Tensor]:
         rows["input_ids"].append(sample["input_ids"] + [pad_token_id] * padding)
         rows["attention_mask"].append([1] * length + [0] * padding)
         rows["labels"].append(sample["labels"] + [-100] * padding)
-    return {name: torch.tensor(values) for name, values in rows.items()}
+    return {name: torch.tensor(values, device=device) for name, values in rows.items()}
 
 
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the cross entropy of the next tokens, summed over the labels."""
     return functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+        logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
     )
 
 
@@ -89,7 +111,7 @@ def finish(spec: dict[str, Any], record: Record, model: Any, tokenizer: Any) -> 
     local_result = {
         "tokens": record.tokens,
         "losses": record.losses,
-        "peak_memory_bytes": peak_memory_bytes(),
+        "peak_memory_bytes": peak_memory_bytes(model.device),
     }
     rank_results: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rank_results, local_result)
@@ -122,11 +144,11 @@ def evaluate(spec: dict[str, Any], model: Any, tokenizer: Any) -> tuple[float, i
         spec["max_length"],
     )
     size = spec["per_device_batch_size"]
-    total = torch.zeros(2, dtype=torch.float64)
-    with torch.no_grad():
+    total = torch.zeros(2, dtype=torch.float64, device=model.device)
+    with torch.no_grad(), autocast(model.device):
         for start in range(0, len(samples), size):
             chunk = samples[start : start + size]
-            batch = pad(chunk, tokenizer.pad_token_id)
+            batch = pad(chunk, tokenizer.pad_token_id, model.device)
             labels = batch.pop("labels")
             total[0] += summed_loss(model(**batch, use_cache=False).logits, labels)
             total[1] += num_labels(chunk)
@@ -142,8 +164,11 @@ def close() -> None:
     dist.destroy_process_group()
 
 
-def peak_memory_bytes() -> int:
-    """Return the peak resident memory of this process (VmHWM)."""
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak of the memory that torch allocated on a GPU, or of the resident memory of
+    this process (VmHWM) on a CPU."""
+    if device.type != "cpu":
+        return torch.cuda.max_memory_allocated(device)
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -36,9 +36,13 @@ def visible(*indices: int) -> dict[str, str]:
 
 
 def train(folder: Path, ranks: int, *args: str, **settings: Any) -> str:
-    """Train with a global batch of 16 samples; return standard error."""
-    batch = f"per_device_train_batch_size={BATCH // ranks}"
-    return run(*ARGS, batch, f"output_dir={folder}", *args, **settings).stderr
+    """Train with a global batch of 16 samples; return standard error. The last value of a key in
+    ``args`` replaces those before it."""
+    arguments = (*ARGS, f"per_device_train_batch_size={BATCH // ranks}", *args)
+    last = dict(argument.partition("=")[::2] for argument in arguments if "=" in argument)
+    switches = [argument for argument in arguments if "=" not in argument]
+    values = [f"{key}={value}" for key, value in last.items()]
+    return run(*values, *switches, f"output_dir={folder}", **settings).stderr
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +133,7 @@ def test_rejects_more_gpus_than_visible(tmp_path: Path) -> None:
 
 def test_resumed_run_is_bitwise_equal(tmp_path: Path) -> None:
     args = (
+        "parallel.mode=single",
         "lora.enable=true",
         "lora.dropout=0.1",
         "bf16=true",

@@ -24,7 +24,13 @@ def test_strategy_on_one_device(mode: str, on_cpu: dict[str, list[float]], tmp_p
 
 def test_async_save_is_a_snapshot_of_its_step(tmp_path: Path) -> None:
     """Training changes the weights while the checkpoint is written in the background."""
-    args = ("max_steps=12", "save_steps=1", "save_total_limit=null", "--allow-config-change")
+    args = (
+        "parallel.mode=single",
+        "max_steps=12",
+        "save_steps=1",
+        "save_total_limit=null",
+        "--allow-config-change",
+    )
     train(tmp_path / "async", 1, *args, env=visible(0))
     train(tmp_path / "sync", 1, *args, "async_save=false", env=visible(0))
     for step in (1, 6, 11):

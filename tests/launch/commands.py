@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from command_server import SERVERS, Command
 
 from paceline.cli import build_parser
@@ -37,7 +38,10 @@ def start(*args: str, verb: str = "sft", **settings: Any) -> subprocess.Popen[st
     """Start `paceline VERB ARGS`, through :mod:`command_server` if possible. ``settings`` are
     arguments of :class:`subprocess.Popen`."""
     environment = settings.get("env") or os.environ
-    if settings.keys() <= {"env", "cwd", "start_new_session"}:
+    # A process that is forked from the server cannot use a GPU, because the server's imports
+    # initialize the driver.
+    has_gpu = torch.accelerator.is_available()
+    if settings.keys() <= {"env", "cwd", "start_new_session"} and not has_gpu:
         for server in SERVERS:
             if server.can_run(environment):
                 return server.start(

@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.config.packages import unused_in_ranks, unused_packages
 from paceline.config.schema import Config
+from paceline.launch import fork_server
 from paceline.launch.fork_server import can_fork_after_imports, modules_of
 from paceline.tasks import uses_transformers
 
@@ -27,7 +29,9 @@ def make_config(**keys: Any) -> Config:
 
 def test_packages_that_a_run_uses_are_visible() -> None:
     assert unused_packages(make_config()) == ["bitsandbytes", "torchao"]
-    assert unused_in_ranks(make_config()) == ["bitsandbytes", "torchao", "scipy", "boto3"]
+    assert unused_in_ranks(make_config()) == [
+        "bitsandbytes", "torchao", "scipy", "sklearn", "boto3",
+    ]  # fmt: skip
     lora = {"enable": True, "quantize": "nf4"}
     assert unused_in_ranks(make_config(lora=lora)) == ["torchao", "boto3"]
     optimizer = {"optim": "adamw_8bit"}
@@ -51,8 +55,13 @@ def test_packages_are_visible_to_code_of_the_user() -> None:
         {"task": "./file.py:Task"},
     ],
 )
-def test_ranks_on_devices_are_forked_before_packages_initialize_cuda(keys: dict[str, Any]) -> None:
-    """transformers and peft import bitsandbytes and torchao, which initialize CUDA."""
+def test_ranks_are_forked_before_packages_initialize_cuda(
+    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers and peft import bitsandbytes and torchao, which initialize CUDA. Without a
+    driver, they do not."""
+    driver = tmp_path / "driver"
+    monkeypatch.setattr(fork_server, "_DRIVERS", (str(driver),))
     name = "transformers.models.qwen2.modeling_qwen2"
 
     def imported(**others: Any) -> list[str]:
@@ -64,6 +73,8 @@ def test_ranks_on_devices_are_forked_before_packages_initialize_cuda(keys: dict[
     assert not any(each.startswith(("transformers", "peft")) for each in imported(**keys))
     on_cpu = imported(**keys, parallel={"device": "cpu"})
     assert (name in on_cpu) == uses_transformers(make_config(**keys))
+    driver.touch()
+    assert name not in imported(**keys, parallel={"device": "cpu"})
 
 
 def test_modules_are_imported_and_hidden_packages_are_not_found() -> None:

@@ -13,6 +13,8 @@ from simulated import simulate_values
 from torch import nn
 from torch.nn import functional
 
+from paceline.train.optimizers import blockwise
+
 pytestmark = pytest.mark.slow
 
 
@@ -117,3 +119,18 @@ def test_a_new_process_has_the_devices():
         text=True,
     )
     assert (done.stdout, done.stderr) == ("2.0\n", "")
+
+
+def convert_paged_state():
+    """The state of a paged optimizer is in host memory, and its table and scales are on the GPU."""
+    values = torch.rand(3, 500, generator=torch.Generator().manual_seed(0))
+    table = torch.linspace(0, 1, 256)
+    on_host, scales = blockwise.quantize(values, table, None)
+    codes, _ = blockwise.quantize(values.cuda(), table.cuda(), scales)
+    result = blockwise.dequantize(on_host, table.cuda(), scales.cuda())
+    is_same = torch.equal(result, blockwise.dequantize(on_host, table, scales))
+    return str(codes.device), torch.equal(codes.cpu(), on_host), str(result.device), is_same
+
+
+def test_state_in_host_memory_is_converted_with_a_table_on_the_device():
+    assert on_simulated_device(convert_paged_state) == ("cuda:0", True, "cpu", True)

@@ -70,7 +70,8 @@ def unused_packages(config: Config) -> list[str]:
 def unused_in_ranks(config: Config) -> list[str]:
     """Return :func:`unused_packages`, and those that only the ranks need not import.
 
-    transformers imports scipy for the losses of object detection, and accelerate imports boto3 for
+    transformers imports scipy for the losses of object detection, and some releases import
+    scikit-learn, which needs scipy, for assisted generation; accelerate imports boto3 for
     SageMaker.
     """
     names = unused_packages(config)
@@ -82,7 +83,7 @@ def unused_in_ranks(config: Config) -> list[str]:
     uses_boto3 = config.checkpoint_dir is not None or bool(config.report_to)
     return [
         *names,
-        *([] if uses_scipy else ["scipy"]),
+        *([] if uses_scipy else ["scipy", "sklearn"]),
         *([] if uses_boto3 else ["boto3"]),
     ]
 

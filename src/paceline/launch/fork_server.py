@@ -22,6 +22,8 @@ from paceline.tasks import uses_transformers
 
 #: Every torch optimizer imports this module when it is created, which takes about a second.
 OPTIMIZER_MODULE = "torch._dynamo"
+#: Files of the drivers of NVIDIA, of AMD, and of GPUs in the Windows Subsystem for Linux.
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def start_fork_server(*configs: Config) -> None:
@@ -49,9 +51,10 @@ def start_fork_server(*configs: Config) -> None:
 
 def can_fork_after_imports(config: Config, hidden: Collection[str]) -> bool:
     """Return whether transformers and peft can be imported before the ranks are forked. They import
-    bitsandbytes and torchao, unless these are hidden or not installed, which initialize CUDA; a
-    process that is forked afterwards cannot use it."""
-    if config.parallel.device == "cpu":
+    bitsandbytes and torchao, unless these are hidden or not installed, which initialize CUDA. A
+    process that is forked afterwards cannot use it, and cannot even ask it whether a graph is being
+    captured, which torch's optimizers do on CPUs too."""
+    if config.parallel.device == "cpu" and not any(map(os.path.exists, _DRIVERS)):
         return True
     return all(name in hidden or find_spec(name) is None for name in DEVICE_PACKAGES)
 

@@ -20,7 +20,9 @@ _CHUNK = 65536 * QUANTIZED_BLOCK
 
 
 def dequantize(codes: Tensor, table: Tensor, scales: Tensor) -> Tensor:
-    """Return the float32 values of ``codes``, in their shape."""
+    """Return the float32 values of ``codes``, in their shape and on their device: paged codes of a
+    GPU are host tensors, whereas ``table`` and ``scales`` are on the GPU."""
+    table, scales = table.to(codes.device), scales.to(codes.device)
     values = torch.empty(codes.shape, dtype=table.dtype, device=codes.device)
     flat_codes, flat = codes.reshape(-1), values.view(-1)
     for elements, blocks in _chunks(flat.numel()):
@@ -30,13 +32,16 @@ def dequantize(codes: Tensor, table: Tensor, scales: Tensor) -> Tensor:
 
 
 def quantize(values: Tensor, table: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes of float32 values, and the scales of the blocks.
+    """Return the codes of float32 values, and the scales of the blocks, on the device of the
+    values.
 
     Args:
         table: the 256 values of the codes, in ascending order.
         scales: the scales with which ``values`` were computed, so that the codes are the same as
             before; None to compute them.
     """
+    table = table.to(values.device)
+    scales = None if scales is None else scales.to(values.device)
     flat = values.reshape(-1)
     codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
     limits = (table[1:] + table[:-1]) / 2
