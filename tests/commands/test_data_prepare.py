@@ -21,7 +21,7 @@ def write_rows(path: Path, count: int) -> Path:
 def test_run_reads_what_was_prepared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.config.packages.hide_packages", lambda names: None)
+    monkeypatch.setattr("paceline.core.user_code.hide_packages", lambda names: None)
     path = write_rows(tmp_path / "a.jsonl", 50)
     settings = [f"dataset={path}", "model=builtin:qwen2-micro", "split_dataset_ratio=5"]
     assert run_prepare(parse("data", "prepare", *settings, "--json", "--workers", "1")) == 0

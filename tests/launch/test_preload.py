@@ -86,3 +86,22 @@ def test_modules_are_imported_and_hidden_packages_are_not_found() -> None:
     command = [sys.executable, "-c", _SCRIPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["['bitsandbytes', 'torchao', 'scipy']", "True True True"]
+
+
+_USER_CODE = """
+import sys
+from importlib.util import find_spec
+from paceline.core.user_code import hide_packages, import_user_module
+hide_packages(["scipy", "sklearn"])
+hidden = find_spec("scipy"), find_spec("sklearn")
+module = import_user_module(sys.argv[1], "callbacks: [...]", "a file")
+print(hidden, module.stats.__name__)
+"""
+
+
+def test_code_of_the_user_can_import_hidden_packages(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from scipy import stats\n")
+    command = [sys.executable, "-c", _USER_CODE, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["(None, None) scipy.stats"]

@@ -443,7 +443,8 @@ def load_job_config(args: argparse.Namespace, builtin: Sequence[str] = ()) -> Lo
         ConfigError: the config is invalid.
     """
     from paceline.config.load import load_config
-    from paceline.config.packages import hide_packages, unused_packages
+    from paceline.config.packages import unused_packages
+    from paceline.core.user_code import hide_packages
 
     path, overrides = config_and_overrides(args)
     keys = [override.lstrip("-").partition("=")[0] for override in overrides]

@@ -1,7 +1,5 @@
 """Optional packages that a config needs. Imports no torch."""
 
-import sys
-from collections.abc import Iterable
 from importlib.util import find_spec
 
 from paceline.config.schema import Config
@@ -86,11 +84,3 @@ def unused_in_ranks(config: Config) -> list[str]:
         *([] if uses_scipy else ["scipy", "sklearn"]),
         *([] if uses_boto3 else ["boto3"]),
     ]
-
-
-def hide_packages(names: Iterable[str]) -> None:
-    """Make packages appear as not installed in this process, unless they are already imported. Only
-    for processes that belong to Paceline."""
-    for name in names:
-        # Python's own way to make `import` and `find_spec` report that there is no such module.
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]

@@ -1,14 +1,39 @@
-"""Import Python files and modules of the user, and report errors with the line that raised them."""
+"""Import Python files and modules of the user, and report errors with the line that raised them.
+
+Packages that a run does not use can be hidden from libraries, but never from code of the user.
+"""
 
 import hashlib
 import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
 from paceline.core.errors import ConfigError, did_you_mean, first_line
+
+#: The packages that :func:`hide_packages` has hidden in this process.
+_hidden: set[str] = set()
+
+
+def hide_packages(names: Iterable[str]) -> None:
+    """Make packages appear as not installed in this process, unless they are already imported. Only
+    for processes that belong to Paceline."""
+    for name in names:
+        if name not in sys.modules:
+            # Python's own way to make `import` and `find_spec` report that there is no such module.
+            sys.modules[name] = None  # type: ignore[assignment]
+            _hidden.add(name)
+
+
+def _show_packages() -> None:
+    """Undo :func:`hide_packages`, for code of the user, which may import these packages."""
+    while _hidden:
+        name = _hidden.pop()
+        if sys.modules.get(name) is None:
+            sys.modules.pop(name, None)
 
 
 def import_user_module(
@@ -26,6 +51,7 @@ def import_user_module(
     Raises:
         ConfigError: the file or module does not exist, or it raised.
     """
+    _show_packages()
     path = Path(location).expanduser().resolve()
     try:
         if not location.endswith(".py"):

@@ -68,7 +68,8 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
     import transformers
     from transformers.utils import logging
 
-    from paceline.config.packages import hide_packages, unused_packages
+    from paceline.config.packages import unused_packages
+    from paceline.core.user_code import hide_packages
     from paceline.models.weights import load_pretrained
 
     logging.disable_progress_bar()

@@ -10,8 +10,8 @@ import os
 from contextlib import suppress
 from importlib import import_module
 
-from paceline.config.packages import hide_packages
 from paceline.core.log import ignore_import_warnings
+from paceline.core.user_code import hide_packages
 
 
 def _import_modules() -> None:

@@ -11,9 +11,10 @@ import os
 import sys
 import warnings
 
-from paceline.config.packages import hide_packages, unused_packages
+from paceline.config.packages import unused_packages
 from paceline.config.schema import Config
 from paceline.core.errors import PacelineError, first_line
+from paceline.core.user_code import hide_packages
 from paceline.planner.devices import find_device
 from paceline.simulation.records import DEVICES_PER_HOST, RankJob, RankResult
 

@@ -123,7 +123,8 @@ class Runner:
         return {"exit_code": result.exit_code, "report": result.report}
 
     def _warm_up(self, loaded: list[Any]) -> None:
-        from paceline.config.packages import hide_packages, unused_packages
+        from paceline.config.packages import unused_packages
+        from paceline.core.user_code import hide_packages
         from paceline.launch.fork_server import start_fork_server
 
         configs = [combination.config for combination in loaded]
