@@ -60,7 +60,7 @@ def test_micro_batches_become_smaller_until_they_fit(tmp_path: Path) -> None:
     ids="-".join,
 )
 def test_peak_is_at_most_the_prediction(settings: tuple[str, ...], tmp_path: Path) -> None:
-    """The plan counts full rows, so it may only be too high: by less than half."""
+    """The plan counts full rows, so it may only be too high."""
     args = (*MODEL, "parallel.mode=single", *settings)
     done = run(*args, "--json", verb="plan", env=visible(0))
     (mode,) = (each for each in json.loads(done.stdout)["modes"] if each["mode"] == "single")

@@ -1,4 +1,4 @@
-"""A callback with which torch warns of each call for which the host waits for the CUDA device."""
+"""A callback with which torch raises an error if the host waits for the CUDA device."""
 
 import torch
 
