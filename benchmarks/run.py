@@ -21,6 +21,7 @@ from typing import Any
 
 import common
 import numpy as np
+import torch
 from common import BenchmarkFailed, Measurement, Work
 
 CONTENDERS: dict[str, Callable[[Work], Measurement]] = {
@@ -154,6 +155,12 @@ def _arguments() -> argparse.Namespace:
             "expected --rounds of at least 1 and --steps of at least 2, because the throughput"
             " excludes"
             " the first step"
+        )
+    if args.device == "cuda" and torch.cuda.device_count() < args.ranks:
+        parser.error(
+            f"--device cuda --ranks {args.ranks} needs one GPU per rank, and torch"
+            f" {torch.__version__} finds {torch.cuda.device_count()} of them: choose fewer --ranks"
+            " or --device cpu"
         )
     return args
 

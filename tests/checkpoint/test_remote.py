@@ -111,6 +111,25 @@ def test_save_prune_fetch_and_detect_damage(store_url: str, tmp_path: Path) -> N
     assert fetch_checkpoint(store_url, tmp_path / "fourth", warnings.append).name == "step-00000002"
 
 
+def test_repeated_request_finds_its_own_object(s3: dict[str, str], tmp_path: Path) -> None:
+    store = CheckpointStore(f"s3://bucket/{uuid.uuid4().hex}")
+    pipe_file = store._fs.pipe_file
+
+    def pipe_twice(*args: Any, **options: Any) -> None:  # as if the first response were lost
+        pipe_file(*args, **options)
+        pipe_file(*args, **options)
+
+    store._fs.pipe_file = pipe_twice
+    try:
+        store.claim(tmp_path)
+    finally:
+        del store._fs.pipe_file
+    assert store._claims() == [1]
+    store._check_claim()
+    with pytest.raises(FileExistsError):
+        store._create("claims/claim-00000001.json", b"another run")
+
+
 def test_interrupted_upload_is_ignored_and_removed(store_url: str, tmp_path: Path) -> None:
     manager = make_manager(make_run_folder(tmp_path / "run"), store_url)
     save(manager, 1)

@@ -73,8 +73,7 @@ def unused_in_ranks(config: Config) -> list[str]:
     SageMaker.
     """
     names = unused_packages(config)
-    has_user_code = config.trust_remote_code or ":" in config.parallel.mode
-    if config.task not in CAUSAL_TASKS or has_user_code:
+    if config.task not in CAUSAL_TASKS or config.trust_remote_code:
         return names
     # bitsandbytes, torchao and clients of trackers may import it
     uses_scipy = len(names) < 2 or bool(config.report_to)
