@@ -127,15 +127,7 @@ def _arguments() -> argparse.Namespace:
         default=list(CONTENDERS),
         help="comma-separated contenders: " + ",".join(CONTENDERS),
     )
-    parser.add_argument(
-        "--model", type=Path, help="config.json of a model, trained from random weights"
-    )
-    parser.add_argument(
-        "--samples-per-device",
-        type=int,
-        default=common.PER_DEVICE,
-        help=f"samples of a micro-batch (default {common.PER_DEVICE})",
-    )
+    add_work_arguments(parser)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="type of device (default cpu)"
     )
@@ -163,6 +155,19 @@ def _arguments() -> argparse.Namespace:
             " or --device cpu"
         )
     return args
+
+
+def add_work_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that choose the work: the model and the size of micro-batches."""
+    parser.add_argument(
+        "--model", type=Path, help="config.json of a model, trained from random weights"
+    )
+    parser.add_argument(
+        "--samples-per-device",
+        type=int,
+        default=common.PER_DEVICE,
+        help=f"samples of a micro-batch (default {common.PER_DEVICE})",
+    )
 
 
 def _names(text: str) -> list[str]:

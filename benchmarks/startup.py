@@ -1,6 +1,6 @@
 """Record what `paceline sft` does from the command to its first step, and what it imports.
 
-python benchmarks/startup.py [--rounds N] [--cached] [--json] [--output FILE]
+python benchmarks/startup.py [--rounds N] [--cached] [--model CONFIG.json] [--json] [--output FILE]
 """
 
 import argparse
@@ -44,9 +44,10 @@ class Timeline:
 
 def main() -> int:
     args = _arguments()
+    common.PER_DEVICE = args.samples_per_device
     signal.signal(signal.SIGTERM, run._on_sigterm)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        work = common.make_work(Path(folder), STEPS)
+        work = common.make_work(Path(folder), STEPS, config=args.model)
         timelines = []
         try:
             for number in range(args.rounds + 1):
@@ -63,6 +64,8 @@ def main() -> int:
     result = {
         "date": date.today().isoformat(),
         "machine": run.describe_machine(),
+        "model": run.shown_model(work),
+        "samples_per_device": common.PER_DEVICE,
         "rounds_first_step_s": [timeline.first_step_s for timeline in timelines],
         "has_token_cache": args.cached,
         "first_step_s": middle.first_step_s,
@@ -78,6 +81,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs after a warm-up (default 3)")
     parser.add_argument("--cached", action="store_true", help="keep the token cache between runs")
+    run.add_work_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--output", type=Path, help="write FILE.md and FILE.json")
     args = parser.parse_args()
@@ -178,8 +182,9 @@ def as_markdown(result: dict[str, Any]) -> str:
         "",
         f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB; Python"
         f" {machine['python']}, torch {machine['torch']}, transformers {machine['transformers']},"
-        f" peft {machine['peft']}. `paceline sft` with LoRA on {common.MODEL}, two CPU ranks"
-        f" (`ddp`), {'with' if result['has_token_cache'] else 'without'} a token cache. First step"
+        f" peft {machine['peft']}. `paceline sft` with LoRA on {result['model']}, two CPU"
+        f" ranks (`ddp`) × {result['samples_per_device']} samples,"
+        f" {'with' if result['has_token_cache'] else 'without'} a token cache. First step"
         f" after {result['first_step_s']:.2f} s, the middle one of {_rounds(result)}.",
         "",
         "| process | at (s) | seconds | |",
