@@ -48,6 +48,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, run._on_sigterm)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         work = common.make_work(Path(folder), STEPS, config=args.model)
+        model = run.shown_model(work)
         timelines = []
         try:
             for number in range(args.rounds + 1):
@@ -64,7 +65,7 @@ def main() -> int:
     result = {
         "date": date.today().isoformat(),
         "machine": run.describe_machine(),
-        "model": run.shown_model(work),
+        "model": model,
         "samples_per_device": common.PER_DEVICE,
         "rounds_first_step_s": [timeline.first_step_s for timeline in timelines],
         "has_token_cache": args.cached,
