@@ -19,11 +19,11 @@ def compile_shared(config: pytest.Config, compile_sources: Callable[[], object])
     assert config.cache is not None
     shared = config.cache.mkdir("simulation")
     link = cache_dir() / "simulation"
-    if not link.exists():
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(shared, target_is_directory=True)
     with open(Path(shared) / "lock", "a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
+        if not link.exists():
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(shared, target_is_directory=True)
         try:
             compile_sources()
         except SimulationError as error:
