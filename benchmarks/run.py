@@ -145,14 +145,13 @@ def _arguments() -> argparse.Namespace:
     if args.rounds < 1 or args.steps < 2:
         parser.error(
             "expected --rounds of at least 1 and --steps of at least 2, because the throughput"
-            " excludes"
-            " the first step"
+            " excludes the first step"
         )
     if args.device == "cuda" and torch.cuda.device_count() < args.ranks:
         parser.error(
             f"--device cuda --ranks {args.ranks} needs one GPU per rank, and torch"
-            f" {torch.__version__} finds {torch.cuda.device_count()} of them: choose fewer --ranks"
-            " or --device cpu"
+            f" {torch.__version__} finds {torch.cuda.device_count()}: choose fewer --ranks or"
+            " --device cpu"
         )
     return args
 

@@ -409,9 +409,11 @@ class CheckpointStore:
                 self._fs.pipe_file(path, data, mode="create")
             except FileExistsError:
                 # The client repeats a request whose response was lost, and then finds its own
-                # object.
-                if self._fs.cat_file(path) != data:
-                    raise
+                # object. Another run's object may have been deleted since.
+                with suppress(FileNotFoundError):
+                    if self._fs.cat_file(path) == data:
+                        return
+                raise
             return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=".") as file:

@@ -15,7 +15,7 @@ import torch
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import cache_dir, human_bytes, write_json_atomic
 from paceline.data.cache import build_once, key_of
-from paceline.models.files import MIN_CONVERTED_BYTES, mapped_bytes, weight_files
+from paceline.models.files import MIN_CONVERTED_BYTES, files_identity, mapped_bytes, weight_files
 from paceline.models.hub_configs import config_folder
 
 logger = logging.getLogger(__name__)
@@ -45,9 +45,7 @@ def converted_copy(
     dtype_name = str(dtype).removeprefix("torch.")
     if folder is None or size - mapped_bytes(folder, dtype_name) < min_bytes:
         return None
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    content = (folder / "config.json").read_text(encoding="utf-8")
-    key = key_of(["converted", _LAYOUT, str(folder.resolve()), stats, content, dtype_name])
+    key = key_of(["converted", _LAYOUT, *files_identity(folder), dtype_name])
     final = cache_dir() / "models" / f"{folder.resolve().name}-{dtype_name}-{key}"
     if not (final / _DONE).is_file():
         existing = next(parent for parent in final.parents if parent.exists())

@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -206,6 +206,21 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model's folder."""
     single = folder / "model.safetensors"
     return [single] if single.exists() else sorted(folder.glob("model-*.safetensors"))
+
+
+def files_identity(folder: Path) -> list[Any]:
+    """Return a JSON value that changes when the files of a model change, without reading its
+    weights.
+
+    Raises:
+        OSError: there is no config.json, or a file cannot be read.
+    """
+    stats = [(file.name, file.stat()) for file in weight_files(folder)]
+    return [
+        str(folder.resolve()),
+        [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
+        (folder / "config.json").read_text(encoding="utf-8"),
+    ]
 
 
 def mapped_bytes(folder: Path, dtype: str) -> int:

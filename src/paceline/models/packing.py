@@ -10,8 +10,9 @@ from paceline.config.schema import Config
 from paceline.data.collate import segment_inputs
 from paceline.distributed import torch_compat
 from paceline.models import attention
-from paceline.models.blocks import base_model
-from paceline.models.kernels.attention_choice import SDPA, choose_attention
+from paceline.models.blocks import base_model, evaluation_mode
+from paceline.models.check_cache import find_stored
+from paceline.models.kernels.attention_choice import SDPA, AttentionChoice, choose_attention
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ def choose_packing(
 
     Runs two short samples separately and in one row, and compares the logits. Architectures that
     mix samples (state-space models, older attention implementations) are trained with padding. If
-    tensors have no values, as in a simulation, the logits count as equal.
+    tensors have no values, as in a simulation, the logits count as equal. That a model passed the
+    test is stored for later runs; one that did not is tested again, because the reason may have
+    been a lack of memory.
 
     Args:
         device: device of the model, which may still be the CPU.
@@ -49,7 +52,21 @@ def choose_packing(
         return PackingChoice("none", "the model computes attention in chunks")
     requested = config.train_args.attn_implementation
     choice = choose_attention(requested, attention.attention_setup(config, base, device_type))
-    vocabulary = int(getattr(numbers, "vocab_size", 0))
+    passed = PackingChoice("segments", choice.reason)
+    stored = find_stored("packing", model, config, device_type, choice.kernel)
+    if stored.read() is not None and attention.install(base, choice.kernel) is not None:
+        return passed
+    packing = _check_packing(model, device, config, choice)
+    if packing == passed:
+        stored.write({"kernel": choice.kernel})
+    return packing
+
+
+def _check_packing(
+    model: Any, device: torch.device, config: Config, choice: AttentionChoice
+) -> PackingChoice:
+    base = base_model(model)
+    vocabulary = int(getattr(base.config.get_text_config(), "vocab_size", 0))
     generator = torch.Generator().manual_seed(0)
     lengths = (7, 5)
     ids = [
@@ -62,27 +79,22 @@ def choose_packing(
             [torch.arange(length, device=device) for length in lengths]
         ).unsqueeze(0),
     }
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), _autocast(config, device, choice.kernel):
-            alone = torch.cat(
-                [model(input_ids=tokens, use_cache=False).logits for tokens in ids], dim=1
-            ).float()
-            segments = segment_inputs(lengths, device)
-            for kernel in dict.fromkeys((choice.kernel, SDPA)):
-                if attention.install(base, kernel) is None:
-                    continue
-                if _agrees(model, alone, **row, **segments):
-                    reason = choice.reason
-                    if kernel != choice.kernel:
-                        reason = f"{choice.kernel} does not compute this model's attention"
-                    return PackingChoice("segments", reason)
-                attention.uninstall(base)
-            rows = "positions" if _agrees(model, alone, **row) else "none"
-            return PackingChoice(rows, "the model's own attention")
-    finally:
-        model.train(was_training)
+    with evaluation_mode(model), torch.no_grad(), _autocast(config, device, choice.kernel):
+        alone = torch.cat(
+            [model(input_ids=tokens, use_cache=False).logits for tokens in ids], dim=1
+        ).float()
+        segments = segment_inputs(lengths, device)
+        for kernel in dict.fromkeys((choice.kernel, SDPA)):
+            if attention.install(base, kernel) is None:
+                continue
+            if _agrees(model, alone, **row, **segments):
+                reason = choice.reason
+                if kernel != choice.kernel:
+                    reason = f"{choice.kernel} does not compute this model's attention"
+                return PackingChoice("segments", reason)
+            attention.uninstall(base)
+        rows = "positions" if _agrees(model, alone, **row) else "none"
+        return PackingChoice(rows, "the model's own attention")
 
 
 def _autocast(config: Config, device: torch.device, kernel: str) -> AbstractContextManager[Any]:

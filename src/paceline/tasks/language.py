@@ -44,7 +44,7 @@ from paceline.models.head.chunked_loss import (
     chunked_loss,
     weighted_sum,
 )
-from paceline.models.head.transform import find_transform, output_head
+from paceline.models.head.transform import choose_transform, output_head
 from paceline.models.packing import choose_packing
 from paceline.models.qwen import CONVERTED_KEY, module_notice
 from paceline.models.transforms.embedding_noise import add_embedding_noise, noisy_embeddings
@@ -169,7 +169,7 @@ class LanguageTask(Task):
         if chunk_tokens is None or rows * args.max_length <= chunk_tokens:
             return []
         self._chunk_tokens = chunk_tokens
-        transform = find_transform(model, next(model.parameters()).device)
+        transform = choose_transform(model, self.config)
         if isinstance(transform, LogitTransform):
             self._transform = transform
             return []

@@ -1,14 +1,17 @@
 """Find out how a language model computes its logits, so that the loss can be computed in chunks."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from paceline.config.schema import Config
 from paceline.distributed import torch_compat
 from paceline.models.blocks import base_model, evaluation_mode, wrap_forward
+from paceline.models.check_cache import find_stored
 from paceline.models.head.chunked_loss import ChunkedLoss, LogitTransform, chunked_loss
 from paceline.models.json_config import JsonObject
 
@@ -21,6 +24,18 @@ def output_head(model: Any) -> Any:
     """Return the module that computes the logits, or None."""
     find = getattr(base_model(model), "get_output_embeddings", None)
     return find() if callable(find) else None
+
+
+def choose_transform(model: Any, config: Config) -> LogitTransform | str:
+    """Return the result of :func:`find_transform`. A function that was found is stored for later
+    runs with the same model."""
+    stored = find_stored("loss in chunks", model, config)
+    if (numbers := stored.read()) is not None:
+        return LogitTransform(**numbers)
+    transform = find_transform(model, next(model.parameters()).device)
+    if isinstance(transform, LogitTransform):
+        stored.write(asdict(transform))
+    return transform
 
 
 def find_transform(model: Any, device: torch.device) -> LogitTransform | str:

@@ -1,0 +1,126 @@
+"""A check that a model passed is not repeated by later runs, unless something changed that its
+result depends on."""
+
+import json
+import os
+
+import pytest
+import torch
+import transformers
+
+from paceline.config.schema import Config
+from paceline.core.files import cache_dir
+from paceline.models import attention
+from paceline.models.check_cache import find_stored
+from paceline.models.head.chunked_loss import LogitTransform
+from paceline.models.head.transform import choose_transform
+from paceline.models.packing import choose_packing
+
+CPU = torch.device("cpu")
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+}
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(0)
+    model = transformers.CohereForCausalLM(
+        transformers.CohereConfig(**SIZES, num_key_value_heads=2, logit_scale=0.25)
+    )
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def check(folder, config=None, **options):
+    """Run both checks on a model that is loaded anew. Return the number of its forward passes."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    passes = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    config = config or Config(model=str(folder), dataset="d")
+    assert choose_transform(model, config) == LogitTransform(scale=0.25)
+    assert choose_packing(model, CPU, config).rows == "segments"
+    assert attention.attention_of(model) == attention.NAME
+    assert model.training is False
+    return len(passes)
+
+
+def stored_files():
+    return sorted((cache_dir() / "checks").glob("*.json"))
+
+
+def test_passed_checks_are_not_repeated(folder):
+    assert check(folder) > 0
+    assert len(stored_files()) == 2
+    assert check(folder) == 0
+
+
+@pytest.mark.parametrize("changed", ["weights", "config", "dtype", "setting", "version"])
+def test_checks_are_repeated_after_change(folder, changed, monkeypatch):
+    first = check(folder)
+    config, options = Config(model=str(folder), dataset="d"), {}
+    if changed == "weights":
+        os.utime(folder / "model.safetensors", ns=(1, 1))
+    elif changed == "config":
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**content, "rope_theta": 5000.0}))
+    elif changed == "dtype":
+        options["dtype"] = torch.bfloat16
+    elif changed == "setting":
+        args = {"attn_implementation": "sdpa"}
+        config = Config(model=str(folder), dataset="d", train_args=args)
+    else:
+        monkeypatch.setattr("paceline.models.check_cache.version", lambda name: f"{name} 99")
+    assert check(folder, config, **options) == first
+    assert len(stored_files()) == 4
+
+
+def test_damaged_file_is_ignored(folder):
+    first = check(folder)
+    for file in stored_files():
+        file.write_text("{")
+    assert check(folder) == first
+    assert check(folder) == 0
+
+
+def test_failed_check_is_repeated(tmp_path):
+    """It may have failed for lack of memory."""
+    torch.manual_seed(0)
+    folder = tmp_path / "mamba"
+    sizes = {"vocab_size": 64, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}
+    transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).save_pretrained(folder)
+    config = Config(model=str(folder), dataset="d")
+    for _ in range(2):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert choose_packing(model, CPU, config).rows == "none"
+    assert not stored_files()
+
+
+def test_models_with_own_code_and_without_values_are_checked_each_time(folder):
+    config = Config(model=str(folder), dataset="d", trust_remote_code=True)
+    first = check(folder, config)
+    assert check(folder, config) == first
+    with torch.device("meta"):
+        empty = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(folder)
+        )
+    config = Config(model=str(folder), dataset="d")
+    assert find_stored("packing", empty, config).file is None
+    assert not stored_files()
+
+
+def test_full_cache_is_a_warning(folder, caplog):
+    cache_dir().mkdir(parents=True)
+    (cache_dir() / "checks").write_text("not a folder")
+    first = check(folder)
+    assert "cannot be stored in the cache" in caplog.text
+    assert check(folder) == first
