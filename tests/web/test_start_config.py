@@ -143,7 +143,7 @@ def test_plan_reports_what_fits(panel):
     assert plan["chosen"] in [mode["mode"] for mode in plan["modes"]]
     assert plan["max_steps"] is None
     error = panel.ask("/api/plan", 400, yaml="model: m\ndataset: d\ntask: nothing\n")["error"]
-    assert "`task: nothing` is not known" in error["what"]
+    assert "unknown `task: nothing`" in error["what"]
     assert error["fix"]
 
 
