@@ -10,8 +10,8 @@ import transformers
 
 from paceline.config.schema import Config
 from paceline.core.files import cache_dir
-from paceline.models import attention
-from paceline.models.check_cache import find_stored
+from paceline.models import attention, check_cache
+from paceline.models.check_cache import check_of_model
 from paceline.models.head.chunked_loss import LogitTransform
 from paceline.models.head.transform import choose_transform
 from paceline.models.packing import choose_packing
@@ -64,7 +64,7 @@ def test_passed_checks_are_not_repeated(folder):
     assert check(folder) == 0
 
 
-@pytest.mark.parametrize("changed", ["weights", "config", "dtype", "setting", "version"])
+@pytest.mark.parametrize("changed", ["weights", "config", "dtype", "setting", "versions"])
 def test_checks_are_repeated_after_change(folder, changed, monkeypatch):
     first = check(folder)
     config, options = Config(model=str(folder), dataset="d"), {}
@@ -79,7 +79,7 @@ def test_checks_are_repeated_after_change(folder, changed, monkeypatch):
         args = {"attn_implementation": "sdpa"}
         config = Config(model=str(folder), dataset="d", train_args=args)
     else:
-        monkeypatch.setattr("paceline.models.check_cache.version", lambda name: f"{name} 99")
+        monkeypatch.setattr(check_cache, "_PACKAGES", ("paceline", "numpy"))
     assert check(folder, config, **options) == first
     assert len(stored_files()) == 4
 
@@ -114,7 +114,7 @@ def test_models_with_own_code_and_without_values_are_checked_each_time(folder):
             transformers.AutoConfig.from_pretrained(folder)
         )
     config = Config(model=str(folder), dataset="d")
-    assert find_stored("packing", empty, config).file is None
+    assert check_of_model("packing", empty, config).file is None
     assert not stored_files()
 
 

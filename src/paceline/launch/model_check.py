@@ -13,19 +13,18 @@ import json
 import multiprocessing
 import time
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
-from paceline.core.files import Scratch, cache_dir, write_json_atomic
+from paceline.core.files import Scratch, write_json_atomic
 from paceline.core.log import Notice
 from paceline.core.processes import end_with_parent, hidden_main
 from paceline.core.stop import polling
-from paceline.data.cache import key_of
 from paceline.models.builtin import config_numbers
+from paceline.models.check_cache import StoredCheck, check_of_config
 
 if TYPE_CHECKING:
     from paceline.parallel.registry import ParallelLayout
@@ -43,15 +42,11 @@ def check_model(config: Config, layout: ParallelLayout) -> list[Notice]:
     """
     if config.task not in CAUSAL_TASKS:
         return []
-    cached = _cache_file(config, layout)
-    if cached is not None:
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            return [Notice(*entry) for entry in json.loads(cached.read_text())]
+    stored = _stored(config, layout)
+    if (result := stored.read()) is not None:
+        return [Notice(*entry) for entry in result]
     notices = _build_and_check(config, layout)
-    if cached is not None:
-        with contextlib.suppress(OSError):
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            write_json_atomic(cached, notices)
+    stored.write([[*notice] for notice in notices])
     return notices
 
 
@@ -101,35 +96,24 @@ def check_stages(model: Any, config: Config, num_ranks: int) -> None:
     divide_model(model, blocks, num_ranks * chunks, trace)
 
 
-def _cache_file(config: Config, layout: ParallelLayout) -> Path | None:
-    """Return the cache file for the check of this model, or None if Paceline cannot tell whether
-    the model has changed since."""
-    if config.trust_remote_code or config.lora.adapter is not None:
-        return None
-    content = config_numbers(config.model)
-    if not content:
-        return None
-    try:
-        versions = [
-            metadata.version(name) for name in ("torch", "transformers", "peft", "paceline")
-        ]
-    except metadata.PackageNotFoundError:
-        return None
-    args = config.train_args
+def _stored(config: Config, layout: ParallelLayout) -> StoredCheck:
+    """Return the place of the result for this model. It is not stored if Paceline cannot tell
+    whether the model has changed since."""
+    args, parallel = config.train_args, config.parallel
     selected = [args.freeze, args.trainable, args.trainable_layers, args.parameter_groups]
-    if any(selected):
-        return None
-    lora = {**config.lora.model_dump(mode="json"), "set": sorted(config.lora.model_fields_set)}
-    settings = [
-        config.train_args.max_length,
-        [config.train_args.gradient_checkpointing, config.parallel.offloads_activations],
-        config.train_args.attn_implementation,
-        config.train_args.use_liger_kernel,
-        config.parallel.tensor_plan,
-        [layout.axes.pipeline, config.parallel.pipeline_schedule, config.parallel.stages_per_rank],
+    content = config_numbers(config.model)
+    if not content or config.lora.adapter is not None or any(selected):
+        return StoredCheck(None)
+    return check_of_config(
+        "model on the meta device",
+        config,
+        content,
+        args.max_length,
+        [args.gradient_checkpointing, parallel.offloads_activations],
+        parallel.tensor_plan,
+        [layout.axes.pipeline, parallel.pipeline_schedule, parallel.stages_per_rank],
         layout.axes.tensor,
-    ]
-    return cache_dir() / "models-checked" / f"{key_of([content, versions, lora, settings])}.json"
+    )
 
 
 @contextlib.contextmanager

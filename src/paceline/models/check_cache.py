@@ -1,28 +1,27 @@
-"""Results of checks on a model, stored in the cache: a check takes several forward passes through
-the whole model, which the next run with the same model need not repeat."""
+"""Results of checks on a model, stored in the cache: the next run with the same model need not
+repeat them. Imports no torch."""
 
+import json
 import logging
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from pydantic import JsonValue
 
 from paceline.config.schema import Config
 from paceline.core.files import cache_dir, write_json_atomic
 from paceline.data.cache import key_of
-from paceline.distributed import torch_compat
 from paceline.models.builtin import resolve_model
 from paceline.models.files import files_identity
 from paceline.models.hub_configs import config_folder
-from paceline.models.json_config import read_object
 
 logger = logging.getLogger(__name__)
 
 #: Increased when a check changes, so that earlier results are not used.
 _LAYOUT = 1
 _PACKAGES = ("paceline", "torch", "transformers", "peft")
-#: Keys of ``train_args`` on which the computations of a model depend.
-_SETTINGS = ("attn_implementation", "precision", "use_liger_kernel")
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,15 @@ class StoredCheck:
 
     file: Path | None
 
-    def read(self) -> dict[str, Any] | None:
+    def read(self) -> Any:
         """Return the result, or None if it is not stored or cannot be read."""
-        return None if self.file is None else read_object(self.file)
+        try:
+            return None if self.file is None else json.loads(self.file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
 
-    def write(self, result: dict[str, Any]) -> None:
-        """Store a JSON value. If that fails, the next run repeats the check."""
+    def write(self, result: JsonValue) -> None:
+        """Store a result. If that fails, the next run repeats the check."""
         if self.file is None:
             return
         try:
@@ -50,31 +52,47 @@ class StoredCheck:
             logger.warning(f"model: the result of a check cannot be stored in the cache: {error}")
 
 
-def find_stored(name: str, model: Any, config: Config, *parts: str) -> StoredCheck:
-    """Return the place of the result of a check.
+def check_of_config(name: str, config: Config, *parts: object) -> StoredCheck:
+    """Return the place of the result of a check that builds the model of a config.
 
-    A result is valid for the files of the model, the classes and dtypes in it, the settings on
-    which its computations depend, and the versions of the libraries. It is not stored for a model
-    with code of its own, which may change, or whose tensors have no values.
+    A result is valid for the adapters, the attention and the kernels of the config, and for the
+    versions of the libraries. It is not stored for a model with code of its own, which may change.
 
     Args:
         name: name of the check.
-        parts: what else the result depends on.
+        parts: JSON values that the result depends on, too.
     """
+    if config.trust_remote_code:
+        return StoredCheck(None)
+    try:
+        versions = [metadata.version(package) for package in _PACKAGES]
+    except metadata.PackageNotFoundError:
+        return StoredCheck(None)
+    lora = {**config.lora.model_dump(mode="json"), "set": sorted(config.lora.model_fields_set)}
+    args = config.train_args
+    settings = [args.attn_implementation, args.use_liger_kernel]
+    key = key_of(["check", _LAYOUT, name, versions, lora, settings, parts])
+    return StoredCheck(cache_dir() / "checks" / f"{key}.json")
+
+
+def check_of_model(name: str, model: Any, config: Config, *parts: object) -> StoredCheck:
+    """Return the place of the result of a check that runs the model of a config.
+
+    Besides :func:`check_of_config`, a result is valid for the files of the model, the classes of
+    its modules, and the devices and dtypes of its parameters. It is not stored if tensors have no
+    values.
+    """
+    from paceline.distributed import torch_compat
+
     parameters = list(model.parameters())
     folder = config_folder(str(Path(resolve_model(config.model)).expanduser()))
-    if folder is None or config.trust_remote_code or not torch_compat.has_values(parameters[0]):
+    if folder is None or not torch_compat.has_values(parameters[0]):
         return StoredCheck(None)
-    key = key_of(
-        [
-            *("check", _LAYOUT, name, parts, files_identity(folder)),
-            sorted(
-                {f"{type(module).__module__}.{type(module).__name__}" for module in model.modules()}
-            ),
-            sorted({f"{parameter.device.type} {parameter.dtype}" for parameter in parameters}),
-            config.lora.model_dump(mode="json"),
-            [getattr(config.train_args, setting) for setting in _SETTINGS],
-            [version(package) for package in _PACKAGES],
-        ]
+    classes = {f"{type(module).__module__}.{type(module).__name__}" for module in model.modules()}
+    tensors = {f"{parameter.device.type} {parameter.dtype}" for parameter in parameters}
+    return check_of_config(
+        name,
+        config,
+        *(files_identity(folder), sorted(classes), sorted(tensors)),
+        *(config.train_args.precision, *parts),
     )
-    return StoredCheck(cache_dir() / "checks" / f"{key}.json")

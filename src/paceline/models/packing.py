@@ -11,7 +11,7 @@ from paceline.data.collate import segment_inputs
 from paceline.distributed import torch_compat
 from paceline.models import attention
 from paceline.models.blocks import base_model, evaluation_mode
-from paceline.models.check_cache import find_stored
+from paceline.models.check_cache import check_of_model
 from paceline.models.kernels.attention_choice import SDPA, AttentionChoice, choose_attention
 
 
@@ -53,7 +53,7 @@ def choose_packing(
     requested = config.train_args.attn_implementation
     choice = choose_attention(requested, attention.attention_setup(config, base, device_type))
     passed = PackingChoice("segments", choice.reason)
-    stored = find_stored("packing", model, config, device_type, choice.kernel)
+    stored = check_of_model("packing", model, config, device_type, choice.kernel)
     if stored.read() is not None and attention.install(base, choice.kernel) is not None:
         return passed
     packing = _check_packing(model, device, config, choice)

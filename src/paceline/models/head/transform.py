@@ -11,7 +11,7 @@ from torch.nn import functional
 from paceline.config.schema import Config
 from paceline.distributed import torch_compat
 from paceline.models.blocks import base_model, evaluation_mode, wrap_forward
-from paceline.models.check_cache import find_stored
+from paceline.models.check_cache import check_of_model
 from paceline.models.head.chunked_loss import ChunkedLoss, LogitTransform, chunked_loss
 from paceline.models.json_config import JsonObject
 
@@ -29,7 +29,7 @@ def output_head(model: Any) -> Any:
 def choose_transform(model: Any, config: Config) -> LogitTransform | str:
     """Return the result of :func:`find_transform`. A function that was found is stored for later
     runs with the same model."""
-    stored = find_stored("loss in chunks", model, config)
+    stored = check_of_model("loss in chunks", model, config)
     if (numbers := stored.read()) is not None:
         return LogitTransform(**numbers)
     transform = find_transform(model, next(model.parameters()).device)
