@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -187,9 +188,12 @@ def _prepare(
     leader: LeaderPlan | None = None,
 ) -> PreparedRun:
     from paceline.launch.layout import choose_layout
-    from paceline.launch.preflight import prepare_run
+    from paceline.launch.preflight import prepare_run, tokenize_early
 
-    chosen = choose_layout(host.loaded.config, num_devices, host.devices.type, None)
+    tokenize = partial(
+        tokenize_early, host.loaded, dry_run=options.dry_run, checks_folder=leader is None
+    )
+    chosen = choose_layout(host.loaded.config, num_devices, host.devices.type, None, tokenize)
     return prepare_run(
         host.loaded,
         started_at=started_at,

@@ -25,6 +25,7 @@ from paceline.planner.micro_batch import micro_batch
 from paceline.planner.mode_time import time_of_layout
 from paceline.planner.model_profile import describe
 from paceline.planner.upper_bound import stored_parameters, upper_bound
+from paceline.tasks import load_task
 
 MICRO = "builtin:qwen2-micro"
 
@@ -343,6 +344,44 @@ def test_auto_shards_a_model_that_does_not_fit_one_device(tmp_path: Path) -> Non
     assert choice.layout.world_size == 4
     assert "ddp needs" in choice.why
     assert [remark for remark in choice.remarks if remark.startswith("next: ")]
+
+
+def test_first_run_chooses_by_the_lengths_of_its_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    trained = config(
+        dataset="builtin:python-docs#20",
+        train_args={"max_length": 1024, "per_device_train_batch_size": 4},
+    )
+    at_most = upper_bound(trained)
+    assert at_most is not None
+    memory = at_most // 2
+    assumed = pick(trained, 2, memory, device_type="cpu")
+    calls = []
+
+    def tokenize() -> None:
+        calls.append(1)
+        load_task(trained).prepare()
+
+    first = pick(trained, 2, memory, device_type="cpu", tokenize=tokenize)
+    assert calls == [1]
+    assert first.layout.strategy == "ddp"
+    assert "needs at most" in first.why
+    assert "needs at most" not in assumed.why
+    assert pick(trained, 2, memory, device_type="cpu") == first  # a later run
+    pick(trained, 2, 10 * at_most, device_type="cpu", tokenize=tokenize)
+    assert calls == [1], "tokenized although the lengths do not matter"
+
+
+def test_upper_bound_counts_both_answers_of_a_pair() -> None:
+    args = {"max_length": 64, "per_device_train_batch_size": 4}
+    single, pairs = (
+        upper_bound(config(task=task, dataset="none", train_args=args)) for task in ("sft", "orpo")
+    )
+    assert single is not None
+    assert pairs is not None
+    assert pairs > single
 
 
 def test_reports_if_no_mode_fits(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from paceline.planner.estimate import with_accumulation
 from paceline.planner.search.trials import Settings, with_fixed, with_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paceline.distributed.environment import RankEnv
 
 
@@ -61,13 +63,18 @@ class ChosenLayout:
 
 
 def choose_layout(
-    config: Config, num_devices: int, device_type: str, outer: RankEnv | None
+    config: Config,
+    num_devices: int,
+    device_type: str,
+    outer: RankEnv | None,
+    tokenize: Callable[[], object] | None = None,
 ) -> ChosenLayout:
     """Return the layout for ``num_devices`` devices: the configured one, or, with ``mode: auto``,
     the best that fits in memory, with the settings that it needs.
 
     Args:
         outer: rank that an outer launcher assigned to this process, or None.
+        tokenize: function that stores the data in the token cache, which ``mode: auto`` may need.
 
     Raises:
         ConfigError: if the product of the axes is not the number of ranks, or if the strategy does
@@ -81,7 +88,9 @@ def choose_layout(
 
         kept = kept_settings(config)
         fixed = kept if outer is None else {**kept, "parallel.num_gpus": num_devices}
-        choice = pick(with_fixed(config, fixed), num_devices, device_type=device_type)
+        choice = pick(
+            with_fixed(config, fixed), num_devices, device_type=device_type, tokenize=tokenize
+        )
         chosen, settings, remarks = choice.layout, {**kept, **choice.settings}, choice.remarks
         config = with_settings(config, settings)
         text = f"strategy: {chosen.text()}, chosen by `mode: auto`: {choice.why}"

@@ -48,6 +48,7 @@ from paceline.distributed.devices import (
     without_idle_offload,
 )
 from paceline.distributed.environment import outer_launcher
+from paceline.distributed.mesh import ParallelDims
 from paceline.launch.after_training.hub_upload import check_hub_upload
 from paceline.launch.batch_size import largest_that_fits
 from paceline.launch.host_checks import quick_checks
@@ -145,6 +146,19 @@ def check_early(config: Config) -> None:
     check_lm_eval(config)
 
 
+def tokenize_early(loaded: Loaded, *, dry_run: bool, checks_folder: bool) -> None:
+    """Tokenize the data before the layout is chosen; :func:`prepare_run` finds it in the cache and
+    logs its notices.
+
+    Raises:
+        ConfigError: if the run folder, the data or the model cannot be used.
+    """
+    if checks_folder:
+        check_run_folder(loaded, RunDir(Path(loaded.config.output_dir)), is_first_attempt=True)
+    single = ParallelLayout("single", ParallelDims(), 1)
+    _read_data(load_task(loaded.config), loaded.config, single, dry_run)
+
+
 def prepare_run(
     loaded: Loaded,
     *,
@@ -184,7 +198,8 @@ def prepare_run(
         from paceline.train.callbacks.user import check_callbacks  # not needed by most runs
 
         check_callbacks(config)
-    data = _prepare_data(task, config, layout, dry_run)
+    data, notices = _read_data(task, config, layout, dry_run)
+    log_notices(logger, notices)
     if config.train_args.auto_find_batch_size:
         dtype = config.train_args.compute_format
         machine = local_machine(layout.num_processes, device_type == "cpu", dtype)
@@ -242,15 +257,16 @@ def _check_global_batch(config: Config, resumed: int | None) -> None:
         )
 
 
-def _prepare_data(task: Task, config: Config, layout: ParallelLayout, dry_run: bool) -> Prepared:
-    if dry_run:
-        log_notices(logger, check_model(config, layout))
+def _read_data(
+    task: Task, config: Config, layout: ParallelLayout, dry_run: bool
+) -> tuple[Prepared, list[tuple[str, str]]]:
+    """Return the data, and the notices about the model and the data as (level, text)."""
+    notices = check_model(config, layout) if dry_run else []
     # Under an outer launcher there is no fork server, and the ranks check the model themselves.
     can_check = not dry_run and not outer_launcher()
     with checking_in_background(config, layout) if can_check else contextlib.nullcontext():
         data = task.prepare()
-    log_notices(logger, data.notices)
-    return data
+    return data, [*notices, *data.notices]
 
 
 def _resolve_sizes(

@@ -62,11 +62,7 @@ def micro_batch(config: Config) -> MicroBatchProfile:
         task = "vision"
     cached = cached_lengths(config, task, resolve_model)
     if cached is None or len(cached[0]) == 0:
-        rows = (args.max_length,) * size * (2 if task == "pairs" else 1)
-        longest = float(sum(rows))
-        return MicroBatchProfile(
-            longest, longest, sample=args.max_length, known=False, lengths=rows
-        )
+        return longest_micro_batch(config)
     lengths, labels = cached
     size = min(size, len(lengths))
     mean = float(lengths.mean())
@@ -87,6 +83,17 @@ def micro_batch(config: Config) -> MicroBatchProfile:
         lengths=tuple(longest_samples),
         num_rows=None if args.packs_rows else len(lengths),
     )
+
+
+def longest_micro_batch(config: Config) -> MicroBatchProfile:
+    """Return the micro-batch of a language model whose samples all have ``max_length`` tokens."""
+    from paceline.data.text.prepare import text_task
+
+    args = config.train_args
+    num_rows = args.per_device_train_batch_size * (2 if text_task(config) == "pairs" else 1)
+    rows = (args.max_length,) * num_rows
+    longest = float(sum(rows))
+    return MicroBatchProfile(longest, longest, sample=args.max_length, known=False, lengths=rows)
 
 
 def micro_batch_flops(config: Config, profile: ModelProfile, batch: MicroBatchProfile) -> float:

@@ -14,15 +14,20 @@ from paceline.models.hub_configs import config_folder, read_config
 from paceline.models.kinds import reads_images
 from paceline.models.shape.activations import TrainedMatrices, language_activations
 from paceline.models.shape.dims import LanguageDims, dims_of
+from paceline.planner.micro_batch import MicroBatchProfile, longest_micro_batch
 
 
-def upper_bound(config: Config) -> int | None:
+def upper_bound(config: Config, batch: MicroBatchProfile | None = None) -> int | None:
     """Return an upper bound on the bytes of state and activations of a rank with a full replica;
-    None if the files do not determine one."""
+    None if the files do not determine one.
+
+    Args:
+        batch: of a language model; None: all samples have ``max_length`` tokens.
+    """
     if reads_images(config):
         return None  # the size of the vision tower is not known before it is built
     if config.task in CAUSAL_TASKS:
-        return _language(config)
+        return _language(config, batch or longest_micro_batch(config))
     if config.task == "classify" and config.model.startswith("builtin:"):
         return _classifier(config)
     if config.task == "recommend":
@@ -30,7 +35,7 @@ def upper_bound(config: Config) -> int | None:
     return None  # a user's task: nothing is known before its model is built
 
 
-def _language(config: Config) -> int | None:
+def _language(config: Config, batch: MicroBatchProfile) -> int | None:
     name = resolve_model(config.model)
     content = read_config(name)
     dims = None if content is None else dims_of(content)
@@ -38,8 +43,7 @@ def _language(config: Config) -> int | None:
         return None
     folder = config_folder(name)
     parameters = (None if folder is None else stored_parameters(folder)) or dims.parameters_at_most
-    args = config.train_args
-    tokens = float(args.per_device_train_batch_size * args.max_length)
+    tokens = batch.fullest
     activations = language_activations(dims, config, tokens, tokens, mask_bytes=4)
     matrices = TrainedMatrices() if config.lora.enable else _largest_matrices(dims)
     return _state(config, dims, parameters) + activations.peak(matrices)

@@ -1,6 +1,7 @@
 """What ``parallel.mode: auto`` chooses before a run. Imports no torch, unless modes have to be
 compared with all details."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.config.schema import Config
@@ -13,7 +14,7 @@ from paceline.planner.auto.choose import choose
 from paceline.planner.auto.times_only import TimeComparison, compare_times
 from paceline.planner.machine import profile as machine_profile
 from paceline.planner.machine.local import device_memory, local_machine
-from paceline.planner.micro_batch import micro_batch
+from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.model_profile import describe
 from paceline.planner.search.trials import Settings
 from paceline.planner.upper_bound import upper_bound
@@ -39,6 +40,7 @@ def pick(
     device_memory_bytes: int | None = None,
     *,
     device_type: str | None = None,
+    tokenize: Callable[[], object] | None = None,
 ) -> AutoChoice:
     """Return what ``parallel.mode: auto`` chooses. Called before any rank exists.
 
@@ -50,6 +52,9 @@ def pick(
     Args:
         device_memory_bytes: of one device; None: of this machine's.
         device_type: ``cpu``, ``cuda``…; None: by the config and this machine.
+        tokenize: function that stores the data of a language model in the token cache. Called if
+            the choice depends on the lengths of its samples, so that it is the same as in a later
+            run; None to assume ``max_length`` for data that is not in the cache.
 
     Raises:
         ConfigError: no mode fits; names the one that needs the least memory and what to change.
@@ -59,14 +64,17 @@ def pick(
     memory = device_memory_bytes or (
         available_memory() // num_devices if is_cpu else device_memory()
     )
-    rough = upper_bound(config) if _is_closed(config) else None
-    if rough is not None and memory and rough <= _ROOMY * memory:
-        compared = _compare(config, num_devices, device_type, memory)
-        if compared.is_ddp_best:
-            why = f"needs at most {human_bytes(rough)} of {human_bytes(memory)} per rank"
-            return _plain(config, num_devices, why + compared.why, compared.remarks)
     if not memory:
         return _plain(config, num_devices, "the memory of these devices is not known")
+    if (roomy := _roomy(config, num_devices, device_type, memory, None)) is not None:
+        return roomy
+    if tokenize is not None and config.task in CAUSAL_TASKS:
+        tokenize()
+    batch = micro_batch(config)
+    if batch.has_tokens and batch.known:
+        roomy = _roomy(config, num_devices, device_type, memory, batch)
+        if roomy is not None:
+            return roomy
     try:
         profile = describe(config)
     except ConfigError:
@@ -74,7 +82,6 @@ def pick(
             raise
         text = "the model's memory is not known before it is built"
         return _plain(config, num_devices, text)
-    batch = micro_batch(config)
     machine = local_machine(num_devices, is_cpu, config.train_args.compute_format, memory)
     choice = choose(config, profile, batch, machine, installed=True)
     if choice.chosen is not None:
@@ -96,6 +103,25 @@ def pick(
             " `paceline plan` shows all modes"
         ),
     )
+
+
+def _roomy(
+    config: Config,
+    num_devices: int,
+    device_type: str,
+    memory_bytes: int,
+    batch: MicroBatchProfile | None,
+) -> AutoChoice | None:
+    """Return ``ddp`` if the upper bound for ``batch`` shows that it fits, and if nothing else could
+    be better; otherwise None."""
+    rough = upper_bound(config, batch) if _is_closed(config) else None
+    if rough is None or rough > _ROOMY * memory_bytes:
+        return None
+    compared = _compare(config, num_devices, device_type, memory_bytes)
+    if not compared.is_ddp_best:
+        return None
+    why = f"needs at most {human_bytes(rough)} of {human_bytes(memory_bytes)} per rank"
+    return _plain(config, num_devices, why + compared.why, compared.remarks)
 
 
 def _is_closed(config: Config) -> bool:
