@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         TrainOptions,
         TrainResult,
     )
+    from paceline.tasks.base import Prepared
 
 
 def train(config: str | Path | Mapping[str, YamlValue], **overrides: YamlValue) -> Report:
@@ -188,12 +188,15 @@ def _prepare(
     leader: LeaderPlan | None = None,
 ) -> PreparedRun:
     from paceline.launch.layout import choose_layout
-    from paceline.launch.preflight import prepare_run, tokenize_early
+    from paceline.launch.preflight import prepare_run, read_data_early
 
-    tokenize = partial(
-        tokenize_early, host.loaded, dry_run=options.dry_run, checks_folder=leader is None
-    )
-    chosen = choose_layout(host.loaded.config, num_devices, host.devices.type, None, tokenize)
+    data: Prepared | None = None
+
+    def read_data() -> None:
+        nonlocal data
+        data = read_data_early(host.loaded, dry_run=options.dry_run, checks_folder=leader is None)
+
+    chosen = choose_layout(host.loaded.config, num_devices, host.devices.type, None, read_data)
     return prepare_run(
         host.loaded,
         started_at=started_at,
@@ -202,5 +205,6 @@ def _prepare(
         devices=host.devices,
         allow_config_change=options.allow_config_change,
         leader=leader,
+        data=data,
         dry_run=options.dry_run,
     )

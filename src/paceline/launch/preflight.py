@@ -146,9 +146,8 @@ def check_early(config: Config) -> None:
     check_lm_eval(config)
 
 
-def tokenize_early(loaded: Loaded, *, dry_run: bool, checks_folder: bool) -> None:
-    """Tokenize the data before the layout is chosen; :func:`prepare_run` finds it in the cache and
-    logs its notices.
+def read_data_early(loaded: Loaded, *, dry_run: bool, checks_folder: bool) -> Prepared:
+    """Read and tokenize the data for :func:`prepare_run` before the layout is chosen.
 
     Raises:
         ConfigError: if the run folder, the data or the model cannot be used.
@@ -156,7 +155,9 @@ def tokenize_early(loaded: Loaded, *, dry_run: bool, checks_folder: bool) -> Non
     if checks_folder:
         check_run_folder(loaded, RunDir(Path(loaded.config.output_dir)), is_first_attempt=True)
     single = ParallelLayout("single", ParallelDims(), 1)
-    _read_data(load_task(loaded.config), loaded.config, single, dry_run)
+    if dry_run:
+        check_model(loaded.config, single)
+    return _read_data(load_task(loaded.config), loaded.config, single, dry_run)
 
 
 def prepare_run(
@@ -170,6 +171,7 @@ def prepare_run(
     global_batch_size: int | None = None,
     attempt: int = 1,
     leader: LeaderPlan | None = None,
+    data: Prepared | None = None,
     dry_run: bool = False,
 ) -> PreparedRun:
     """Read and tokenize the data, derive batch size and steps, and find the checkpoint to resume.
@@ -183,6 +185,7 @@ def prepare_run(
             resumed regardless of ``resume``.
         leader: state of rank 0's run folder, on the other ranks of a run over several hosts, which
             ignore their local folder.
+        data: result of :func:`read_data_early`, if it was called.
         dry_run: whether to check the model too; otherwise the ranks do that.
 
     Raises:
@@ -198,8 +201,11 @@ def prepare_run(
         from paceline.train.callbacks.user import check_callbacks  # not needed by most runs
 
         check_callbacks(config)
-    data, notices = _read_data(task, config, layout, dry_run)
-    log_notices(logger, notices)
+    if dry_run:
+        log_notices(logger, check_model(config, layout))
+    if data is None:
+        data = _read_data(task, config, layout, dry_run)
+    log_notices(logger, data.notices)
     if config.train_args.auto_find_batch_size:
         dtype = config.train_args.compute_format
         machine = local_machine(layout.num_processes, device_type == "cpu", dtype)
@@ -257,16 +263,11 @@ def _check_global_batch(config: Config, resumed: int | None) -> None:
         )
 
 
-def _read_data(
-    task: Task, config: Config, layout: ParallelLayout, dry_run: bool
-) -> tuple[Prepared, list[tuple[str, str]]]:
-    """Return the data, and the notices about the model and the data as (level, text)."""
-    notices = check_model(config, layout) if dry_run else []
+def _read_data(task: Task, config: Config, layout: ParallelLayout, dry_run: bool) -> Prepared:
     # Under an outer launcher there is no fork server, and the ranks check the model themselves.
     can_check = not dry_run and not outer_launcher()
     with checking_in_background(config, layout) if can_check else contextlib.nullcontext():
-        data = task.prepare()
-    return data, [*notices, *data.notices]
+        return task.prepare()
 
 
 def _resolve_sizes(
