@@ -34,7 +34,7 @@ CALLS: dict[str, dict[str, str]] = {
     "paceline.distributed.communicator": {"init_communicator": "process group"},
     "paceline.models.language": {"load_language_model": "construct the model, read its weights"},
     "paceline.models.adapters.lora": {"add_adapters": "add LoRA"},
-    "paceline.models.packing": {"choose_packing": "check that packed samples do not mix"},
+    "paceline.models.checks.packing": {"choose_packing": "check that packed samples do not mix"},
     "paceline.train.optimizer": {"build_optimizer": "create the optimizer"},
     "paceline.train.components": {
         "build_components": "build model, data, strategy, optimizer",

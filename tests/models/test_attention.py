@@ -13,7 +13,7 @@ from transformers import (
 
 from paceline.config.schema import Config
 from paceline.data.collate import segment_inputs
-from paceline.models.packing import choose_packing
+from paceline.models.checks.packing import choose_packing
 
 SIZES = {
     "hidden_size": 32,

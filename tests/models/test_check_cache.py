@@ -10,11 +10,12 @@ import transformers
 
 from paceline.config.schema import Config
 from paceline.core.files import cache_dir
-from paceline.models import attention, check_cache
-from paceline.models.check_cache import check_of_model
+from paceline.models import attention
+from paceline.models.checks import cache as check_cache
+from paceline.models.checks.cache import check_of_model
+from paceline.models.checks.packing import choose_packing
 from paceline.models.head.chunked_loss import LogitTransform
 from paceline.models.head.transform import choose_transform
-from paceline.models.packing import choose_packing
 
 CPU = torch.device("cpu")
 SIZES = {

@@ -24,7 +24,7 @@ from paceline.core.log import Notice
 from paceline.core.processes import end_with_parent, hidden_main
 from paceline.core.stop import polling
 from paceline.models.builtin import config_numbers
-from paceline.models.check_cache import StoredCheck, check_of_config
+from paceline.models.checks.cache import StoredCheck, check_of_config
 
 if TYPE_CHECKING:
     from paceline.parallel.registry import ParallelLayout

@@ -36,6 +36,7 @@ from paceline.models.adapters.check import check_adapters
 from paceline.models.adapters.lora import adapter_notices
 from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
+from paceline.models.checks.packing import choose_packing
 from paceline.models.files import check_files, check_hub
 from paceline.models.head.chunked_loss import (
     IGNORED,
@@ -45,7 +46,6 @@ from paceline.models.head.chunked_loss import (
     weighted_sum,
 )
 from paceline.models.head.transform import choose_transform, output_head
-from paceline.models.packing import choose_packing
 from paceline.models.qwen import CONVERTED_KEY, module_notice
 from paceline.models.transforms.embedding_noise import add_embedding_noise, noisy_embeddings
 from paceline.tasks.base import Notice, Prepared, Task

@@ -11,7 +11,7 @@ from torch.nn import functional
 from paceline.config.schema import Config
 from paceline.distributed import torch_compat
 from paceline.models.blocks import base_model, evaluation_mode, wrap_forward
-from paceline.models.check_cache import check_of_model
+from paceline.models.checks.cache import check_of_model
 from paceline.models.head.chunked_loss import ChunkedLoss, LogitTransform, chunked_loss
 from paceline.models.json_config import JsonObject
 

@@ -11,7 +11,7 @@ from paceline.data.collate import segment_inputs
 from paceline.distributed import torch_compat
 from paceline.models import attention
 from paceline.models.blocks import base_model, evaluation_mode
-from paceline.models.check_cache import check_of_model
+from paceline.models.checks.cache import check_of_model
 from paceline.models.kernels.attention_choice import SDPA, AttentionChoice, choose_attention
 
 

@@ -1,0 +1,1 @@
+"""Checks that run a model before training, and their stored results."""
