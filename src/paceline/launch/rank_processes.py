@@ -137,8 +137,14 @@ class RankProcesses:
 
     def lost(self) -> list[int]:
         """Return the ranks that exited without an outcome and were not killed by this launcher.
-        After a failure, return only those that had exited when it was detected."""
-        return self._lost if self._failed_at is not None else self._lost_by_now()
+        After a failure, return only those that had exited when it was detected; if there were
+        none, those that SIGKILL has ended since. They are the cause: another rank can report the
+        lost connection before the end of the killed process is known."""
+        if self._failed_at is None:
+            return self._lost_by_now()
+        return self._lost or [
+            rank for rank in self._lost_by_now() if self.processes[rank].exitcode == -signal.SIGKILL
+        ]
 
     def _lost_by_now(self) -> list[int]:
         ended = [
