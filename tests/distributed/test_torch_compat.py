@@ -229,7 +229,7 @@ def test_fused_optimizers_take_found_inf():
 
 def test_allocator_settings_are_parsed():
     torch_compat.set_allocator_settings("expandable_segments:True,pinned_max_round_threshold_mb:16")
-    with pytest.raises(RuntimeError):
+    with pytest.raises((RuntimeError, ValueError)):  # which one depends on the release
         torch_compat.set_allocator_settings("no such setting")
 
 
@@ -300,13 +300,14 @@ def test_grouped_products_without_values_are_allowed_and_restored():
         ends = torch.empty(2, dtype=torch.int32, device="meta")
         return torch.ops.aten._grouped_mm(left, right, ends)
 
+    registrations = torch_internals._meta_registrations
+    plain = registrations._meta_grouped_mm_common
     restore = torch_internals.allow_grouped_mm_of_all_dtypes()
     try:
         assert (product().shape, product().dtype) == ((8, 32), torch.float32)
     finally:
         restore()
-    with pytest.raises(RuntimeError, match="Expected inputs of BF16 type"):
-        product()
+    assert registrations._meta_grouped_mm_common is plain
 
 
 def test_shape_propagation_is_wrapped_and_restored():

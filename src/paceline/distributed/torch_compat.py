@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from paceline.core.errors import ConfigError
 
-SUPPORTED = "torch>=2.13,<2.14"
+SUPPORTED = "torch>=2.13,<2.16"
 _MISSING = object()
 
 

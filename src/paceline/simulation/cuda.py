@@ -5,8 +5,8 @@ Tensors on the simulated devices have shapes only: everything that computes must
 :mod:`paceline.planner.devices`.
 
 The CPU build of torch lacks the functions of CUDA in its compiled module, and ``torch.cuda`` calls
-many of them. So this module uses private names of torch, and only a release that Paceline supports
-is accepted.
+many of them. So this module uses private names of torch, and only the releases with which it was
+tried are accepted.
 """
 
 import contextlib
@@ -20,9 +20,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from paceline.core.errors import ConfigError
-from paceline.distributed.torch_compat import SUPPORTED
 from paceline.planner.devices import Device
-from paceline.simulation.native import SimulationError, build_library, check_release
+from paceline.simulation.native import (
+    SUPPORTED,
+    SimulationError,
+    build_library,
+    check_build,
+    check_release,
+)
 
 SHIM = Path(__file__).with_name("shim.cpp")
 _MAX_DEVICES = 64
@@ -53,7 +58,7 @@ def simulate_cuda(device: Device, count: int) -> None:
     if not 1 <= count <= _MAX_DEVICES:
         raise ConfigError(f"{count} simulated devices: expected 1 to {_MAX_DEVICES}")
     if _shim is None:
-        _check_build()
+        check_build()
         check_release()
         _shim = load_library(SHIM)
         if torch.accelerator.current_accelerator() != torch.device("cuda"):
@@ -112,20 +117,6 @@ def observe_synchronizations(observe: Callable[[str, float | None], None]) -> No
 
     _observer = _OBSERVER(call)
     _shim.paceline_observe_synchronizations(_observer)
-
-
-def _check_build() -> None:
-    build = torch.version.cuda or torch.version.hip
-    if build is not None or torch.accelerator.is_available():
-        raise SimulationError(
-            f"torch {torch.__version__} is a GPU build, and devices can be simulated only with the"
-            " CPU build",
-            fix=(
-                "install Paceline in another environment with the CPU build (`pip install torch"
-                " --index-url https://download.pytorch.org/whl/cpu`); for `paceline plan"
-                " --simulate`, set PACELINE_SIMULATION_PYTHON to its `python`"
-            ),
-        )
 
 
 class _Stream(torch.Stream):

@@ -12,8 +12,14 @@ from packaging.requirements import Requirement
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once, key_of
-from paceline.distributed.torch_compat import SUPPORTED
 
+#: The shim replaces private names of torch, so each release is tried before it is added here.
+SUPPORTED = "torch>=2.13,<2.14"
+OTHER_ENVIRONMENT = (
+    "install Paceline in another environment with the CPU build (`pip install"
+    f" '{SUPPORTED}' --index-url https://download.pytorch.org/whl/cpu`); for `paceline plan"
+    " --simulate`, set PACELINE_SIMULATION_PYTHON to its `python`"
+)
 _INCLUDES = ("include", "include/torch/csrc/api/include")
 _ERROR_CHARS = 2000
 
@@ -33,7 +39,23 @@ def check_release() -> None:
         raise SimulationError(
             f"devices cannot be simulated with torch {torch.__version__}",
             allowed=SUPPORTED,
-            fix=f"run `pip install '{SUPPORTED}'`",
+            fix=OTHER_ENVIRONMENT,
+        )
+
+
+def check_build() -> None:
+    """Check that the CPU build of torch is installed. Call it before devices are simulated, because
+    they are indistinguishable from real ones afterwards.
+
+    Raises:
+        SimulationError: a GPU build is installed.
+    """
+    build = torch.version.cuda or torch.version.hip
+    if build is not None or torch.accelerator.is_available():
+        raise SimulationError(
+            f"torch {torch.__version__} is a GPU build, and devices can be simulated only with the"
+            " CPU build",
+            fix=OTHER_ENVIRONMENT,
         )
 
 
