@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # The stamp's name holds a checksum of what the installation follows from: touched files change nothing, edited ones do.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr -s ' \t' '-')
 
-.PHONY: help setup demo browser test test-lowest soak docs lint format bench bench-network clean
+.PHONY: help setup demo browser test test-gpu test-lowest soak docs lint format bench bench-network clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ browser: setup
 # Most of a test is waiting for processes that start: two run side by side, those marked `alone` by themselves.
 test: browser  ## Run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-gpu: setup  ## Run the tests that need a GPU; `make test` hides GPUs
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 # Torch's build for CUDA is large: make test-lowest LOWEST_ARGS='torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu'
 LOWEST := build/lowest

@@ -1,10 +1,13 @@
 """Configure all tests: the environment, which tests run, the machine lock, and checks that a test
-leaves no process running and no environment variable changed."""
+leaves no process running and no environment variable changed.
+
+GPUs are hidden, except with ``-m gpu``: the other tests use CPU ranks on every machine."""
 
 import contextlib
 import math
 import os
 import shutil
+import sys
 import tempfile
 import uuid
 from collections import Counter
@@ -62,6 +65,10 @@ _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "c
 _GRACE_S = 5.0
 
 
+# Device files of the drivers of NVIDIA and AMD.
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+
+
 #: Number of parts for `--soak-part`; each has every NUM_SOAK_PARTS-th test of the soak set.
 NUM_SOAK_PARTS = 10
 
@@ -73,6 +80,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=range(NUM_SOAK_PARTS),
         help=f"also run this part of the soak tests, 0 to {NUM_SOAK_PARTS - 1}",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if _hides_gpus(config):
+        # Read when torch initializes CUDA, which is later. Processes of tests inherit it.
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = "-1"
+
+
+def _hides_gpus(config: pytest.Config) -> bool:
+    return "gpu" not in config.option.markexpr and any(map(os.path.exists, _GPU_DRIVERS))
 
 
 def _excluded_soak_tests(config: pytest.Config, soak: list[pytest.Item]) -> list[pytest.Item]:
@@ -96,8 +113,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "slurm": [] if missing_requirement() is None else marked["slurm"],
         "soak": _excluded_soak_tests(config, marked["soak"]),
     }
+    no_gpu = "No accelerator on this machine: {} test(s) marked gpu were not run."
+    if _hides_gpus(config):
+        no_gpu = "{} test(s) marked gpu were not run; `make test-gpu` runs them."
     lines = {
-        "gpu": "No accelerator on this machine: {} test(s) marked gpu were not run.",
+        "gpu": no_gpu,
         "slurm": f"NOT RUN: {{}} test(s) on a real Slurm: {missing_requirement()}.",
         "soak": "{} test(s) marked soak were not run; `make soak` runs them.",
     }
@@ -192,6 +212,15 @@ def no_leaked_process(machine_access: None) -> Iterator[None]:
             _kill(process)
         psutil.wait_procs(leaked, timeout=_GRACE_S)
         pytest.fail(f"the test left {len(leaked)} process(es) running: " + "; ".join(descriptions))
+
+
+@pytest.fixture(autouse=True)
+def visible_packages() -> Iterator[None]:
+    """Let the next test find the packages that a command in this process has hidden."""
+    yield
+    user_code = sys.modules.get("paceline.core.user_code")
+    if user_code is not None:
+        user_code.show_packages()
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from not_run import skip_with_summary
 
 from paceline.core.files import cache_dir
 
@@ -14,7 +15,7 @@ from paceline.core.files import cache_dir
 def compile_shared(config: pytest.Config, compile_sources: Callable[[], object]) -> None:
     """Call ``compile_sources`` with the shared cache. Skips the test if CUDA cannot be simulated
     here, but never in CI."""
-    from paceline.simulation.native import SimulationError
+    from paceline.simulation.native import SimulationError, check_build, check_release
 
     assert config.cache is not None
     shared = config.cache.mkdir("simulation")
@@ -25,8 +26,10 @@ def compile_shared(config: pytest.Config, compile_sources: Callable[[], object])
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(shared, target_is_directory=True)
         try:
+            check_build()
+            check_release()
             compile_sources()
         except SimulationError as error:
             if os.environ.get("CI"):
                 raise
-            pytest.skip(str(error))
+            skip_with_summary(config, "simulation", f"of simulated CUDA: {error}")

@@ -28,7 +28,7 @@ def hide_packages(names: Iterable[str]) -> None:
             _hidden.add(name)
 
 
-def _show_packages() -> None:
+def show_packages() -> None:
     """Undo :func:`hide_packages`, for code of the user, which may import these packages."""
     while _hidden:
         name = _hidden.pop()
@@ -51,7 +51,7 @@ def import_user_module(
     Raises:
         ConfigError: the file or module does not exist, or it raised.
     """
-    _show_packages()
+    show_packages()
     path = Path(location).expanduser().resolve()
     try:
         if not location.endswith(".py"):
