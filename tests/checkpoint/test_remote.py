@@ -14,6 +14,7 @@ from commands import MICRO, digest, events, run, start, wait_for_step
 from s3_server import s3_server, use_server
 
 from paceline.checkpoint import store as checkpoint
+from paceline.checkpoint.format import MANIFEST
 from paceline.checkpoint.reader import read_state
 from paceline.checkpoint.remote import CheckpointStore, ClaimLostError, check_url, fetch_checkpoint
 from paceline.checkpoint.saver import CheckpointManager
@@ -191,10 +192,13 @@ def test_second_claim_stops_first_run(store_url: str, tmp_path: Path) -> None:
     fourth.claim(tmp_path / "fourth")
     with pytest.raises(ClaimLostError, match="fourth"):
         third.publish(first.folder / "step-00000001")
-    # The manifest is written only if it does not exist.
+    # A manifest that another run has written in the meantime is not replaced.
+    other_manifest = fourth._path("step-00000001", MANIFEST)
+    fourth._fs.pipe_file(other_manifest, b"{}")
     fourth._fs.exists = lambda path: False
     with pytest.raises(ClaimLostError):
         fourth.publish(first.folder / "step-00000001")
+    assert fourth._fs.cat_file(other_manifest) == b"{}"
 
 
 @pytest.mark.parametrize(

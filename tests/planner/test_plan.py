@@ -360,17 +360,17 @@ def test_first_run_chooses_by_the_lengths_of_its_samples(
     assumed = pick(trained, 2, memory, device_type="cpu")
     calls = []
 
-    def tokenize() -> None:
+    def read_data() -> None:
         calls.append(1)
         load_task(trained).prepare()
 
-    first = pick(trained, 2, memory, device_type="cpu", tokenize=tokenize)
+    first = pick(trained, 2, memory, device_type="cpu", read_data=read_data)
     assert calls == [1]
     assert first.layout.strategy == "ddp"
     assert "needs at most" in first.why
     assert "needs at most" not in assumed.why
     assert pick(trained, 2, memory, device_type="cpu") == first  # a later run
-    pick(trained, 2, 10 * at_most, device_type="cpu", tokenize=tokenize)
+    pick(trained, 2, 10 * at_most, device_type="cpu", read_data=read_data)
     assert calls == [1], "tokenized although the lengths do not matter"
 
 

@@ -67,14 +67,15 @@ def choose_layout(
     num_devices: int,
     device_type: str,
     outer: RankEnv | None,
-    tokenize: Callable[[], object] | None = None,
+    read_data: Callable[[], object] | None = None,
 ) -> ChosenLayout:
     """Return the layout for ``num_devices`` devices: the configured one, or, with ``mode: auto``,
     the best that fits in memory, with the settings that it needs.
 
     Args:
         outer: rank that an outer launcher assigned to this process, or None.
-        tokenize: function that stores the data in the token cache, which ``mode: auto`` may need.
+        read_data: function that stores the data in the token cache; called if ``mode: auto``
+            needs the lengths of the samples.
 
     Raises:
         ConfigError: if the product of the axes is not the number of ranks, or if the strategy does
@@ -89,7 +90,7 @@ def choose_layout(
         kept = kept_settings(config)
         fixed = kept if outer is None else {**kept, "parallel.num_gpus": num_devices}
         choice = pick(
-            with_fixed(config, fixed), num_devices, device_type=device_type, tokenize=tokenize
+            with_fixed(config, fixed), num_devices, device_type=device_type, read_data=read_data
         )
         chosen, settings, remarks = choice.layout, {**kept, **choice.settings}, choice.remarks
         config = with_settings(config, settings)

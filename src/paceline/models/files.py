@@ -215,7 +215,8 @@ def files_identity(folder: Path) -> list[Any]:
     Raises:
         OSError: there is no config.json, or a file cannot be read.
     """
-    stats = [(file.name, file.stat()) for file in weight_files(folder)]
+    files = [*weight_files(folder), *sorted(folder.glob("*.bin"))]
+    stats = [(file.name, file.stat()) for file in files]
     return [
         str(folder.resolve()),
         [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],

@@ -40,7 +40,7 @@ def pick(
     device_memory_bytes: int | None = None,
     *,
     device_type: str | None = None,
-    tokenize: Callable[[], object] | None = None,
+    read_data: Callable[[], object] | None = None,
 ) -> AutoChoice:
     """Return what ``parallel.mode: auto`` chooses. Called before any rank exists.
 
@@ -52,7 +52,7 @@ def pick(
     Args:
         device_memory_bytes: of one device; None: of this machine's.
         device_type: ``cpu``, ``cuda``…; None: by the config and this machine.
-        tokenize: function that stores the data of a language model in the token cache. Called if
+        read_data: function that stores the data of a language model in the token cache. Called if
             the choice depends on the lengths of its samples, so that it is the same as in a later
             run; None to assume ``max_length`` for data that is not in the cache.
 
@@ -68,8 +68,8 @@ def pick(
         return _plain(config, num_devices, "the memory of these devices is not known")
     if (roomy := _roomy(config, num_devices, device_type, memory, None)) is not None:
         return roomy
-    if tokenize is not None and config.task in CAUSAL_TASKS:
-        tokenize()
+    if read_data is not None and config.task in CAUSAL_TASKS:
+        read_data()
     batch = micro_batch(config)
     if batch.has_tokens and batch.known:
         roomy = _roomy(config, num_devices, device_type, memory, batch)
