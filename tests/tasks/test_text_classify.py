@@ -111,6 +111,11 @@ def test_unusable_rows() -> None:
         converter({"review": "a", "stars": 0.5})
 
 
+def test_column_is_not_both_mapped_and_ignored() -> None:
+    with pytest.raises(ConfigError, match="`stars` of data is in both `columns` and"):
+        LabelConverter("data", {"label": "stars"}, ignore_columns=["stars"])
+
+
 def test_pairs_are_encoded_as_by_transformers(tmp_path: Path, bert: Path) -> None:
     rows = [
         {"sentence1": "it rains today", "sentence2": "the sun shines", "label": "no"},

@@ -70,6 +70,12 @@ def test_every_form_of_a_pair(row: dict[str, Any], columns: dict[str, str]) -> N
     assert turns(sample.rejected) == ["q", "bad"]
 
 
+@pytest.mark.parametrize("name", ["chosen", "prompt"])
+def test_column_is_not_both_mapped_and_ignored(name: str) -> None:
+    with pytest.raises(ConfigError, match="`x` of data is in both `columns` and `ignore_columns`"):
+        PairConverter("data", columns={name: "x"}, ignore_columns=["x"])
+
+
 def test_implicit_prompt_of_texts() -> None:
     sample = PairConverter("data")({"chosen": "Q: why? A: good", "rejected": "Q: why? A: bad"})
     assert turns(sample) == ["Q: why? A:", " good"]

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing
 from paceline.data.text.chat_template import ChatTemplate
+from paceline.data.text.columns import check_columns
 from paceline.data.text.formats import FORMATS, LOSS_WEIGHT, RowConverter
 from paceline.data.text.messages import unpack_list
 from paceline.data.text.sample import Sample
@@ -57,7 +58,9 @@ class _PreferenceConverter:
 
     def __post_init__(self) -> None:
         self._names = {name: self.columns.get(name, name) for name in self.own_columns}
-        columns = {name: of for name, of in self.columns.items() if name not in self._names}
+        own = {name: of for name, of in self.columns.items() if name in self._names}
+        check_columns(self.label, own, self.ignore_columns, self.own_columns)
+        columns = {name: of for name, of in self.columns.items() if name not in own}
         make = partial(
             RowConverter,
             self.label,

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.sources.readers import DOCUMENT
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing, is_missing
 from paceline.data.text.chat_template import ChatTemplate
+from paceline.data.text.columns import check_columns
 from paceline.data.text.messages import (
     Chat,
     MessageReader,
@@ -163,21 +163,7 @@ class RowConverter:
     binary_labels: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        for name in self.columns:
-            if name not in _EXPECTED:
-                raise ConfigError(
-                    f"`columns: {{{name}: {self.columns[name]}}}` of {self.label}: unknown column"
-                    f" `{name}`",
-                    allowed="`{EXPECTED: YOURS}` with EXPECTED one of "
-                    + ", ".join(sorted(_EXPECTED)),
-                    fix=did_you_mean(name, _EXPECTED),
-                )
-            if self.columns[name] in self.ignore_columns:
-                raise ConfigError(
-                    f"`{self.columns[name]}` of {self.label} is in both `columns` and"
-                    " `ignore_columns`",
-                    fix="remove it from one of them",
-                )
+        check_columns(self.label, self.columns, self.ignore_columns, _EXPECTED)
         self._read = MessageReader(
             self.columns,
             role_names(self.roles, self.label),

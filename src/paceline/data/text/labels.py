@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.errors import ConfigError, did_you_mean
+from paceline.core.errors import ConfigError
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, is_missing
+from paceline.data.text.columns import check_columns
 from paceline.data.text.encoding.encoder import Encoded
 from paceline.data.text.messages import read_text
 from paceline.data.text.sample import Sample
@@ -66,15 +67,7 @@ class LabelConverter:
     binary_labels: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        for name in self.columns:
-            if name not in _EXPECTED:
-                raise ConfigError(
-                    f"`columns: {{{name}: {self.columns[name]}}}` of {self.label}: unknown column"
-                    f" `{name}`",
-                    allowed="`{EXPECTED: YOURS}` with EXPECTED one of "
-                    + ", ".join(sorted(_EXPECTED)),
-                    fix=did_you_mean(name, _EXPECTED),
-                )
+        check_columns(self.label, self.columns, self.ignore_columns, _EXPECTED)
 
     def __call__(self, row: Any) -> Sample:
         """Convert one row.
