@@ -19,7 +19,7 @@ import psutil
 import pytest
 from machine_lock import lock_machine
 from not_run import NOT_RUN, record_not_run
-from simulation_cache import compile_shared
+from simulation_cache import build_libraries, compile_shared
 from slurm_cluster import missing_requirement
 
 # Set before any import of a library that reads these variables. All tests share the cache, also
@@ -180,9 +180,8 @@ def pytest_unconfigure() -> None:
 def compiled_shim(pytestconfig: pytest.Config) -> None:
     """Compile the shim of simulated CUDA, unless an earlier session has compiled it."""
     from paceline.simulation.cuda import SHIM
-    from paceline.simulation.native import build_library
 
-    compile_shared(pytestconfig, lambda: build_library(SHIM))
+    compile_shared(pytestconfig, lambda: build_libraries(SHIM))
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from paceline.core.files import cache_dir
 def compile_shared(config: pytest.Config, compile_sources: Callable[[], object]) -> None:
     """Call ``compile_sources`` with the shared cache. Skips the test if CUDA cannot be simulated
     here, but never in CI."""
-    from paceline.simulation.native import SimulationError, check_build, check_release
+    from paceline.simulation.native import SimulationError
 
     assert config.cache is not None
     shared = config.cache.mkdir("simulation")
@@ -26,10 +26,18 @@ def compile_shared(config: pytest.Config, compile_sources: Callable[[], object])
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(shared, target_is_directory=True)
         try:
-            check_build()
-            check_release()
             compile_sources()
         except SimulationError as error:
             if os.environ.get("CI"):
                 raise
             skip_with_summary(config, "simulation", f"of simulated CUDA: {error}")
+
+
+def build_libraries(*sources: Path) -> None:
+    """Compile C++ sources of the simulation, if devices can be simulated with this torch."""
+    from paceline.simulation.native import build_library, check_build, check_release
+
+    check_build()
+    check_release()
+    for source in sources:
+        build_library(source)

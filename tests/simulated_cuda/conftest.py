@@ -5,16 +5,15 @@ from command_server import SERVERS, CommandServer
 from cpu_reference import Reference, make_reference
 from device_runs import VARIABLES
 from simulated import VALUES
-from simulation_cache import compile_shared
+from simulation_cache import build_libraries, compile_shared
 
 
 @pytest.fixture(scope="session", autouse=True)
 def simulated_cuda(pytestconfig: pytest.Config) -> None:
     """Compile the simulation, unless an earlier session has compiled it."""
     from paceline.simulation.cuda import SHIM
-    from paceline.simulation.native import build_library
 
-    compile_shared(pytestconfig, lambda: (build_library(SHIM), build_library(VALUES)))
+    compile_shared(pytestconfig, lambda: build_libraries(SHIM, VALUES))
     SERVERS.append(CommandServer(VARIABLES))
 
 
