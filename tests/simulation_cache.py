@@ -30,7 +30,7 @@ def compile_shared(config: pytest.Config, compile_sources: Callable[[], object])
         except SimulationError as error:
             if os.environ.get("CI"):
                 raise
-            skip_with_summary(config, "simulation", f"of simulated CUDA: {error}")
+            skip_with_summary(config, "simulation", f"of simulated CUDA: {error.what}")
 
 
 def build_libraries(*sources: Path) -> None:
