@@ -22,10 +22,9 @@ if TYPE_CHECKING:
         LeaderPlan,
         PreparedHost,
         PreparedRun,
-        TrainOptions,
-        TrainResult,
     )
     from paceline.tasks.base import Prepared
+    from paceline.train.run_spec import TrainOptions, TrainResult
 
 
 def train(config: str | Path | Mapping[str, YamlValue], **overrides: YamlValue) -> Report:
@@ -44,7 +43,7 @@ def train(config: str | Path | Mapping[str, YamlValue], **overrides: YamlValue) 
     """
     from paceline.config.load import load_config
     from paceline.core.stop import handlers_restored
-    from paceline.launch.preflight import TrainOptions
+    from paceline.train.run_spec import TrainOptions
 
     if isinstance(config, Mapping):
         loaded = load_config(None, {**config, **overrides})
@@ -73,9 +72,7 @@ def run(loaded: Loaded, options: TrainOptions, started_at: float) -> TrainResult
     from paceline.core.log import configure_logging, recorded_notices
     from paceline.core.run_dir import LaunchLock, RunDir
     from paceline.distributed.environment import outer_launcher, scheduled_host, with_scheduler
-    from paceline.launch.preflight import log_and_check
     from paceline.models.positions import fit_length
-    from paceline.tasks import load_task
 
     outer = outer_launcher()
     if outer is not None and not options.dry_run:
@@ -85,16 +82,21 @@ def run(loaded: Loaded, options: TrainOptions, started_at: float) -> TrainResult
     configure_logging()
     scheduled = scheduled_host() if outer is None else None
     loaded = fit_length(loaded.with_parallel(with_scheduler(loaded.config.parallel, scheduled)))
+    if outer is None and not options.dry_run:
+        from paceline.launch.fork_server import start_fork_server
+
+        # Its imports take longest, so it starts before the checks are imported. If one fails, it
+        # ends with this process.
+        start_fork_server(loaded.config)
+    from paceline.launch.preflight import log_and_check
+    from paceline.tasks import load_task
+
     with recorded_notices() as recorder, contextlib.ExitStack() as stack:
         log_and_check(loaded)
         has_several_hosts = loaded.config.parallel.hosts != (1, 1)
         # Of several hosts, the one with rank 0 holds the folder (cluster/member.py).
         if not has_several_hosts and not options.dry_run:
             stack.enter_context(LaunchLock(RunDir(Path(loaded.config.output_dir))))
-        if outer is None and not options.dry_run:
-            from paceline.launch.fork_server import start_fork_server
-
-            start_fork_server(loaded.config)
         load_task(loaded.config).check()
         if options.dry_run:
             return _dry_run(loaded, options, started_at, outer)
@@ -106,8 +108,9 @@ def run(loaded: Loaded, options: TrainOptions, started_at: float) -> TrainResult
 def _dry_run(
     loaded: Loaded, options: TrainOptions, started_at: float, outer: RankEnv | None
 ) -> TrainResult:
-    from paceline.launch.preflight import TrainResult, log_dry_run, prepare_host
+    from paceline.launch.preflight import log_dry_run, prepare_host
     from paceline.tasks import load_task
+    from paceline.train.run_spec import TrainResult
 
     host = prepare_host(loaded, outer)
     num_devices = (

@@ -28,7 +28,7 @@ from paceline.commands.options import load_job_config
 from paceline.config.load import Loaded, load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.launch.preflight import TrainResult
+from paceline.train.run_spec import TrainResult
 
 _LENGTH = RunLength(steps=4, warm_up=1)
 

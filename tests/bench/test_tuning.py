@@ -33,7 +33,7 @@ from paceline.commands.bench_tuning import make_options, tuning_tables
 from paceline.config.load import Loaded, load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
-from paceline.launch.preflight import TrainResult
+from paceline.train.run_spec import TrainResult
 
 _OPTIONS = TuningOptions(RunLength(8, 2))
 _MARGIN = _OPTIONS.margin

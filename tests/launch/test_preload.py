@@ -77,6 +77,27 @@ def test_ranks_are_forked_before_packages_initialize_cuda(
     assert name not in imported(**keys, parallel={"device": "cpu"})
 
 
+_TWO_RUNS = """
+import multiprocessing.forkserver
+from paceline.config.schema import Config
+from paceline.launch.fork_server import start_fork_server
+
+pids = []
+for optim in ("adamw", "sgd", "adamw_8bit", "adamw"):
+    keys = {"model": "m", "dataset": "d", "task": "classify", "train_args": {"optim": optim}}
+    start_fork_server(Config.model_validate(keys))
+    pids.append(multiprocessing.forkserver._forkserver._forkserver_pid)
+print([pids.index(pid) for pid in pids])
+"""
+
+
+@pytest.mark.slow
+def test_server_that_hides_a_package_of_the_next_run_is_replaced() -> None:
+    command = [sys.executable, "-c", _TWO_RUNS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[0, 0, 2, 2]"]
+
+
 def test_modules_are_imported_and_hidden_packages_are_not_found() -> None:
     environment = {
         **os.environ,

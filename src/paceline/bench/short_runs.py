@@ -27,7 +27,7 @@ from paceline.core.run_dir import RunDir
 from paceline.distributed.devices import cpu_cores
 
 if TYPE_CHECKING:
-    from paceline.launch.preflight import TrainResult
+    from paceline.train.run_spec import TrainResult
 
 logger = logging.getLogger(__name__)
 

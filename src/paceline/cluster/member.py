@@ -50,8 +50,6 @@ from paceline.launch.preflight import (
     LeaderPlan,
     PreparedHost,
     PreparedRun,
-    TrainOptions,
-    TrainResult,
     log_and_check,
     prepare_host,
     prepare_run,
@@ -62,6 +60,7 @@ from paceline.models.positions import fit_length
 from paceline.parallel.registry import ParallelLayout
 from paceline.planner.search.trials import Setting
 from paceline.tasks import load_task
+from paceline.train.run_spec import TrainOptions, TrainResult
 
 if TYPE_CHECKING:
     pass

@@ -27,7 +27,7 @@ from paceline.core.errors import EXIT_DONE
 if TYPE_CHECKING:
     from paceline.bench.scaling import ScalingOptions, ScalingReport
     from paceline.config.load import Loaded
-    from paceline.launch.preflight import TrainResult
+    from paceline.train.run_spec import TrainResult
 
 _MAX_RANKS = 64
 #: Number of measured steps of a run, and seconds that they should take if the number is open.
@@ -119,7 +119,7 @@ def make_options(args: Namespace) -> ScalingOptions:
 def train(loaded: Loaded) -> TrainResult:
     """Train as `paceline sft` does, without saving the model."""
     from paceline.api import run as run_training
-    from paceline.launch.preflight import TrainOptions
+    from paceline.train.run_spec import TrainOptions
 
     return run_training(loaded, TrainOptions(saves_state=False), time.time())
 

@@ -24,7 +24,7 @@ def run(args: Namespace) -> int:
     """Train; the report is printed with `--json`."""
     from paceline.api import run as train
     from paceline.config.load import to_yaml
-    from paceline.launch.preflight import TrainOptions
+    from paceline.train.run_spec import TrainOptions
 
     started_at = process_start_time()
     loaded = load_job_config(args)

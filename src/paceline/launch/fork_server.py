@@ -24,12 +24,20 @@ from paceline.tasks import uses_transformers
 OPTIMIZER_MODULE = "torch._dynamo"
 #: Files of the drivers of NVIDIA, of AMD, and of GPUs in the Windows Subsystem for Linux.
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+#: The packages that the running server hides; None if :func:`start_fork_server` has started none.
+_hidden: set[str] | None = None
 
 
 def start_fork_server(*configs: Config) -> None:
     """Start the fork server for the ranks of a run, or of several runs one after the other. Returns
-    immediately, and does nothing if this process has started the server already."""
+    immediately. The server of an earlier run in this process is used again, unless it hides a
+    package that these runs use."""
+    global _hidden
     hidden = set.intersection(*(set(unused_in_ranks(config)) for config in configs))
+    if _hidden is not None and not _hidden <= hidden:
+        _stop_server()
+    if _hidden is None:
+        _hidden = hidden
     can_fork = all(can_fork_after_imports(config, hidden) for config in configs)
     modules = dict.fromkeys(name for config in configs for name in modules_of(config, can_fork))
     # The resource tracker would warn about semaphores that remain when a run is killed.
@@ -110,6 +118,13 @@ def start_server(modules: Sequence[str], environment: Mapping[str, str]) -> None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _stop_server() -> None:
+    """Stop the server of an earlier run, whose ranks have ended."""
+    global _hidden
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    _hidden = None
 
 
 def _set_temp_dir() -> None:

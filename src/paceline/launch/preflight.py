@@ -32,7 +32,6 @@ from paceline.core.errors import (
     Outcome,
     ReportedError,
 )
-from paceline.core.events import Fault
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, log_notices, write_line
 from paceline.core.report import Report
@@ -80,7 +79,7 @@ from paceline.planner.scale.save_interval import with_save_interval
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared, Task
 from paceline.train.answers.text_metrics import load_user_metrics
-from paceline.train.run_spec import RunSpec
+from paceline.train.run_spec import RunSpec, TrainOptions, TrainResult
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -358,38 +357,6 @@ def _warn_about_idle_settings(
 
 
 _STOP_CODES = (EXIT_SIGINT, EXIT_SIGTERM)
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """Command line options that are not part of the config.
-
-    Args:
-        fault: content of the `fault` event if an outer launcher has restarted the ranks after a
-            failure, else None.
-        saves_state: see :class:`~paceline.train.run_spec.RunSpec`.
-    """
-
-    dry_run: bool = False
-    debug: bool = False
-    allow_config_change: bool = False
-    fault: Fault | None = None
-    saves_state: bool = True
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """The exit code of a run and its report. Under an outer launcher such as torchrun, every rank
-    receives them.
-
-    Args:
-        report: of a dry run, that of the complete run in the folder, or None.
-        resolved: the config of a dry run and what follows from it.
-    """
-
-    exit_code: int
-    report: Report | None = None
-    resolved: dict[str, JsonValue] | None = None
 
 
 @dataclass(frozen=True)

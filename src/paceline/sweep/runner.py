@@ -112,7 +112,7 @@ class Runner:
         """Run a combination until it ends."""
         from paceline.api import run as train
         from paceline.config.load import load_config
-        from paceline.launch.preflight import TrainOptions
+        from paceline.train.run_spec import TrainOptions
 
         started_at, self._started_at = self._started_at or time.time(), None
         loaded = load_config(request["config"], request["overrides"])
@@ -161,7 +161,7 @@ def _common_names(names: Sequence[Sequence[str] | None]) -> list[str] | None:
 def _dry_run(loaded: Any, allow_config_change: bool) -> Any:
     """Check a combination without printing anything."""
     from paceline.api import run as train
-    from paceline.launch.preflight import TrainOptions
+    from paceline.train.run_spec import TrainOptions
 
     options = TrainOptions(dry_run=True, allow_config_change=allow_config_change)
     with temporary_environment({"PACELINE_LOG_LEVEL": "error"}):

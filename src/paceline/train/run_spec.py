@@ -1,4 +1,5 @@
-"""The specification of a training run, which the launcher sends to every rank."""
+"""The specification of a training run, which the launcher sends to every rank; the options of the
+command, and its result."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ from paceline.core.events import Fault, PeakRate
 from paceline.core.log import Notice
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
+
+    from paceline.core.report import Report
     from paceline.observe.run_start import PredictStep
     from paceline.parallel.registry import ParallelLayout
     from paceline.tasks.base import Prepared
@@ -60,3 +64,35 @@ class RunSpec:
         from."""
         is_first_or_last = step in (first_step + 1, self.derived.steps)
         return is_first_or_last or step % self.derived.log_every_steps == 0
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Command line options that are not part of the config.
+
+    Args:
+        fault: content of the `fault` event if an outer launcher has restarted the ranks after a
+            failure, else None.
+        saves_state: see :class:`RunSpec`.
+    """
+
+    dry_run: bool = False
+    debug: bool = False
+    allow_config_change: bool = False
+    fault: Fault | None = None
+    saves_state: bool = True
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The exit code of a run and its report. Under an outer launcher such as torchrun, every rank
+    receives them.
+
+    Args:
+        report: of a dry run, that of the complete run in the folder, or None.
+        resolved: the config of a dry run and what follows from it.
+    """
+
+    exit_code: int
+    report: Report | None = None
+    resolved: dict[str, JsonValue] | None = None

@@ -19,7 +19,7 @@ from paceline.core.event_log import tail_events
 from paceline.core.log import CONSOLE_ONLY, configure_logging
 from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
-from paceline.launch.preflight import TrainOptions
+from paceline.train.run_spec import TrainOptions
 
 logger = logging.getLogger(__name__)
 

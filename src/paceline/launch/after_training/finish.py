@@ -13,8 +13,8 @@ from paceline.config.schema import Config
 from paceline.core.errors import EXIT_DONE, RunError
 from paceline.core.report import HubUpload, LmEvalReport, Report
 from paceline.core.run_dir import RunDir
-from paceline.launch.preflight import TrainResult
 from paceline.planner.machine.history import append, run_of
+from paceline.train.run_spec import TrainResult
 
 logger = logging.getLogger(__name__)
 
