@@ -89,10 +89,11 @@ def run(loaded: Loaded, options: TrainOptions, started_at: float) -> TrainResult
         # ends with this process.
         start_fork_server(loaded.config)
     from paceline.launch.preflight import log_and_check
-    from paceline.tasks import load_task
+    from paceline.tasks import check_inputs, load_task
 
     with recorded_notices() as recorder, contextlib.ExitStack() as stack:
         log_and_check(loaded)
+        check_inputs(loaded.config)
         has_several_hosts = loaded.config.parallel.hosts != (1, 1)
         # Of several hosts, the one with rank 0 holds the folder (cluster/member.py).
         if not has_several_hosts and not options.dry_run:

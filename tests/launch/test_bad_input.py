@@ -5,6 +5,8 @@ import json
 import multiprocessing.util
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -492,3 +494,31 @@ def test_rejected_command_leaves_no_files(workdir: Path) -> None:
     assert done.stderr.count("error: ") == 1
     assert not (workdir / "out").exists()
     assert listing(folder) == []
+
+
+_WITHOUT_TORCH = """
+import sys
+from paceline.cli import main
+code = main(["sft", *sys.argv[1:]])
+print(code, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "dataset"),
+    [
+        ("./nothing", "pairs.jsonl"),
+        ("builtin:qwen2-micro", "./nothing.jsonl"),
+        ("builtin:qwen2-micro", "nothing/*.jsonl"),
+        ("builtin:qwen2-micro", "builtin:nothing"),
+    ],
+)
+def test_missing_files_are_reported_before_torch_is_imported(
+    model: str, dataset: str, workdir: Path
+) -> None:
+    command = [sys.executable, "-c", _WITHOUT_TORCH, f"model={model}", f"dataset={dataset}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "2 False\n"
+    assert "nothing" in done.stderr
+    assert listing(workdir) == ["chats.jsonl", "pairs.jsonl"]

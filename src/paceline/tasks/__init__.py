@@ -81,3 +81,19 @@ def uses_transformers(config: Config) -> bool:
     if config.task == "classify":
         return not classifies_images(config)
     return config.task in (*CAUSAL_TASKS, "reward")
+
+
+def check_inputs(config: Config) -> None:
+    """Check that local files and folders of a language model and of its data exist. The task checks
+    this too, but it imports torch first, which takes seconds.
+
+    Raises:
+        ConfigError: one does not exist or is not usable.
+    """
+    if not uses_transformers(config):
+        return
+    from paceline.data.sources.resolve import check_local_sources
+    from paceline.models.files import check_files
+
+    check_files(config)
+    check_local_sources(config)

@@ -88,12 +88,21 @@ def builtin_dataset(name: str) -> Path:
     Raises:
         ConfigError: the name is unknown, or this Python has no sources of its standard library.
     """
-    if name not in BUILTIN_DATASETS:
-        known = [f"builtin:{dataset}" for dataset in BUILTIN_DATASETS]
-        raise unknown_name("built-in dataset", f"builtin:{name}", known)
+    check_builtin_dataset(name)
     folder = cache_dir() / "builtin" / f"{name}-{python_version()}-v{_LAYOUT}"
     build_once(folder, "rows.jsonl", lambda staging: _write(name, staging / "rows.jsonl"))
     return folder / "rows.jsonl"
+
+
+def check_builtin_dataset(name: str) -> None:
+    """Check that there is a dataset ``builtin:NAME``.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    if name not in BUILTIN_DATASETS:
+        known = [f"builtin:{dataset}" for dataset in BUILTIN_DATASETS]
+        raise unknown_name("built-in dataset", f"builtin:{name}", known)
 
 
 def python_version() -> str:

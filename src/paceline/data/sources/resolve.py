@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError, did_you_mean
 from paceline.core.log import Notice
 from paceline.data.cache import fingerprint
 from paceline.data.sources import hub
-from paceline.data.sources.builtin import builtin_dataset
+from paceline.data.sources.builtin import builtin_dataset, check_builtin_dataset
 from paceline.data.sources.opening import (
     COMPRESSED_SUFFIXES,
     Position,
@@ -270,16 +270,45 @@ def check_hub_sources(config: Config) -> None:
     Raises:
         ConfigError: the hub does not respond and the dataset was not downloaded before.
     """
+    for spec, name in _named_sources(config):
+        dataset = _hub_dataset(spec, name)
+        if dataset is not None:
+            dataset.check()
+
+
+def check_local_sources(config: Config) -> None:
+    """Check that each dataset that is not elsewhere exists. Reads nothing.
+
+    Raises:
+        ConfigError: a file, a folder or a built-in dataset does not exist.
+    """
+    for spec, name in _named_sources(config):
+        if is_url(name) or name.startswith(hub.MODELSCOPE_PREFIX):
+            continue
+        if name.startswith("builtin:"):
+            check_builtin_dataset(name.removeprefix("builtin:"))
+        elif is_pattern(name):
+            _check_pattern(name)
+        elif _hub_dataset(spec, name) is None:
+            raise _not_found(name, Path(name).expanduser())
+
+
+def _check_pattern(pattern: str) -> None:
+    """Check that some file matches each part of ``pattern``, without listing them all."""
+    for part in expand_braces(os.path.expanduser(pattern)):
+        if next(glob.iglob(part, recursive=True), None) is None:
+            _matching_files(pattern)  # raises an error that describes what is missing
+
+
+def _named_sources(config: Config) -> Iterator[tuple[DatasetSource, str]]:
+    """Yield each source that is not a path that exists, with its name without `#N`."""
     sources = config.sources()
     if config.val_dataset is not None:
         sources = [*sources, *config.sources(validation=True)]
     for spec in sources:
         name, _ = take_count(spec.path)
-        if Path(spec.path).expanduser().exists() or Path(name).expanduser().exists():
-            continue
-        dataset = _hub_dataset(spec, name)
-        if dataset is not None:
-            dataset.check()
+        if name.strip() and not any(Path(path).expanduser().exists() for path in (spec.path, name)):
+            yield spec, name
 
 
 def _hub_dataset(spec: DatasetSource, name: str) -> hub.HubDataset | None:
