@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # The stamp's name holds a checksum of what the installation follows from: touched files change nothing, edited ones do.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr -s ' \t' '-')
 
-.PHONY: help setup demo browser test test-gpu test-lowest soak docs lint format bench bench-network clean
+.PHONY: help setup demo browser test test-gpu test-lowest test-newest soak docs lint format bench bench-network clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,13 @@ test-lowest:  ## Run a smoke set with the lowest supported versions, in an envir
 	$(LOWEST)/bin/uv pip install --python $(LOWEST)/bin/python --resolution lowest-direct \
 	  -r pyproject.toml --extra deepspeed --extra tensorboard 'pytest>=8.4' $(LOWEST_ARGS)
 	PYTHONPATH=src $(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)
+
+NEWEST := build/newest
+test-newest: browser  ## Run the tests with the newest supported versions, in an environment of its own
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade '.[dev]'
+	PYTHONPATH=src $(NEWEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	  --ignore=tests/config/test_config_docs.py $(PYTEST_ARGS)
 
 soak: browser  ## Run the long tests that `make test` leaves out
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m soak $(PYTEST_ARGS)
