@@ -91,8 +91,7 @@ def compare(
     world: Communicator, model: nn.Module, step: Any, config: Config, steps: int = 1
 ) -> dict[str, Any]:
     """Compare gradients, losses and evaluation of the pipeline with those of the full model. No
-    optimizer step is made. What is sent is counted in the last of ``steps``: in the first one, some
-    releases of torch exchange settings."""
+    optimizer step is made."""
     full, count = copy.deepcopy(model), len(LENGTHS)
     expected = [step(number, full) for number in range(count)]
     for loss in expected:
@@ -182,7 +181,7 @@ def run_on_two_ranks(world: Communicator) -> dict[str, Any]:
     }
     for schedule in ("1f1b", "zero_bubble"):
         results[f"tied {schedule}"] = compare(
-            world, make_language_model(tied=True), float32_step, make_config(schedule), steps=2
+            world, make_language_model(tied=True), float32_step, make_config(schedule)
         )
         results[f"recomputed {schedule}"] = compare(
             world, enable_recomputation(make_language_model()), float32_step, make_config(schedule)

@@ -28,7 +28,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from paceline.core.errors import RunError
 from paceline.distributed.progress import PROGRESS
-from paceline.distributed.traffic import TRAFFIC, counted_again
+from paceline.distributed.traffic import TRAFFIC, counted_again, uncounted
 
 #: Shape and dtype of the hidden states after a stage.
 Hidden = tuple[tuple[int, ...], torch.dtype]
@@ -259,4 +259,13 @@ def make_schedule(
         "looped": ScheduleLoopedBFS,
     }
     driven = stages[0] if schedule in ("gpipe", "1f1b") else stages
-    return kinds[schedule](driven, micro_batches, loss_fn=_loss_of, scale_grads=False)
+    made = kinds[schedule](driven, micro_batches, loss_fn=_loss_of, scale_grads=False)
+    connect = getattr(made, "_initialize_pipeline_distributed_state", None)
+    if connect is not None:  # since torch 2.15; called in the first step of a schedule
+
+        def connect_uncounted(*args: Any) -> None:
+            with uncounted():
+                connect(*args)
+
+        made._initialize_pipeline_distributed_state = connect_uncounted  # type: ignore[union-attr]
+    return made
