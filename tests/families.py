@@ -5,8 +5,11 @@ import json
 import time
 import traceback
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 NOISE = 0.02
 SIZES = {
@@ -292,6 +295,8 @@ PADDED_FAMILIES = {
     "rwkv",
     "llama4_text",
 }
+if Version(version("transformers")) >= Version("5.24"):  # takes positions from the caller
+    PADDED_FAMILIES -= {"falcon_7b", "falcon_40b", "falcon_rw"}
 
 
 def make_model(name: str, folder: Path) -> Path:

@@ -63,7 +63,9 @@ def load(folder: str, defers: bool) -> Any:
 
 def check_same_weights(folder: str) -> None:
     expected, model = load(folder, defers=False), load(folder, defers=True)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    # transformers writes weights that it keeps in float32, such as those of some routers, so.
+    assert torch.bfloat16 in dtypes <= {torch.bfloat16, torch.float32}
     assert {final_dtype(parameter) for parameter in model.parameters()} == {torch.float32}
     convert_weights(model.parameters())
     loaded = tensors_of(model)

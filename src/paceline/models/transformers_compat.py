@@ -46,6 +46,13 @@ def load_generation_config(model: Any, name: str, trust_remote_code: bool) -> No
     load(**arguments)
 
 
+def cache_argument(model: Any) -> str:
+    """Return the name of the argument of a model's forward pass for the keys and values of earlier
+    tokens, which is also the name of this field of its output: ``cache`` since transformers 5.24,
+    ``past_key_values`` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def _accepts(function: Callable[..., Any], names: Set[str]) -> bool:
     """Return whether a function has arguments of all these names, and requires no others."""
     parameters = inspect.signature(function).parameters

@@ -26,6 +26,7 @@ from paceline.distributed.traffic import uncounted
 from paceline.models import attention
 from paceline.models.blocks import base_model
 from paceline.models.kinds import reads_images
+from paceline.models.transformers_compat import cache_argument
 from paceline.parallel.base import Strategy
 from paceline.parallel.capabilities import reason_against_generation
 from paceline.parallel.protocols import checkable_replicas, evaluate, replica_of
@@ -247,14 +248,15 @@ class AnswerGenerator:
         texts = [prompt.ids for prompt in prompts]
         inputs = self._padded(texts)
         cache: Any = None
+        cache_name = cache_argument(base_model(self.model))
         has_ended = [False] * len(prompts)
         is_late = False
         for _ in range(self.max_new_tokens):
             self.progress.tick()
             output = self.model(
-                **inputs, past_key_values=cache, use_cache=True, **self._last_logits
+                **inputs, **{cache_name: cache}, use_cache=True, **self._last_logits
             )
-            cache = getattr(output, "past_key_values", None)
+            cache = getattr(output, cache_name, None)
             scores = self._penalize(texts, output.logits[:, -1].float())
             tokens = scores.argmax(-1).tolist()
             for number, token in enumerate(tokens):
