@@ -58,9 +58,9 @@ class _PreferenceConverter:
 
     def __post_init__(self) -> None:
         self._names = {name: self.columns.get(name, name) for name in self.own_columns}
-        own = {name: of for name, of in self.columns.items() if name in self._names}
-        check_columns(self.label, own, self.ignore_columns, self.own_columns)
-        columns = {name: of for name, of in self.columns.items() if name not in own}
+        taken = {name: of for name, of in self.columns.items() if name in self._names}
+        check_columns(self.label, taken, self.ignore_columns, self.own_columns)
+        columns = {name: of for name, of in self.columns.items() if name not in taken}
         make = partial(
             RowConverter,
             self.label,
