@@ -26,6 +26,13 @@ def expect_config_error(parallel: Parallel, num_launched: int | None = None) -> 
     return str(caught.value)
 
 
+@pytest.fixture(autouse=True)
+def all_devices_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the variables that limit the visible devices; tests hide GPUs with them."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a machine without an accelerator."""
@@ -57,7 +64,6 @@ def test_warns_about_more_ranks_than_cores() -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_falls_back_to_cpu_without_a_gpu_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     chosen = choose_devices(Parallel())
     assert (chosen.type, chosen.count) == ("cpu", min(2, cpu_cores()))
     assert "CPU (no GPU was found)" in notice_text(chosen)
