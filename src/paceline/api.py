@@ -207,6 +207,7 @@ def _prepare(
         chosen=chosen,
         device_type=host.devices.type,
         devices=host.devices,
+        memory=host.memory,
         allow_config_change=options.allow_config_change,
         leader=leader,
         data=data,

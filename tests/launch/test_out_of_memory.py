@@ -24,6 +24,7 @@ def test_error_names_kinds_prediction_and_fix(tmp_path: Path) -> None:
     process = run(
         f"task={TASK}:HungryTask",
         *settings,
+        "per_device_train_batch_size=4",  # nothing is open, so no smaller setting is tried
         f"output_dir={tmp_path / 'run'}",
         verb="train",
         expect=1,

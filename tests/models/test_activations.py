@@ -33,7 +33,7 @@ def build(config: Config) -> Any:
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**WIDTHS), dtype=dtype)
     if config.lora.enable:
         model = add_adapters(model, config)
-    checkpoint_activations(model, config.train_args.gradient_checkpointing)
+    checkpoint_activations(model, config.train_args.recomputation)
     attention.install(model.get_base_model() if config.lora.enable else model)
     return model.train()
 

@@ -43,7 +43,7 @@ def trials(model: str, on: Machine, **keys: Any) -> Trials:
 
 def every_candidate(tried: Trials, count: int) -> list[Candidate]:
     """Return all set-ups, without a search."""
-    space = open_space(tried.config, tried.machine)
+    space = open_space(tried)
     result = []
     for layout in eligible_layouts(tried.config, count):
         for saving in space.savings():

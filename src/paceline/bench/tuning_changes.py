@@ -81,7 +81,7 @@ def _precision(precision: str) -> Change:
 
 def _checkpointing(config: Config) -> list[Change]:
     key = "train_args.gradient_checkpointing"
-    if config.train_args.gradient_checkpointing != "none":
+    if config.train_args.recomputation != "none":
         return [Change("gradient_checkpointing: none", "checkpointing", {key: "none"}, False)]
     return [
         Change(f"gradient_checkpointing: {value}", "checkpointing", {key: value})

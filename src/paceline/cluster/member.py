@@ -46,6 +46,7 @@ from paceline.distributed.environment import from_environment
 from paceline.distributed.mesh import ParallelDims
 from paceline.launch.after_training.finish import finish_run
 from paceline.launch.layout import ChosenLayout, choose_layout
+from paceline.launch.memory_settings import RankMemory
 from paceline.launch.preflight import (
     LeaderPlan,
     PreparedHost,
@@ -168,6 +169,7 @@ def _prepare(
 
     host = _on_all_ranks(member, "prepared", prepare_this_host)
     _compare(round_, "fingerprint", {**software(), **config_values(request.loaded.config)})
+    memory = RankMemory.smallest(round_.gather("memory", host.memory.as_values()))
     run_dir = RunDir(Path(host.loaded.config.output_dir))
     _on_rank_zero(member, "locked", lambda: stack.enter_context(LaunchLock(run_dir)))
     sees_folder = _sees_run_folder(member, run_dir.root)
@@ -179,6 +181,7 @@ def _prepare(
             chosen=chosen,
             device_type=host.devices.type,
             devices=host.devices,
+            memory=memory,
             allow_config_change=request.options.allow_config_change,
             global_batch_size=global_batch_size,
             attempt=1 if is_first_round else 2,

@@ -23,7 +23,7 @@ def add_arguments(parser: OptionParser) -> None:
 def run(args: Namespace) -> int:
     """Train; the report is printed with `--json`."""
     from paceline.api import run as train
-    from paceline.config.load import to_yaml
+    from paceline.config.load import dump_yaml
     from paceline.train.run_spec import TrainOptions
 
     started_at = process_start_time()
@@ -31,7 +31,8 @@ def run(args: Namespace) -> int:
     options = TrainOptions(args.dry_run, args.debug, args.allow_config_change)
     result = train(loaded, options, started_at)
     if options.dry_run:
-        text = json.dumps(result.resolved, indent=2) if args.json else to_yaml(loaded.config)
+        resolved = result.resolved or {}
+        text = json.dumps(resolved, indent=2) if args.json else dump_yaml(resolved["config"])
         print(text, end="")
     elif args.json:
         print(json.dumps(result.report, indent=2))

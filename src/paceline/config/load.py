@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from paceline.config.chosen import open_text, without_chosen
 from paceline.config.compat.binding import bind_key, hints_of, unsupported_method
 from paceline.config.compat.conflicts import resolve_conflicts
 from paceline.config.compat.datasets import with_fields
@@ -75,6 +76,10 @@ class Loaded:
     notices: list[tuple[str, str]] = field(default_factory=list)
     path: Path | None = None
 
+    def with_notice(self, level: str, text: str) -> Loaded:
+        """Return a copy with another notice."""
+        return replace(self, notices=[*self.notices, (level, text)])
+
     def with_parallel(self, parallel: Parallel) -> Loaded:
         """Return a copy with another ``parallel`` section, once devices and hosts are known."""
         return replace(self, config=self.config.model_copy(update={"parallel": parallel}))
@@ -97,7 +102,9 @@ def load_config(
     """
     if path is None:
         return _load(None, None, overrides)
-    return _load(read_config_file(Path(path)), Path(path), overrides)
+    document, chosen = without_chosen(read_config_file(Path(path)), Path(path))
+    loaded = _load(document, Path(path), overrides)
+    return loaded if not chosen else loaded.with_notice("info", open_text(chosen))
 
 
 def load_stored(stored: Mapping[str, YamlValue]) -> Config:
@@ -281,8 +288,13 @@ def _with_place(problem: Problem, file: Path | None) -> str:
 
 def to_yaml(config: Config) -> str:
     """Return the full config, including defaults, as YAML that loads to an equal config."""
+    return dump_yaml(config.model_dump(mode="json"))
+
+
+def dump_yaml(value: YamlValue) -> str:
+    """Return a value as YAML, with the keys in their order."""
     text = yaml.dump(
-        config.model_dump(mode="json"),
+        value,
         Dumper=Dumper,
         sort_keys=False,
         allow_unicode=True,

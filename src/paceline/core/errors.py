@@ -185,7 +185,7 @@ class Outcome(TypedDict, total=False):
     - ``fault``: whether resuming from a checkpoint may succeed; None if unknown.
     - ``repeats``: whether the same exception would be raised again.
     - ``every_rank``: whether every rank reports the same error.
-    - ``out_of_memory``: whether an allocation failed.
+    - ``out_of_memory``: whether an allocation failed; ``phase``: what the rank did then.
     - ``of_all``: whether the error also describes other ranks; ``blamed``: which of them.
     - ``ranks``, ``hosts``, ``reason``: fields of the ``fault`` event.
     - ``gone``: whether the process ended without a message.
@@ -205,6 +205,7 @@ class Outcome(TypedDict, total=False):
     repeats: bool
     every_rank: bool
     out_of_memory: bool
+    phase: str
     of_all: bool
     blamed: list[int] | None
     ranks: list[int]

@@ -12,6 +12,7 @@ from paceline.core.events import (
     EvalEvent,
     Event,
     FaultEvent,
+    MemoryFallbackEvent,
     RollbackEvent,
     RunEndEvent,
     RunStartEvent,
@@ -80,6 +81,12 @@ def _fault(event: FaultEvent) -> tuple[str, str]:
     return ERROR, text
 
 
+def _memory_fallback(event: MemoryFallbackEvent) -> tuple[str, str]:
+    settings = " ".join(f"{key}={value}" for key, value in event["settings"].items())
+    text = f"{rank_names(event['ranks'])} ran out of memory ({event['phase']})"
+    return WARNING, f"{text}: the run continues with {settings}"
+
+
 def _skipped(event: SkippedEvent) -> tuple[str, str]:
     cause = f" ({event['cause']})" if event.get("cause") else ""
     updates = counted(event["updates"], "update")
@@ -140,6 +147,7 @@ _DESCRIPTIONS: dict[str, _Describe] = {
         + (f" from {event['path']}" if event.get("path") else ""),
     ),
     "fault": _fault,
+    "memory_fallback": _memory_fallback,
     "skipped": _skipped,
     "drift": _drift,
     "rollback": _rollback,

@@ -140,6 +140,18 @@ class Fault(_Logged, total=False):
     seen_at: float
 
 
+class MemoryFallbackEvent(_Logged, total=False):
+    """The previous attempt ran out of memory in ``phase``, after logging ``step``. This one has
+    smaller memory settings; ``before`` and ``settings`` are by dotted key."""
+
+    type: Literal["memory_fallback"]
+    step: int | None
+    ranks: list[int]
+    phase: str
+    before: dict[str, JsonValue]
+    settings: dict[str, JsonValue]
+
+
 class FaultEvent(Fault, total=False):
     """The previous attempt ended with a fault. This one continues from the checkpoint in its
     ``resume`` event."""
@@ -468,6 +480,7 @@ Event = (
     | RunStartEvent
     | ResumeEvent
     | FaultEvent
+    | MemoryFallbackEvent
     | SkippedEvent
     | DriftEvent
     | RollbackEvent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, TypedDict
 
-from paceline.core.events import DataFigures, PeakRate, WorkerLostEvent
+from paceline.core.events import DataFigures, MemoryFallbackEvent, PeakRate, WorkerLostEvent
 from paceline.core.row_figures import PackingFigures
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ class Report(_AlwaysReported, total=False):
     compile: dict[str, float]
     best: BestModel
     stop_reason: str
+    memory_fallbacks: list[MemoryFallbackEvent]
     lm_eval: LmEvalReport
     hub: HubUpload
     packing: PackingFigures

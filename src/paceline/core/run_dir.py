@@ -48,6 +48,11 @@ class RunDir:
         return self.root / "config.yaml"
 
     @property
+    def chosen(self) -> Path:
+        """The memory settings that were chosen for the run."""
+        return self.root / "chosen.json"
+
+    @property
     def events(self) -> Path:
         return self.root / "events.jsonl"
 
@@ -95,7 +100,9 @@ class RunDir:
 
 
 #: Temporary names (core/files.py, train/final_model.py).
-_DEBRIS = re.compile(r"\.(config\.yaml|report\.json|report\.html|model)\.\d+\.(tmp|old)")
+_DEBRIS = re.compile(
+    r"\.(config\.yaml|chosen\.json|report\.json|report\.html|model)\.\d+\.(tmp|old)"
+)
 
 
 def clear_debris(run_dir: RunDir) -> None:

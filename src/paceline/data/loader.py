@@ -18,7 +18,7 @@ from paceline.core.errors import PacelineError, RunError
 from paceline.core.processes import end_by_parent_alone, end_with_parent
 from paceline.data.collate import map_tensors
 from paceline.data.counts import StreamCounts
-from paceline.data.order.base import Order, split_by_length, split_even
+from paceline.data.order.base import Keys, Order, split_by_length, split_even
 from paceline.distributed.seeds import seed_everything
 
 # A sample's key within a micro-batch: (epoch, index), or (epoch, index, start, stop) for a part of
@@ -188,6 +188,15 @@ def train_steps(
     loader = iter(_loader(dataset, micro_batch_keys(), collate, options, order.seed, "sample"))
     for _ in range(first_step, last_step):
         yield [_micro_batch(next(loader), sizes.popleft()) for _ in range(accumulation)]
+
+
+def load_micro_batch(
+    dataset: Any, keys: Keys, collate: Callable[[Sequence[Any]], Any], seed: int
+) -> MicroBatch:
+    """Load a micro-batch in this process."""
+    keyed = _KeyedDataset(dataset, seed, "sample")
+    samples = [keyed[tuple(key)] for key in keys.tolist()]
+    return MicroBatch(collate(samples), len(samples))
 
 
 def _micro_batch(loaded: Any, size: int) -> MicroBatch:

@@ -165,13 +165,12 @@ class ProgressTracker:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Enter a phase within the block, then return to the previous one."""
+        """Enter a phase within the block, then return to the previous one. If the block raises an
+        exception, the phase stays, so that the failure is reported with it."""
         before = self.phase
         self.enter(phase)
-        try:
-            yield
-        finally:
-            self.enter(before)
+        yield
+        self.enter(before)
 
     def tick(self) -> None:
         """Record progress within a phase."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.config.chosen import MEMORY_SETTINGS, read_chosen
 from paceline.config.derive import ResolvedValues
 from paceline.config.diff import OTHER_TRAINING
 from paceline.config.load import Loaded, load_config
@@ -26,7 +27,7 @@ from paceline.parallel.registry import (
     mode_of,
 )
 from paceline.planner.estimate import with_accumulation
-from paceline.planner.search.trials import Settings, with_fixed, with_settings
+from paceline.planner.search.trials import Setting, Settings, with_fixed, with_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,25 +38,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-#: What ``mode: auto`` may set besides the mode. A run that resumes keeps these settings.
+#: What ``mode: auto`` may set besides the mode and the memory settings. A run that resumes keeps
+#: these settings.
 _KEPT_SETTINGS = (
-    "train_args.per_device_train_batch_size",
-    "train_args.gradient_accumulation_steps",
-    "train_args.gradient_checkpointing",
     "train_args.precision",
     "train_args.fp8",
-    "parallel.cpu_offload",
     "parallel.bucket_cap_mb",
     "compression.method",
 )
+_EARLIER_SETTINGS = (*_KEPT_SETTINGS, *MEMORY_SETTINGS)
 
 
 @dataclass(frozen=True)
 class ChosenLayout:
-    """The layout of a run, and the settings that ``mode: auto`` chose for the config."""
+    """The layout of a run, and the settings that were chosen for the config."""
 
     layout: ParallelLayout
     settings: Settings = field(default_factory=dict)
+
+    def with_settings(self, settings: Settings) -> ChosenLayout:
+        """Return the layout with further settings."""
+        return replace(self, settings={**self.settings, **settings})
 
     def applied_to(self, loaded: Loaded) -> Loaded:
         """Return the config with the chosen settings."""
@@ -161,8 +164,8 @@ def choose_layout(
 
 
 def kept_settings(config: Config) -> Settings:
-    """Return what ``mode: auto`` chose for the run in the output folder, if this run resumes it and
-    the config does not set it: another choice would change the rounding, or be refused."""
+    """Return the settings that were chosen for the run in the output folder, if this run resumes it
+    and the config does not set them: others would change the rounding, or be refused."""
     file = RunDir(Path(config.output_dir)).config
     if config.resume != "auto" or not file.is_file():
         return {}
@@ -170,8 +173,15 @@ def kept_settings(config: Config) -> Settings:
         stored = load_config(file).config
     except ConfigError:
         return {}  # reported when the run is resumed
-    kept = {}
-    for key in _KEPT_SETTINGS:
+    kept: dict[str, Setting] = {}
+    for key, chosen in read_chosen(file).items():
+        section, _, name = key.partition(".")
+        now = getattr(config, section)
+        if name not in now.model_fields_set and chosen != getattr(now, name):
+            kept[key] = chosen
+    # Runs of earlier versions have no chosen.json.
+    keys = _KEPT_SETTINGS if file.with_name("chosen.json").is_file() else _EARLIER_SETTINGS
+    for key in keys:
         section, _, name = key.partition(".")
         before, now = getattr(stored, section), getattr(config, section)
         value = getattr(before, name)

@@ -109,7 +109,7 @@ def _stored(config: Config, layout: ParallelLayout) -> StoredCheck:
         config,
         content,
         args.max_length,
-        [args.gradient_checkpointing, parallel.offloads_activations],
+        [args.recomputation, parallel.offloads_activations],
         parallel.tensor_plan,
         [layout.axes.pipeline, parallel.pipeline_schedule, parallel.stages_per_rank],
         layout.axes.tensor,

@@ -49,9 +49,9 @@ from paceline.distributed.devices import (
 from paceline.distributed.environment import outer_launcher
 from paceline.distributed.mesh import ParallelDims
 from paceline.launch.after_training.hub_upload import check_hub_upload
-from paceline.launch.batch_size import largest_that_fits
 from paceline.launch.host_checks import quick_checks
-from paceline.launch.layout import ChosenLayout, check_sizes, sharing_text
+from paceline.launch.layout import ChosenLayout, check_sizes, kept_settings, sharing_text
+from paceline.launch.memory_settings import RankMemory, choose_memory_settings, rank_memory
 from paceline.launch.model_check import check_model, checking_in_background
 from paceline.launch.resume import (
     check_checkpoint_dir,
@@ -76,6 +76,7 @@ from paceline.planner.estimate import with_accumulation
 from paceline.planner.machine.local import device_memory, local_machine
 from paceline.planner.run_prediction import predict_step
 from paceline.planner.scale.save_interval import with_save_interval
+from paceline.planner.search.trials import with_settings
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared, Task
 from paceline.train.answers.text_metrics import load_user_metrics
@@ -98,7 +99,7 @@ class PreparedRun:
     Args:
         spec: spec for the ranks.
         finished: report of the run in the same folder if it is already complete, else None.
-        chosen: the layout, and what `mode: auto` set; part of the spec.
+        chosen: the layout, and the settings that were chosen for the run; part of the spec.
     """
 
     spec: Any  # a RunSpec; None on a rank that is only notified that the run is complete
@@ -166,6 +167,7 @@ def prepare_run(
     chosen: ChosenLayout,
     device_type: str,
     devices: Devices | None,
+    memory: RankMemory | None = None,
     allow_config_change: bool = False,
     global_batch_size: int | None = None,
     attempt: int = 1,
@@ -178,6 +180,8 @@ def prepare_run(
     Args:
         started_at: start time of the command, in seconds since the epoch.
         chosen: the layout, and the settings that it needs.
+        memory: memory of a rank, for which the memory settings are chosen that the config leaves
+            open; None to leave them as they are.
         global_batch_size: global batch size of the previous attempt, which may have ended before
             its first checkpoint; None to use that of the checkpoint.
         attempt: number of the attempt. From the second on, the latest checkpoint of the run is
@@ -205,10 +209,11 @@ def prepare_run(
     if data is None:
         data = _read_data(task, config, layout, dry_run)
     log_notices(logger, data.notices)
-    if config.train_args.auto_find_batch_size:
-        dtype = config.train_args.compute_format
-        machine = local_machine(layout.num_processes, device_type == "cpu", dtype)
-        config = largest_that_fits(config, layout, machine)
+    if memory is not None and leader is None:
+        kept = kept_settings(config)
+        settings = choose_memory_settings(config, layout, device_type, memory, kept)
+        chosen = chosen.with_settings(settings)
+        config = with_accumulation(with_settings(config, settings), layout.axes.replicas)
     if config.recovery.mtbf_hours is not None:
         dtype = config.train_args.compute_format
         machine = local_machine(layout.num_processes, device_type == "cpu", dtype)
@@ -361,10 +366,11 @@ _STOP_CODES = (EXIT_SIGINT, EXIT_SIGTERM)
 
 @dataclass(frozen=True)
 class PreparedHost:
-    """The devices of this host, and the config adapted to them."""
+    """The devices of this host, the config adapted to them, and the memory of a rank."""
 
     loaded: Loaded
     devices: Devices
+    memory: RankMemory
 
 
 def log_and_check(loaded: Loaded) -> None:
@@ -414,7 +420,7 @@ def prepare_host(loaded: Loaded, outer: RankEnv | None) -> PreparedHost:
     check_compile(config, devices.type)
     check_float8(config, devices.type, capability)
     check_attention(config, devices.type, capability)
-    return PreparedHost(replace(loaded, config=config), devices)
+    return PreparedHost(replace(loaded, config=config), devices, rank_memory(devices))
 
 
 def result_of(outcome: Outcome, options: TrainOptions, config: Config) -> TrainResult:

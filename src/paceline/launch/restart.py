@@ -9,18 +9,22 @@ from typing import TypedDict
 
 from paceline.checkpoint import store
 from paceline.checkpoint.format import step_of
+from paceline.config.chosen import values_of
 from paceline.config.schema import Config
 from paceline.core.errors import Outcome
 from paceline.core.event_log import EventLog, tail_events
-from paceline.core.events import Fault
+from paceline.core.events import Fault, MemoryFallbackEvent
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, recorded_notices
 from paceline.core.run_dir import RunDir
-from paceline.launch.batch_size import smaller_batch
+from paceline.launch.memory_settings import with_less_memory
+from paceline.planner.search.trials import Settings, settings_text
 from paceline.train.run_spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
+#: Number of times that the ranks restart with smaller memory settings.
+_MAX_MEMORY_FALLBACKS = 5
 _RESUME = " To resume: run the same command again; it continues from the latest checkpoint."
 _WOULD_REPEAT = " Repeating the command would fail in the same way: fix the cause first."
 
@@ -32,6 +36,7 @@ class PolicyState(TypedDict):
         restarts: number of restarts since the latest checkpoint.
         latest_step: step of the latest checkpoint.
         last_text: first line of the last failure.
+        memory_fallbacks: number of times that memory settings were made smaller.
         started: start time of the command.
         attempt_started: start time of this attempt.
     """
@@ -39,6 +44,7 @@ class PolicyState(TypedDict):
     restarts: int
     latest_step: int | None
     last_text: str
+    memory_fallbacks: int
     started: float
     attempt_started: float
 
@@ -65,6 +71,7 @@ class RestartPolicy:
             "restarts": 0,
             "latest_step": self._latest_step(),
             "last_text": "",
+            "memory_fallbacks": 0,
             "started": now,
             "attempt_started": now,
         }
@@ -75,11 +82,16 @@ class RestartPolicy:
 
     def follow(self, spec: RunSpec, outcome: Outcome) -> tuple[RunSpec | None, Outcome]:
         """Return the spec of the next attempt, or None and the outcome to report."""
-        smaller = smaller_batch(spec) if outcome.get("out_of_memory") else None
+        smaller = None
+        if self.may_fall_back(outcome):
+            smaller = with_less_memory(spec, outcome.get("phase", ""))
         if smaller is None:
             fault, outcome = self.evaluate(outcome)
+            fallback = None
         else:
-            spec, fault = smaller, self._out_of_memory(smaller, outcome)
+            fault = self._fault(outcome)
+            fallback = self.fall_back(outcome, spec.config, smaller[1])
+            spec = smaller[0]
         if fault is None:
             return None, outcome
         with recorded_notices() as recorder:
@@ -88,23 +100,54 @@ class RestartPolicy:
                 logger.warning("skipping a checkpoint: %s", text)
         resume_from = self._resume_from if path is None else str(path)
         notices = list(recorder.notices)
-        return replace(spec, resume_from=resume_from, failure=fault, notices=notices), outcome
+        spec = replace(spec, resume_from=resume_from, failure=fault, memory_fallback=fallback)
+        return replace(spec, notices=notices), outcome
 
-    def _out_of_memory(self, spec: RunSpec, outcome: Outcome) -> Fault:
-        """Return the fault after which the ranks are restarted with smaller micro-batches, which
-        does not count as a restart."""
-        args, last_step = spec.config.train_args, self._last_step()
-        text = (
-            f"{outcome['text']} auto_find_batch_size: restarting the ranks with micro-batches of"
-            f" {args.per_device_train_batch_size} × {args.gradient_accumulation_steps} accumulation"
+    def may_fall_back(self, outcome: Outcome) -> bool:
+        """Return whether a rank ran out of memory and smaller memory settings may be tried."""
+        is_first_try = self.state["memory_fallbacks"] < _MAX_MEMORY_FALLBACKS
+        return bool(outcome.get("out_of_memory")) and is_first_try
+
+    def fall_back(
+        self, outcome: Outcome, config: Config, settings: Settings
+    ) -> MemoryFallbackEvent:
+        """Return the event about smaller memory settings, with which the ranks restart. They do not
+        count as a restart.
+
+        Args:
+            config: the config of the attempt that ran out of memory.
+            settings: the changed settings.
+        """
+        event: MemoryFallbackEvent = {
+            "type": "memory_fallback",
+            "step": self._last_step(),
+            "ranks": outcome.get("ranks", []),
+            "phase": outcome.get("phase", ""),
+            "before": {**values_of(config, tuple(settings))},
+            "settings": {**settings},
+        }
+        # The event log contains this in its `memory_fallback` event.
+        reason = str(outcome.get("reason") or outcome["text"]).rstrip(".")
+        logger.warning(
+            f"{reason}. Restarting all ranks from {self._source()} with {settings_text(settings)};"
+            " the global batch stays the same",
+            extra=CONSOLE_ONLY,
         )
-        logger.warning(text, extra=CONSOLE_ONLY)
+        self.state["memory_fallbacks"] += 1
         self.begin_attempt()
+        return event
+
+    def _source(self) -> str:
+        latest_step = self._latest_step()
+        return "the beginning" if latest_step is None else f"the checkpoint of step {latest_step}"
+
+    def _fault(self, outcome: Outcome) -> Fault:
+        """Return the fault of an attempt that is followed by another one."""
         return {
             "ranks": outcome.get("ranks", []),
             "hosts": outcome.get("hosts", []),
-            "reason": text,
-            "step": last_step,
+            "reason": str(outcome.get("reason") or outcome["text"]).rstrip("."),
+            "step": self._last_step(),
             "restart": self.state["restarts"],
             "seen_at": time.time(),
         }
@@ -129,9 +172,7 @@ class RestartPolicy:
         state["restarts"] += 1
         state["last_text"] = _first_line(outcome)
         reason = str(outcome.get("reason") or outcome["text"]).rstrip(".")
-        source = "the beginning"
-        if latest_step is not None:
-            source = f"the checkpoint of step {latest_step}"
+        source = self._source()
         if last_step is not None:
             num_steps = max(0, last_step - (latest_step or 0))
             source += f" ({counted(num_steps, 'step')} to repeat)"
@@ -141,15 +182,9 @@ class RestartPolicy:
             f" {self.config.recovery.max_restarts} without a new checkpoint",
             extra=CONSOLE_ONLY,
         )
+        fault = self._fault(outcome)
         self.begin_attempt()
-        return {
-            "ranks": outcome.get("ranks", []),
-            "hosts": outcome.get("hosts", []),
-            "reason": reason,
-            "step": last_step,
-            "restart": state["restarts"],
-            "seen_at": time.time(),
-        }, outcome
+        return fault, outcome
 
     def _would_repeat(self, outcome: Outcome, last_step: int | None) -> bool:
         """Return whether the same command would fail with the same exception."""

@@ -32,6 +32,7 @@ from paceline.core.log import configure_logging, mute_console
 from paceline.core.processes import end_with_launcher
 from paceline.core.stop import StopFlag
 from paceline.distributed.environment import RankEnv, from_environment
+from paceline.distributed.progress import PROGRESS
 from paceline.launch.out_of_memory import explain
 from paceline.observe.out_of_memory import is_out_of_memory
 from paceline.train.setup import run_rank
@@ -119,7 +120,12 @@ def run_guarded(spec: Any, env: RankEnv, stop: StopFlag, run: RunRank | None = N
         failed = _failed(env, error.exit_code, error.paragraph(), isinstance(error, FaultError))
         if isinstance(error, OutOfMemory):
             failed = _failed(env, error.exit_code, explain(error, spec), False)
-            return {**failed, "out_of_memory": True}
+            return {
+                **failed,
+                "out_of_memory": True,
+                "phase": PROGRESS.phase,
+                "reason": error.what,
+            }
         blamed = getattr(error, "ranks", None)
         return {
             **failed,
@@ -130,6 +136,8 @@ def run_guarded(spec: Any, env: RankEnv, stop: StopFlag, run: RunRank | None = N
     except BaseException as error:  # the launcher must be informed of anything that ends a rank
         fault = _is_fault(error)
         failed = _failed(env, EXIT_FAILED, describe(error, spec), fault)
+        if is_out_of_memory(error):  # before the training, or in a run that is no training
+            failed |= {"out_of_memory": True, "phase": PROGRESS.phase}
         return {**failed, "repeats": fault is False}
     outcome["exit_code"] = EXIT_DONE
     if outcome["status"] == "stopped":

@@ -17,6 +17,7 @@ from paceline.core.event_log import EventLog
 from paceline.core.events import (
     DataFigures,
     Fault,
+    MemoryFallbackEvent,
     Mesh,
     MeshRank,
     PeakRate,
@@ -147,6 +148,7 @@ def emit_run_start(
     *,
     resumed: tuple[str, int] | None,
     failure: Fault | None,
+    memory_fallback: MemoryFallbackEvent | None,
     launcher_pid: int | None,
     peak: PeakRate | None,
     launcher_notices: Sequence[tuple[str, str]],
@@ -159,6 +161,8 @@ def emit_run_start(
         events: the event log.
         resumed: the checkpoint from which the run is resumed and its step, or None.
         failure: the fields of the ``fault`` event, if a failure ended the previous attempt.
+        memory_fallback: the event to emit instead, if the failure was a lack of memory and this
+            attempt has smaller memory settings.
         launcher_pid: process ID of the launcher.
         peak: the peak rate of a device; None if unknown.
         launcher_notices: (level, text) of the messages that the launcher has already printed.
@@ -199,7 +203,9 @@ def emit_run_start(
     if info.source_figures:
         start["sources"] = list(info.source_figures)
     events.emit(start)
-    if failure is not None:
+    if memory_fallback is not None:
+        events.emit(memory_fallback, file_only=True)
+    elif failure is not None:
         events.emit({"type": "fault", **failure}, file_only=True)
     for level, text in launcher_notices:
         events.notice(text, level, file_only=True)

@@ -51,6 +51,9 @@ class Strategy(Protocol):
     replicas_diverge: bool = False
     #: ``optimizer_step`` itself skips the update if the gradient is not finite.
     handles_overflow: bool = False
+    #: A micro-batch can be run without an update, and :meth:`discard_gradients` leaves no trace of
+    #: it.
+    runs_trials: bool = True
     #: Called in :meth:`forward_backward` after the last micro-batch, before waiting for other
     #: ranks. Set while the speed of each rank is measured.
     on_computed: Callable[[], None] | None = None
@@ -103,6 +106,10 @@ class Strategy(Protocol):
         """Run the optimizer's step with ``apply``, then update the weights that the next forward
         pass reads. Return whether the update was made."""
         return apply(self.optimizer)
+
+    def discard_gradients(self) -> None:
+        """Drop the gradients of :meth:`forward_backward` without an update."""
+        self.optimizer_step(lambda _: False)
 
     def tensor_shards(self) -> Iterable[TensorShard]:
         """Return this rank's shards of the trained parameters and persistent buffers. If there are

@@ -126,7 +126,7 @@ def _steps(config: Config, machine: Machine, mode: ModeEstimate) -> Iterator[_St
             "train_args.gradient_accumulation_steps": count,
         }
         yield _Step(settings, f"{count} micro-batches per step; the same global batch and loss")
-    if args.gradient_checkpointing == "none" and (config.task in CAUSAL_TASKS):
+    if args.recomputation == "none" and (config.task in CAUSAL_TASKS):
         yield _Step(
             {"train_args.gradient_checkpointing": "selective"},
             "activations except matrix products are recomputed in backward; the same loss",

@@ -26,14 +26,15 @@ from paceline.planner.assumed.estimate import AssumedEstimate, AssumedReport, es
 from paceline.planner.assumed.keys import Value, parse_assumptions
 from paceline.planner.auto.choose import ModeChoice, choose, eligible_layouts
 from paceline.planner.devices import find_device
-from paceline.planner.estimate import ModeEstimate, ModeReport
+from paceline.planner.estimate import MemoryReport, ModeEstimate, ModeReport
 from paceline.planner.hardware import Machine, default_precision, named_machine, parse_size
-from paceline.planner.machine.local import local_machine
+from paceline.planner.machine.local import local_machine, smallest_device_memory
 from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.mode_time import setup_of_batch
 from paceline.planner.model_profile import ModelProfile, describe
 from paceline.planner.scale.goodput import FailureModel, Goodput
 from paceline.planner.scale.save_interval import goodput_on
+from paceline.planner.search.fit import MemoryFit, fit_memory
 from paceline.planner.search.machines import Offer, cheapest_machines
 from paceline.planner.search.options import SearchOptions, parse_options
 from paceline.planner.search.reports import (
@@ -45,16 +46,27 @@ from paceline.planner.search.reports import (
     setup_report,
 )
 from paceline.planner.search.search import Candidate, pareto_front
-from paceline.planner.search.trials import Trials, with_settings
+from paceline.planner.search.trials import Setting, Settings, Trials, with_settings
 from paceline.tasks import load_task
 
 _MAX_DEVICES = 65536
+
+
+class RunEstimate(TypedDict):
+    """What ``paceline sft`` runs on the same file and devices: the mode, the settings that it
+    chooses, and the memory of the rank that uses most. ``mode`` is None if nothing can run."""
+
+    mode: str | None
+    settings: dict[str, Setting]
+    memory_bytes: MemoryReport | None
+    fits: bool
 
 
 class PlanReport(TypedDict):
     """The JSON of a plan. ``layout_error``: ``what``, ``allowed`` and ``fix`` of the error in the
     layout that the config names."""
 
+    run: RunEstimate
     world_size: int
     device_memory_bytes: int
     parameters: int
@@ -82,7 +94,11 @@ class PlanReport(TypedDict):
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of :func:`make_plan`."""
+    """The result of :func:`make_plan`.
+
+    Args:
+        occupied_bytes: memory of a device of this machine that other processes hold.
+    """
 
     config: Config
     machine: Machine
@@ -91,6 +107,7 @@ class Plan:
     choice: ModeChoice
     assumptions: Mapping[str, Value] = field(default_factory=dict)
     options: SearchOptions = field(default_factory=SearchOptions)
+    occupied_bytes: int = 0
 
     @cached_property
     def front(self) -> list[Candidate] | None:
@@ -171,6 +188,50 @@ class Plan:
         return None
 
     @cached_property
+    def memory_fit(self) -> MemoryFit | None:
+        """The memory settings with which the configured mode runs; None if no mode is configured,
+        or if its memory is not predicted."""
+        mode = self.configured
+        if mode is None or mode.cost is None:
+            return None
+        stage = mode.settings.get("deepspeed_stage")
+        trials = Trials(self.config, self.profile, self.batch, self.free_machine)
+        return fit_memory(trials, mode.layout, stage if isinstance(stage, int) else None)
+
+    @property
+    def free_machine(self) -> Machine:
+        """The machine with the memory that other processes leave."""
+        if not self.occupied_bytes:
+            return self.machine
+        return self.machine.with_budget(self.machine.memory_bytes - self.occupied_bytes)
+
+    @property
+    def run_mode(self) -> ModeEstimate | None:
+        """What runs on this file: the mode with the settings that are chosen for it; None if
+        nothing can run."""
+        if self.layout_error is not None:
+            return None
+        if self.memory_fit is not None:
+            return self.memory_fit.mode
+        return self.configured or self.choice.chosen
+
+    @property
+    def run_settings(self) -> Settings:
+        """The settings that are chosen for the run, by dotted key."""
+        if self.memory_fit is not None:
+            return self.memory_fit.settings
+        return {} if self.configured is not None else self.choice.settings
+
+    def _run_estimate(self) -> RunEstimate:
+        mode = self.run_mode
+        return RunEstimate(
+            mode=None if mode is None else mode.name,
+            settings=dict(self.run_settings),
+            memory_bytes=None if mode is None else mode.as_dict()["memory_bytes"],
+            fits=mode is not None and mode.fits,
+        )
+
+    @cached_property
     def advice(self) -> Advice | None:
         """Changes that make the configured mode fit; None if it fits, is not possible, or none is
         configured."""
@@ -226,6 +287,7 @@ class Plan:
         smallest = None if advice is None else advice.smallest
         count, error, candidate = self.machine.count, self.layout_error, self.choice.candidate
         return PlanReport(
+            run=self._run_estimate(),
             world_size=count,
             device_memory_bytes=self.machine.memory_bytes,
             parameters=self.parameters,
@@ -366,7 +428,11 @@ def make_plan(
     profile = describe(config)
     batch = micro_batch(config)
     choice = choose(config, profile, batch, machine)
-    return Plan(config, machine, profile, batch, choice, assumptions, options)
+    is_local = device is None and memory is None and not machine.is_cpu
+    num_devices = min(machine.count, len(accelerators()[1])) if is_local else 0
+    free = smallest_device_memory(num_devices) if num_devices else None
+    occupied_bytes = 0 if free is None else free.occupied_bytes
+    return Plan(config, machine, profile, batch, choice, assumptions, options, occupied_bytes)
 
 
 def _machine(

@@ -56,7 +56,7 @@ def setup_of(
         optimizer=_optimizer(config),
         recompute=_recomputation(config),
         recompute_share=args.recomputed_share(dims.layers)
-        if args.gradient_checkpointing != "selective"
+        if args.recomputation != "selective"
         else 1.0,
         cross_entropy="plain" if args.loss_chunk_tokens(dims.vocabulary) is None else "chunked",
         lora_rank=lora.rank if lora.enable else 0,
@@ -80,7 +80,7 @@ def _optimizer(config: Config) -> Optimizer:
 
 
 def _recomputation(config: Config) -> Recomputation:
-    setting = config.train_args.gradient_checkpointing
+    setting = config.train_args.recomputation
     if setting == "selective":
         return "selective"
     return "none" if setting == "none" else "full"

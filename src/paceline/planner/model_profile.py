@@ -32,6 +32,7 @@ class ModelProfile:
             possible. Unused with ``dims``.
         fused_attention: the model stores no attention scores.
         mapped_bytes: bytes of frozen weights that are used in the pages of the model's files.
+        has_batch_norm: whether the result depends on the size of the micro-batches.
     """
 
     shape: ModelShape
@@ -41,6 +42,7 @@ class ModelProfile:
     fused_attention: bool = True
     mapped_bytes: int = 0
     notes: tuple[str, ...] = ()
+    has_batch_norm: bool = False
 
     @property
     def knows_activations(self) -> bool:
@@ -139,7 +141,20 @@ def _other(task: Task, config: Config) -> ModelProfile:
             )
     else:
         notes.append("activations are not known: the model cannot be built without values")
-    return ModelProfile(shape, None, activation_bytes, flops, notes=tuple(notes))
+    return ModelProfile(
+        shape,
+        None,
+        activation_bytes,
+        flops,
+        notes=tuple(notes),
+        has_batch_norm=_has_batch_norm(model),
+    )
+
+
+def _has_batch_norm(model: nn.Module) -> bool:
+    from paceline.models.blocks import BATCH_NORMS
+
+    return any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
 
 def _build(task: Task) -> tuple[nn.Module, bool]:
@@ -180,7 +195,7 @@ def _trial(task: Task, model: nn.Module, config: Config, dataset: Any) -> tuple[
     from paceline.distributed import torch_compat
     from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 
-    checkpoint_activations(model, config.train_args.gradient_checkpointing)
+    checkpoint_activations(model, config.train_args.recomputation)
     size = config.train_args.per_device_train_batch_size
     batch = _to_meta(task.collate([dataset[index % len(dataset)] for index in range(size)]))
     weights = {

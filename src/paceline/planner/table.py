@@ -12,6 +12,7 @@ from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_count
 from paceline.planner.estimate import USABLE, ModeEstimate
 from paceline.planner.search.reasons import PART_NAMES
+from paceline.planner.search.trials import settings_text
 
 if TYPE_CHECKING:
     from paceline.planner.api import Plan
@@ -70,6 +71,8 @@ def _configured(plan: Plan) -> list[str]:
     usable = human_bytes(USABLE * plan.machine.memory_bytes)
     fits = "fits" if mode.fits else "does not fit"
     lines = [f"\nas configured: {mode.name} {fits}: {_memory(mode)}; {usable} per rank can be used"]
+    if plan.run_settings and plan.run_mode is not None:
+        return [*lines, *_run(plan, mode, plan.run_mode)]
     if mode.cost.host:
         copied = human_bytes(sum(mode.cost.host_traffic.values()))
         host = f"in host memory: {human_bytes(mode.cost.host)} per rank"
@@ -96,6 +99,22 @@ def _configured(plan: Plan) -> list[str]:
         cost += f"; {human_bytes(after or 0)} sent per step instead of {human_bytes(before)}"
     lines.append(f"  cost: {cost}")
     return lines
+
+
+def _run(plan: Plan, configured: ModeEstimate, mode: ModeEstimate) -> list[str]:
+    """Describe the run with the memory settings that are chosen for it."""
+    verdict = "fits" if mode.fits else "does not fit"
+    settings = settings_text(plan.run_settings)
+    lines = [f"`paceline sft` chooses {settings}: {_memory(mode)}, {verdict}"]
+    cost = ["the same global batch and, up to rounding, the same loss"]
+    if mode.step_time_s is not None and configured.step_time_s is not None:
+        cost.append(
+            f"{short_time(mode.step_time_s)} per step instead of"
+            f" {short_time(configured.step_time_s)}"
+        )
+    if mode.cost is not None and mode.cost.host:
+        cost.append(f"{human_bytes(mode.cost.host)} per rank in host memory")
+    return [*lines, f"  cost: {'; '.join(cost)}"]
 
 
 def _memory(mode: ModeEstimate) -> str:

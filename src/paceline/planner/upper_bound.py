@@ -16,6 +16,18 @@ from paceline.models.shape.activations import TrainedMatrices, language_activati
 from paceline.models.shape.dims import LanguageDims, dims_of
 from paceline.planner.micro_batch import MicroBatchProfile, longest_micro_batch
 
+#: Share of the memory below which the bound shows that a run fits. It leaves out little.
+ROOMY = 0.6
+
+
+def fits_roughly(
+    config: Config, memory_bytes: int, batch: MicroBatchProfile | None = None
+) -> int | None:
+    """Return the upper bound if it shows that the run fits into the memory of a rank, otherwise
+    None."""
+    bound = upper_bound(config, batch)
+    return bound if bound is not None and bound <= ROOMY * memory_bytes else None
+
 
 def upper_bound(config: Config, batch: MicroBatchProfile | None = None) -> int | None:
     """Return an upper bound on the bytes of state and activations of a rank with a full replica;

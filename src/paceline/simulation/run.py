@@ -18,7 +18,8 @@ from paceline.parallel.registry import ParallelLayout
 from paceline.planner.api import Plan
 from paceline.planner.estimate import ModeEstimate
 from paceline.planner.hardware import Machine
-from paceline.planner.micro_batch import MicroBatchProfile
+from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
+from paceline.planner.search.trials import with_settings
 from paceline.simulation.records import (
     RankJob,
     RankReport,
@@ -59,8 +60,9 @@ class Simulation:
 
 
 def simulate_plan(plan: Plan) -> Simulation:
-    """Simulate the mode that the config sets, or that ``auto`` chooses."""
-    mode = plan.configured or plan.choice.chosen
+    """Simulate what runs on the config: the mode that it sets, or that ``auto`` chooses, with the
+    settings that are chosen for it."""
+    mode = plan.run_mode
     if plan.layout_error is not None:
         return Simulation(None, None, str(plan.layout_error))
     if mode is None:
@@ -68,7 +70,8 @@ def simulate_plan(plan: Plan) -> Simulation:
     if mode.cost is None:
         return Simulation(mode, None, mode.reason)
     try:
-        report = simulate(plan.config, mode.layout, plan.batch, plan.machine)
+        config = with_settings(plan.config, plan.run_settings)
+        report = simulate(config, mode.layout, micro_batch(config), plan.machine)
     except ConfigError as error:
         return Simulation(mode, None, str(error))
     return Simulation(mode, report)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
-from paceline.core.events import Fault, PeakRate
+from paceline.core.events import Fault, MemoryFallbackEvent, PeakRate
 from paceline.core.log import Notice
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class RunSpec:
         launcher_pid: process ID of the launcher, which outlives the ranks and ends the event log
             if they could not; None without one.
         failure: fields of the ``fault`` event if a failure ended the previous attempt, else None.
+        memory_fallback: the event about the smaller memory settings of this attempt if the previous
+            one ran out of memory, else None.
         reports_everywhere: whether every rank returns the report, because no launcher collects it
             from rank 0 and the caller on each rank needs it.
         sees_run_folder: whether this rank's host can access the run's folder on rank 0's host.
@@ -53,6 +55,7 @@ class RunSpec:
     notices: list[Notice] = field(default_factory=list)
     launcher_pid: int | None = None
     failure: Fault | None = None
+    memory_fallback: MemoryFallbackEvent | None = None
     reports_everywhere: bool = False
     sees_run_folder: bool = True
     saves_state: bool = True

@@ -14,12 +14,13 @@ from paceline.checkpoint.remote import CheckpointStore
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.checkpoint.train_state import check_same_model
 from paceline.checkpoint.transfer import open_checkpoint, transfer_notices
+from paceline.config.chosen import open_settings, values_of
 from paceline.config.load import to_yaml
 from paceline.config.metrics.best import selects_best_model
 from paceline.core.errors import Outcome, PacelineError
 from paceline.core.event_log import EventLog
 from paceline.core.events import RunEndEvent
-from paceline.core.files import write_atomic
+from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.log import log_to_events
 from paceline.core.run_dir import RunDir, clear_debris, lock_run
 from paceline.core.stop import StopFlag
@@ -265,6 +266,8 @@ def _open_run(spec: RunSpec, run_dir: RunDir, events: EventLog, cleanup: ExitSta
     run_dir.root.mkdir(parents=True, exist_ok=True)
     cleanup.callback(lock_run(run_dir, wait_s=20.0).close)
     clear_debris(run_dir)
+    chosen = values_of(spec.config, open_settings(spec.config, is_cpu=spec.device_type == "cpu"))
+    write_json_atomic(run_dir.chosen, chosen)
     write_atomic(run_dir.config, to_yaml(spec.config))
     events.open(run_dir.events, event_listeners(spec.config, run_dir))
 
@@ -324,6 +327,7 @@ def build_trainer(
         events,
         resumed=None if path is None else (path, state.first_step),
         failure=spec.failure,
+        memory_fallback=spec.memory_fallback,
         launcher_pid=spec.launcher_pid,
         peak=peak,
         launcher_notices=spec.notices,

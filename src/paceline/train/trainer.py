@@ -36,6 +36,7 @@ from paceline.train.callbacks.balance import Balancer, ComputeTimer
 from paceline.train.callbacks.base import Requests
 from paceline.train.callbacks.callback_list import CallbackList
 from paceline.train.evaluation import EvalResult, evaluate
+from paceline.train.memory_trial import needs_trial, try_largest_micro_batch
 from paceline.train.rank_loss import report_rank_losses, take_over_log
 from paceline.train.run_spec import RunSpec
 from paceline.train.state import (
@@ -83,6 +84,8 @@ class Trainer:
         """Train to the last step or until a stop is requested, and save the state."""
         self.components.model.train()
         state, derived = self.state, self.spec.derived
+        if needs_trial(self.spec, self.components, self.data):
+            try_largest_micro_batch(self.spec, self.components, self.data, state.step)
         self.callbacks.on_train_begin(state)
         self.handle_requests(self.callbacks.take_requests())
         while not state.is_complete(derived.steps):

@@ -1,18 +1,21 @@
 """The section ``train_args``."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from paceline.config.schema.base import Auto, Patterns, Section, Text
 from paceline.config.schema.train_args_sections import (
     AttentionName,
     EarlyStopping,
+    Float8,
     LearningRateSchedule,
     OptimizerName,
     ParameterGroup,
+    PrecisionName,
     Profile,
+    Recomputation,
     ShareOfSteps,
 )
 
@@ -45,10 +48,11 @@ class TrainArgs(Section):
     auto_find_batch_size: bool = Field(
         False,
         description=(
-            "Find the largest micro-batch that fits, with the global batch that"
-            " `per_device_train_batch_size` and `gradient_accumulation_steps` define: first by"
-            " prediction; if a rank runs out of memory, the ranks restart with a smaller one."
-            " `per_device_train_batch_size: auto` sets it too."
+            "Choose the micro-batch: `per_device_train_batch_size` and"
+            " `gradient_accumulation_steps` only define the global batch, also if they are set."
+            " The fastest division that is predicted to fit in memory is used. If neither is set,"
+            " smaller micro-batches are chosen without this setting too, if the default does not"
+            " fit. `per_device_train_batch_size: auto` sets it."
         ),
     )
     per_device_eval_batch_size: int | None = Field(
@@ -141,7 +145,7 @@ class TrainArgs(Section):
     max_grad_norm: float = Field(
         1.0, ge=0, description="Maximum global gradient norm for clipping; 0 disables it."
     )
-    precision: Literal["auto", "bf16-mixed", "fp16-mixed", "bf16-true", "32"] = Field(
+    precision: PrecisionName = Field(
         "auto",
         description=(
             "`bf16-mixed`, `fp16-mixed`: autocast with float32 trained weights and frozen"
@@ -167,7 +171,7 @@ class TrainArgs(Section):
             " none. On GPUs, backward of fused attention adds in a changing order otherwise."
         ),
     )
-    fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
+    fp8: Float8 = Field(
         "none",
         description=(
             "Multiply the linear layers of the blocks in float8, through torchao (full fine-tuning"
@@ -184,14 +188,14 @@ class TrainArgs(Section):
             " effect on the loss. Slower than no float8."
         ),
     )
-    gradient_checkpointing: (
-        Literal["none", "selective", "full"] | bool | Annotated[int, Field(ge=2)]
-    ) = Field(
-        "none",
+    gradient_checkpointing: Recomputation = Field(
+        "auto",
         description=(
             "Recompute activations in backward instead of storing them, in each block. `full`:"
             " all. `selective`: all but the results of large matrix products and of attention."
-            " N: all, in every N-th block. `true` and `false` mean `full` and `none`."
+            " N: all, in every N-th block. `true` and `false` mean `full` and `none`. `auto`:"
+            " `none` if the run is predicted to fit in memory, otherwise the fastest setting that"
+            " fits."
         ),
     )
     torch_compile: bool = Field(
@@ -431,22 +435,12 @@ class TrainArgs(Section):
     def _zero_is_off(cls, value: object) -> object:
         return None if value == 0 and not isinstance(value, bool) else value
 
-    @field_validator("gradient_checkpointing", mode="before")
-    @classmethod
-    def _true_is_full(cls, value: object) -> object:
-        if isinstance(value, bool):
-            return "full" if value else "none"
-        return {"true": "full", "false": "none", "1": "full", "0": "none"}.get(str(value), value)
-
-    @field_validator("fp8", mode="before")
-    @classmethod
-    def _true_is_tensorwise(cls, value: object) -> object:
-        return {"true": "tensorwise", "false": "none"}.get(str(value).lower(), value)
-
-    @field_validator("precision", mode="before")
-    @classmethod
-    def _number_is_text(cls, value: object) -> object:
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    @model_validator(mode="after")
+    def _auto_is_open(self) -> Self:
+        """A setting that is left to Paceline does not count as set by the user."""
+        if self.gradient_checkpointing == "auto":
+            self.model_fields_set.discard("gradient_checkpointing")
+        return self
 
     @property
     def packs_rows(self) -> bool:
@@ -469,10 +463,17 @@ class TrainArgs(Section):
     def recomputed_share(self, num_blocks: int) -> float:
         """Return the share of the blocks whose forward runs again in backward, where `selective`
         counts as all: it leaves out operations, not blocks."""
-        setting = self.gradient_checkpointing
+        setting = self.recomputation
         if isinstance(setting, int):
             return math.ceil(num_blocks / setting) / max(1, num_blocks)
         return float(setting != "none")
+
+    @property
+    def recomputation(self) -> Literal["none", "selective", "full"] | int:
+        """Return the setting of activation checkpointing: ``none`` until `auto` is replaced by a
+        setting (:mod:`paceline.planner.search.fit`)."""
+        setting = self.gradient_checkpointing
+        return "none" if setting == "auto" else setting
 
     @property
     def weight_dtype(self) -> Literal["bfloat16", "float32"]:

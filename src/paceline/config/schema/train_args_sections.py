@@ -2,13 +2,46 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from paceline.config.schema.base import Patterns, Section
 
 #: A fraction of all steps of a run, as transformers accepts it for `save_steps`, `eval_steps` and
 #: `logging_steps`.
 ShareOfSteps = Annotated[float, Field(gt=0, lt=1)]
+
+
+def _true_is_full(value: object) -> object:
+    if isinstance(value, bool):
+        return "full" if value else "none"
+    return {"true": "full", "false": "none", "1": "full", "0": "none"}.get(str(value), value)
+
+
+#: Activation checkpointing.
+Recomputation = Annotated[
+    Literal["auto", "none", "selective", "full"] | bool | Annotated[int, Field(ge=2)],
+    BeforeValidator(_true_is_full),
+]
+
+
+def _number_is_text(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+PrecisionName = Annotated[
+    Literal["auto", "bf16-mixed", "fp16-mixed", "bf16-true", "32"], BeforeValidator(_number_is_text)
+]
+
+
+def _true_is_tensorwise(value: object) -> object:
+    return {"true": "tensorwise", "false": "none"}.get(str(value).lower(), value)
+
+
+#: Matrix products in float8.
+Float8 = Annotated[
+    Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"],
+    BeforeValidator(_true_is_tensorwise),
+]
 
 LearningRateSchedule = Literal[
     "linear",

@@ -330,7 +330,7 @@ def language_activations(
     merged = merged.split(tensor_ranks)
     inputs = block.stream * dims.hidden / token_parts
     sizes = block_sizes(dims, config, layer + merged.saved / tokens, inputs, low)
-    recomputed = 0.0 if args.gradient_checkpointing == "none" else layer * tokens + merged.saved
+    recomputed = 0.0 if args.recomputation == "none" else layer * tokens + merged.saved
     head_input = 0 if frozen else low * dims.hidden * labels
     return Activations(
         blocks=tuple(round(size * tokens) for size in sizes),

@@ -145,7 +145,7 @@ def block_sizes(
         layer: bytes that a block saves without activation checkpointing.
         inputs: bytes of the input of a block, which every checkpointed block saves.
     """
-    setting = config.train_args.gradient_checkpointing
+    setting = config.train_args.recomputation
     if setting == "none":
         return [layer] * dims.layers
     if setting == "selective":

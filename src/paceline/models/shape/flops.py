@@ -31,7 +31,7 @@ def language_flops(
     weights = dims.attention_weights + dims.experts_per_token * dims.expert_weights
     args = config.train_args
     again = 0.0  # selective checkpointing repeats no large matrix product
-    if with_recomputation and args.gradient_checkpointing != "selective":
+    if with_recomputation and args.recomputation != "selective":
         again = args.recomputed_share(dims.layers)
     passes = (2 if config.lora.enable else 3) + again
     attention = 4 * dims.queries * sample_tokens / 2 * (3 + again)

@@ -36,7 +36,7 @@ def reduce_activations(model: nn.Module, config: Config) -> None:
     Raises:
         ConfigError: if the model has no blocks.
     """
-    checkpoint_activations(model, config.train_args.gradient_checkpointing)
+    checkpoint_activations(model, config.train_args.recomputation)
     offload_activations(model, config.parallel)
 
 

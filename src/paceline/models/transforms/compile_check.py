@@ -16,7 +16,7 @@ def check_compile(config: Config, device_type: str) -> None:
     args = config.train_args
     if not args.torch_compile:
         return
-    if args.gradient_checkpointing == "selective":
+    if args.recomputation == "selective":
         raise ConfigError(
             f"{_WHAT} is not supported with `train_args.gradient_checkpointing: selective`: the"
             " compiler itself selects which results of a graph it stores, and matrix products are"

@@ -123,6 +123,9 @@ def build_report(
         report["staleness"] = figures["staleness"]
     if losses:
         report["workers_lost"] = losses
+    fallbacks = [event for event in events if event["type"] == "memory_fallback"]
+    if fallbacks:
+        report["memory_fallbacks"] = fallbacks
     if shares is not None:
         report["balance"] = {"shares": list(shares)}
     if best is not None:

@@ -70,6 +70,7 @@ class DeepSpeedStrategy(Strategy):
     """
 
     name = "deepspeed"
+    runs_trials = False  # DeepSpeed counts a dropped gradient as a skipped step
     rank0_has_full_model = False
     handles_overflow = True
     unscales = True  # DeepSpeed divides by the loss scale within its step

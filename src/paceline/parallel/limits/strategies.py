@@ -390,6 +390,7 @@ PARAMETER_SERVER = (
         "rows would be pulled twice",
         "leave `train_args.gradient_checkpointing` out",
         supported=("none",),
+        value_of="train_args.recomputation",
     ),
     Limit(
         "train_args.precision",

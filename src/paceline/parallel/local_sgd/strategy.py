@@ -186,6 +186,10 @@ class LocalSGDBase(Strategy):
         self.method_s += time.perf_counter() - start_s - (self.world.wait_s - waited_s)
         return updated
 
+    def discard_gradients(self) -> None:
+        """Do nothing: the next :meth:`forward_backward` overwrites the gradients, and a step would
+        count towards the next synchronization."""
+
     def _synchronize(self) -> None:
         """Run what is due after this step, in the same order on every rank: completions, second
         messages, starts."""

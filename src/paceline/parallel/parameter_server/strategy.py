@@ -74,6 +74,7 @@ class ParameterServerStrategy(Strategy):
     name = "parameter_server"
     optimizer: torch.optim.Optimizer
     rank0_has_full_model = False
+    runs_trials = False  # servers count the requests of each step
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)

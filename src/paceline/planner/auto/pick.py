@@ -17,10 +17,7 @@ from paceline.planner.machine.local import device_memory, local_machine
 from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.model_profile import describe
 from paceline.planner.search.trials import Settings
-from paceline.planner.upper_bound import upper_bound
-
-#: Below this share of the memory the rough upper bound is enough.
-_ROOMY = 0.6
+from paceline.planner.upper_bound import fits_roughly
 
 
 @dataclass(frozen=True)
@@ -114,8 +111,8 @@ def _roomy(
 ) -> AutoChoice | None:
     """Return ``ddp`` if the upper bound for ``batch`` shows that it fits, and if nothing else could
     be better; otherwise None."""
-    rough = upper_bound(config, batch) if _is_closed(config) else None
-    if rough is None or rough > _ROOMY * memory_bytes:
+    rough = fits_roughly(config, memory_bytes, batch) if _is_closed(config) else None
+    if rough is None:
         return None
     compared = _compare(config, num_devices, device_type, memory_bytes)
     if not compared.is_ddp_best:
@@ -128,7 +125,7 @@ def _is_closed(config: Config) -> bool:
     """Return whether no other set-up than ``ddp`` as configured needs to be compared: it is the
     simplest, and if all of the global batch of a replica fits into a micro-batch, the fastest."""
     args, parallel = config.train_args, config.parallel
-    is_size_open = (
+    is_size_open = args.auto_find_batch_size or (
         args.global_batch_size is not None
         and "per_device_train_batch_size" not in args.model_fields_set
     )

@@ -1,7 +1,7 @@
 """This machine's devices, with what is known about them. Imports no torch, unless a device has to
 be asked for its memory."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.core.errors import ConfigError
@@ -12,6 +12,9 @@ from paceline.planner.hardware import Machine, cpu_machine, named_machine, unkno
 from paceline.planner.machine import profile as machine_profile
 from paceline.planner.machine.calibration import read as read_calibration
 from paceline.planner.machine.history import read_runs
+
+#: Memory that the driver reserves on an idle device, at most.
+_DRIVER_BYTES = 2**30
 
 
 def local_machine(
@@ -96,6 +99,47 @@ def _with_runs(machine: Machine, device_type: str) -> Machine:
         )
         machine = replace(machine, history=runs).with_notes(note)
     return machine
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of an accelerator.
+
+    Args:
+        total_bytes: all of it.
+        occupied_bytes: memory that other processes hold.
+    """
+
+    total_bytes: int
+    occupied_bytes: int = 0
+
+    @property
+    def free_bytes(self) -> int:
+        return max(0, self.total_bytes - self.occupied_bytes)
+
+
+def smallest_device_memory(count: int) -> DeviceMemory | None:
+    """Return the memory of the accelerator with the least free memory among the first ``count`` of
+    this host; None if they do not report it."""
+    total = device_memory()
+    if not total:
+        return None
+    return DeviceMemory(total, min(total, max(map(_occupied_memory, range(count)))))
+
+
+def _occupied_memory(index: int) -> int:
+    """Return the bytes that other processes hold on a device, which this run does not use yet; 0 if
+    the driver does not report them."""
+    import torch
+
+    from paceline.distributed.devices import accelerators
+
+    module: Any = getattr(torch, accelerators()[0] or "", None)
+    try:
+        used = int(module.device_memory_used(index))
+    except Exception:  # no NVML or AMD SMI, an error of theirs, or another type of device
+        return 0
+    return used if used > _DRIVER_BYTES else 0
 
 
 def device_memory() -> int:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from paceline.config.chosen import ACCUMULATION
 from paceline.core.errors import ConfigError
 from paceline.parallel.registry import STRATEGIES, ParallelLayout
 from paceline.planner.estimate import ModeEstimate
 from paceline.planner.search.buckets import bucket_size
-from paceline.planner.search.space import ACCUMULATION, Saving, Space, open_space
+from paceline.planner.search.space import Saving, Space, open_space
 from paceline.planner.search.trials import Settings, Trials, settings_text, with_settings
 
 Objective = Literal["time", "memory", "cost"]
@@ -114,8 +115,8 @@ def search(
         offloads_all: whether the weights may be in host memory if nothing fits otherwise.
     """
     layouts = list(layouts)
-    searched = _search(trials, open_space(trials.config, trials.machine), layouts, objective)
-    space = open_space(trials.config, trials.machine, offloads_all=True)
+    searched = _search(trials, open_space(trials), layouts, objective)
+    space = open_space(trials, offloads_all=True)
     if searched.fitting or not offloads_all or "all" not in space.offloads:
         return searched
     return _search(trials, space, layouts, objective)
@@ -165,7 +166,7 @@ def pareto_front(trials: Trials, layouts: Iterable[ParallelLayout]) -> list[Cand
     """Return the candidates that no other beats in both time per sample and memory, the fastest
     first, whether or not they fit. All settings are tried with the layouts that are among the
     fastest, or among the smallest."""
-    space = open_space(trials.config, trials.machine)
+    space = open_space(trials)
     bases = [_Layout(trials, space, layout) for layout in layouts]
     possible = [base for base in bases if base.fastest is not None]
     by_time = sorted(possible, key=lambda each: each.bound("time"))[:_FULLY_TRIED]

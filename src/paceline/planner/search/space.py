@@ -5,17 +5,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from paceline.config.chosen import (
+    ACCUMULATION,
+    OFFLOAD,
+    RECOMPUTATION,
+    SIZE,
+    open_settings,
+)
 from paceline.config.derive import accumulation_of
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
-from paceline.planner.hardware import Machine
-from paceline.planner.search.trials import Settings
+from paceline.planner.search.trials import Settings, Trials
 
-_SIZE, ACCUMULATION = (
-    "train_args.per_device_train_batch_size",
-    "train_args.gradient_accumulation_steps",
-)
-RECOMPUTATION, OFFLOAD = "train_args.gradient_checkpointing", "parallel.cpu_offload"
 _RECOMPUTATIONS = ("none", "selective", "full")
 _OFFLOADS = ("none", "activations", "optimizer")
 
@@ -40,11 +41,13 @@ class Space:
 
     Args:
         recomputations, offloads: values to try; empty if the config sets one.
+        has_open_sizes: whether the micro-batch and the accumulation may be changed.
     """
 
     config: Config
     recomputations: tuple[str, ...]
     offloads: tuple[str, ...]
+    has_open_sizes: bool = True
 
     def savings(self) -> list[Saving]:
         """Return what saves memory, in an order in which each comes after all that it includes."""
@@ -65,7 +68,7 @@ class Space:
         for size, count in self._sizes(replicas):
             changed: dict[str, int] = {}
             if size != default[0]:
-                changed[_SIZE] = size
+                changed[SIZE] = size
             if count != default[1]:
                 changed[ACCUMULATION] = count
             result.append(changed)
@@ -75,16 +78,16 @@ class Space:
         args, batch = self.config.train_args, self.config.train_args.global_batch_size
         is_set = args.model_fields_set
         size, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        has_size = "per_device_train_batch_size" in is_set or args.auto_find_batch_size
-        has_count = "gradient_accumulation_steps" in is_set
         if batch is None:
-            if has_size or has_count:
-                yield size, count
-            else:
+            if self.has_open_sizes:
                 yield from ((each, size * count // each) for each in _divisors(size * count))
+            else:
+                yield size, count
             return
         share = math.ceil(batch / replicas)
-        if has_size:
+        has_size = "per_device_train_batch_size" in is_set and not args.auto_find_batch_size
+        has_count = "gradient_accumulation_steps" in is_set and not args.auto_find_batch_size
+        if has_size or not (has_count or self.has_open_sizes):
             yield size, accumulation_of(batch, size, replicas)
         elif has_count:
             size = math.ceil(share / count)
@@ -94,20 +97,25 @@ class Space:
             yield from ((each, accumulation_of(batch, each, replicas)) for each in sizes)
 
 
-def open_space(config: Config, machine: Machine, *, offloads_all: bool = False) -> Space:
+def open_space(trials: Trials, *, offloads_all: bool = False) -> Space:
     """Return what a search may change.
 
     Args:
         offloads_all: whether the weights may be in host memory. Their update then runs on the CPU,
             and its time is not estimated, so this is for runs that do not fit otherwise.
     """
+    config = trials.config
     has_blocks = config.task in CAUSAL_TASKS
-    is_open = has_blocks and "gradient_checkpointing" not in config.train_args.model_fields_set
-    recomputations = _RECOMPUTATIONS if is_open else ()
-    is_open = not machine.is_cpu and "cpu_offload" not in config.parallel.model_fields_set
+    open_keys = open_settings(config, is_cpu=trials.machine.is_cpu)
+    recomputations: tuple[str, ...] = _RECOMPUTATIONS if RECOMPUTATION in open_keys else ()
+    if config.train_args.torch_compile:  # the compiler selects what a graph stores
+        recomputations = tuple(name for name in recomputations if name != "selective")
+    is_open = OFFLOAD in open_keys
     names = (*_OFFLOADS, "all") if offloads_all else _OFFLOADS
     offloads = tuple(name for name in names if is_open and (has_blocks or name != "activations"))
-    return Space(config, recomputations, offloads)
+    # The statistics of BatchNorm are those of a micro-batch.
+    has_open_sizes = SIZE in open_keys and not trials.model(config).has_batch_norm
+    return Space(config, recomputations, offloads, has_open_sizes)
 
 
 def _divisors(number: int) -> list[int]:

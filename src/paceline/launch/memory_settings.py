@@ -1,0 +1,266 @@
+"""The memory settings of a run that its config leaves open: chosen before the ranks start, and
+smaller ones after a rank ran out of memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Self
+
+from paceline.config.chosen import (
+    ACCUMULATION,
+    EVAL_SIZE,
+    OFFLOAD,
+    RECOMPUTATION,
+    SIZE,
+    open_settings,
+    values_of,
+)
+from paceline.config.derive import accumulation_of
+from paceline.config.schema.tasks import CAUSAL_TASKS
+from paceline.core.errors import ConfigError
+from paceline.core.processes import available_memory
+from paceline.models.transforms.compile_check import check_compile
+from paceline.parallel.registry import check_strategy
+from paceline.planner.machine.local import DeviceMemory, local_machine, smallest_device_memory
+from paceline.planner.micro_batch import micro_batch
+from paceline.planner.search.fit import check_fits, fit_memory
+from paceline.planner.search.trials import Settings, Trials, with_settings
+from paceline.planner.upper_bound import fits_roughly, upper_bound
+
+if TYPE_CHECKING:
+    from paceline.config.schema import Config
+    from paceline.distributed.devices import Devices
+    from paceline.parallel.registry import ParallelLayout
+    from paceline.train.run_spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of a rank.
+
+    Args:
+        device: memory of its accelerator; None on a CPU, or if the device does not report it.
+        host_bytes: its share of the free memory of its host.
+    """
+
+    device: DeviceMemory | None
+    host_bytes: int
+
+    def as_values(self) -> list[int]:
+        """Return the sizes as JSON, for :meth:`smallest`."""
+        total, occupied = (0, 0) if self.device is None else astuple(self.device)
+        return [total, occupied, self.host_bytes]
+
+    @classmethod
+    def smallest(cls, values: Sequence[Sequence[int]]) -> Self:
+        """Return the memory of the rank with the least free memory on its device.
+
+        Args:
+            values: results of :meth:`as_values` of all ranks.
+        """
+        total, occupied, _ = min(values, key=lambda sizes: sizes[0] - sizes[1])
+        device = DeviceMemory(total, occupied) if total else None
+        return cls(device, min(sizes[2] for sizes in values))
+
+    @property
+    def usable_bytes(self) -> int:
+        return self.host_bytes if self.device is None else self.device.free_bytes
+
+
+def rank_memory(devices: Devices) -> RankMemory:
+    """Return the memory that each rank of this host may use. Call it before the ranks use their
+    devices."""
+    device = None if devices.type == "cpu" else smallest_device_memory(devices.count)
+    return RankMemory(device, available_memory() // devices.count)
+
+
+def choose_memory_settings(
+    config: Config,
+    layout: ParallelLayout,
+    device_type: str,
+    memory: RankMemory,
+    kept: Settings,
+) -> Settings:
+    """Return the values of all memory settings that the config leaves open: the defaults if they
+    fit or if the memory is not predicted, otherwise the fastest settings that fit.
+
+    Call it when the data are tokenized, so that the lengths of the samples are known.
+
+    Args:
+        kept: settings of an earlier attempt of the run, which are preferred if they fit.
+
+    Raises:
+        ConfigError: if even the smallest settings do not fit on the accelerator.
+    """
+    is_cpu = device_type == "cpu"
+    keys = open_settings(config, is_cpu=is_cpu)
+    chosen = _choose(config, layout, is_cpu, memory, _usable(kept, keys, config))
+    defaults: Settings = {RECOMPUTATION: config.train_args.recomputation}
+    resolved = with_settings(config, {**defaults, **chosen})
+    return values_of(resolved, keys)
+
+
+def _usable(kept: Settings, keys: tuple[str, ...], config: Config) -> Settings:
+    """Return the kept settings that are open and belong to the config's global batch."""
+    kept = {key: value for key, value in kept.items() if key in keys}
+    args = config.train_args
+    num_samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    is_same = int(kept.get(SIZE, 0)) * int(kept.get(ACCUMULATION, 0)) == num_samples
+    if args.global_batch_size is None and not is_same:
+        kept = {key: value for key, value in kept.items() if key not in (SIZE, ACCUMULATION)}
+    return kept
+
+
+def _choose(
+    config: Config,
+    layout: ParallelLayout,
+    is_cpu: bool,
+    memory: RankMemory,
+    kept: Settings,
+) -> Settings:
+    has_choice = bool(open_settings(config, is_cpu=is_cpu))
+    if memory.device is None and not (is_cpu and has_choice):
+        return kept
+    if not config.train_args.auto_find_batch_size and _fits_by_far(
+        with_settings(config, kept), memory
+    ):
+        return kept
+    from paceline.planner.model_profile import describe
+
+    try:
+        profile = describe(config)
+    except ConfigError:
+        return kept  # the ranks report what is wrong with the model
+    dtype = config.train_args.compute_format
+    machine = local_machine(layout.num_processes, is_cpu, dtype, memory.usable_bytes)
+    trials = Trials(config, profile, micro_batch(config), machine)
+    fit = fit_memory(
+        trials, layout, _stage(config, layout), kept=kept, host_memory_bytes=memory.host_bytes
+    )
+    if fit is None:
+        return kept
+    text = fit.text(config, memory.usable_bytes)
+    if text is not None:
+        logger.info(text)
+    if memory.device is not None:
+        warning = check_fits(fit, trials, memory.device.total_bytes, machine.name)
+        if warning is not None:
+            logger.warning(warning)
+    return fit.settings
+
+
+def _fits_by_far(config: Config, memory: RankMemory) -> bool:
+    """Return whether a bound that needs no model shows that the run fits.
+
+    On a CPU, where nothing is refused, a run whose bound is not known counts as one that fits: to
+    describe its model would delay the start.
+    """
+    if fits_roughly(config, memory.usable_bytes) is not None:
+        return True
+    batch = micro_batch(config)
+    if batch.has_tokens and batch.known and fits_roughly(config, memory.usable_bytes, batch):
+        return True
+    return memory.device is None and upper_bound(config) is None
+
+
+def _stage(config: Config, layout: ParallelLayout) -> int | None:
+    if layout.strategy != "deepspeed":
+        return None
+    from paceline.parallel.deepspeed.config import stage_of
+
+    return stage_of(config.parallel)
+
+
+#: Phases before the first step, in which only the state of the run takes memory.
+_BEFORE_TRAINING = ("starting", "loading")
+
+
+def smaller_settings(
+    config: Config, layout: ParallelLayout, device_type: str, phase: str
+) -> Settings | None:
+    """Return the settings to change after a rank ran out of memory: a smaller micro-batch, then
+    recomputation, then offloading. None if the config leaves nothing open that takes less memory.
+
+    Args:
+        config: the config with the current settings.
+        phase: what the rank did.
+    """
+    keys = open_settings(config, is_cpu=device_type == "cpu")
+    if phase == "evaluation":
+        steps: Iterable[Settings] = _smaller_evaluations(config)
+    elif phase in _BEFORE_TRAINING:
+        steps = _offloads(config)
+    else:
+        steps = chain(_smaller_batches(config), _recomputations(config), _offloads(config))
+    for settings in steps:
+        is_open = all(key in keys for key in settings)
+        if is_open and _is_possible(with_settings(config, settings), layout, device_type):
+            return settings
+    return None
+
+
+def _smaller_evaluations(config: Config) -> Iterator[Settings]:
+    args = config.train_args
+    size = args.per_device_eval_batch_size or args.per_device_train_batch_size
+    if size > 1:
+        yield {EVAL_SIZE: size // 2}
+
+
+def _smaller_batches(config: Config) -> Iterator[Settings]:
+    """Yield the next smaller micro-batch that divides the samples of a rank."""
+    args = config.train_args
+    size, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    smaller = next((each for each in range(size - 1, 0, -1) if size * count % each == 0), None)
+    if smaller is not None and not _depends_on_micro_batches(config):
+        yield {SIZE: smaller, ACCUMULATION: size * count // smaller}
+
+
+def _depends_on_micro_batches(config: Config) -> bool:
+    """Return whether the result depends on the size of micro-batches beyond rounding. Language
+    models have no BatchNorm."""
+    from paceline.planner.model_profile import describe
+
+    return config.task not in CAUSAL_TASKS and describe(config).has_batch_norm
+
+
+def _recomputations(config: Config) -> Iterator[Settings]:
+    names = ("none", "selective", "full")
+    setting = config.train_args.recomputation
+    if setting in names:
+        for name in names[names.index(str(setting)) + 1 :]:
+            yield {RECOMPUTATION: name}
+
+
+def _offloads(config: Config) -> Iterator[Settings]:
+    if config.parallel.cpu_offload == "none":
+        yield from ({OFFLOAD: "activations"}, {OFFLOAD: "optimizer"})
+    elif config.parallel.cpu_offload == "activations":
+        yield {OFFLOAD: "optimizer"}
+
+
+def _is_possible(config: Config, layout: ParallelLayout, device_type: str) -> bool:
+    try:
+        check_strategy(layout.strategy, config, layout.axes)
+        check_compile(config, device_type)
+    except ConfigError:
+        return False
+    return True
+
+
+def with_less_memory(spec: RunSpec, phase: str) -> tuple[RunSpec, Settings] | None:
+    """Return the spec with smaller memory settings after a rank ran out of memory, and what has
+    changed; None if nothing is open."""
+    settings = smaller_settings(spec.config, spec.layout, spec.device_type, phase)
+    if settings is None:
+        return None
+    config = with_settings(spec.config, settings)
+    derived, size = spec.derived, config.train_args.per_device_train_batch_size
+    if SIZE in settings:
+        count = accumulation_of(derived.global_batch_size, size, derived.replicas)
+        derived = replace(derived, micro_batch_size=size, gradient_accumulation_steps=count)
+    return replace(spec, config=config, derived=derived), settings

@@ -1,0 +1,177 @@
+"""Choose the memory settings of a run whose layout is known: the defaults if they fit, otherwise
+the fastest settings that fit. Imports no torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.config.chosen import SIZE
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.core.files import human_bytes
+from paceline.parallel.registry import ParallelLayout
+from paceline.planner.advice import advise
+from paceline.planner.estimate import USABLE, ModeEstimate
+from paceline.planner.search.search import EQUAL, Candidate
+from paceline.planner.search.space import Space, open_space
+from paceline.planner.search.trials import Settings, Trials, settings_text, with_settings
+
+#: Share of an accelerator's memory above which a run is refused. Estimates are not more accurate
+#: than this.
+_REFUSED = 1.1
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """The memory settings of a run.
+
+    Args:
+        candidate: the estimate with these settings, and those that differ from the config.
+        default: the estimate with the settings of the config.
+        is_kept: whether an earlier attempt of the run had these settings.
+    """
+
+    candidate: Candidate
+    default: ModeEstimate
+    is_kept: bool = False
+
+    @property
+    def mode(self) -> ModeEstimate:
+        return self.candidate.mode
+
+    @property
+    def settings(self) -> Settings:
+        return self.candidate.settings
+
+    def text(self, config: Config, memory_bytes: int) -> str | None:
+        """Return which settings were chosen and why; None if they are the defaults.
+
+        Args:
+            config: the config before the choice.
+            memory_bytes: memory of a device that the run may use.
+        """
+        if not self.settings:
+            return None
+        needed = f"{human_bytes(self.mode.total)} of {human_bytes(memory_bytes)} per rank"
+        if self.is_kept:
+            reason = "as in the earlier attempt of this run"
+        elif self.default.fits:
+            reason = "the fastest that are predicted to fit"
+        else:
+            reason = f"because the defaults need {human_bytes(self.default.total)}"
+            if not self.mode.fits:
+                reason += ", and nothing smaller is possible"
+        text = f"memory: {settings_text(self.settings)}, {reason} (predicted: {needed})"
+        if SIZE not in self.settings:
+            return text
+        text += ". The global batch stays the same"
+        has_dropout = config.lora.enable and config.lora.dropout > 0
+        return text + ("; dropout draws other masks" if has_dropout else "")
+
+
+def fit_memory(
+    trials: Trials,
+    layout: ParallelLayout,
+    stage: int | None = None,
+    *,
+    kept: Settings | None = None,
+    host_memory_bytes: int | None = None,
+) -> MemoryFit | None:
+    """Return the memory settings for a layout: the defaults if they fit, otherwise the fastest that
+    fit, otherwise those that need the least memory. None if the memory is not predicted.
+
+    Args:
+        stage: ZeRO stage of DeepSpeed.
+        kept: settings of an earlier attempt of the run, which are preferred if they fit.
+        host_memory_bytes: host memory that a rank may use; None if it is not known.
+    """
+    config = trials.config
+    default = trials.estimate(layout, {}, stage)
+    if default.cost is None or not trials.model(config).knows_activations:
+        return None
+    if kept and (mode := _possible(trials, layout, kept, stage)) is not None and mode.fits:
+        return MemoryFit(Candidate(mode, kept), default, is_kept=True)
+    if default.fits and not config.train_args.auto_find_batch_size:
+        return MemoryFit(Candidate(default, {}), default)
+    space = open_space(trials)
+    tried = [
+        Candidate(mode, settings)
+        for settings in _settings(space, layout.axes.replicas)
+        if (mode := _possible(trials, layout, settings, stage)) is not None
+        and _fits_host(mode, host_memory_bytes)
+    ] or [Candidate(default, {})]
+    fitting = [each for each in tried if each.mode.fits]
+    if not fitting:
+        return MemoryFit(min(tried, key=lambda each: (each.mode.total, each.complexity)), default)
+    return MemoryFit(_fastest(fitting), default)
+
+
+def _fastest(fitting: list[Candidate]) -> Candidate:
+    """Return the fastest candidate; of those that are as fast, the one with the least in host
+    memory, since pinning host memory takes time at the start, then the simplest."""
+    limit = min(each.seconds_per_sample for each in fitting) / EQUAL
+    equal = [each for each in fitting if each.seconds_per_sample <= limit]
+    return min(equal, key=lambda each: (_host_bytes(each.mode), each.complexity))
+
+
+def _settings(space: Space, replicas: int) -> Iterator[Settings]:
+    """Yield the combinations of the open settings. Micro-batches are not larger than the config's,
+    unless it leaves their size to the choice."""
+    args = space.config.train_args
+    for saving in space.savings():
+        for batch in space.batches(replicas):
+            size = batch.get(SIZE, args.per_device_train_batch_size)
+            if args.auto_find_batch_size or int(size) <= args.per_device_train_batch_size:
+                yield {**saving.settings, **batch}
+
+
+def _possible(
+    trials: Trials, layout: ParallelLayout, settings: Settings, stage: int | None
+) -> ModeEstimate | None:
+    try:
+        mode = trials.estimate(layout, settings, stage)
+    except ConfigError:
+        return None
+    return None if mode.cost is None else mode
+
+
+def _host_bytes(mode: ModeEstimate) -> int:
+    return 0 if mode.cost is None else mode.cost.host
+
+
+def _fits_host(mode: ModeEstimate, memory_bytes: int | None) -> bool:
+    return memory_bytes is None or _host_bytes(mode) <= USABLE * memory_bytes
+
+
+def check_fits(fit: MemoryFit, trials: Trials, memory_bytes: int, name: str) -> str | None:
+    """Return a warning if a run may not fit into the memory of an accelerator.
+
+    Args:
+        memory_bytes: all memory of the device, including what other processes hold.
+        name: name of the device.
+
+    Raises:
+        ConfigError: the run does not fit.
+    """
+    mode, machine = fit.mode, trials.machine
+    if mode.fits:
+        return None
+    settings = settings_text(fit.settings)
+    what = f"{mode.name}{f' with {settings}' if settings else ''}"
+    needed = f"needs {human_bytes(mode.total)} per rank by estimate"
+    has = f"{name} has {human_bytes(memory_bytes)}"
+    if machine.memory_bytes < memory_bytes:
+        has += f", of which other processes hold {human_bytes(memory_bytes - machine.memory_bytes)}"
+    if mode.total <= _REFUSED * memory_bytes:
+        return f"memory: {what} {needed}, and {has}: the run may run out of memory"
+    config = with_settings(trials.config, fit.settings)
+    change = advise(config, trials.model(config), trials.batch(config), machine, mode).smallest
+    raise ConfigError(
+        f"the run does not fit: {what} {needed}, and {has}",
+        fix=(
+            "use more devices, a smaller model or a shorter `max_length`, or train adapters"
+            " (`lora.enable=true`); `paceline plan` shows what each mode needs"
+            if change is None
+            else f"set `{change.text}` ({human_bytes(change.mode.total)} per rank;"
+            f" {'; '.join(change.costs)})"
+        ),
+    )
