@@ -9,6 +9,7 @@ from ranks import run_ranks
 
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import AXES, ParallelDims
+from paceline.distributed.traffic import log_calls
 
 
 @pytest.mark.parametrize(
@@ -75,3 +76,15 @@ def test_collectives_stay_within_their_subgroup() -> None:
         assert result["object"] == peers[0] == result["broadcast"]
         assert result["gathered_objects"] == peers == result["gathered"]
         assert result["part"] == sum(peer + 1 for peer in peers) * (1 if rank < 2 else 10)
+
+
+def broadcast_two_dtypes(world: Communicator) -> tuple[int, list[float]]:
+    counts = [torch.tensor(world.rank) for _ in range(3)]
+    means = [torch.full((2,), float(world.rank)) for _ in range(3)]
+    with log_calls() as calls:
+        world.broadcast(itertools.chain(*zip(means, counts, strict=True)))
+    return len(calls), [float(tensor.sum()) for tensor in [*means, *counts]]
+
+
+def test_one_broadcast_for_each_dtype() -> None:
+    assert run_ranks(broadcast_two_dtypes, 2) == [(2, [0.0] * 6)] * 2

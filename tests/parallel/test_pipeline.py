@@ -3,6 +3,7 @@ micro-batches of different shapes."""
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -344,6 +345,36 @@ def partition_in_two(model: nn.Module) -> PartitionedModel:
     return PartitionedModel(
         model, blocks, check_blocks(model, blocks)[0], divide_model(model, blocks, 2), [0, 1]
     )
+
+
+def test_probes_each_shape_once() -> None:
+    model, lengths, embedded = make_language_model(), ((5, 3), (7,), (4, 4), (2, 5)), []
+    partitioned = partition_in_two(model)
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, args: embedded.append(args))
+    calls = [partial(language_step, lengths, False, number, model) for number in range(4)]
+    probed = [partitioned.probe(call) for call in calls]
+    assert probed == [((1, sum(each), HIDDEN), torch.float32) for each in lengths]
+    assert len(embedded) == 2
+    partitioned.run(0, calls[0], None)
+    model(input_ids=torch.zeros(1, 8, dtype=torch.int64))  # outside of the pipeline
+    assert len(embedded) == 4
+
+
+class BatchModel(nn.Sequential):
+    """Takes its input in an object."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return super().forward(batch.values)
+
+
+def test_probes_each_micro_batch_whose_tensors_are_unknown() -> None:
+    model = BatchModel(nn.Linear(4, 4), nn.Linear(4, 4))
+    partitioned = partition_in_two(model)
+    shapes = [
+        partitioned.probe(partial(model, SimpleNamespace(values=torch.ones(rows, 4))))[0]
+        for rows in (1, 2)
+    ]
+    assert shapes == [(1, 4), (2, 4)]
 
 
 def test_detects_data_flow_outside_the_blocks() -> None:

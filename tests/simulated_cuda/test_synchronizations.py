@@ -4,6 +4,7 @@ evaluation and checkpoints. Otherwise the device would be idle until the host ha
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from simulated import simulate_values
 from switches import LAYOUTS, Layout, Switches
 from synchronizations import VARIABLE, Synchronization, read_synchronizations
 
+from paceline.distributed import torch_compat
 from paceline.distributed.host_copies import HostCopy, tensor_of
+from paceline.parallel.ddp.buckets import squared_norm_of
 
 pytestmark = pytest.mark.slow
 
@@ -125,3 +128,46 @@ def test_every_kind_of_wait_is_recorded(tmp_path: Path) -> None:
         "item", "tolist", "bool", "nonzero", "mask", "repeats", "to the host", "to the device",
         "unpinned", "event", "device", "stream", "late",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["int8", pytest.param("topk", marks=pytest.mark.soak)])
+def test_compression_does_not_wait(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ("parallel.mode=ddp", "parallel.num_gpus=2", f"compression.method={method}")
+    records = record_run(tmp_path, monkeypatch, *args)
+    waits = [str(each) for each in records if waits_in_step(each) and "compression/" in str(each)]
+    assert waits == []
+
+
+class NormLog(torch_compat.TorchDispatchMode):
+    """Records the dtypes of norms, and counts the copies from host memory to a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+        self.num_copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "_foreach_norm" in str(func):
+            self.dtypes.append(result[0].dtype)
+        if "_to_copy" in str(func):
+            self.num_copies += result.device.type != args[0].device.type
+        return result
+
+
+def norm_of_offloaded_gradients(_env: object) -> tuple[float, list[torch.dtype], int]:
+    simulate_values()
+    gradients = [torch.full((70_000,), 0.5), torch.ones(3), torch.full((2,), 2.0, device="cuda")]
+    with NormLog() as log:
+        squared = squared_norm_of(gradients, torch.device("cuda"))
+    return float(squared), log.dtypes, log.num_copies
+
+
+def test_norm_of_offloaded_gradients() -> None:
+    """Those in host memory are added up there, in float32, and copied to the device at once."""
+    (result,) = run_ranks(norm_of_offloaded_gradients, 1, init_process_group=False)
+    squared, dtypes, num_copies = result
+    assert squared == pytest.approx(17_500 + 3 + 8, rel=1e-6)
+    assert (dtypes, num_copies) == ([torch.float32, torch.float64], 1)

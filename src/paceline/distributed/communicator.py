@@ -219,19 +219,19 @@ class Communicator:
         return wide_dtype(self.device)
 
     def broadcast(self, tensors: Iterable[torch.Tensor], chunk_bytes: int = 64 << 20) -> None:
-        """Copy rank 0's values into every rank's tensors, in place. Small tensors are sent
-        together."""
+        """Copy rank 0's values into every rank's tensors, in place. Small tensors of one dtype are
+        sent together."""
         if self.size == 1:
             return
-        group: list[torch.Tensor] = []
-        size = 0
+        groups: dict[torch.dtype, list[torch.Tensor]] = {}
+        sizes: dict[torch.dtype, int] = {}
         for tensor in tensors:
-            if group and (tensor.dtype != group[0].dtype or size > chunk_bytes):
-                self._broadcast_group(group)
-                group, size = [], 0
-            group.append(tensor)
-            size += tensor.nbytes
-        if group:
+            if sizes.get(tensor.dtype, 0) > chunk_bytes:
+                self._broadcast_group(groups.pop(tensor.dtype))
+                sizes[tensor.dtype] = 0
+            groups.setdefault(tensor.dtype, []).append(tensor)
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+        for group in groups.values():
             self._broadcast_group(group)
 
     def _broadcast_group(self, tensors: list[torch.Tensor]) -> None:

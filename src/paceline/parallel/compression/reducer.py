@@ -105,9 +105,8 @@ class CompressedReducer(GradientReducer):
                 # The residual must not depend on the loss scale, which changes.
                 self.scaler.unscale([values])
             self._before[number] = [tensor.clone() for tensor in state.all_tensors()]
-            if not bool(values.sum().isfinite()):
-                # A non-finite element that is not chosen would stay hidden in the residual.
-                values.fill_(math.nan)
+            # A non-finite element that is not chosen would stay hidden in the residual.
+            _fill_if_not_finite(values)
             if self.adam is not None:
                 self.adam.direct(values, state, age, group.size)
             moments_end_s = time.thread_time()
@@ -283,6 +282,15 @@ class CompressedReducer(GradientReducer):
             "residual_norm": norm,
         }
         return {"communication": metrics}
+
+
+def _fill_if_not_finite(values: torch.Tensor) -> None:
+    """Set all values to NaN if one of them is not finite, without waiting for a device."""
+    is_finite = values.sum().isfinite()
+    if values.device.type != "cpu":
+        values.masked_fill_(~is_finite, math.nan)
+    elif not bool(is_finite):  # a CPU saves the second pass over the values
+        values.fill_(math.nan)
 
 
 _COMPRESSORS: dict[str, type[Compressor]] = {

@@ -194,15 +194,24 @@ def squared_norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.
 
     It has the widest floating-point dtype of the device, so that it hardly depends on how the
     elements are split over ranks and tensors (see
-    :func:`~paceline.parallel.gradients.clip_factor`).
+    :func:`~paceline.parallel.gradients.clip_factor`). Tensors on other devices, such as offloaded
+    gradients in host memory, are added up there, and each of these devices copies one scalar.
     """
     wide = wide_dtype(device)
-    if not tensors:
-        return torch.zeros((), device=device, dtype=wide)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    sums = [_squared_norm(group, wide).to(device) for group in by_device.values()]
+    if len(sums) == 1:
+        return sums[0]
+    return torch.stack(sums).sum() if sums else torch.zeros((), device=device, dtype=wide)
+
+
+def _squared_norm(tensors: list[torch.Tensor], wide: torch.dtype) -> torch.Tensor:
+    """Return the squared 2-norm of tensors of one device, a scalar of dtype ``wide`` on it."""
     # On a CPU a norm in float64 takes sixty times as long as one in float32, so the norms of short
     # chunks are computed in float32 and added up in float64.
-    if device.type == "cpu":
+    if tensors[0].device.type == "cpu":
         chunks = [chunk for tensor in tensors for chunk in tensor.reshape(-1).split(_NORM_CHUNK)]
         return torch.stack(torch_compat.foreach_norm(chunks, torch.float32)).to(wide).square().sum()
-    norms = torch_compat.foreach_norm(tensors, wide)
-    return torch.stack([norm.to(device) for norm in norms]).square().sum()
+    return torch.stack(torch_compat.foreach_norm(tensors, wide)).square().sum()

@@ -17,6 +17,7 @@ from torch import nn
 
 from paceline.core.errors import RunError
 from paceline.data.collate import find_tensors, map_tensors
+from paceline.distributed import torch_compat
 from paceline.models.blocks import wrap_forward
 from paceline.models.weights import final_dtype
 from paceline.parallel.pipeline.stages import StagePlan
@@ -58,6 +59,10 @@ class PartitionedModel:
         self._first = self._beyond = self._position = 0
         self._received: torch.Tensor | None = None
         self._last_output: torch.Tensor | None = None
+        # shapes and dtypes of the model's inputs → the first block's input, on the meta device
+        self._probed: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._inputs: tuple[Any, ...] | None = None  # of the model, while it is probed
+        model.register_forward_pre_hook(self._enter_model, with_kwargs=True)
         for number, (_, block) in enumerate(blocks):
             wrap_forward(block, partial(self._block, number))
             block.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True)
@@ -93,6 +98,15 @@ class PartitionedModel:
             out = ghost(*map_tensors(args, _meta), **map_tensors(kwargs, _meta))
         return map_tensors(out, partial(placeholder, device=device))
 
+    def _enter_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """End a probe whose result is known because the model's inputs have known shapes."""
+        if not (self._active and self._probing):
+            return
+        self._inputs = _describe_inputs(args, kwargs)
+        known = None if self._inputs is None else self._probed.get(self._inputs)
+        if known is not None:
+            raise StageBoundary(known)
+
     def _enter(
         self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -127,14 +141,18 @@ class PartitionedModel:
 
     # -- running
     def probe(self, call: Callable[[], object]) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape and dtype of the first block's input, by a forward that ends there.
+        """Return shape and dtype of the first block's input, by a forward that ends there, or where
+        the model is called with inputs of shapes and dtypes that it was called with before.
 
         It is the same on every rank of the pipeline.
         """
         self._first, self._beyond = self.division.blocks[-1]
+        self._inputs = None  # a task that calls parts of the model is probed each time
         hidden = self._run(call, None, probing=True)
         if not isinstance(hidden, torch.Tensor):
             raise partition_error("the forward runs no block")
+        if self._inputs is not None:
+            self._probed[self._inputs] = _meta(hidden)
         return tuple(hidden.shape), hidden.dtype
 
     def run(self, stage: int, call: Callable[[], Any], received: torch.Tensor | None) -> Any:
@@ -170,6 +188,17 @@ class PartitionedModel:
         finally:
             self._active = False
             self._received = self._last_output = None
+
+
+def _describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return shape and dtype of each tensor among the inputs of a model, or None if the inputs
+    contain objects that may contain further tensors."""
+    leaves = torch_compat.tree_leaves((args, kwargs))
+    if not all(isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in leaves):
+        return None
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)
+    )
 
 
 def partition_error(reason: str) -> RunError:
