@@ -7,13 +7,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from paceline.distributed.torch_compat import TorchDispatchMode, tree_leaves
 from paceline.planner.devices import BFLOAT16, TF32, Device
+from paceline.simulation.operations import count_bytes, count_launches, written_tensors
 from paceline.simulation.records import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -37,6 +38,8 @@ from paceline.simulation.torch_internals import (
     wrap_shape_propagation,
 )
 
+Key = TypeVar("Key")
+
 #: CUDA's caching allocator rounds sizes up to a multiple of this.
 _ALLOCATION_BYTES = 512
 BUILD, FORWARD, BACKWARD = "build", "forward", "backward"
@@ -54,6 +57,7 @@ class Work:
             whichever is longer, at the rates of the device.
         link_s: the time of all messages at the rate of the links, if collectives use rings.
         host_s: the time of all copies between device and host, in both directions at once.
+        kernels: phase and operation → number of launches, and bytes read and written.
     """
 
     messages: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -61,20 +65,33 @@ class Work:
     compute_s: float = 0
     link_s: float = 0
     host_s: float = 0
+    kernels: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
 
     def plus(self, other: Work, factor: float = 1) -> Work:
         """Return this work and ``factor`` times the other."""
-        messages = dict(self.messages)
-        for name, (count, size) in other.messages.items():
-            before = messages.get(name, (0, 0))
-            messages[name] = before[0] + factor * count, before[1] + factor * size
         return Work(
-            messages,
+            _add_counts(self.messages, other.messages, factor),
             self.flops + factor * other.flops,
             self.compute_s + factor * other.compute_s,
             self.link_s + factor * other.link_s,
             self.host_s + factor * other.host_s,
+            _add_counts(self.kernels, other.kernels, factor),
         )
+
+
+def _add_counts(
+    counts: Mapping[Key, tuple[float, float]],
+    others: Mapping[Key, tuple[float, float]],
+    factor: float,
+) -> Mapping[Key, tuple[float, float]]:
+    """Return the sums of numbers and bytes, of which the others count ``factor`` times."""
+    if not others:
+        return counts
+    sums = dict(counts)
+    for key, (count, size) in others.items():
+        before = sums.get(key, (0, 0))
+        sums[key] = before[0] + factor * count, before[1] + factor * size
+    return sums
 
 
 class Ledger(TorchDispatchMode):
@@ -224,6 +241,7 @@ class Ledger(TorchDispatchMode):
                 self._count_message(func, args, out)
         elif name == "split_with_sizes_copy" and "out" in kwargs:  # FSDP's gathered weights
             self.name(COMMUNICATION, kwargs["out"])
+            self._count_work(func, args, kwargs, kwargs["out"])
         elif name in COPIES:
             if not self._count_copy(args, out):
                 self._count_work(func, args, kwargs, out)
@@ -255,7 +273,8 @@ class Ledger(TorchDispatchMode):
         source = next(leaf for leaf in reversed(args) if isinstance(leaf, torch.Tensor))
         devices = source.device.type, out.device.type
         is_small = out.nbytes < _ALLOCATION_BYTES  # such as a step count
-        if is_small or set(devices) != {self.device_type, "cpu"}:
+        is_within = devices[0] == devices[1]
+        if is_small or is_within or set(devices) != {self.device_type, "cpu"}:
             return False
         host = out if devices[1] == "cpu" else source
         self._see_on_host(host.untyped_storage())
@@ -265,22 +284,19 @@ class Ledger(TorchDispatchMode):
         return True
 
     def _count_work(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        results = [
-            leaf
-            for leaf in tree_leaves(out)
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == self.device_type
-        ]
+        written = written_tensors(func, args, out)
+        results = [each for each in written if each.device.type == self.device_type]
         if not results:
             return
         count = flop_formula(func)
         # The formulas do not take the dtype of the result, which some overloads have.
         operands = [each for each in args if not isinstance(each, torch.dtype)]
         flops = 0 if count is None else count(*operands, **kwargs, out_val=out)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        moved = sum(tensor.nbytes for tensor in (*inputs, *results))
+        moved = count_bytes(func, args, kwargs, written)
         rate = self.device.flops_s(_format_of(results[0])) or self.device.float32_flops_s
         seconds = max(flops / rate, moved / self.device.memory_bandwidth_bytes_s)
-        self._add(Work(flops=flops, compute_s=seconds))
+        kernel = {(self.phase, operation_name(func)): (count_launches(func, args), moved)}
+        self._add(Work(flops=flops, compute_s=seconds, kernels=kernel))
 
     def _add(self, work: Work) -> None:
         self.work[self.phase] = self.work[self.phase].plus(work)

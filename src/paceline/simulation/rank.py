@@ -32,6 +32,7 @@ from paceline.simulation.records import (
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
+    Kernels,
     Messages,
     RankJob,
     RankReport,
@@ -252,6 +253,12 @@ class SimulatedRank:
                 for name, (count, size) in sorted(work.messages.items())
             ],
             flops=round(work.flops),
+            launches=round(sum(count for count, _ in work.kernels.values())),
+            bytes_moved=round(sum(size for _, size in work.kernels.values())),
+            kernels=[
+                Kernels(phase=phase, operation=name, launches=count, bytes=round(size))
+                for (phase, name), (count, size) in sorted(work.kernels.items())
+            ],
             time_floor_s=max(work.compute_s, work.link_s, work.host_s),
             host_memory_bytes=self.ledger.host_peak_bytes,
         )

@@ -44,15 +44,32 @@ class Messages(TypedDict):
     bytes: int
 
 
+class Kernels(TypedDict):
+    """Kernels of one operation in a phase of a step: ``forward``, ``backward``, ``update`` of the
+    weights, or ``synchronize`` after it."""
+
+    phase: str
+    operation: str
+    launches: float
+    bytes: int
+
+
 class RankReport(TypedDict):
-    """The simulated step of a rank, in the JSON of a plan. ``host_memory_bytes``: tensors that are
-    offloaded to the host, at their peak."""
+    """The simulated step of a rank, in the JSON of a plan.
+
+    ``launches`` and ``bytes_moved``: number of kernels that compute or copy on the device, and the
+    bytes that they read and write; ``kernels`` divides them by operation. ``host_memory_bytes``:
+    tensors that are offloaded to the host, at their peak.
+    """
 
     rank: int
     peak_memory_bytes: int
     memory_bytes: MemoryByKind
     messages: list[Messages]
     flops: int
+    launches: int
+    bytes_moved: int
+    kernels: list[Kernels]
     time_floor_s: float
     host_memory_bytes: int
 

@@ -27,7 +27,7 @@ WITHOUT_WORK = frozenset(
     {
         "view", "t", "transpose", "detach", "_unsafe_view", "expand", "as_strided", "select",
         "slice", "split", "unbind", "permute", "squeeze", "unsqueeze", "alias", "split_with_sizes",
-        "empty", "empty_like", "empty_strided", "chunk", "device", "new_empty", "chunk_cat",
+        "empty", "empty_like", "empty_strided", "chunk", "device", "new_empty",
         "lift_fresh", "new_empty_strided", "unflatten",
     }
 )  # fmt: skip
