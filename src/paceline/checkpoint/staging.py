@@ -26,6 +26,7 @@ class StagingBuffer:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.pinned = device.type != "cpu"
         self.unpinned: str | None = None
         self._blocks: list[_Block] = []
@@ -43,8 +44,9 @@ class StagingBuffer:
             values = memory.view(shard.tensor.dtype).view(shard.tensor.shape)
             values.copy_(shard.tensor, non_blocking=self.pinned)
             copies.append(replace(shard, tensor=values, key=None))
-        if self.pinned:
-            torch.accelerator.synchronize()
+        # Copies into blocks that were pinned before a failure to pin are asynchronous, too.
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         return copies
 
     def _allocate(self, size_bytes: int) -> torch.Tensor:
