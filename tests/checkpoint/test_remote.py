@@ -131,6 +131,17 @@ def test_repeated_request_finds_its_own_object(s3: dict[str, str], tmp_path: Pat
         store._create("claims/claim-00000001.json", b"another run")
 
 
+def test_sent_bytes_count_as_progress(store_url: str, tmp_path: Path) -> None:
+    manager = make_manager(make_run_folder(tmp_path / "run"), store_url)
+    assert manager.store is not None
+    path = tmp_path / "run" / "checkpoints"
+    manager.store, store = None, manager.store
+    save(manager, 1)
+    ticks: list[int] = []
+    store.publish(path / "step-00000001", lambda: ticks.append(1))
+    assert len(ticks) >= len(list((path / "step-00000001").iterdir())) - 1  # without the manifest
+
+
 def test_interrupted_upload_is_ignored_and_removed(store_url: str, tmp_path: Path) -> None:
     manager = make_manager(make_run_folder(tmp_path / "run"), store_url)
     save(manager, 1)
@@ -146,8 +157,8 @@ def test_interrupted_upload_is_ignored_and_removed(store_url: str, tmp_path: Pat
             manager.store._create = fail  # type: ignore[method-assign]
         else:
             manager.store._create = create  # type: ignore[method-assign]
-            fs.put_file = lambda local, remote: (
-                fail() if remote.endswith("meta.json") else put(local, remote)
+            fs.put_file = lambda local, remote, **options: (
+                fail() if remote.endswith("meta.json") else put(local, remote, **options)
             )
         step = 2 if method == "_create" else 3
         manager.save(step, lambda: make_shards(step), META, must_succeed=False)  # noqa: B023

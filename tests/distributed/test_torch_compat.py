@@ -333,3 +333,16 @@ def hook_and_use_store(world):
 
 def test_collectives_are_hooked_once_and_counted():
     assert run_ranks(hook_and_use_store, 2) == [(True, 16, True)] * 2
+
+
+def hook_unknown_function(_env):
+    torch_compat._is_hooked = False
+    torch_compat.hook_collectives(
+        ["all_reduce_of_the_future", "all_reduce"], lambda *_: "hooked", lambda wait, _: wait
+    )
+    return dist.all_reduce, hasattr(dist, "all_reduce_of_the_future")
+
+
+def test_functions_that_this_torch_lacks_are_not_hooked():
+    results = run_ranks(hook_unknown_function, 1, init_process_group=False)
+    assert results == [("hooked", False)]

@@ -53,6 +53,19 @@ def test_long_compilation_is_not_a_hang() -> None:
     assert find_hung_ranks(waiting, replace(compiling, stalled_s=1000.0)) == [1]
 
 
+def test_rank_for_which_the_others_wait_with_a_limit_of_their_own_is_not_reported() -> None:
+    waiting = make_waiting_rank(1, 100.0, phase="saving")
+    alone = make_rank(0, phase="saving", stalled_s=100.0)
+    assert find_hung_ranks(alone, waiting) == [0]
+    patient = replace(alone, patience_s=3660.0)
+    assert find_hung_ranks(patient, waiting) == []
+    assert find_hung_ranks(replace(patient, stalled_s=4000.0), waiting) == [0]
+    stopped = replace(patient, stalled_s=8.0, since_heartbeat_s=7.9, state="T")
+    assert find_hung_ranks(stopped, waiting) == [0]
+    cut_off = replace(patient, since_heartbeat_s=70.0)
+    assert find_hung_ranks(cut_off, waiting) == [0]
+
+
 def test_stopped_process_is_reported_even_in_a_collective() -> None:
     (hang,) = find_hangs(
         [

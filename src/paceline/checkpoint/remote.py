@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from paceline.checkpoint.format import (
@@ -266,8 +267,11 @@ class CheckpointStore:
             return None
         return before
 
-    def publish(self, path: Path) -> None:
+    def publish(self, path: Path, tick: Callable[[], None] = lambda: None) -> None:
         """Upload a committed checkpoint. The manifest is uploaded last and commits it.
+
+        Args:
+            tick: function that is called whenever bytes were sent.
 
         Raises:
             ClaimLostError: another run claimed the location.
@@ -279,7 +283,8 @@ class CheckpointStore:
         if self._fs.exists(self._path(name, MANIFEST)):
             self._delete(f"{name}/{MANIFEST}")
         for file in sorted(read_manifest(path)):
-            self._fs.put_file(str(path / file), self._path(name, file))
+            self._fs.put_file(str(path / file), self._path(name, file), callback=_sent(tick))
+            tick()
         self._check_claim()
         try:
             self._create(f"{name}/{MANIFEST}", (path / MANIFEST).read_bytes())
@@ -292,15 +297,17 @@ class CheckpointStore:
         keep: int | None,
         superseded: Collection[int],
         best_steps: Collection[int] = (),
+        tick: Callable[[], None] = lambda: None,
     ) -> list[str]:
-        """:meth:`publish` a checkpoint, then :meth:`prune`. Return warnings.
+        """:meth:`publish` a checkpoint, then :meth:`prune`. Return warnings. ``tick`` is called
+        whenever bytes were sent.
 
         Raises:
             ClaimLostError: another run claimed the location.
             SaveError: the upload failed.
         """
         try:
-            self.publish(path)
+            self.publish(path, tick)
         except ClaimLostError:
             raise
         except Exception as error:
@@ -431,6 +438,13 @@ class CheckpointStore:
         parent = Path(path).parent
         if self._is_folder and parent != Path(self._root) and not any(parent.iterdir()):
             shutil.rmtree(parent, ignore_errors=True)
+
+
+def _sent(tick: Callable[[], None]) -> Any:
+    """Return a callback of fsspec that calls ``tick`` whenever bytes were sent."""
+    from fsspec.callbacks import Callback
+
+    return Callback(hooks={"tick": lambda *_, **__: tick()})
 
 
 def fetch_checkpoint(text: str, folder: Path, warn: Warn, key: str = "resume") -> Path:

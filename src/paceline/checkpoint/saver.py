@@ -4,30 +4,28 @@ from a copy of the state."""
 from __future__ import annotations
 
 import logging
-import shutil
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from paceline.checkpoint import transfer, writer
+from paceline.checkpoint import writer
 from paceline.checkpoint.format import CheckpointMeta, name_of, step_of
+from paceline.checkpoint.pending_save import Failure, PendingSave
 from paceline.checkpoint.remote import CheckpointStore, ClaimLostError
 from paceline.checkpoint.staging import StagingBuffer
-from paceline.checkpoint.store import committed, prune_after
-from paceline.core.errors import RunError, SaveError
+from paceline.checkpoint.store import committed
 from paceline.core.event_log import EventLog
 from paceline.core.events import CheckpointEvent
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
+from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.distributed.side_group import SideGroup
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.state import TensorShard
 
 logger = logging.getLogger(__name__)
 
-Failure = RunError | ClaimLostError
 CollectShards = Callable[[], list[TensorShard]]
 
 #: If training waits longer than this for the previous save, a warning is logged.
@@ -149,10 +147,10 @@ class CheckpointManager:
         if step == self.last_step:
             if not must_succeed:
                 return
-            self._finish_pending(wait=True)
+            self._finish_together()
             if self._agree(self._error) is None:
                 return
-        self._finish_pending(wait=True)
+        self._finish_together()
         lost = self.world.lost
         self._since = time.monotonic()
         self.num_begun += 1
@@ -279,7 +277,8 @@ class CheckpointManager:
             save.blocked_s = time.perf_counter() - start
             return None
         else:
-            save.run(PROGRESS.tick if self.side is not None else lambda: None)
+            with rank_zero_phase(self.world, f"writing the checkpoint of step {step}"):
+                save.run(PROGRESS.tick)
         failure = self._agree(save.error)
         if failure is None and save.leader in self.world.lost and not self._is_committed(step):
             failure = save.leader_lost()
@@ -287,7 +286,8 @@ class CheckpointManager:
         if failure is None:
             self.last_step, self._error = step, None
         if failure is None or not is_retry:
-            self._report(save)
+            with rank_zero_phase(self.world, f"reporting the checkpoint of step {step}"):
+                self._report(save)
         return failure
 
     def _senders(self, statuses: dict[int, writer.RankStatus]) -> list[int]:
@@ -306,6 +306,11 @@ class CheckpointManager:
 
     def _is_committed(self, step: int) -> bool:
         return (self.folder / name_of(step)).is_dir()
+
+    def _finish_together(self) -> None:
+        """Join the background save, if there is one, on every rank. A collective."""
+        with rank_zero_phase(self.world, "writing the previous checkpoint"):
+            self._finish_pending(wait=True)
 
     def _finish_pending(self, wait: bool) -> None:
         """Join the background save, if there is one, and report its outcome. With ``wait``, the
@@ -364,126 +369,3 @@ class CheckpointManager:
             logger.warning(text)
         if saved is not None:
             self.on_saved(save.step, saved.path)
-
-
-@dataclass
-class PendingSave:
-    """A save on one rank, in the foreground or in a thread. It writes the rank's shards and, on the
-    leader, commits the checkpoint. Ranks communicate only through files.
-
-    Args:
-        leader, is_leader: the rank that commits the checkpoint; whether this rank is the leader.
-        staging_dir: the hidden folder to write to; None if it could not be created.
-        writers, senders: all ranks, in order; those that send their shards to rank 0.
-        superseded: steps of the checkpoints that an earlier attempt wrote after the one from which
-            this attempt resumed.
-        started: start time on the clock of ``time.perf_counter``.
-    """
-
-    manager: CheckpointManager
-    step: int
-    leader: int
-    is_leader: bool
-    shards: Sequence[TensorShard]
-    meta: CheckpointMeta
-    staging_dir: Path | None
-    writers: Sequence[writer.ShardWriter]
-    senders: Sequence[int]
-    superseded: frozenset[int]
-    started: float
-    blocked_s: float = 0.0
-    wall_s: float | None = None
-    saved: writer.SavedCheckpoint | None = None
-    error: Failure | None = None
-    warnings: list[str] = field(default_factory=list)
-    timeout_s: float = writer.STALL_S  # how long to wait while nothing is written or sent
-    has_ended: bool = False
-    transfer: str | None = None  # the network transfer in progress
-    _thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self.run, name=f"save-{self.step}", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        """Wait for the thread. If the run has failed, ``timeout_s`` is shorter, and a stalled
-        transfer is abandoned; its thread ends with the process."""
-        if self._thread is None:
-            return
-        progress, since = -1, time.monotonic()
-        while self._thread.is_alive():
-            self._thread.join(0.2)
-            if self.timeout_s == writer.STALL_S or self.transfer is None:
-                continue
-            side = self.manager.side
-            num_moved = 0 if side is None else side.num_moved
-            if progress != num_moved:
-                progress, since = num_moved, time.monotonic()
-            elif time.monotonic() - since > self.timeout_s:
-                self.fail(
-                    f"{self.transfer} did not finish within {self.timeout_s:.0f} s after the run"
-                    " failed"
-                )
-                return
-
-    def run(self, tick: Callable[[], None] = lambda: None) -> None:
-        """Write this rank's shards; on the leader, wait for the other ranks and commit. Raises no
-        exceptions. ``tick`` is called whenever a transfer makes progress."""
-        assert self.staging_dir is not None
-        side, rank, num_ranks = self.manager.side, self.manager.world.rank, len(self.writers)
-        try:
-            if side is None or not side.is_remote:
-                writer.write_shards(self.staging_dir, rank, num_ranks, self.shards)
-            elif self.shards:  # rank 0 expects nothing from an idle rank
-                self.transfer = "the transfer to rank 0"
-                transfer.send_shards(side, rank, num_ranks, self.shards, tick)
-            if self.is_leader and side is not None:
-                self.transfer = "the transfer from the ranks that do not see the run's folder"
-                transfer.receive_shards(side, self.staging_dir, self.senders, num_ranks, tick)
-                self.transfer = None
-            if self.is_leader:
-                self._commit(self.staging_dir, tick)
-        finally:
-            self.shards = ()
-            self.has_ended = True
-
-    def _commit(self, staging_dir: Path, tick: Callable[[], None]) -> None:
-        folder, keep, store = self.manager.folder, self.manager.keep, self.manager.store
-        try:
-            records = writer.wait_for_shards(
-                staging_dir, self.writers, lambda: self.timeout_s, tick
-            )
-            self.saved = writer.commit(folder, self.step, staging_dir, self.meta, records)
-            self.wall_s = time.perf_counter() - self.started
-        except Exception as error:
-            self.fail(writer.reason_of(error))
-            return
-        if store is not None:
-            self.transfer = f"the upload to {store.url}"
-            try:
-                self.warnings += store.upload(
-                    self.saved.path, keep, self.superseded, self.manager.best_steps
-                )
-            except (ClaimLostError, SaveError) as error:
-                self.saved, self.error = None, error
-                return
-            self.wall_s = time.perf_counter() - self.started
-            keep = 1
-        best_steps = self.manager.best_steps
-        self.warnings += prune_after(self.saved, self.step, keep, self.superseded, best_steps)
-
-    def leader_lost(self) -> RunError:
-        """Return the error to report if the leader was lost before it committed the checkpoint."""
-        return self._not_written(f"rank {self.leader}, which was to commit it, has ended")
-
-    def fail(self, reason: str) -> None:
-        """Remove what was written and record the error. Called on the leader."""
-        if not self.is_leader:
-            return
-        if self.staging_dir is not None:
-            shutil.rmtree(self.staging_dir, ignore_errors=True)
-        self.error = self._not_written(reason)
-
-    def _not_written(self, reason: str) -> RunError:
-        size_bytes = sum(process.size_bytes for process in self.writers)
-        return writer.not_written(self.manager.folder, self.step, size_bytes, reason)

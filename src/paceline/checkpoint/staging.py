@@ -26,6 +26,7 @@ class StagingBuffer:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.pinned = device.type != "cpu"
         self.unpinned: str | None = None
         self._blocks: list[_Block] = []
@@ -35,16 +36,18 @@ class StagingBuffer:
         call."""
         for block in self._blocks:
             block.used_bytes = 0
-        block_index = 0
+        block_index, is_asynchronous = 0, False
         copies = []
         for shard in shards:
             size_bytes = shard.tensor.numel() * shard.tensor.element_size()
             block_index, memory = self._reserve(block_index, size_bytes)
             values = memory.view(shard.tensor.dtype).view(shard.tensor.shape)
+            # Copies into blocks that were pinned before a failure to pin are asynchronous.
             values.copy_(shard.tensor, non_blocking=self.pinned)
+            is_asynchronous |= self.pinned
             copies.append(replace(shard, tensor=values, key=None))
-        if self.pinned:
-            torch.accelerator.synchronize()
+        if is_asynchronous:
+            torch.accelerator.synchronize(self.device)
         return copies
 
     def _allocate(self, size_bytes: int) -> torch.Tensor:

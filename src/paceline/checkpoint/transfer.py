@@ -361,19 +361,16 @@ def transfer_notices(
     if not comm.is_rank_zero:
         return []
     remote_sizes = [size for size in sizes if size is not None]
-    return [transfer_text(remote_sizes, rate, config.parallel.collective_timeout_s)]
+    return [transfer_text(remote_sizes, rate)]
 
 
-def transfer_text(
-    sizes: Sequence[int], bytes_per_s: float | None, timeout_s: float
-) -> tuple[str, str]:
+def transfer_text(sizes: Sequence[int], bytes_per_s: float | None) -> tuple[str, str]:
     """Return the notice (level, text) about the bytes sent to rank 0 at each save.
 
     Args:
         sizes: number of bytes sent by each rank without access to the run's folder.
         bytes_per_s: bandwidth at which rank 0 receives from the slowest of their hosts, or None if
             unknown.
-        timeout_s: time limit for a save that the ranks wait for.
     """
     size_bytes = sum(sizes)
     text = "the hosts do not share the run's folder: the host of rank 0 writes the checkpoints"
@@ -391,9 +388,4 @@ def transfer_text(
         " (`parallel.shard`: the number of its devices; `parallel.data`: the number of hosts) or"
         " use `mode: ddp`. To send nothing, use an `output_dir` that all hosts share"
     )
-    if 2 * wall_s > timeout_s:
-        text += (
-            ". The last save must finish within `parallel.collective_timeout_s`"
-            f" ({timeout_s:.0f} s): set it to {4 * wall_s:.0f}"
-        )
     return "warning", text

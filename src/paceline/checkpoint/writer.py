@@ -112,12 +112,12 @@ class StateFile:
             pieces = (stored,) if stored.numel else ()
             add(self.index, shard.name, TensorEntry(_dtype_name(shard), shard.shape, pieces))
 
-    def write(self, sink: Sink) -> str:
-        """Write the file to ``sink``. Return its SHA-256."""
+    def write(self, sink: Sink, tick: Callable[[], None] = lambda: None) -> str:
+        """Write the file to ``sink``. Return its SHA-256. ``tick`` is called after each chunk."""
         digest = hashlib.sha256()
-        _write(sink, digest, memoryview(self._header))
+        _write(sink, digest, memoryview(self._header), tick)
         for key in self._order:
-            _write(sink, digest, _bytes_of(self._shards[key].tensor))
+            _write(sink, digest, _bytes_of(self._shards[key].tensor), tick)
         return digest.hexdigest()
 
 
@@ -148,12 +148,13 @@ def _bytes_of(tensor: Any) -> memoryview:
     return memoryview(on_host.reshape(-1).view(torch.uint8).numpy())
 
 
-def _write(sink: Sink, digest: Any, data: memoryview) -> None:
+def _write(sink: Sink, digest: Any, data: memoryview, tick: Callable[[], None]) -> None:
     for start in range(0, len(data), _CHUNK_BYTES):
         chunk = data[start : start + _CHUNK_BYTES]
         digest.update(chunk)
         while len(chunk):
             chunk = chunk[sink.write(chunk) :]
+        tick()
 
 
 @dataclass(frozen=True)
@@ -258,19 +259,27 @@ def remove(path: Path) -> None:
 
 
 def write_shards(
-    staging_dir: Path, rank: int, num_ranks: int, shards: Sequence[TensorShard]
+    staging_dir: Path,
+    rank: int,
+    num_ranks: int,
+    shards: Sequence[TensorShard],
+    tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write this rank's shards and leave the result for rank 0. Raises no exceptions."""
-    write_and_report(staging_dir, rank, num_ranks, partial(_write_state_file, shards=shards))
+    """Write this rank's shards and leave the result for rank 0. Raises no exceptions. ``tick`` is
+    called whenever bytes were written."""
+    write = partial(_write_state_file, shards=shards, tick=tick)
+    write_and_report(staging_dir, rank, num_ranks, write)
 
 
-def _write_state_file(path: Path, shards: Sequence[TensorShard]) -> ShardRecord:
+def _write_state_file(
+    path: Path, shards: Sequence[TensorShard], tick: Callable[[], None]
+) -> ShardRecord:
     """Write the shards to one safetensors file and sync it. Without shards, no file is written."""
     if not shards:
         return ShardRecord()
     file = StateFile(path.name, shards)
     with open(path, "wb", buffering=0) as handle:
-        sha256 = file.write(handle)
+        sha256 = file.write(handle, tick)
         os.fsync(handle.fileno())
     return ShardRecord(path.name, file.size_bytes, sha256, file.index)
 

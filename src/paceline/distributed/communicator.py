@@ -87,6 +87,9 @@ class Communicator:
     has_adopted_group = False
     #: Time limit of collectives; None: torch's.
     timeout: timedelta | None = None
+    #: How long the other ranks wait for rank 0 while it works alone and makes no progress; see
+    #: :mod:`paceline.distributed.rank_zero`.
+    rank0_timeout_s = 3600.0
     #: The other ranks exist: not in a simulation, in which one process is one rank of many.
     has_peers = True
 
@@ -120,6 +123,10 @@ class Communicator:
     def lost(self) -> frozenset[int]:
         """Ranks that were lost while the others continue."""
         return frozenset()
+
+    def has_ended(self, rank: int) -> bool:
+        """Return whether a rank is known to have ended while the others continue."""
+        return rank in self.lost
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -315,7 +322,11 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def init_communicator(
-    env: RankEnv, device_type: str, timeout_s: float, axes: ParallelDims | None = None
+    env: RankEnv,
+    device_type: str,
+    timeout_s: float,
+    axes: ParallelDims | None = None,
+    rank0_timeout_s: float = Communicator.rank0_timeout_s,
 ) -> Communicator:
     """Choose this rank's device, set the number of threads, and join the process group.
 
@@ -328,11 +339,13 @@ def init_communicator(
         device_type: of the ranks of the mesh. The ranks after them, such as the servers of a
             parameter server, use the CPU.
         axes: sizes of the mesh; default: all ranks on the data axis.
+        rank0_timeout_s: see :attr:`Communicator.rank0_timeout_s`.
 
     Raises:
         RunError: if the existing process group has other ranks, or a backend that does not support
             the device.
     """
+    Communicator.rank0_timeout_s = rank0_timeout_s
     mesh_types = device_types = frozenset({device_type})
     num_mesh_ranks = env.world_size if axes is None else axes.size
     if num_mesh_ranks < env.world_size:

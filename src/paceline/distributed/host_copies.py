@@ -59,8 +59,9 @@ class HostCopy:
         if tensor.device.type in _WITH_STREAMS:
             self._host = empty_on_host(tensor.detach())
             self._host.copy_(tensor.detach(), non_blocking=True)
-            self._event = torch.Event(tensor.device)
-            self._event.record()
+            # The copy runs on the stream of the tensor's device, which may not be the current one.
+            stream = torch.accelerator.current_stream(tensor.device)
+            self._event = stream.record_event()
 
     def read(self) -> torch.Tensor:
         """Return the values."""

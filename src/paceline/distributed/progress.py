@@ -136,6 +136,9 @@ class ProgressTracker:
         self.step: int | None = None
         self.marks = 0  # increases whenever progress is recorded
         self.waits_for: str | None = None  # what the main thread waits for
+        #: How long this rank may make no progress, because the others wait for it outside of
+        #: collectives; None: as the phase allows.
+        self.patience_s: float | None = None
         self.waited_s = self.step_wait_s = 0.0  # total, and in the last step
         self.last: CollectiveCall | None = None  # issued by the main thread
         self.ring: deque[CollectiveCall] = deque(maxlen=_NUM_CALLS)
@@ -171,6 +174,16 @@ class ProgressTracker:
         self.enter(phase)
         yield
         self.enter(before)
+
+    @contextmanager
+    def patient(self, seconds: float) -> Iterator[None]:
+        """Let the watchdog of the other ranks accept this many seconds without progress within the
+        block."""
+        before, self.patience_s = self.patience_s, seconds
+        try:
+            yield
+        finally:
+            self.patience_s = before
 
     def tick(self) -> None:
         """Record progress within a phase."""

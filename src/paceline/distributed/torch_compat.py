@@ -89,7 +89,9 @@ def hook_collectives(
     future = _find(torch, "_C.Future")
     work_wait, future_wait = _find(dist, "Work.wait"), _find(future, "wait")
     for name in functions:
-        setattr(dist, name, wrap_function(name, getattr(dist, name)))
+        function = _find(dist, name, None)
+        if function is not None:
+            setattr(dist, name, wrap_function(name, function))
     dist.Work.wait = wrap_wait(work_wait, True)  # type: ignore[method-assign]
     future.wait = wrap_wait(future_wait, False)
     _is_hooked = True

@@ -39,6 +39,9 @@ class RankStatus:
         since_heartbeat_s: seconds since the last heartbeat of the rank.
         waits_for: what the rank is blocked on, if it waits for other ranks.
         typical_step_s: duration of a typical step, or None before there were enough steps.
+        patience_s: how long the rank may make no progress while it sends heartbeats, because the
+            others wait for it with a time limit of their own
+            (:mod:`paceline.distributed.rank_zero`); None: as its phase allows.
         issued: number of collectives issued so far, by group.
         state: state of the process, if it is on this host and sends no heartbeats.
     """
@@ -52,6 +55,7 @@ class RankStatus:
     since_heartbeat_s: float = 0.0
     waits_for: str | None = None
     typical_step_s: float | None = None
+    patience_s: float | None = None
     issued: Mapping[str, int] = field(default_factory=dict)
     state: str | None = None
 
@@ -90,6 +94,8 @@ def grace_s(status: RankStatus, hang_warning_s: float) -> float:
     """Return how many seconds a rank may make no progress before it is reported."""
     if status.is_silent(hang_warning_s) and status.state in _DEAD:
         return hang_warning_s
+    if status.patience_s is not None and not status.is_silent(hang_warning_s):
+        return max(hang_warning_s, status.patience_s)
     if status.phase in _GRACE_S:
         return max(hang_warning_s, _GRACE_S[status.phase])
     if status.typical_step_s is None:

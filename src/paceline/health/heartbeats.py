@@ -60,6 +60,7 @@ class Heartbeat:
         timed_step: the last step whose times were published.
         call_log: the file of the rank's :class:`~paceline.distributed.call_log.CallLog`.
         pause: the last pause of the process.
+        patience_s: see :attr:`~paceline.health.hangs.RankStatus.patience_s`.
     """
 
     number: int = 0
@@ -77,6 +78,7 @@ class Heartbeat:
     timed_step: int | None = None
     call_log: int | None = None
     pause: Pause | None = None
+    patience_s: float | None = None
     segments: Segments = field(default_factory=Segments)
 
 
@@ -150,6 +152,7 @@ class HeartbeatExchange:
             timed_step=steps[-1].step if steps else None,
             call_log=PROGRESS.box.file if PROGRESS.box is not None else None,
             pause=self.pause,
+            patience_s=PROGRESS.patience_s,
             segments=self._segments,
         )
         details = Details(stack_of(PROGRESS.thread))
@@ -291,6 +294,7 @@ class PeerState:
             since_heartbeat_s=now - self.received_at,
             waits_for=heartbeat.waits_for,
             typical_step_s=heartbeat.typical_step_s,
+            patience_s=heartbeat.patience_s,
             issued=heartbeat.issued,
             state=self.state,
         )

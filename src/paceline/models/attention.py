@@ -311,6 +311,24 @@ def uninstall(model: Any) -> None:
 
 
 @contextmanager
+def wrapped(wrapper: Callable[..., tuple[torch.Tensor, None]]) -> Iterator[None]:
+    """Replace the attention for packed rows, which must be installed, within the block.
+
+    Args:
+        wrapper: function that is called with the attention, followed by its arguments.
+    """
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    installed = ALL_ATTENTION_FUNCTIONS[NAME]
+    AttentionInterface.register(NAME, partial(wrapper, installed))
+    try:
+        yield
+    finally:
+        AttentionInterface.register(NAME, installed)
+
+
+@contextmanager
 def without_packing(model: Any) -> Iterator[None]:
     """Replace the attention for packed rows within the block, because it does not support a KV
     cache."""

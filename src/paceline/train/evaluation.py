@@ -4,6 +4,7 @@ the result is exact even if ranks have different numbers of rows."""
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.core.events import EvalEvent
 from paceline.data.loader import LoaderOptions, eval_batches
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import ProgressTracker
+from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.parallel.base import Strategy
 from paceline.parallel.protocols import evaluate as run_evaluation
 from paceline.parallel.protocols import has_data, replica_of
@@ -122,34 +124,35 @@ def run_batches(
     """
     comm, args = strategy.world, config.train_args
     on_rank_zero = config.evaluation.mode == "rank0"
-    if not has_data(strategy) or (on_rank_zero and not comm.is_rank_zero):
-        return
-    rank, num_replicas = (0, 1) if on_rank_zero else replica_of(strategy)
-    batches = eval_batches(
-        dataset,
-        task.collate,
-        batch_size=args.per_device_eval_batch_size or args.per_device_train_batch_size,
-        rank=rank,
-        world_size=num_replicas,
-        seed=args.seed,
-        options=options,
-    )
-    was_training = model.training
-    model.eval()
-    try:
-        for batch in batches:
-            batch = batch.to(comm.device)
-            progress.tick()
+    with rank_zero_phase(comm, "evaluating the model") if on_rank_zero else nullcontext():
+        if not has_data(strategy) or (on_rank_zero and not comm.is_rank_zero):
+            return
+        rank, num_replicas = (0, 1) if on_rank_zero else replica_of(strategy)
+        batches = eval_batches(
+            dataset,
+            task.collate,
+            batch_size=args.per_device_eval_batch_size or args.per_device_train_batch_size,
+            rank=rank,
+            world_size=num_replicas,
+            seed=args.seed,
+            options=options,
+        )
+        was_training = model.training
+        model.eval()
+        try:
+            for batch in batches:
+                batch = batch.to(comm.device)
+                progress.tick()
 
-            def step(module: nn.Module, data: object = batch.data) -> dict[str, torch.Tensor]:
-                with torch.no_grad(), precision.autocast():
-                    return run(module, data)
+                def step(module: nn.Module, data: object = batch.data) -> dict[str, torch.Tensor]:
+                    with torch.no_grad(), precision.autocast():
+                        return run(module, data)
 
-            results = step(model) if on_rank_zero else run_evaluation(strategy, step, model)
-            if batch.weight and results is not None:
-                yield batch.data, results
-    finally:
-        model.train(was_training)
+                results = step(model) if on_rank_zero else run_evaluation(strategy, step, model)
+                if batch.weight and results is not None:
+                    yield batch.data, results
+        finally:
+            model.train(was_training)
 
 
 def _perplexity(loss: float) -> float:

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from safetensors import SafetensorError
 from torch import nn
@@ -14,6 +15,7 @@ from paceline.checkpoint.writer import reason_of
 from paceline.core.errors import RunError
 from paceline.core.files import human_bytes, replace_dir
 from paceline.core.run_dir import RunDir
+from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.parallel.base import load_full
 from paceline.parallel.protocols import consolidated
 from paceline.train.state import RankContext, TrainComponents
@@ -39,11 +41,20 @@ def save_model_folder(
     lost_ranks = None
     while lost_ranks != ctx.comm.lost:  # repeat if the rank that wrote it was lost
         lost_ranks = ctx.comm.lost
-        with consolidated(components.strategy):
+        folder = _staging_dir(ctx.run_dir)
+        with (
+            consolidated(components.strategy),
+            rank_zero_phase(ctx.comm, "writing the trained model", folder),
+        ):
             if ctx.comm.is_rank_zero:
                 _write_model(ctx.run_dir, components, build, step)
         ctx.comm.barrier()
         handle_rank_loss()
+
+
+def _staging_dir(run_dir: RunDir) -> Path:
+    """Return the hidden folder to which this process writes the model."""
+    return run_dir.model.with_name(f".{run_dir.model.name}.{os.getpid()}.tmp")
 
 
 def _write_model(
@@ -51,7 +62,7 @@ def _write_model(
 ) -> None:
     task, model = components.task, components.model
     final = run_dir.model
-    staging_dir = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    staging_dir = _staging_dir(run_dir)
     for leftover in final.parent.glob(f".{final.name}.*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
     try:

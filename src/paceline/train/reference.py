@@ -17,6 +17,7 @@ from paceline.core.log import Notice
 from paceline.data.cache import build_once
 from paceline.data.pipeline import DataPipeline
 from paceline.distributed.progress import PROGRESS
+from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.distributed.traffic import uncounted
 from paceline.tasks.base import ComparesWithStart
 from paceline.train.evaluation import gather, run_batches
@@ -39,7 +40,11 @@ def add_reference_values(
         comm = components.strategy.world
         key = task.reference_key(dataset)
         folder = None if key is None else cache_dir() / "reference" / key
-        stored = comm.broadcast_object(_load(folder) if comm.is_rank_zero else None)
+        stored = None
+        with rank_zero_phase(comm, "reading the values of the reference model"):
+            if comm.is_rank_zero:
+                stored = _load(folder)
+        stored = comm.broadcast_object(stored)
         origin = "read from the cache"
         if stored is None:
             with PROGRESS.during("evaluation"), uncounted():

@@ -22,6 +22,7 @@ from paceline.core.event_log import EventLog
 from paceline.core.events import RunEndEvent
 from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.log import log_to_events
+from paceline.core.report import Report
 from paceline.core.run_dir import RunDir, clear_debris, lock_run
 from paceline.core.stop import StopFlag
 from paceline.data.pipeline import DataPipeline
@@ -29,6 +30,7 @@ from paceline.distributed.communicator import init_communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.progress import PROGRESS
+from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.distributed.side_group import SideGroup
 from paceline.health.anomalies import AnomalyDetector
 from paceline.health.loss_spikes import LossSpikeDetector
@@ -95,12 +97,11 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
     if spec.config.train_args.deterministic:
         use_deterministic_algorithms()
     PROGRESS.start(active=spec.config.recovery.watchdog, on_cpu=spec.device_type == "cpu")
-    comm = init_communicator(env, spec.device_type, spec.config.parallel.collective_timeout_s, axes)
+    recovery, timeout_s = spec.config.recovery, spec.config.parallel.collective_timeout_s
+    comm = init_communicator(env, spec.device_type, timeout_s, axes, recovery.rank0_timeout_s)
     run_dir = RunDir(Path(spec.config.output_dir))
     events = EventLog(None)
-    watchdog = Watchdog(
-        spec.config.recovery, spec.config.parallel.collective_timeout_s, comm, stop, run_dir.root
-    )
+    watchdog = Watchdog(recovery, timeout_s, comm, stop, run_dir.root)
     watchdog.start()
     has_failed = False
     try:
@@ -115,11 +116,12 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
                 digest = components.frozen_digest
                 check_same_model(opened, spec.resume_from, components.shape, digest)
         with ExitStack() as cleanup, log_to_events(events):
-            if comm.is_rank_zero:
-                _open_run(spec, run_dir, events, cleanup)
-            watchdog.watch(components.strategy, events)
             ctx = RankContext(comm, run_dir, events, stop, cleanup)
-            store = claim_store(spec, ctx)
+            with rank_zero_phase(comm, "opening the run's folder and `checkpoint_dir`"):
+                if comm.is_rank_zero:
+                    _open_run(spec, run_dir, events, cleanup)
+                store = claim_store(spec, ctx)
+            watchdog.watch(components.strategy, events)
             trainer = build_trainer(spec, ctx, components, data, notices, side, store)
             return _run(trainer)
     except BaseException as caught:
@@ -156,7 +158,7 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
 def _run(trainer: Trainer) -> Outcome:
     """Train, save the model and write the report. Return the result of :func:`run_rank`."""
     spec, ctx, strategy = trainer.spec, trainer.ctx, trainer.strategy
-    state, events = trainer.state, ctx.events
+    state = trainer.state
     advisor = make_advisor(strategy, trainer.metrics, state.first_step, spec.derived.steps)
     trainer.callbacks.add(*_monitoring(trainer, advisor))
     selection = _selection(trainer)
@@ -196,30 +198,37 @@ def _run(trainer: Trainer) -> Outcome:
         best=None if selection is None else selection.report(),
         stop_reason=state.stop_reason,
     )
-    if ctx.comm.is_rank_zero:
-        write_reports(ctx.run_dir, report)
-        for listener in ctx.events.listeners:
-            if isinstance(listener, MetricLogger):
-                listener.finish(report)
-        reason = state.stop_reason
-        if status == "stopped":
-            reason = "stopped by a signal" if ctx.stop.wanted else "another rank was stopped"
-        end: RunEndEvent = {
-            "type": "run_end",
-            "status": status,
-            "step": state.step,
-            "reason": reason,
-            "wall_s": report["wall_s"],
-        }
-        if advisor is not None and advisor.summary is not None:
-            end["network"] = advisor.summary
-        events.emit(end)
+    with rank_zero_phase(ctx.comm, "writing the report"):
+        if ctx.comm.is_rank_zero:
+            _write_end(trainer, report, advisor)
     if spec.reports_everywhere:
         report = ctx.comm.broadcast_object(report)
     ctx.comm.barrier()
     close_servers(strategy)
     has_report = ctx.comm.is_rank_zero or spec.reports_everywhere
     return {"status": status, "report": report if has_report else None}
+
+
+def _write_end(trainer: Trainer, report: Report, advisor: CommAdvisor | None) -> None:
+    """Write the report, close the metric loggers with it, and emit the last event."""
+    state, ctx = trainer.state, trainer.ctx
+    write_reports(ctx.run_dir, report)
+    for listener in ctx.events.listeners:
+        if isinstance(listener, MetricLogger):
+            listener.finish(report)
+    reason = state.stop_reason
+    if report["status"] == "stopped":
+        reason = "stopped by a signal" if ctx.stop.wanted else "another rank was stopped"
+    end: RunEndEvent = {
+        "type": "run_end",
+        "status": report["status"],
+        "step": state.step,
+        "reason": reason,
+        "wall_s": report["wall_s"],
+    }
+    if advisor is not None and advisor.summary is not None:
+        end["network"] = advisor.summary
+    ctx.events.emit(end)
 
 
 def _monitoring(trainer: Trainer, advisor: CommAdvisor | None) -> list[Callback]:

@@ -29,6 +29,7 @@ from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS, ProgressTracker
+from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.distributed.side_group import SideGroup
 from paceline.health.loss_spikes import LossSpike
 from paceline.models.adapters.initialization import subtract_adapters
@@ -154,7 +155,10 @@ def find_target(
 ) -> RollbackTarget:
     """Return the latest intact checkpoint at or before ``step`` that rank 0 finds, or else the one
     that this attempt resumed from. A collective."""
-    target = _find_target(run_dir, step, resumed_from) if comm.is_rank_zero else None
+    target = None
+    with rank_zero_phase(comm, "looking for an intact checkpoint"):
+        if comm.is_rank_zero:
+            target = _find_target(run_dir, step, resumed_from)
     agreed = comm.broadcast_object(target)
     assert agreed is not None
     return agreed

@@ -67,6 +67,15 @@ class RecoveryConfig(Section):
             " `parallel.collective_timeout_s`."
         ),
     )
+    rank0_timeout_s: float = Field(
+        3600.0,
+        ge=1,
+        description=(
+            "How long the other ranks wait for work that rank 0 does alone, such as writing the"
+            " trained model or an upload, while it makes no progress. As long as it makes progress,"
+            " they wait without a limit."
+        ),
+    )
     replica_check_steps: int = Field(
         100,
         ge=0,

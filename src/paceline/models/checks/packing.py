@@ -1,6 +1,7 @@
 """Choose how samples share a row, by a test on the model."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,9 @@ def choose_packing(
     mix samples (state-space models, older attention implementations) are trained with padding. If
     tensors have no values, as in a simulation, the logits count as equal. That a model passed the
     test is stored for later runs; one that did not is tested again, because the reason may have
-    been a lack of memory.
+    been a lack of memory. A strategy that splits the model keeps it on the CPU until then; its
+    attention is nevertheless computed on the device that the run trains on, by the kernel that
+    trains.
 
     Args:
         device: device of the model, which may still be the CPU.
@@ -56,14 +59,18 @@ def choose_packing(
     stored = check_of_model("packing", model, config, device_type, choice.kernel)
     if stored.read() is not None and attention.install(base, choice.kernel) is not None:
         return passed
-    packing = _check_packing(model, device, config, choice)
+    packing = _check_packing(model, device, config, choice, device_type)
     if packing == passed:
         stored.write({"kernel": choice.kernel})
     return packing
 
 
 def _check_packing(
-    model: Any, device: torch.device, config: Config, choice: AttentionChoice
+    model: Any,
+    device: torch.device,
+    config: Config,
+    choice: AttentionChoice,
+    device_type: str,
 ) -> PackingChoice:
     base = base_model(model)
     vocabulary = int(getattr(base.config.get_text_config(), "vocab_size", 0))
@@ -87,13 +94,15 @@ def _check_packing(
         for kernel in dict.fromkeys((choice.kernel, SDPA)):
             if attention.install(base, kernel) is None:
                 continue
-            if _agrees(model, alone, **row, **segments):
+            with _attention_on(device_type, alone, config, kernel):
+                agrees = _agrees(model, alone, row | segments, is_fused=kernel != SDPA)
+            if agrees:
                 reason = choice.reason
                 if kernel != choice.kernel:
                     reason = f"{choice.kernel} does not compute this model's attention"
                 return PackingChoice("segments", reason)
             attention.uninstall(base)
-        rows = "positions" if _agrees(model, alone, **row) else "none"
+        rows = "positions" if _agrees(model, alone, row) else "none"
         return PackingChoice(rows, "the model's own attention")
 
 
@@ -108,7 +117,42 @@ def _autocast(config: Config, device: torch.device, kernel: str) -> AbstractCont
     return torch.autocast(device.type, dtype=getattr(torch, low))
 
 
-def _agrees(model: Any, expected: torch.Tensor, **inputs: Any) -> bool:
+@contextmanager
+def _attention_on(
+    device_type: str, like: torch.Tensor, config: Config, kernel: str
+) -> Iterator[None]:
+    """Compute the attention that is installed on the device that the run trains on within the
+    block, if the model is still on the CPU.
+
+    Args:
+        like: a result of the model, whose device is the model's.
+    """
+    if like.device.type == device_type or not torch_compat.has_values(like):
+        yield
+        return
+    device = torch.device(device_type)
+
+    def compute(
+        installed: Any, module: torch.nn.Module, *states: Any, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        query = states[0]
+        states = tuple(_moved(state, device) for state in states)
+        options = {name: _moved(option, device) for name, option in options.items()}
+        with _autocast(config, device, kernel):
+            result, _ = installed(module, *states, **options)
+        return result.to(query.device, query.dtype), None
+
+    with attention.wrapped(compute):
+        yield
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _agrees(
+    model: Any, expected: torch.Tensor, inputs: dict[str, Any], is_fused: bool = False
+) -> bool:
     try:
         result = model(**inputs, use_cache=False).logits
     except (TypeError, ValueError, RuntimeError, NotImplementedError):
@@ -116,6 +160,8 @@ def _agrees(model: Any, expected: torch.Tensor, **inputs: Any) -> bool:
     if not torch_compat.has_values(result):
         return True
     is_exact = result.dtype == torch.float32 and next(model.parameters()).dtype == torch.float32
+    # A fused kernel computes in 16 bits, also where the rest of the model computes in float32.
+    is_exact = is_exact and not is_fused
     tolerance = 1e-4 if is_exact else 5e-2
     limit = tolerance * expected.abs().max().clamp(min=1.0)
     return bool((result.float() - expected).abs().max() <= limit)

@@ -147,6 +147,7 @@ class ServerCommunicator(Communicator):
         self.host = host
         self.losses: dict[int, WorkerExit] = {}
         self._number = 0
+        self._launcher_store: dist.Store | None = None
         if self.rank == host:
             global _SERVER
             _SERVER = CollectiveServer(self.size)
@@ -154,6 +155,14 @@ class ServerCommunicator(Communicator):
     @property
     def lost(self) -> frozenset[int]:
         return frozenset(self.losses)
+
+    def has_ended(self, rank: int) -> bool:
+        """Return whether the launcher has reported that a rank has ended, which this rank learns
+        in :attr:`lost` only with its next collective."""
+        with contextlib.suppress(RuntimeError, OSError):
+            self._launcher_store = self._launcher_store or _open_launcher_store()
+            return rank in _read_lost(self._launcher_store)
+        return False
 
     @property
     def first(self) -> int:
@@ -260,21 +269,29 @@ class _Reduction:
             raise NotImplementedError(f"reduction {self.op} through the first server")
 
 
+def _open_launcher_store() -> dist.Store:
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(30),
+    )
+
+
+def _read_lost(store: dist.Store) -> dict[int, Any]:
+    """Return the processes that the launcher reports as ended, by rank."""
+    lost = json.loads(store.get(LOST_KEY)) if store.check([LOST_KEY]) else {}
+    return {rank: lost[str(rank)] for rank in sorted(map(int, lost))}
+
+
 def _watch(server: CollectiveServer, clock_of: Callable[[int], int]) -> None:
     """Poll the launcher's store for workers that have ended."""
     try:
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(30),
-        )
+        store = _open_launcher_store()
         store.set(CONTINUE_KEY, "open")
         while True:
-            lost = json.loads(store.get(LOST_KEY)) if store.check([LOST_KEY]) else {}
-            for rank in sorted(map(int, lost)):
+            for rank, process in _read_lost(store).items():
                 if rank not in server.lost:
-                    process = lost[str(rank)]
                     server.lose(WorkerExit(rank, process["pid"], process["reason"], clock_of(rank)))
             time.sleep(_POLL_S)
     except (RuntimeError, OSError):

@@ -22,6 +22,7 @@ from paceline.data.text.token_dataset import TokenSample
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 from paceline.distributed import torch_compat
 from paceline.distributed.progress import ProgressTracker
+from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.distributed.traffic import uncounted
 from paceline.models import attention
 from paceline.models.blocks import base_model
@@ -164,7 +165,11 @@ class AnswerGenerator:
         batches = [
             numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size)
         ]
-        return self._gather(self._generate(prompts, batches, deadline))
+        if self._works_together:
+            return self._gather(self._generate(prompts, batches, deadline))
+        with rank_zero_phase(self.comm, "generating answers"):
+            local = self._generate(prompts, batches, deadline)
+        return self._gather(local)
 
     def _generate(
         self, prompts: Sequence[Prompt], batches: list[list[int]], deadline: float | None

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.user_code import error_summary
+from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.train.answers.generation import AnswerGenerator, Prompt
 from paceline.train.answers.text_metrics import text_metric
 
@@ -32,10 +33,11 @@ def answer_metrics(
         return {}, 0
     comm = generator.comm
     metrics = None
-    if comm.is_rank_zero:  # functions of the user may not be deterministic
-        texts = [generator.text(answers.ids[number]) for number in range(len(prompts))]
-        references = [generator.text(prompt.reference) for prompt in prompts]
-        metrics = _compute(names, texts, references)
+    with rank_zero_phase(comm, "computing the metrics of generated answers"):
+        if comm.is_rank_zero:  # functions of the user may not be deterministic
+            texts = [generator.text(answers.ids[number]) for number in range(len(prompts))]
+            references = [generator.text(prompt.reference) for prompt in prompts]
+            metrics = _compute(names, texts, references)
     shared = comm.broadcast_object(metrics)
     assert shared is not None
     return shared, len(prompts)

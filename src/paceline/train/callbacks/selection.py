@@ -21,6 +21,7 @@ from paceline.core.formatting import counted
 from paceline.core.formatting import loss as figure_text
 from paceline.core.report import BestModel
 from paceline.distributed.communicator import Communicator
+from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.train.callbacks.base import Callback, TrainingInfo
 from paceline.train.evaluation import EvalResult
 from paceline.train.state import TrainComponents, TrainState
@@ -141,8 +142,9 @@ class ModelSelection(Callback):
             return
         folder = self.checkpoints.folder
         path, problem = folder / name_of(best_step), None
-        if self.comm.is_rank_zero:
-            problem = self._find(path)
+        with rank_zero_phase(self.comm, "checking the checkpoint of the best model", folder):
+            if self.comm.is_rank_zero:
+                problem = self._find(path)
         problem = self.comm.broadcast_object(problem)
         if problem is not None:
             logger.warning(
