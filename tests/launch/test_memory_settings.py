@@ -1,5 +1,5 @@
-"""Memory settings that the config leaves open: smaller ones after a rank ran out of memory, with the
-same result, and what is stored about them."""
+"""Memory settings that the config leaves open: smaller ones after a rank ran out of memory, with
+the same result, and what is stored about them."""
 
 import json
 from pathlib import Path

@@ -68,6 +68,20 @@ class Record(TypedDict, total=False):
     exit: ExitRecord
 
 
+class MemoryRecord(TypedDict):
+    """The memory settings of a round, and what they were chosen for.
+
+    Args:
+        settings: values of the settings that the config leaves open, by dotted key.
+    """
+
+    settings: dict[str, str | int]
+    strategy: str
+    axes: dict[str, int]
+    num_processes: int
+    device_type: str
+
+
 class AgentState(TypedDict, total=False):
     """The state of the previous round that an agent stores."""
 
@@ -77,6 +91,7 @@ class AgentState(TypedDict, total=False):
     entered_at: float
     global_batch_size: int
     resume_from: str | None
+    memory: MemoryRecord
     not_joined: int
 
 

@@ -15,19 +15,21 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from pydantic import JsonValue
 
-from paceline.cluster.failures import AgentFolder, folder_of_agent
+from paceline.cluster.failures import AgentFolder, MemoryRecord, folder_of_agent
 from paceline.cluster.rounds import (
     Membership,
+    Restart,
     agree,
     config_problem,
     follow,
     join_round,
     next_call,
 )
+from paceline.config.chosen import open_settings, values_of
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.core.errors import Outcome, PacelineError
@@ -61,11 +63,7 @@ from paceline.models.positions import fit_length
 from paceline.parallel.registry import ParallelLayout
 from paceline.planner.search.trials import Setting
 from paceline.tasks import load_task
-from paceline.train.run_spec import TrainOptions, TrainResult
-
-if TYPE_CHECKING:
-    pass
-
+from paceline.train.run_spec import RunSpec, TrainOptions, TrainResult
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +118,7 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
         try:
             with recorded_notices() as recorder:
                 log_notices(logger, request.loaded.notices)
-                prepared = _prepare(
-                    request, member, is_first_round, restart["global_batch_size"], stack
-                )
+                prepared = _prepare(request, member, is_first_round, restart, stack)
         except _Rejected as rejected:
             return rejected.outcome
         if prepared.finished is not None:
@@ -132,12 +128,14 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
                 {
                     "global_batch_size": prepared.spec.derived.global_batch_size,
                     "resume_from": prepared.spec.resume_from,
+                    "memory": memory_record(prepared.spec),
                 }
             )
         spec = replace(
             prepared.spec,
             notices=list(recorder.notices),
             failure=restart["fault"] or request.options.fault,
+            memory_fallback=restart["memory_fallback"],
             launcher_pid=member.agent_pid if member.can_restart else None,
             reports_everywhere=True,
         )
@@ -148,7 +146,7 @@ def _prepare(
     request: RunRequest,
     member: Membership,
     is_first_round: bool,
-    global_batch_size: int | None,
+    restart: Restart,
     stack: contextlib.ExitStack,
 ) -> PreparedRun:
     """Prepare the run in the same way on all ranks. A collective.
@@ -183,7 +181,8 @@ def _prepare(
             devices=host.devices,
             memory=memory,
             allow_config_change=request.options.allow_config_change,
-            global_batch_size=global_batch_size,
+            global_batch_size=restart["global_batch_size"],
+            kept=restart["memory_settings"],
             attempt=1 if is_first_round else 2,
             leader=leader,
         )
@@ -209,6 +208,18 @@ def _prepare(
     if layout.strategy not in MIXED_DEVICES:
         _compare(round_, "devices", {"device": host.devices.type})
     return replace(prepared, spec=replace(prepared.spec, sees_run_folder=sees_folder))
+
+
+def memory_record(spec: RunSpec) -> MemoryRecord:
+    """Return the memory settings of a run, for the next round."""
+    keys = open_settings(spec.config, is_cpu=spec.device_type == "cpu")
+    return {
+        "settings": values_of(spec.config, keys),
+        "strategy": spec.layout.strategy,
+        "axes": asdict(spec.layout.axes),
+        "num_processes": spec.layout.num_processes,
+        "device_type": spec.device_type,
+    }
 
 
 def _on_all_ranks(member: Membership, name: str, action: Callable[[], Any]) -> Any:

@@ -14,6 +14,7 @@ from typing import TypedDict, cast
 from paceline.cluster.failures import (
     AgentFolder,
     AgentState,
+    MemoryRecord,
     Record,
     StartRecord,
     first_failure,
@@ -29,11 +30,15 @@ from paceline.core.errors import (
     failed_outcome,
     shared_outcome,
 )
-from paceline.core.events import Fault
+from paceline.core.events import Fault, MemoryFallbackEvent
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import host_name
 from paceline.distributed.environment import from_environment
+from paceline.distributed.mesh import ParallelDims
+from paceline.launch.memory_settings import smaller_settings
 from paceline.launch.restart import PolicyState, RestartPolicy
+from paceline.parallel.registry import ParallelLayout
+from paceline.planner.search.trials import Settings, with_settings
 
 logger = logging.getLogger(__name__)
 
@@ -131,12 +136,17 @@ class Restart(TypedDict):
         fault: `fault` event of the failure that ended the previous round, or None.
         failed: outcome with which all ranks end now if the failure is not followed by a restart.
         global_batch_size: global batch size of the previous round.
+        memory_settings: memory settings of the previous round, or smaller ones after a rank ran out
+            of memory; None if there are none.
+        memory_fallback: the event about the smaller memory settings, or None.
     """
 
     is_first: bool
     fault: Fault | None
     failed: Outcome | None
     global_batch_size: int | None
+    memory_settings: Settings | None
+    memory_fallback: MemoryFallbackEvent | None
 
 
 def follow(member: Membership, config: Config) -> Restart:
@@ -172,10 +182,22 @@ def _decide(
     failure = first_failure(records, round_.hosts, previous_hosts) if previous_hosts else None
     fault: Fault | None = None
     failed: Outcome | None = None
+    fallback: MemoryFallbackEvent | None = None
+    memory = state.get("memory")
+    settings: Settings | None = None if memory is None else memory["settings"]
     if failure is not None and failure.outcome.get("is_final"):
         failed = failure.outcome
     elif failure is not None:
-        fault, outcome = policy.evaluate(failure.outcome)
+        outcome = failure.outcome
+        smaller = None
+        if memory is not None and policy.may_fall_back(outcome):
+            smaller = _smaller_settings(config, memory, outcome)
+        if memory is None or smaller is None:
+            fault, outcome = policy.evaluate(outcome)
+        else:
+            fault, before = policy.fault_of(outcome), with_settings(config, memory["settings"])
+            fallback = policy.fall_back(outcome, before, smaller)
+            settings = {**memory["settings"], **smaller}
         if fault is not None and failure.time is not None:
             fault["seen_at"] = failure.time
         failed = {**outcome, "is_final": True} if fault is None else None
@@ -192,8 +214,19 @@ def _decide(
         "fault": fault,
         "failed": failed,
         "global_batch_size": state.get("global_batch_size"),
+        "memory_settings": settings,
+        "memory_fallback": fallback,
     }
     return policy.state, restart
+
+
+def _smaller_settings(config: Config, memory: MemoryRecord, outcome: Outcome) -> Settings | None:
+    """Return the memory settings to change after a rank ran out of memory, or None."""
+    layout = ParallelLayout(
+        memory["strategy"], ParallelDims(**memory["axes"]), memory["num_processes"]
+    )
+    current = with_settings(config, memory["settings"])
+    return smaller_settings(current, layout, memory["device_type"], outcome.get("phase", ""))
 
 
 def agree(member: Membership, name: str, problem: Outcome | None) -> Outcome | None:

@@ -6,11 +6,14 @@ from dataclasses import replace
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import OutOfMemory
 from paceline.core.files import human_bytes
+from paceline.distributed.progress import PROGRESS
+from paceline.launch.memory_settings import smaller_settings
 from paceline.planner.advice import advise
 from paceline.planner.estimate import estimate
 from paceline.planner.machine.local import local_machine
 from paceline.planner.micro_batch import micro_batch
 from paceline.planner.model_profile import describe
+from paceline.planner.search.trials import settings_text
 from paceline.train.run_spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -24,7 +27,10 @@ def explain(error: OutOfMemory, spec: RunSpec) -> str:
         logger.debug(f"no prediction: {type(failure).__name__}: {failure}")
         predicted, fix = "", ""
     args = spec.config.train_args
-    if not fix:
+    smaller = smaller_settings(spec.config, spec.layout, spec.device_type, PROGRESS.phase)
+    if smaller is not None:
+        fix = f"set `{settings_text(smaller)}` (the result stays the same, up to rounding)"
+    elif not fix:
         fix = (
             f"lower `per_device_train_batch_size` (now {args.per_device_train_batch_size}) and"
             " raise `gradient_accumulation_steps` by the same factor (the result stays the same)"

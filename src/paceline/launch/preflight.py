@@ -76,7 +76,7 @@ from paceline.planner.estimate import with_accumulation
 from paceline.planner.machine.local import device_memory, local_machine
 from paceline.planner.run_prediction import predict_step
 from paceline.planner.scale.save_interval import with_save_interval
-from paceline.planner.search.trials import with_settings
+from paceline.planner.search.trials import Settings, with_settings
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared, Task
 from paceline.train.answers.text_metrics import load_user_metrics
@@ -168,6 +168,7 @@ def prepare_run(
     device_type: str,
     devices: Devices | None,
     memory: RankMemory | None = None,
+    kept: Settings | None = None,
     allow_config_change: bool = False,
     global_batch_size: int | None = None,
     attempt: int = 1,
@@ -182,6 +183,7 @@ def prepare_run(
         chosen: the layout, and the settings that it needs.
         memory: memory of a rank, for which the memory settings are chosen that the config leaves
             open; None to leave them as they are.
+        kept: memory settings of the previous attempt; None to read them from the run's folder.
         global_batch_size: global batch size of the previous attempt, which may have ended before
             its first checkpoint; None to use that of the checkpoint.
         attempt: number of the attempt. From the second on, the latest checkpoint of the run is
@@ -210,7 +212,8 @@ def prepare_run(
         data = _read_data(task, config, layout, dry_run)
     log_notices(logger, data.notices)
     if memory is not None and leader is None:
-        kept = kept_settings(config)
+        if kept is None:
+            kept = kept_settings(config)
         settings = choose_memory_settings(config, layout, device_type, memory, kept)
         chosen = chosen.with_settings(settings)
         config = with_accumulation(with_settings(config, settings), layout.axes.replicas)

@@ -89,7 +89,7 @@ class RestartPolicy:
             fault, outcome = self.evaluate(outcome)
             fallback = None
         else:
-            fault = self._fault(outcome)
+            fault = self.fault_of(outcome)
             fallback = self.fall_back(outcome, spec.config, smaller[1])
             spec = smaller[0]
         if fault is None:
@@ -141,7 +141,7 @@ class RestartPolicy:
         latest_step = self._latest_step()
         return "the beginning" if latest_step is None else f"the checkpoint of step {latest_step}"
 
-    def _fault(self, outcome: Outcome) -> Fault:
+    def fault_of(self, outcome: Outcome) -> Fault:
         """Return the fault of an attempt that is followed by another one."""
         return {
             "ranks": outcome.get("ranks", []),
@@ -182,7 +182,7 @@ class RestartPolicy:
             f" {self.config.recovery.max_restarts} without a new checkpoint",
             extra=CONSOLE_ONLY,
         )
-        fault = self._fault(outcome)
+        fault = self.fault_of(outcome)
         self.begin_attempt()
         return fault, outcome
 
