@@ -155,8 +155,9 @@ def _run_on_hosts(
     leader = None if holds_folder else LeaderPlan()
     prepared = _prepare(host, num_ranks, options, started_at, leader)
     agent.payload = replace(request, chosen=prepared.chosen, printed=frozenset(recorder.messages))
-    result = result_of(agent.run(), options, host.loaded.config)
-    return finish_run(result, host.loaded.config) if holds_folder else result
+    config = host.loaded.config
+    result = result_of(agent.run(), options, config)
+    return finish_run(result, config, prepared.history_key) if holds_folder else result
 
 
 def _run_on_this_host(
@@ -181,7 +182,8 @@ def _run_on_this_host(
     )
     launcher = LocalLauncher(spec, spec.layout.num_processes, follow=policy.follow)
     launcher.signals.on_second_signal = policy.end_at_once
-    return finish_run(result_of(launcher.run(), options, config), config)
+    result = result_of(launcher.run(), options, config)
+    return finish_run(result, config, prepared.history_key)
 
 
 def _prepare(

@@ -1,11 +1,14 @@
 """Runs that run out of memory continue with smaller memory settings: before the first step, in the
 middle, and in an evaluation, under several strategies and on several hosts."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 from commands import MICRO, digest, events, report, run, start, wait_for_step
+
+from paceline.core.files import cache_dir
 
 CALLBACK = f"callbacks=[{Path(__file__).with_name('memory_limit.py')}:MemoryLimit]"
 SIZE = "train_args.per_device_train_batch_size"
@@ -25,6 +28,12 @@ CASES = {
     "middle": ("task_args.from_step=3",),
     "evaluation": ("task_args.phase=evaluation",),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_history() -> None:
+    """Keep the settings that worked in one test from being used in the next one."""
+    (cache_dir() / "memory-settings.json").unlink(missing_ok=True)
 
 
 def final_losses(folder: Path) -> list[float]:
@@ -97,6 +106,22 @@ def test_killed_run_resumes_with_what_worked_bit_for_bit(tmp_path: Path) -> None
     run(*arguments(tmp_path / "killed", *args))
     assert len(events(tmp_path / "killed", "memory_fallback")) == 1
     assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_what_worked_is_used_by_the_next_run_of_this_kind(tmp_path: Path) -> None:
+    args = (*MODES["ddp"], CALLBACK, *LIMIT)
+    run(*arguments(tmp_path / "first", *args))
+    second = tmp_path / "second"
+    stderr = run(*arguments(second, *args)).stderr
+    assert events(second, "memory_fallback") == []
+    text = "memory: per_device_train_batch_size=2 gradient_accumulation_steps=2, as in an earlier"
+    assert text in stderr
+    planned = json.loads(run(*arguments(second, *args), "--json", verb="plan").stdout)
+    assert planned["run"]["settings"] == {SIZE: 2, ACCUMULATION: 2}
+    assert any("as in an earlier run" in note for note in planned["notes"])
+    without = run(*arguments(second, *args), "--json", "--no-history", verb="plan").stdout
+    assert json.loads(without)["run"]["settings"] == {}
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from commands import MICRO, events, losses, report, run
 
 from paceline.config.load import load_config
 from paceline.core.errors import ConfigError
+from paceline.core.files import cache_dir
 
 TASK = Path(__file__).with_name("small_memory_task.py")
 SIZE = "train_args.per_device_train_batch_size"
@@ -23,6 +24,12 @@ def train(folder: Path, *args: str, max_steps: int = 4, expect: int = 0) -> str:
     settings = (task, notes, "model=x", "dataset=x", f"max_steps={max_steps}", CONSTANT, *RANKS)
     output = f"output_dir={folder}"
     return run(*settings, *args, output, verb="train", expect=expect).stderr
+
+
+@pytest.fixture(autouse=True)
+def no_history() -> None:
+    """Keep the settings that worked in one test from being used in the next one."""
+    (cache_dir() / "memory-settings.json").unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")

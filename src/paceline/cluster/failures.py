@@ -25,6 +25,7 @@ from paceline.core.errors import Outcome, failed_outcome
 from paceline.core.files import write_json_atomic
 from paceline.core.processes import exit_text, pid_alive
 from paceline.launch.restart import PolicyState
+from paceline.planner.search.trials import Setting
 
 #: Messages with which Gloo, NCCL and torch's stores report that a peer has exited.
 _PEER_CLOSED = re.compile(
@@ -75,7 +76,7 @@ class MemoryRecord(TypedDict):
         settings: values of the settings that the config leaves open, by dotted key.
     """
 
-    settings: dict[str, str | int]
+    settings: dict[str, Setting]
     strategy: str
     axes: dict[str, int]
     num_processes: int

@@ -24,11 +24,12 @@ EVAL_SIZE = "train_args.per_device_eval_batch_size"
 MEMORY_SETTINGS = (SIZE, ACCUMULATION, RECOMPUTATION, OFFLOAD, EVAL_SIZE)
 
 #: Dotted key → value of a setting.
-ChosenSettings = Mapping[str, str | int]
+ChosenValue = str | int | float | bool
+ChosenSettings = Mapping[str, ChosenValue]
 _FILE = "chosen.json"
 
 
-def read_chosen(config_file: Path) -> dict[str, str | int]:
+def read_chosen(config_file: Path) -> dict[str, ChosenValue]:
     """Return the settings that were chosen for the run of a ``config.yaml``; empty if there are
     none or if the file cannot be read."""
     if config_file.name != "config.yaml":
@@ -59,15 +60,22 @@ def open_settings(config: Config, *, is_cpu: bool) -> tuple[str, ...]:
     return tuple(key for key in MEMORY_SETTINGS if is_open[key])
 
 
-def values_of(config: Config, keys: tuple[str, ...]) -> dict[str, str | int]:
+def values_of(config: Config, keys: tuple[str, ...]) -> dict[str, ChosenValue]:
     """Return the values of memory settings that have one, as ``chosen.json`` has them."""
-    values: dict[str, str | int] = {}
+    values: dict[str, ChosenValue] = {}
     for key in keys:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
         if value is not None:
             values[key] = value
     return values
+
+
+def changed_settings(config: Config, settings: ChosenSettings) -> dict[str, ChosenValue]:
+    """Return the memory settings that differ from those of the config, where `auto` stands for no
+    recomputation."""
+    current = {**values_of(config, tuple(settings)), RECOMPUTATION: config.train_args.recomputation}
+    return {key: value for key, value in settings.items() if value != current.get(key)}
 
 
 def open_text(keys: list[str]) -> str:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from paceline.config.chosen import (
     ACCUMULATION,
@@ -15,6 +15,7 @@ from paceline.config.chosen import (
     OFFLOAD,
     RECOMPUTATION,
     SIZE,
+    changed_settings,
     open_settings,
     values_of,
 )
@@ -22,12 +23,14 @@ from paceline.config.derive import accumulation_of
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.processes import available_memory
+from paceline.launch.layout import kept_settings
 from paceline.models.transforms.compile_check import check_compile
 from paceline.parallel.registry import check_strategy
 from paceline.planner.machine.local import DeviceMemory, local_machine, smallest_device_memory
+from paceline.planner.machine.memory_history import recall
 from paceline.planner.micro_batch import micro_batch
-from paceline.planner.search.fit import check_fits, fit_memory
-from paceline.planner.search.trials import Settings, Trials, with_settings
+from paceline.planner.search.fit import FROM_HISTORY, KeptSettings, check_fits, fit_memory
+from paceline.planner.search.trials import Settings, Trials, settings_text, with_settings
 from paceline.planner.upper_bound import fits_roughly, upper_bound
 
 if TYPE_CHECKING:
@@ -46,26 +49,33 @@ class RankMemory:
     Args:
         device: memory of its accelerator; None on a CPU, or if the device does not report it.
         host_bytes: its share of the free memory of its host.
+        device_name: name of the device.
     """
 
     device: DeviceMemory | None
     host_bytes: int
+    device_name: str = "CPU"
 
-    def as_values(self) -> list[int]:
-        """Return the sizes as JSON, for :meth:`smallest`."""
+    def as_values(self) -> list[Any]:
+        """Return the fields as JSON, for :meth:`smallest`."""
         total, occupied = (0, 0) if self.device is None else astuple(self.device)
-        return [total, occupied, self.host_bytes]
+        return [total, occupied, self.host_bytes, self.device_name]
 
     @classmethod
-    def smallest(cls, values: Sequence[Sequence[int]]) -> Self:
+    def smallest(cls, values: Sequence[Sequence[Any]]) -> Self:
         """Return the memory of the rank with the least free memory on its device.
 
         Args:
             values: results of :meth:`as_values` of all ranks.
         """
-        total, occupied, _ = min(values, key=lambda sizes: sizes[0] - sizes[1])
+        total, occupied, _, name = min(values, key=lambda fields: fields[0] - fields[1])
         device = DeviceMemory(total, occupied) if total else None
-        return cls(device, min(sizes[2] for sizes in values))
+        return cls(device, min(fields[2] for fields in values), name)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes hold memory of the device."""
+        return self.device is not None and self.device.occupied_bytes > 0
 
     @property
     def usable_bytes(self) -> int:
@@ -75,8 +85,25 @@ class RankMemory:
 def rank_memory(devices: Devices) -> RankMemory:
     """Return the memory that each rank of this host may use. Call it before the ranks use their
     devices."""
-    device = None if devices.type == "cpu" else smallest_device_memory(devices.count)
-    return RankMemory(device, available_memory() // devices.count)
+    host_bytes = available_memory() // devices.count
+    if devices.type == "cpu":
+        return RankMemory(None, host_bytes)
+    return RankMemory(smallest_device_memory(devices.count), host_bytes, devices.names[0])
+
+
+def preferred_settings(config: Config, kept: Settings | None, history_key: str) -> KeptSettings:
+    """Return the memory settings of the earlier attempt of the run, or else those with which an
+    earlier run was completed that had run out of memory.
+
+    Args:
+        kept: settings of the previous attempt; None to read them from the run's folder.
+        history_key: key of the run in the history of this machine.
+    """
+    if kept is None:
+        kept = kept_settings(config)
+    if kept:
+        return KeptSettings(kept)
+    return KeptSettings(recall(history_key), FROM_HISTORY)
 
 
 def choose_memory_settings(
@@ -84,7 +111,7 @@ def choose_memory_settings(
     layout: ParallelLayout,
     device_type: str,
     memory: RankMemory,
-    kept: Settings,
+    kept: KeptSettings,
 ) -> Settings:
     """Return the values of all memory settings that the config leaves open: the defaults if they
     fit or if the memory is not predicted, otherwise the fastest settings that fit.
@@ -92,14 +119,15 @@ def choose_memory_settings(
     Call it when the data are tokenized, so that the lengths of the samples are known.
 
     Args:
-        kept: settings of an earlier attempt of the run, which are preferred if they fit.
+        kept: settings that are preferred if they fit.
 
     Raises:
         ConfigError: if even the smallest settings do not fit on the accelerator.
     """
     is_cpu = device_type == "cpu"
     keys = open_settings(config, is_cpu=is_cpu)
-    chosen = _choose(config, layout, is_cpu, memory, _usable(kept, keys, config))
+    usable = _usable(kept.settings, keys, config)
+    chosen = _choose(config, layout, is_cpu, memory, replace(kept, settings=usable))
     defaults: Settings = {RECOMPUTATION: config.train_args.recomputation}
     resolved = with_settings(config, {**defaults, **chosen})
     return values_of(resolved, keys)
@@ -121,21 +149,23 @@ def _choose(
     layout: ParallelLayout,
     is_cpu: bool,
     memory: RankMemory,
-    kept: Settings,
+    kept: KeptSettings,
 ) -> Settings:
     has_choice = bool(open_settings(config, is_cpu=is_cpu))
     if memory.device is None and not (is_cpu and has_choice):
-        return kept
-    if not config.train_args.auto_find_batch_size and _fits_by_far(
-        with_settings(config, kept), memory
-    ):
-        return kept
+        return kept.settings
+    preferred = with_settings(config, kept.settings)
+    if not config.train_args.auto_find_batch_size and _fits_by_far(preferred, memory):
+        changed = changed_settings(config, kept.settings)
+        if changed:
+            logger.info(f"memory: {settings_text(changed)}, {kept.reason}")
+        return kept.settings
     from paceline.planner.model_profile import describe
 
     try:
         profile = describe(config)
     except ConfigError:
-        return kept  # the ranks report what is wrong with the model
+        return kept.settings  # the ranks report what is wrong with the model
     dtype = config.train_args.compute_format
     machine = local_machine(layout.num_processes, is_cpu, dtype, memory.usable_bytes)
     trials = Trials(config, profile, micro_batch(config), machine)
@@ -143,7 +173,7 @@ def _choose(
         trials, layout, _stage(config, layout), kept=kept, host_memory_bytes=memory.host_bytes
     )
     if fit is None:
-        return kept
+        return kept.settings
     text = fit.text(config, memory.usable_bytes)
     if text is not None:
         logger.info(text)

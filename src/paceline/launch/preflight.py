@@ -50,8 +50,13 @@ from paceline.distributed.environment import outer_launcher
 from paceline.distributed.mesh import ParallelDims
 from paceline.launch.after_training.hub_upload import check_hub_upload
 from paceline.launch.host_checks import quick_checks
-from paceline.launch.layout import ChosenLayout, check_sizes, kept_settings, sharing_text
-from paceline.launch.memory_settings import RankMemory, choose_memory_settings, rank_memory
+from paceline.launch.layout import ChosenLayout, check_sizes, sharing_text
+from paceline.launch.memory_settings import (
+    RankMemory,
+    choose_memory_settings,
+    preferred_settings,
+    rank_memory,
+)
 from paceline.launch.model_check import check_model, checking_in_background
 from paceline.launch.resume import (
     check_checkpoint_dir,
@@ -74,6 +79,7 @@ from paceline.parallel.registry import ParallelLayout, check_steps, mode_of
 from paceline.planner.devices import peak_rate
 from paceline.planner.estimate import with_accumulation
 from paceline.planner.machine.local import device_memory, local_machine
+from paceline.planner.machine.memory_history import memory_key
 from paceline.planner.run_prediction import predict_step
 from paceline.planner.scale.save_interval import with_save_interval
 from paceline.planner.search.trials import Settings, with_settings
@@ -100,12 +106,15 @@ class PreparedRun:
         spec: spec for the ranks.
         finished: report of the run in the same folder if it is already complete, else None.
         chosen: the layout, and the settings that were chosen for the run; part of the spec.
+        history_key: key under which memory settings that work are stored; None if they depend on
+            what other processes hold.
     """
 
     spec: Any  # a RunSpec; None on a rank that is only notified that the run is complete
     devices: Devices | None
     finished: Report | None = None
     chosen: ChosenLayout | None = None
+    history_key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -211,10 +220,13 @@ def prepare_run(
     if data is None:
         data = _read_data(task, config, layout, dry_run)
     log_notices(logger, data.notices)
+    history_key = None
     if memory is not None and leader is None:
-        if kept is None:
-            kept = kept_settings(config)
-        settings = choose_memory_settings(config, layout, device_type, memory, kept)
+        history_key = memory_key(config, layout, memory.device_name)
+        preferred = preferred_settings(config, kept, history_key)
+        settings = choose_memory_settings(config, layout, device_type, memory, preferred)
+        if memory.is_shared:
+            history_key = None
         chosen = chosen.with_settings(settings)
         config = with_accumulation(with_settings(config, settings), layout.axes.replicas)
     if config.recovery.mtbf_hours is not None:
@@ -255,7 +267,7 @@ def prepare_run(
         finished = check_resume(spec, path, meta, allow_config_change)
     elif leader is None and config.resume == "auto" and run_dir.config.is_file():
         check_restart(config, run_dir, allow_config_change)
-    return PreparedRun(spec, devices, finished, chosen)
+    return PreparedRun(spec, devices, finished, chosen, history_key)
 
 
 def _check_global_batch(config: Config, resumed: int | None) -> None:

@@ -6,6 +6,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TypedDict
 
+from paceline.config.chosen import open_settings
 from paceline.config.load import load_config
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
@@ -20,7 +21,7 @@ from paceline.distributed.devices import (
 from paceline.models.positions import fit_length
 from paceline.models.transforms.float8_check import check_float8
 from paceline.parallel.deepspeed.config import stage_of
-from paceline.parallel.registry import layout, mode_of
+from paceline.parallel.registry import ParallelLayout, layout, mode_of
 from paceline.planner.advice import Advice, ChangeReport, advise
 from paceline.planner.assumed.estimate import AssumedEstimate, AssumedReport, estimate_assumed
 from paceline.planner.assumed.keys import Value, parse_assumptions
@@ -29,12 +30,13 @@ from paceline.planner.devices import find_device
 from paceline.planner.estimate import MemoryReport, ModeEstimate, ModeReport
 from paceline.planner.hardware import Machine, default_precision, named_machine, parse_size
 from paceline.planner.machine.local import local_machine, smallest_device_memory
+from paceline.planner.machine.memory_history import memory_key, recall
 from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.mode_time import setup_of_batch
 from paceline.planner.model_profile import ModelProfile, describe
 from paceline.planner.scale.goodput import FailureModel, Goodput
 from paceline.planner.scale.save_interval import goodput_on
-from paceline.planner.search.fit import MemoryFit, fit_memory
+from paceline.planner.search.fit import FROM_HISTORY, KeptSettings, MemoryFit, fit_memory
 from paceline.planner.search.machines import Offer, cheapest_machines
 from paceline.planner.search.options import SearchOptions, parse_options
 from paceline.planner.search.reports import (
@@ -46,7 +48,7 @@ from paceline.planner.search.reports import (
     setup_report,
 )
 from paceline.planner.search.search import Candidate, pareto_front
-from paceline.planner.search.trials import Setting, Settings, Trials, with_settings
+from paceline.planner.search.trials import Setting, Settings, Trials, settings_text, with_settings
 from paceline.tasks import load_task
 
 _MAX_DEVICES = 65536
@@ -98,6 +100,7 @@ class Plan:
 
     Args:
         occupied_bytes: memory of a device of this machine that other processes hold.
+        uses_history: whether earlier runs on this machine count.
     """
 
     config: Config
@@ -108,6 +111,7 @@ class Plan:
     assumptions: Mapping[str, Value] = field(default_factory=dict)
     options: SearchOptions = field(default_factory=SearchOptions)
     occupied_bytes: int = 0
+    uses_history: bool = True
 
     @cached_property
     def front(self) -> list[Candidate] | None:
@@ -196,7 +200,21 @@ class Plan:
             return None
         stage = mode.settings.get("deepspeed_stage")
         trials = Trials(self.config, self.profile, self.batch, self.free_machine)
-        return fit_memory(trials, mode.layout, stage if isinstance(stage, int) else None)
+        return fit_memory(
+            trials,
+            mode.layout,
+            stage if isinstance(stage, int) else None,
+            kept=self._known_settings(mode.layout),
+        )
+
+    def _known_settings(self, layout_: ParallelLayout) -> KeptSettings:
+        """Return the open settings with which an earlier run of this kind was completed."""
+        if not self.uses_history:
+            return KeptSettings()
+        settings = recall(memory_key(self.config, layout_, self.machine.name))
+        is_open = open_settings(self.config, is_cpu=self.machine.is_cpu)
+        known = {key: value for key, value in settings.items() if key in is_open}
+        return KeptSettings(known, FROM_HISTORY)
 
     @property
     def free_machine(self) -> Machine:
@@ -279,7 +297,12 @@ class Plan:
 
     def notes(self) -> list[str]:
         """Return the assumptions behind the estimates, one sentence each."""
-        return [self.batch.text(), *self.machine.notes, *self.profile.notes]
+        notes = [self.batch.text(), *self.machine.notes, *self.profile.notes]
+        fit = self.memory_fit
+        if fit is not None and fit.kept is not None:
+            text = f"memory: {settings_text(fit.settings)}, {fit.kept} (`--no-history` ignores it)"
+            notes.append(text)
+        return notes
 
     def as_dict(self) -> PlanReport:
         """Return the value that ``--json`` prints."""
@@ -432,7 +455,17 @@ def make_plan(
     num_devices = min(machine.count, len(accelerators()[1])) if is_local else 0
     free = smallest_device_memory(num_devices) if num_devices else None
     occupied_bytes = 0 if free is None else free.occupied_bytes
-    return Plan(config, machine, profile, batch, choice, assumptions, options, occupied_bytes)
+    return Plan(
+        config,
+        machine,
+        profile,
+        batch,
+        choice,
+        assumptions,
+        options,
+        occupied_bytes,
+        uses_history,
+    )
 
 
 def _machine(

@@ -9,25 +9,33 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.config.chosen import read_chosen
 from paceline.config.schema import Config
 from paceline.core.errors import EXIT_DONE, RunError
 from paceline.core.report import HubUpload, LmEvalReport, Report
 from paceline.core.run_dir import RunDir
 from paceline.planner.machine.history import append, run_of
+from paceline.planner.machine.memory_history import remember
 from paceline.train.run_spec import TrainResult
 
 logger = logging.getLogger(__name__)
 
 
-def finish_run(result: TrainResult, config: Config) -> TrainResult:
+def finish_run(result: TrainResult, config: Config, history_key: str | None = None) -> TrainResult:
     """Add a run that is done to this machine's history, and evaluate and upload its model, as the
     config requests. Called by one process, after the ranks have ended.
+
+    Args:
+        history_key: key under which the run's memory settings are stored if it has run out of
+            memory meanwhile; None to store none.
 
     Returns:
         The result, with the report that now has the keys ``lm_eval`` and ``hub``.
     """
     if result.report is not None and result.exit_code == EXIT_DONE:
         _remember(result.report, config)
+        if history_key is not None and result.report.get("memory_fallbacks"):
+            _remember_memory(history_key, config)
     is_requested = config.evaluation.lm_eval is not None or config.train_args.push_to_hub
     if not is_requested or result.report is None or result.exit_code != EXIT_DONE:
         return result
@@ -50,6 +58,14 @@ def _remember(report: Report, config: Config) -> None:
             append(run)
     except OSError as error:
         logger.warning("the run could not be added to the history of `paceline plan`: %s", error)
+
+
+def _remember_memory(history_key: str, config: Config) -> None:
+    """Save the memory settings with which a run succeeded after it had run out of memory."""
+    try:
+        remember(history_key, read_chosen(RunDir(Path(config.output_dir)).config))
+    except OSError as error:
+        logger.warning("the memory settings could not be stored for later runs: %s", error)
 
 
 def _write(run_dir: RunDir, report: Report) -> None:

@@ -2,9 +2,9 @@
 the fastest settings that fit. Imports no torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from paceline.config.chosen import SIZE
+from paceline.config.chosen import SIZE, changed_settings
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
@@ -20,6 +20,18 @@ from paceline.planner.search.trials import Settings, Trials, settings_text, with
 _REFUSED = 1.1
 
 
+#: Why settings are preferred that :mod:`paceline.planner.machine.memory_history` has.
+FROM_HISTORY = "as in an earlier run of this kind, which had run out of memory"
+
+
+@dataclass(frozen=True)
+class KeptSettings:
+    """Memory settings that are preferred if they fit, and why."""
+
+    settings: Settings = field(default_factory=dict)
+    reason: str = "as in the earlier attempt of this run"
+
+
 @dataclass(frozen=True)
 class MemoryFit:
     """The memory settings of a run.
@@ -27,12 +39,12 @@ class MemoryFit:
     Args:
         candidate: the estimate with these settings, and those that differ from the config.
         default: the estimate with the settings of the config.
-        is_kept: whether an earlier attempt of the run had these settings.
+        kept: why these settings were preferred; None if they were not.
     """
 
     candidate: Candidate
     default: ModeEstimate
-    is_kept: bool = False
+    kept: str | None = None
 
     @property
     def mode(self) -> ModeEstimate:
@@ -52,8 +64,8 @@ class MemoryFit:
         if not self.settings:
             return None
         needed = f"{human_bytes(self.mode.total)} of {human_bytes(memory_bytes)} per rank"
-        if self.is_kept:
-            reason = "as in the earlier attempt of this run"
+        if self.kept is not None:
+            reason = self.kept
         elif self.default.fits:
             reason = "the fastest that are predicted to fit"
         else:
@@ -73,7 +85,7 @@ def fit_memory(
     layout: ParallelLayout,
     stage: int | None = None,
     *,
-    kept: Settings | None = None,
+    kept: KeptSettings | None = None,
     host_memory_bytes: int | None = None,
 ) -> MemoryFit | None:
     """Return the memory settings for a layout: the defaults if they fit, otherwise the fastest that
@@ -81,15 +93,18 @@ def fit_memory(
 
     Args:
         stage: ZeRO stage of DeepSpeed.
-        kept: settings of an earlier attempt of the run, which are preferred if they fit.
+        kept: settings that are preferred if they fit.
         host_memory_bytes: host memory that a rank may use; None if it is not known.
     """
     config = trials.config
     default = trials.estimate(layout, {}, stage)
     if default.cost is None or not trials.model(config).knows_activations:
         return None
-    if kept and (mode := _possible(trials, layout, kept, stage)) is not None and mode.fits:
-        return MemoryFit(Candidate(mode, kept), default, is_kept=True)
+    if kept is not None and kept.settings:
+        mode = _possible(trials, layout, kept.settings, stage)
+        if mode is not None and mode.fits:
+            changed = changed_settings(config, kept.settings)
+            return MemoryFit(Candidate(mode, changed), default, kept.reason)
     if default.fits and not config.train_args.auto_find_batch_size:
         return MemoryFit(Candidate(default, {}), default)
     space = open_space(trials)
