@@ -346,3 +346,10 @@ def hook_unknown_function(_env):
 def test_functions_that_this_torch_lacks_are_not_hooked():
     results = run_ranks(hook_unknown_function, 1, init_process_group=False)
     assert results == [("hooked", False)]
+
+
+def test_backward_pass_is_recognized():
+    weight, seen = torch.ones(2, requires_grad=True), []
+    weight.register_hook(lambda _: seen.append(torch_compat.in_backward()))
+    weight.sum().backward()
+    assert (seen, torch_compat.in_backward()) == ([True], False)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.progress import DEVICE, PROGRESS
 
 #: Device types with streams and pinned host memory. On others, copies are synchronous.
 _WITH_STREAMS = ("cuda", "xpu")
@@ -66,7 +66,7 @@ class HostCopy:
     def read(self) -> torch.Tensor:
         """Return the values."""
         if self._event is not None:
-            with PROGRESS.waiting("the device"):
+            with PROGRESS.waiting(DEVICE):
                 self._event.synchronize()
             self._event = None
         return self._host.cpu()

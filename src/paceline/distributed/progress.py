@@ -21,13 +21,20 @@ from dataclasses import dataclass, field
 from functools import wraps
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from paceline.distributed import torch_compat
 from paceline.distributed.call_log import CallLog, CallRecord
+from paceline.distributed.timing.device_timer import DeviceStep, DeviceTimer
 
+#: What the main thread waits for: other ranks in a collective, or the work of its own device.
+COLLECTIVE, DEVICE = "a collective", "the device"
 _NUM_CALLS = 32
+#: Number of steps on the device that are kept for :meth:`ProgressTracker.take_device_steps`.
+_MAX_DEVICE_STEPS = 1024
 #: Number of recent steps to keep: at least as many as run between two polls of the watchdog.
 _NUM_STEPS = 64
 #: Number of frames in a call site.
@@ -113,7 +120,14 @@ class _Group:
 
 class ProgressTracker:
     """Records the progress of one process. Collectives may be issued and phases entered in any
-    thread; steps and waits are those of the main thread."""
+    thread; steps and waits are those of the main thread. On an accelerator, the threads that run
+    the backward pass for the main thread count as the main thread.
+
+    Attributes:
+        timer: timer of the steps on an accelerator, or None. With it, the times of steps and waits
+            are those of the device, known a step late.
+        device_steps: recent steps on the device, which :meth:`take_device_steps` removes.
+    """
 
     def __init__(self) -> None:
         self._delays: SchedulerDelayReader | None = None
@@ -128,6 +142,9 @@ class ProgressTracker:
             on_cpu: whether the thread itself computes, so that its scheduling delay is measured.
         """
         self.active = active
+        self._follows_backward = not on_cpu
+        self.timer: DeviceTimer | None = None
+        self.device_steps: deque[DeviceStep] = deque(maxlen=_MAX_DEVICE_STEPS)
         self.box = CallLog.make() if active else None
         self._delays = SchedulerDelayReader.open() if active and on_cpu else None
         self.sched_delay_s = self._sched_delay_from = 0.0
@@ -141,15 +158,24 @@ class ProgressTracker:
         self.patience_s: float | None = None
         self.waited_s = self.step_wait_s = 0.0  # total, and in the last step
         self.last: CollectiveCall | None = None  # issued by the main thread
+        self.waited_call: CollectiveCall | None = None  # which it waits for, if it is known
         self.ring: deque[CollectiveCall] = deque(maxlen=_NUM_CALLS)
         self.steps: deque[StepTimes] = deque(maxlen=_NUM_STEPS)
         self._groups: dict[str, _Group] = {}
+        self._call_of_work: WeakKeyDictionary[dist.Work, CollectiveCall] = WeakKeyDictionary()
         #: Seconds of the last step by phase, without waits for other ranks (``step_wait_s``).
         self.spent_s: dict[str, float] = {}
         # Several threads that run micro-batches may enter phases.
         self._phase_lock = threading.Lock()
         self.marked_at = self._phase_at = time.perf_counter()
         self._phase_waited = self._step_at = self._step_waited = self._step_sched_delay = 0.0
+
+    @property
+    def _is_main(self) -> bool:
+        """Whether this thread is the main thread, or runs the backward pass for it."""
+        if threading.get_ident() == self.thread:
+            return True
+        return self._follows_backward and torch_compat.in_backward()
 
     # -- phases and steps
     def enter(self, phase: str) -> None:
@@ -163,6 +189,8 @@ class ProgressTracker:
             spent = now - self._phase_at - (waited - self._phase_waited)
             self.spent_s[self.phase] = self.spent_s.get(self.phase, 0.0) + spent
             self.phase, self._phase_at, self._phase_waited = phase, now, waited
+        if self.timer is not None and threading.get_ident() == self.thread:
+            self.timer.enter(phase)
         self.marks += 1
         self.marked_at = now
 
@@ -194,6 +222,8 @@ class ProgressTracker:
         """Start step ``step`` (from 1) with the phase `data`."""
         self.step = step
         self.enter("data")
+        if self.timer is not None:
+            self.timer.begin_step(step, "data")
         self.spent_s.clear()
         self._add_sched_delay()
         self._step_at, self._step_waited = self.marked_at, self.waited_s
@@ -206,9 +236,14 @@ class ProgressTracker:
             disturbed: whether something else, such as writing a checkpoint, may have slowed down
                 the step.
         """
+        if self.timer is not None:
+            self.timer.end_step(disturbed)
         self.enter("logging")
         self._add_sched_delay()
         self.step_wait_s = self.waited_s - self._step_waited
+        if self.timer is not None:
+            self._read_timer(self.timer)
+            return
         self.steps.append(
             StepTimes(
                 step=self.step or 0,
@@ -220,15 +255,40 @@ class ProgressTracker:
             )
         )
 
+    def _read_timer(self, timer: DeviceTimer) -> None:
+        """Add the steps that the device has finished."""
+        for done in timer.read():
+            self.device_steps.append(done)
+            self.steps.append(
+                StepTimes(
+                    step=done.step,
+                    wall_s=done.wall_s,
+                    data_s=done.spent_s.get("data", 0.0),
+                    wait_s=done.wait_s,
+                    sched_delay_s=0.0,
+                    disturbed=done.disturbed,
+                )
+            )
+
+    def take_device_steps(self) -> list[DeviceStep]:
+        """Return the steps that the device has finished since the last call."""
+        if self.timer is not None:
+            self._read_timer(self.timer)
+        taken = list(self.device_steps)
+        self.device_steps.clear()
+        return taken
+
     # -- collectives
-    def issue(self, function: str, tensor: Any, group: dist.ProcessGroup | None) -> None:
+    def issue(
+        self, function: str, tensor: Any, group: dist.ProcessGroup | None
+    ) -> CollectiveCall | None:
         """Record a collective, or a message between two ranks, before it is issued.
 
         Args:
             tensor: tensor or list of tensors of the call, or None.
         """
         if not self.active:
-            return
+            return None
         name, known = self._group(group)
         number = None
         if known is not None and function not in _POINT_TO_POINT:
@@ -248,9 +308,19 @@ class ProgressTracker:
         self.ring.append(call)
         if self.box is not None:
             self.box.write(call)
-        if threading.get_ident() == self.thread:
+        if self._is_main:
             self.last = call
             self.tick()
+        return call
+
+    def add_work(self, work: Any, call: CollectiveCall | None) -> None:
+        """Record the work that a call returned, so that a wait for it names the call."""
+        if call is not None and isinstance(work, dist.Work):
+            self._call_of_work[work] = call
+
+    def call_of(self, work: Any) -> CollectiveCall | None:
+        """Return the call that returned a work, or None if it is not known."""
+        return self._call_of_work.get(work) if isinstance(work, dist.Work) else None
 
     def _group(self, group: dist.ProcessGroup | None) -> tuple[str, _Group | None]:
         if group is None:
@@ -275,24 +345,51 @@ class ProgressTracker:
 
     # -- waits
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, what: str, call: CollectiveCall | None = None) -> Iterator[None]:
         """Count the time that the main thread spends in the block as waiting for other ranks.
-        Nested waits count once."""
-        if threading.get_ident() != self.thread or self.waits_for is not None:
+        Nested waits count once.
+
+        Args:
+            call: the collective that is waited for, if it is known.
+        """
+        if not self._is_main:
+            yield
+            return
+        if self.waits_for is not None:
+            self.waited_call = call or self.waited_call
             yield
             return
         self._add_sched_delay()
-        self.waits_for = what
+        self.waits_for, self.waited_call = what, call
         self.tick()
         begun = self.marked_at
+        timer = None if what == DEVICE else self.timer
+        event = None if timer is None else timer.begin_wait()
         try:
             yield
         finally:
-            self.waits_for = None
+            if timer is not None:
+                timer.end_wait(event)
+            self.waits_for = self.waited_call = None
             self.tick()
             self.waited_s += self.marked_at - begun
             if self._delays is not None:
                 self._sched_delay_from = self._delays.read_s()
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        """Count the time for which a collective that is not asynchronous blocks the current stream
+        of an accelerator. Its host does not wait in the call."""
+        timer = self.timer
+        if timer is None or self.waits_for is not None or not self._is_main:
+            yield
+            return
+        event, self.waits_for = timer.begin_wait(), COLLECTIVE
+        try:
+            yield
+        finally:
+            self.waits_for = self.waited_call = None
+            timer.end_wait(event)
 
     def _add_sched_delay(self) -> None:
         if self._delays is not None:
@@ -324,7 +421,6 @@ class SchedulerDelayReader:
 
 #: The progress of this process.
 PROGRESS = ProgressTracker()
-COLLECTIVE = "a collective"
 
 
 def watch_wait(wait: Callable[..., Any], is_work: bool) -> Callable[..., Any]:
@@ -335,7 +431,7 @@ def watch_wait(wait: Callable[..., Any], is_work: bool) -> Callable[..., Any]:
     def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not PROGRESS.active:
             return wait(self, *args, **kwargs)
-        with PROGRESS.waiting(what):
+        with PROGRESS.waiting(what, PROGRESS.call_of(self)):
             return wait(self, *args, **kwargs)
 
     return timed
@@ -347,18 +443,17 @@ def argument(call: Arguments, position: int, name: str) -> Any:
     return args[position] if len(args) > position else kwargs.get(name)
 
 
-def issue_from(function: str, call: Arguments) -> None:
+def issue_from(function: str, call: Arguments) -> CollectiveCall | None:
     """Record a call of a function of ``torch.distributed``; see :meth:`ProgressTracker.issue`."""
     if not PROGRESS.active:
-        return
+        return None
     if function == "batch_isend_irecv":
         operations = argument(call, 0, "p2p_op_list")
         tensor = operations[0].tensor if operations else None
-        PROGRESS.issue(function, tensor, operations[0].group if operations else None)
-        return
+        return PROGRESS.issue(function, tensor, operations[0].group if operations else None)
     position, name, group_position, group_name = ARGUMENTS[function]
     tensor = None if position is None else argument(call, position, name)
-    PROGRESS.issue(function, tensor, argument(call, group_position, group_name))
+    return PROGRESS.issue(function, tensor, argument(call, group_position, group_name))
 
 
 # -- frames

@@ -97,6 +97,12 @@ def hook_collectives(
     _is_hooked = True
 
 
+def in_backward() -> bool:
+    """Return whether this thread runs a backward pass. On an accelerator, that is a thread of
+    torch's autograd, for which the thread that called ``backward`` waits."""
+    return bool(_find(torch, "_C._current_graph_task_id")() != -1)
+
+
 # -- the process group
 def default_store() -> dist.Store:
     """Return the rendezvous store of the default process group."""

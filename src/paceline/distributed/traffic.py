@@ -188,8 +188,10 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = Arguments(args, kwargs)
+        issued = None
         if not getattr(_MUTED, "nested", False):
-            progress.issue_from(name, arguments)
+            issued = progress.issue_from(name, arguments)
+        counted = None
         if size_of is not None and label is not None:
             muted = getattr(_MUTED, "on", False)
             if muted is not True and not (muted and label in muted):
@@ -198,8 +200,13 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 if _CALLS is not None:
                     counted = _begin(name, label, size_bytes, arguments)
                     _CALLS.append(counted)
-                    return _timed(counted, function(*args, **kwargs))
-        return function(*args, **kwargs)
+        if progress.PROGRESS.timer is None or kwargs.get("async_op"):
+            result = function(*args, **kwargs)
+        else:
+            with progress.PROGRESS.blocking():
+                result = function(*args, **kwargs)
+        progress.PROGRESS.add_work(result, issued)
+        return result if counted is None else _timed(counted, result)
 
     return call
 

@@ -312,7 +312,7 @@ def state_of(pid: int) -> str | None:
 
 
 def _waits_for() -> str | None:
-    waits_for, call = PROGRESS.waits_for, PROGRESS.last
+    waits_for, call = PROGRESS.waits_for, PROGRESS.waited_call or PROGRESS.last
     if waits_for != COLLECTIVE or call is None:
         return waits_for
     number = f" number {call.number + 1:,}" if call.number is not None else ""

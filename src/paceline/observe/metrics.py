@@ -10,7 +10,7 @@ import torch
 
 from paceline.core.events import RankStep, StepFigures
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.progress import DEVICE, PROGRESS
 from paceline.distributed.traffic import KINDS, uncounted
 from paceline.observe.device_stats import UNKNOWN, DeviceMonitor, device_figures
 from paceline.observe.throughput import ModelFlops
@@ -117,14 +117,17 @@ class StepMetrics:
         self._steps += 1
         self._steps_done += 1
         self.last_wait_s = self.world.wait_s - self._wait_before
-        parts_s = {phase: PROGRESS.spent_s.get(phase, 0.0) for phase in _PHASES}
-        parts_s["communication"] = PROGRESS.step_wait_s
+        parts_s: dict[str, float] = {}
+        if PROGRESS.timer is None:
+            parts_s = {phase: PROGRESS.spent_s.get(phase, 0.0) for phase in _PHASES}
+            parts_s["communication"] = PROGRESS.step_wait_s
         for part, seconds in parts_s.items():
             self._parts_s[part] += seconds
         # The clocks of the step and of its phases do not start at exactly the same time, but a step
         # must not be shorter than its parts.
         self.last_step_s = max(time.perf_counter() - self._start, sum(parts_s.values()))
-        self._comm_s += self.last_wait_s
+        if PROGRESS.timer is None:
+            self._comm_s += self.last_wait_s
         self._window_s += self.last_step_s
         sent = Counter(self.world.traffic.snapshot()) - self._sent_before
         self.traffic_per_step.append(sent.total())
@@ -144,7 +147,7 @@ class StepMetrics:
 
     def _wait_for_device(self) -> None:
         if self.world.device.type != "cpu":
-            with PROGRESS.waiting("the device"):
+            with PROGRESS.waiting(DEVICE):
                 torch.accelerator.synchronize()
 
     def gather(self, grad_norm: float, extra: Sequence[float] = ()) -> StepFigures:
@@ -156,10 +159,9 @@ class StepMetrics:
         """
         counts = self._counts.tolist()
         steps = max(1, self._steps)
+        self._add_device_steps()
         memory = float(memory_now(self.world.device))
         sums = [self._loss.item(), self._data_s, self._comm_s, memory, self._local_count]
-        # On an accelerator, a phase is the time that the host needs to launch the work. The time
-        # that it waits for the device is part of the rest.
         known_s = list(self._parts_s.values())
         parts_s = [*known_s, max(0.0, self._window_s - sum(known_s))]
         device = UNKNOWN if self.devices is None else self.devices.last
@@ -197,6 +199,14 @@ class StepMetrics:
             figures["since_start_s"] = self.time_to_first_step_s
         self.reset()
         return figures
+
+    def _add_device_steps(self) -> None:
+        """Add the parts of the steps that an accelerator has finished since the last call."""
+        for step in PROGRESS.take_device_steps():
+            for phase in _PHASES:
+                self._parts_s[phase] += step.spent_s.get(phase, 0.0)
+            self._parts_s["communication"] += step.exposed_wait_s
+            self._comm_s += step.exposed_wait_s
 
     def _sent_by_kind(self, steps: int) -> list[float]:
         """Return the bytes per step that this rank sent, in the order of :data:`_SENT`: the mean

@@ -32,6 +32,7 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.distributed.side_group import SideGroup
+from paceline.distributed.timing.device_timer import DeviceTimer
 from paceline.health.anomalies import AnomalyDetector
 from paceline.health.loss_spikes import LossSpikeDetector
 from paceline.health.watchdog import Watchdog
@@ -99,6 +100,7 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
     PROGRESS.start(active=spec.config.recovery.watchdog, on_cpu=spec.device_type == "cpu")
     recovery, timeout_s = spec.config.recovery, spec.config.parallel.collective_timeout_s
     comm = init_communicator(env, spec.device_type, timeout_s, axes, recovery.rank0_timeout_s)
+    PROGRESS.timer = DeviceTimer.of(comm.device)
     run_dir = RunDir(Path(spec.config.output_dir))
     events = EventLog(None)
     watchdog = Watchdog(recovery, timeout_s, comm, stop, run_dir.root)

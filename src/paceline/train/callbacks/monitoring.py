@@ -11,6 +11,7 @@ from paceline.core.events import StepEvent
 from paceline.core.formatting import counted
 from paceline.core.log import log_notices
 from paceline.data.order.base import Order
+from paceline.distributed.progress import DEVICE
 from paceline.health.anomalies import AnomalyDetector
 from paceline.health.replicas import check_replicas
 from paceline.models.transforms.compile import CompileTimes
@@ -85,7 +86,7 @@ class StepLogger(Callback):
         if not result.is_logged:
             return
         assert result.grad_norm is not None
-        with self.ctx.progress.waiting("the device"):
+        with self.ctx.progress.waiting(DEVICE):
             grad_norm = float(result.grad_norm)
         extra = [*self.anomalies.local_counts()]
         num_extra = len(extra)

@@ -1,0 +1,1 @@
+"""Times that are measured on the device."""
