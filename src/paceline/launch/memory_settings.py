@@ -268,7 +268,9 @@ def _recomputations(config: Config) -> Iterator[Settings]:
 
 def _offloads(config: Config) -> Iterator[Settings]:
     if config.parallel.cpu_offload == "none":
-        yield from ({OFFLOAD: "activations"}, {OFFLOAD: "optimizer"})
+        if config.task in CAUSAL_TASKS:  # which have blocks
+            yield {OFFLOAD: "activations"}
+        yield {OFFLOAD: "optimizer"}
     elif config.parallel.cpu_offload == "activations":
         yield {OFFLOAD: "optimizer"}
 
