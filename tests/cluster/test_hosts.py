@@ -5,7 +5,10 @@ tests/cluster/test_faults_hosts.py has the tests in network namespaces.
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from commands import (
@@ -23,6 +26,7 @@ from commands import (
 from ranks import free_port
 
 from paceline.cluster.endpoint import is_listening
+from paceline.core.files import cache_dir
 
 pytestmark = pytest.mark.slow
 
@@ -225,3 +229,67 @@ def test_rejects_conflicting_settings_before_start(tmp_path, args, message):
     done = run(*MICRO, f"output_dir={tmp_path / 'run'}", *args, expect=2)
     assert message in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.soak
+def test_out_of_memory_continues_with_smaller_settings_on_all_hosts(tmp_path):
+    callback = Path(__file__).parents[1] / "launch" / "memory_limit.py"
+    settings = {
+        "callbacks": f"[{callback}:MemoryLimit]",
+        "task_args.max_tokens": 256,
+        "task_args.from_step": 6,
+        "max_steps": 8,
+        "save_steps": 2,
+    }
+    model = [arg for arg in MICRO if not arg.startswith("per_device_train_batch_size=")]
+    (cache_dir() / "memory-settings.json").unlink(missing_ok=True)
+    args = [f"{key}={value}" for key, value in {**SETTINGS, **settings}.items()]
+    port = free_port()
+    hosts = [
+        start(
+            *model,
+            f"output_dir={tmp_path / 'run'}",
+            *args,
+            "parallel.nnodes=2",
+            f"parallel.rdzv_endpoint=127.0.0.1:{port}",
+            f"parallel.node_rank={number}",
+            env={**os.environ, **THREADS, "PACELINE_HOST": "abc"[number]},
+        )
+        for number in range(2)
+    ]
+    for host in hosts:
+        wait_for_exit(host)
+    [event] = events(tmp_path / "run", "memory_fallback")
+    assert event["settings"]["train_args.per_device_train_batch_size"] == 2
+    assert event["step"] >= 6
+    by_step = {each["step"]: each["loss"] for each in events(tmp_path / "run", "step")}
+    assert sorted(by_step) == list(range(1, 9))
+    without = [arg for arg in args if not arg.startswith(("callbacks", "task_args", "parallel."))]
+    run(*model, f"output_dir={tmp_path / 'whole'}", *without, "parallel.num_gpus=2",
+        "parallel.mode=ddp", env={**os.environ, **THREADS})  # fmt: skip
+    assert [by_step[step] for step in sorted(by_step)] == pytest.approx(
+        losses(tmp_path / "whole"), rel=1e-5
+    )
+
+
+@pytest.mark.soak
+def test_error_names_the_settings_if_the_launcher_restarts_nothing(tmp_path):
+    callback = Path(__file__).parents[1] / "launch" / "memory_limit.py"
+    model = [arg for arg in MICRO if not arg.startswith("per_device_train_batch_size=")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "-m",
+        "paceline",
+    ]
+    settings = [f"callbacks=[{callback}:MemoryLimit]", "task_args.max_tokens=256", "max_steps=2"]
+    done = subprocess.run(
+        [*command, "sft", *model, *settings, f"output_dir={tmp_path / 'run'}"],
+        capture_output=True, text=True, timeout=150, env={**os.environ, **THREADS},
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert (
+        "To fix: set `per_device_train_batch_size=2 gradient_accumulation_steps=2`" in done.stderr
+    )
