@@ -276,6 +276,7 @@ def test_out_of_memory_continues_with_smaller_settings_on_all_hosts(tmp_path):
 def test_error_names_the_settings_if_the_launcher_restarts_nothing(tmp_path):
     callback = Path(__file__).parents[1] / "launch" / "memory_limit.py"
     model = [arg for arg in MICRO if not arg.startswith("per_device_train_batch_size=")]
+    (cache_dir() / "memory-settings.json").unlink(missing_ok=True)
     command = [
         sys.executable,
         "-m",

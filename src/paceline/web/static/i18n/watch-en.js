@@ -150,6 +150,7 @@ export const en = {
   "mark.checkpoint": "checkpoint",
   "mark.resume": "resumed",
   "mark.fault": "fault",
+  "mark.memory_fallback": "less memory",
   "mark.skipped": "update skipped",
   "mark.drift": "replica divergence",
   "mark.rollback": "rollback",

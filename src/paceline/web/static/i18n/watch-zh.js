@@ -133,6 +133,7 @@ export const zh = {
   "mark.checkpoint": "检查点",
   "mark.resume": "恢复训练",
   "mark.fault": "故障",
+  "mark.memory_fallback": "降低内存占用",
   "mark.skipped": "跳过更新",
   "mark.drift": "副本不一致",
   "mark.rollback": "回滚",

@@ -73,6 +73,7 @@ const MARK_LEVELS = {
   checkpoint: "info",
   resume: "info",
   fault: "error",
+  memory_fallback: "warning",
   skipped: "warning",
   drift: "error",
   rollback: "warning",
