@@ -2,11 +2,14 @@
 be simulated. The simulated ranks are in processes of their own."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapter_families import write_config
+from planner.test_plan import write_model_config
 
 from paceline.cli import main
 from paceline.config.schema import Config
@@ -156,3 +159,29 @@ def test_counts_the_products_of_experts(tmp_path: Path) -> None:
         )
         tokens = 4 * 128
         assert dense["flops"] - sparse["flops"] == 3 * 2 * tokens * 2 * (3 * 64 * 96)
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_shim")
+@pytest.mark.parametrize(
+    "settings", [("--device-memory", "3GB"), ("--device-memory", "2GB", "lora.quantize=nf4")]
+)
+def test_simulates_the_run_with_the_settings_that_are_chosen_for_it(
+    settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    # In a process of its own, because tests of this process do not see bitsandbytes.
+    folder = Path(write_model_config(tmp_path, layers=6))
+    command = [sys.executable, "-m", "paceline", "plan", f"model={folder}", "dataset=none.jsonl"]
+    layout_ = ["parallel.mode=ddp", "lora.enable=true", "max_length=1024", "--world-size", "2"]
+    device = ["--device", "A10", "--simulate", "--json"]
+    done = subprocess.run(
+        [*command, *layout_, *settings, *device], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["simulated_reason"] is None
+    assert result["run"]["settings"]
+    assert result["run"]["fits"]
+    predicted = result["run"]["memory_bytes"]["total"]
+    assert result["simulated"]["peak_memory_bytes"] == pytest.approx(predicted, rel=0.05)

@@ -8,6 +8,7 @@ functions that compute the same numbers.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -239,6 +240,12 @@ def has_values(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has values: not if it is on the meta device or a fake tensor."""
     fake = _find(_import("torch._subclasses.fake_tensor"), "FakeTensor")
     return not tensor.is_meta and not isinstance(tensor, fake)
+
+
+def without_fake_tensors() -> AbstractContextManager[None]:
+    """Return a context in which tensors are created as usual, also within ``FakeTensorMode``."""
+    fake = _import("torch._subclasses.fake_tensor")
+    return _find(fake, "unset_fake_temporarily")()  # type: ignore[no-any-return]
 
 
 def is_mutable_op(op: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.distributed.torch_compat import has_values, without_fake_tensors
 from paceline.models.adapters.targets import linear_modules
 from paceline.models.weights import convert_weights
 
@@ -112,7 +113,7 @@ def _quantized(linear: nn.Linear, lora: Lora) -> nn.Linear:
         else:
             layer.weight = layer.weight.to(weight.device)  # quantizes
     else:
-        with torch.device("meta"):
+        with without_fake_tensors(), torch.device("meta"):
             layer = bnb.nn.Linear4bit(
                 *sizes,
                 bias=has_bias,
@@ -124,28 +125,46 @@ def _quantized(linear: nn.Linear, lora: Lora) -> nn.Linear:
         # Not in the layout for inference, which evaluation on a CPU would otherwise switch to.
         layer.support_avx512bf16_for_cpu = False
         packed, layer.quant_state = _pack(weight, lora)
-        layer.weight = bnb.nn.Params4bit(
-            packed,
-            requires_grad=False,
-            quant_state=layer.quant_state,
-            blocksize=_BLOCK_SIZE,
-            compress_statistics=lora.double_quant,
-            quant_type=lora.quantize,
-            quant_storage=weight.dtype,
-            module=layer,
-            bnb_quantized=True,
-        )
+        layer.weight = _parameter_of(packed, layer, weight.dtype, lora)
     if has_bias:
         layer.bias = linear.bias.requires_grad_(False)
     return layer.train(linear.training)  # type: ignore[no-any-return]
+
+
+def _parameter_of(
+    packed: torch.Tensor, layer: Any, storage: torch.dtype, lora: Lora
+) -> nn.Parameter:
+    """Return the parameter of a layer with 4-bit numbers.
+
+    Args:
+        packed: the numbers, viewed in the dtype ``storage``.
+    """
+    settings = {
+        "quant_state": layer.quant_state,
+        "blocksize": _BLOCK_SIZE,
+        "compress_statistics": lora.double_quant,
+        "quant_type": lora.quantize,
+        "quant_storage": storage,
+        "module": layer,
+        "bnb_quantized": True,
+    }
+    if packed.is_meta or has_values(packed):
+        parameter: nn.Parameter = _bitsandbytes().nn.Params4bit(
+            packed, requires_grad=False, **settings
+        )
+        return parameter
+    # A fake tensor cannot be of another class. The layer reads only the attributes.
+    fake = nn.Parameter(packed, requires_grad=False)
+    vars(fake).update(settings)
+    return fake
 
 
 def _pack(weight: torch.Tensor, lora: Lora) -> tuple[torch.Tensor, Any]:
     """Return the 4-bit numbers of a weight, viewed in its dtype, because FSDP shards parameters of
     one dtype, and their scales."""
     functional = _bitsandbytes().functional
-    if weight.is_meta:
-        return _pack_on_meta(weight, lora)
+    if not has_values(weight):
+        return _pack_without_values(weight, lora)
     packed, state = functional.quantize_4bit(
         weight.contiguous(),
         blocksize=_BLOCK_SIZE,
@@ -156,11 +175,12 @@ def _pack(weight: torch.Tensor, lora: Lora) -> tuple[torch.Tensor, Any]:
     return packed, state
 
 
-def _pack_on_meta(weight: torch.Tensor, lora: Lora) -> tuple[torch.Tensor, Any]:
-    """Return the shapes of :func:`_pack`. bitsandbytes would cache tables of the meta device."""
+def _pack_without_values(weight: torch.Tensor, lora: Lora) -> tuple[torch.Tensor, Any]:
+    """Return the shapes of :func:`_pack` for a weight on the meta device or a fake tensor.
+    bitsandbytes would cache tables of the meta device, and read values."""
     functional = _bitsandbytes().functional
     num_blocks = math.ceil(weight.numel() / _BLOCK_SIZE)
-    empty = partial(torch.empty, device="meta", dtype=torch.float32)
+    empty = partial(torch.empty, device=weight.device, dtype=torch.float32)
     size = math.ceil(weight.numel() / 2 / weight.element_size())
     state = functional.QuantState(
         absmax=empty(num_blocks, dtype=torch.uint8 if lora.double_quant else torch.float32),
