@@ -222,7 +222,7 @@ class Trainer:
         Returns False if too many batches have been skipped since then. A collective."""
         state, comm = self.state, self.ctx.comm
         settings, step = self.spec.config.recovery, state.step
-        self.checkpoints.finish()
+        self.checkpoints.finish_on_all_ranks()
         target = find_target(comm, self.ctx.run_dir, step, self.resumed_from)
         if target.is_exhausted(state.skipped_batches, settings):
             if not self._has_reported_no_rollback:
