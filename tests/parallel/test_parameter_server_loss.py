@@ -21,7 +21,8 @@ from pathlib import Path
 from paceline.tasks.recommend import RecommendTask
 
 class Killer(RecommendTask):
-    '''Kills ranks: `kills` lists "RANK at LOSS", "RANK at eval", or "VICTIM by RANK at LOSS".'''
+    '''Kills ranks: `kills` lists "RANK at LOSS", "RANK at eval", "RANK at save" (of the model) or
+    "VICTIM by RANK at LOSS".'''
     losses = evaluations = 0
 
     def build_datasets(self):
@@ -45,6 +46,10 @@ class Killer(RecommendTask):
         self.evaluations += 1
         self.kill_if_due("eval" if self.evaluations == 2 else None)
         return super().evaluate(model, batch)
+
+    def save_from(self, source, folder):
+        self.kill_if_due("save")
+        return super().save_from(source, folder)
 
 class SkipsSamples(RecommendTask):
     '''Rank 0 trains on no samples in step `task_args.step`.'''
@@ -107,6 +112,17 @@ def losses_by_step(run_dir: Path) -> dict[int, float]:
         for event in read_events(run_dir / "events.jsonl")
         if event["type"] == "step"
     }
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_model_is_written_by_another_rank_if_rank_zero_dies_meanwhile(tmp_path: Path) -> None:
+    process = run(tmp_path, "served", "Killer", *server_args(tmp_path, "0 at save"))
+    assert process.returncode == 0, process.stderr
+    assert "was killed by SIGKILL" in process.stderr
+    report = json.loads((tmp_path / "served" / "report.json").read_text())
+    assert [loss["rank"] for loss in report["workers_lost"]] == [0]
+    assert list((tmp_path / "served" / "model").glob("*.safetensors"))
 
 
 @pytest.mark.slow

@@ -162,3 +162,34 @@ def communicate_in_backward(env: RankEnv) -> list[Any]:
 def test_collectives_in_backward_have_their_names() -> None:
     results = run_ranks(communicate_in_backward, 2, init_process_group=False)
     assert results == [[True, True, 7, "all_reduce number 2 of 2 ranks", False]] * 2
+
+
+class OtherStreamEvent(SimulatedEvent):
+    """An event that the device passes only when ``has_passed`` is set."""
+
+    has_passed = True
+
+    def query(self) -> bool:
+        return self.has_passed and super().query()
+
+
+def read_with_pending_wait(_env: RankEnv) -> list[int]:
+    simulate_values()
+    PROGRESS.start(on_cpu=False)
+    device = SimulatedDevice(Communicator(RankEnv(), torch.device("cuda", 0)))
+    PROGRESS.timer = timer = DeviceTimer(device.world.device, lambda: OtherStreamEvent(device))
+    PROGRESS.begin_step(1)
+    PROGRESS.enter("backward")
+    begin = timer.begin_wait()
+    timer.end_wait(begin)
+    end = timer._current.phases[-1][2][0][1]  # type: ignore[union-attr]
+    PROGRESS.end_step()
+    PROGRESS.begin_step(2)
+    end.has_passed = False
+    counts = [len(timer.read())]
+    end.has_passed = True
+    return [*counts, len(timer.read())]
+
+
+def test_step_is_read_when_the_waits_of_other_streams_are_done() -> None:
+    assert run_ranks(read_with_pending_wait, 1, init_process_group=False) == [[0, 1]]

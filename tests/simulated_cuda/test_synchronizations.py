@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import events
 from device_runs import train_on
 from ranks import run_ranks
 from simulated import simulate_values
@@ -51,11 +52,41 @@ def test_host_does_not_wait_in_a_step(
     assert [str(each) for each in records if waits_in_step(each) and not is_of_library(each)] == []
 
 
-def record_run(folder: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> list[Synchronization]:
+#: Layouts with replicas, with shards, and with replicas that train independently.
+LOGGED_LAYOUTS = [layout for layout in LAYOUTS if layout.name in ("ddp", "zero3", "local_sgd")]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=layout.name, marks=[] if layout.name == "ddp" else pytest.mark.soak)
+        for layout in LOGGED_LAYOUTS
+    ],
+)
+def test_host_does_not_wait_in_a_step_that_is_logged(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = (*layout.args, *SWITCHES[0].args)
+    records = record_run(tmp_path, monkeypatch, *args, logging_steps=1)
+    waits = [each for each in records if waits_in_step(each) and not is_after_training(each)]
+    assert [str(each) for each in waits] == []
+    assert [event["step"] for event in events(tmp_path / "run", "step")] == [
+        *range(1, NUM_STEPS + 1)
+    ]
+
+
+def is_after_training(record: Synchronization) -> bool:
+    """Return whether this is a wait after the last step, before the checkpoint."""
+    return "trainer.py" in record.site and " save" in record.site
+
+
+def record_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *args: str, logging_steps: int = 100
+) -> list[Synchronization]:
     """Train with simulated devices, and return what the ranks waited for."""
     (folder / "records").mkdir()
     monkeypatch.setenv(VARIABLE, str(folder / "records"))
-    settings = (f"max_steps={NUM_STEPS}", "logging_steps=100", "max_grad_norm=1.0")
+    settings = (f"max_steps={NUM_STEPS}", f"logging_steps={logging_steps}", "max_grad_norm=1.0")
     train_on("cuda", folder / "run", *args, *settings)
     return list(read_synchronizations(folder / "records"))
 

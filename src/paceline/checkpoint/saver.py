@@ -147,10 +147,10 @@ class CheckpointManager:
         if step == self.last_step:
             if not must_succeed:
                 return
-            self._finish_together()
+            self.finish_on_all_ranks()
             if self._agree(self._error) is None:
                 return
-        self._finish_together()
+        self.finish_on_all_ranks()
         lost = self.world.lost
         self._since = time.monotonic()
         self.num_begun += 1
@@ -307,7 +307,7 @@ class CheckpointManager:
     def _is_committed(self, step: int) -> bool:
         return (self.folder / name_of(step)).is_dir()
 
-    def _finish_together(self) -> None:
+    def finish_on_all_ranks(self) -> None:
         """Join the background save, if there is one, on every rank. A collective."""
         with rank_zero_phase(self.world, "writing the previous checkpoint"):
             self._finish_pending(wait=True)

@@ -345,9 +345,9 @@ class StepFigures(_Logged, total=False):
     waiting in FSDP or a pipeline counts as part of the phase. If micro-batches run in threads
     (``dp``), time counts towards the phase that any of them entered last.
 
-    On an accelerator, all times are those of the host, which queues work and continues: a phase is
-    the time to queue its kernels, ``communication_s`` the time that the host waited, and
-    ``other_s`` mostly the time that it waited for the device before it logged the event.
+    On an accelerator, phases and ``communication_s`` are times of the device, from events on its
+    streams. They are read a step late, so those of the last step may count in the next event.
+    ``step_time_s`` and ``data_wait_s`` are times of the host.
 
     Attributes:
         tokens: number of tokens of the global batch.

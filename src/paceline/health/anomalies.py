@@ -202,15 +202,15 @@ class AnomalyDetector:
         if update.scale is None or not losses_are_finite or float(update.scale.read()) < 1:
             self._num_skipped_in_row += 1
 
-    def local_counts(self) -> tuple[float, float]:
+    def take_local_counts(self) -> tuple[float, float]:
         """Return the values to gather at a log line: the number of updates that this rank alone has
-        skipped since the last log line, and the number of consecutive ones."""
-        return float(self._local_skips), float(self._num_skipped_in_row)
+        skipped since the last call, and the number of consecutive ones."""
+        num_skips, self._local_skips = self._local_skips, 0
+        return float(num_skips), float(self._num_skipped_in_row)
 
     def report_local_skips(self, step: int, rows: Sequence[Sequence[float]]) -> None:
-        """Report the updates that individual ranks skipped. ``rows`` has the :meth:`local_counts`
-        of each rank."""
-        self._local_skips = 0
+        """Report the updates that individual ranks skipped. ``rows`` has the
+        :meth:`take_local_counts` of each rank."""
         ranks = [rank for rank, row in enumerate(rows) if row[0] > 0]
         if ranks:
             updates = int(max(row[0] for row in rows))

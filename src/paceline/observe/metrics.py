@@ -5,11 +5,13 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from paceline.core.events import RankStep, StepFigures
 from paceline.distributed.communicator import Communicator
+from paceline.distributed.host_copies import HostCopy, tensor_of
 from paceline.distributed.progress import DEVICE, PROGRESS
 from paceline.distributed.traffic import KINDS, uncounted
 from paceline.observe.device_stats import UNKNOWN, DeviceMonitor, device_figures
@@ -24,8 +26,8 @@ _UNKNOWN_SIZE = -1.0
 
 
 class StepMetrics:
-    """Accumulates figures on the device, and waits for the device only when they are needed
-    (:meth:`gather`).
+    """Accumulates figures on the device, and waits for the device only when they are read
+    (:class:`PendingFigures`).
 
     Args:
         world: all ranks.
@@ -73,6 +75,7 @@ class StepMetrics:
         self._sent_before = self._sent_at_gather = Counter(world.traffic.snapshot())
         self._sent_in_period: deque[Counter[str]] = deque(maxlen=max(1, traffic_period))
         self._steps_done = 0
+        self._device_parts_s: dict[str, float] = {}  # means per step, of the last known steps
         self.reset()
 
     def reset(self) -> None:
@@ -107,8 +110,8 @@ class StepMetrics:
         Args:
             loss_sum: sum of this rank's losses.
             local_count: number of labels (or images) in this sum.
-            drains: whether the host waits until an accelerator has finished the step, as it must
-                before figures are read from it. The step takes this time too.
+            drains: whether the host waits until an accelerator has finished the step. The step
+                takes this time too.
         """
         if drains:
             self._wait_for_device()
@@ -151,62 +154,75 @@ class StepMetrics:
                 torch.accelerator.synchronize()
 
     def gather(self, grad_norm: float, extra: Sequence[float] = ()) -> StepFigures:
-        """Return the figures since the last call, over all ranks. A collective.
+        """Return the figures since the last call, over all ranks. A collective; see
+        :meth:`start_gather`."""
+        return self.start_gather(torch.tensor(grad_norm, dtype=torch.float64), extra).read()
+
+    def start_gather(
+        self, grad_norm: torch.Tensor, extra: torch.Tensor | Sequence[float] = ()
+    ) -> "PendingFigures":
+        """Start to gather the figures since the last call, over all ranks. A collective. The host
+        of an accelerator does not wait for the device before the result is read.
 
         Args:
-            grad_norm: gradient norm of the last step.
-            extra: further numbers of this rank, which are gathered in :attr:`extra_by_rank`.
+            grad_norm: gradient norm of the last step, a scalar.
+            extra: further numbers of this rank [n], which are gathered in :attr:`extra_by_rank`.
         """
-        counts = self._counts.tolist()
         steps = max(1, self._steps)
-        self._add_device_steps()
-        memory = float(memory_now(self.world.device))
-        sums = [self._loss.item(), self._data_s, self._comm_s, memory, self._local_count]
+        self._add_device_steps(steps)
         known_s = list(self._parts_s.values())
         parts_s = [*known_s, max(0.0, self._window_s - sum(known_s))]
+        memory = float(memory_now(self.world.device))
+        sums = [self._data_s, self._comm_s, memory, self._local_count]
         device = UNKNOWN if self.devices is None else self.devices.last
-        columns = [sums, parts_s, self._sent_by_kind(steps), device, extra]
-        table = self._gather_rows([value for column in columns for value in column])
-        by_rank = [_split(row, [len(column) for column in columns]) for row in table]
-        self.extra_by_rank = [row[4] for row in by_rank]
-        if self._steps_done > 1:
-            for index, value in enumerate(counts):
-                self.train_counts[index] += value
-            self.train_s += self._window_s
-            self.train_steps += self._steps
-        labels, tokens, samples = counts
-        flops_per_device_s = self._flops_per_device_s(labels, tokens, self._window_s)
-        figures: StepFigures = {
-            # Divide by the sum of the ranks' counts, which excludes ranks that were lost during
-            # these steps.
-            "loss": sum(row[0] for row in table) / (sum(row[4] for row in table) or 1.0),
-            "grad_norm": grad_norm,
-            "tokens": round(tokens / steps) if self.has_tokens else None,
-            "samples": round(samples / steps),
-            "step_time_s": self._window_s / steps,
-            "flops_per_device_s": flops_per_device_s,
-            "mfu": self.utilization(flops_per_device_s),
-            "data_wait_s": max(row[1] for row in table) / steps,
-            "comm_wait_s": max(row[2] for row in table) / steps if self.world.size > 1 else None,
-            "memory_bytes": [int(row[3]) for row in table],
-            "ranks": [_rank_step(rank, row[0], row[1], steps) for rank, row in enumerate(by_rank)],
-            "traffic": _max_traffic([row[2] for row in by_rank]),
-        }
-        devices = device_figures([row[3] for row in by_rank])
-        if devices:
-            figures["devices"] = devices
-        if self._steps_done == 1 and self.time_to_first_step_s is not None:
-            figures["since_start_s"] = self.time_to_first_step_s
+        columns = [sums, parts_s, self._sent_by_kind(steps), device]
+        numbers = [value for column in columns for value in column]
+        row = [self._loss, *map(self.as_tensor, (numbers, extra))]
+        table = self._gather_rows(torch.cat([part.reshape(-1) for part in row]))
+        pending = PendingFigures(
+            self,
+            HostCopy(table),
+            HostCopy(self._counts),
+            HostCopy(grad_norm),
+            [1 + len(sums), *(len(column) for column in columns[1:]), len(extra)],
+            self._window_s,
+            steps,
+            self._steps_done,
+        )
         self.reset()
-        return figures
+        return pending
 
-    def _add_device_steps(self) -> None:
-        """Add the parts of the steps that an accelerator has finished since the last call."""
-        for step in PROGRESS.take_device_steps():
-            for phase in _PHASES:
-                self._parts_s[phase] += step.spent_s.get(phase, 0.0)
-            self._parts_s["communication"] += step.exposed_wait_s
-            self._comm_s += step.exposed_wait_s
+    def as_tensor(self, numbers: torch.Tensor | Sequence[float]) -> torch.Tensor:
+        """Return numbers [n] as a tensor of the table, on the device."""
+        if isinstance(numbers, torch.Tensor):
+            return numbers.to(self.world.wide_dtype)
+        return tensor_of(numbers, self.world.wide_dtype, self.world.device)
+
+    def add_window(self, counts: Sequence[float], seconds: float, steps: int) -> None:
+        """Add steps after the first to the totals of the run.
+
+        Args:
+            counts: numbers of labels, tokens and samples.
+        """
+        for index, value in enumerate(counts):
+            self.train_counts[index] += value
+        self.train_s += seconds
+        self.train_steps += steps
+
+    def _add_device_steps(self, steps: int) -> None:
+        """Add the parts of ``steps`` steps on an accelerator. The last ones may still run, so the
+        means are those of the steps that it has finished since the last call, or as before if there
+        are none."""
+        if PROGRESS.timer is None:
+            return
+        done = PROGRESS.take_device_steps()
+        if done:
+            sums = {phase: sum(each.spent_s.get(phase, 0.0) for each in done) for phase in _PHASES}
+            sums["communication"] = sum(each.exposed_wait_s for each in done)
+            self._device_parts_s = {part: total / len(done) for part, total in sums.items()}
+        for part, seconds in self._device_parts_s.items():
+            self._parts_s[part] += seconds * steps
+        self._comm_s += self._parts_s["communication"]
 
     def _sent_by_kind(self, steps: int) -> list[float]:
         """Return the bytes per step that this rank sent, in the order of :data:`_SENT`: the mean
@@ -224,18 +240,15 @@ class StepMetrics:
         known = [sent[name] for name in KINDS]
         return [size / steps for size in (*known, sent.total() - sum(known))]
 
-    def _gather_rows(self, row: list[float]) -> list[list[float]]:
-        """Gather the rows of all ranks."""
+    def _gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Gather the rows [n] of all ranks: [ranks, n]."""
         if self.world.size == 1:
-            return [row]
-        table = torch.zeros(
-            self.world.size, len(row), dtype=self.world.wide_dtype, device=self.world.device
-        )
-        table[self.world.rank] = torch.tensor(row, dtype=self.world.wide_dtype)
+            return row.unsqueeze(0)
+        table = row.new_zeros(self.world.size, len(row))
+        table[self.world.rank] = row
         with uncounted():
             self.world.wait(self.world.all_reduce(table))
-        rows: list[list[float]] = self.world.read(table).tolist()
-        return rows
+        return table
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -250,7 +263,7 @@ class StepMetrics:
     def flops_per_device_s(self) -> float | None:
         """Model FLOPs per second and device in the steps after the first; None if unknown."""
         labels, tokens, _ = self.train_counts
-        return self._flops_per_device_s(labels, tokens, self.train_s)
+        return self.flops_in(labels, tokens, self.train_s)
 
     def utilization(self, flops_per_device_s: float | None) -> float | None:
         """Return the model FLOPs utilization, from 0 to 1; None if unknown."""
@@ -258,7 +271,9 @@ class StepMetrics:
             return None
         return self.flops.utilization(flops_per_device_s)
 
-    def _flops_per_device_s(self, labels: float, tokens: float, seconds: float) -> float | None:
+    def flops_in(self, labels: float, tokens: float, seconds: float) -> float | None:
+        """Return the model FLOPs per second and device of steps that took ``seconds``; None if
+        unknown."""
         if self.flops is None or seconds <= 0:
             return None
         return self.flops.per_device(labels, tokens) / seconds
@@ -271,6 +286,62 @@ class StepMetrics:
             return round(sum(self.traffic_per_step[-self.traffic_period :]) / self.traffic_period)
         ordered = sorted(self.traffic_per_step)
         return ordered[len(ordered) // 2] if ordered else None
+
+
+@dataclass(frozen=True)
+class PendingFigures:
+    """Figures that are being gathered, of the ``steps`` steps up to step number ``steps_done`` of
+    this attempt.
+
+    Args:
+        table: the row of each rank [ranks, columns].
+        counts: global numbers of labels, tokens and samples.
+        grad_norm: gradient norm of the last step.
+        sizes: numbers of columns of each kind.
+        window_s: duration of the steps in seconds.
+    """
+
+    metrics: StepMetrics
+    table: HostCopy
+    counts: HostCopy
+    grad_norm: HostCopy
+    sizes: list[int]
+    window_s: float
+    steps: int
+    steps_done: int
+
+    def read(self) -> StepFigures:
+        """Return the figures. Called once, in the order of the steps."""
+        metrics, steps = self.metrics, self.steps
+        by_rank = [_split(row, self.sizes) for row in self.table.read().tolist()]
+        sums = [row[0] for row in by_rank]
+        metrics.extra_by_rank = [row[4] for row in by_rank]
+        labels, tokens, samples = counts = self.counts.read().tolist()
+        if self.steps_done > 1:
+            metrics.add_window(counts, self.window_s, steps)
+        flops_per_device_s = metrics.flops_in(labels, tokens, self.window_s)
+        figures: StepFigures = {
+            # Divide by the sum of the ranks' counts, which excludes ranks that were lost during
+            # these steps.
+            "loss": sum(row[0] for row in sums) / (sum(row[4] for row in sums) or 1.0),
+            "grad_norm": float(self.grad_norm.read()),
+            "tokens": round(tokens / steps) if metrics.has_tokens else None,
+            "samples": round(samples / steps),
+            "step_time_s": self.window_s / steps,
+            "flops_per_device_s": flops_per_device_s,
+            "mfu": metrics.utilization(flops_per_device_s),
+            "data_wait_s": max(row[1] for row in sums) / steps,
+            "comm_wait_s": max(row[2] for row in sums) / steps if len(sums) > 1 else None,
+            "memory_bytes": [int(row[3]) for row in sums],
+            "ranks": [_rank_step(rank, row[0], row[1], steps) for rank, row in enumerate(by_rank)],
+            "traffic": _max_traffic([row[2] for row in by_rank]),
+        }
+        devices = device_figures([row[3] for row in by_rank])
+        if devices:
+            figures["devices"] = devices
+        if self.steps_done == 1 and metrics.time_to_first_step_s is not None:
+            figures["since_start_s"] = metrics.time_to_first_step_s
+        return figures
 
 
 def _split(row: list[float], sizes: list[int]) -> list[list[float]]:

@@ -358,9 +358,9 @@ def build_trainer(
     sources = _source_recorder(spec, strategy, data)
     callbacks = CallbackList(ctx.comm, info, meta.get("callbacks", {}))
     task_metrics = _metric_recorder(components, data)
-    callbacks.add(
-        StepLogger(metrics, anomalies, data.order, ctx, row_tokens, sources, task_metrics)
-    )
+    step_logger = StepLogger(metrics, anomalies, data.order, ctx, row_tokens, sources, task_metrics)
+    step_logger.on_logged = callbacks.on_step_logged
+    callbacks.add(step_logger)
     if data.counts is not None:
         names = [source["name"] for source in spec.data.source_figures]
         callbacks.add(RowCounter(ctx, strategy, data, names))

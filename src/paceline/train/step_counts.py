@@ -42,6 +42,7 @@ class StepCounts:
             comm.wait(group.all_reduce(self.group_count))
             self.group_count *= comm.size // group.size
         self.work = comm.all_reduce(self.tensor)
+        self.is_added = False  # to the metrics
         self._lock = threading.Lock()  # a strategy may run micro-batches in several threads
         self._on_host: HostCopy | None = None
 
@@ -118,22 +119,30 @@ class CountQueue:
 
     def settle(self, now: bool) -> bool:
         """Add the pending counts that are due, or all with ``now``, to the metrics. Return True if
-        a stop of any rank was requested in those steps."""
+        a stop of any rank was requested in those steps. On accelerators, requests are read a step
+        later, even with ``now``."""
         assert self._current is not None
         counts, self._current = self._current, None
         self._pending.append(counts)
-        limit = 0 if counts.group_count is None else max_count_lag(self.strategy)
+        limit = 0 if counts.group_count is None or now else max_count_lag(self.strategy)
+        if now:
+            for pending in self._pending:
+                self._add(pending)
         if self.ctx.comm.device_types != {"cpu"}:  # on every rank, for they stop together
             limit += 1
-        if now:
-            limit = 0
         stop = False
         while len(self._pending) > limit:
             counts = self._pending.popleft()
-            self.metrics.count(counts.wait())
+            self._add(counts)
             stop = counts.stop_requested or stop
             self.checkpoints.accept_request(counts.save_request, counts.num_saves)
         return stop
+
+    def _add(self, counts: StepCounts) -> None:
+        """Add counts to the metrics, once."""
+        if not counts.is_added:
+            counts.is_added = True
+            self.metrics.count(counts.wait())
 
 
 class LossAccumulator:

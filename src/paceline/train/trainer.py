@@ -97,6 +97,7 @@ class Trainer:
                 break
             due = Requests(None, derived.is_eval_step(step), self.checkpoints.is_due(step))
             self.handle_requests(requests | due)
+        self.callbacks.before_pause(state)
         self.anomalies.flush()
         if self.spec.saves_state:
             self.save(must_succeed=True)
@@ -158,7 +159,9 @@ class Trainer:
         state.step += 1
         progress.end_step(disturbed=self.checkpoints.is_writing)
         is_logged = self.spec.is_log_step(state.step, state.first_step)
-        self.metrics.end(reported_loss, counts.local_count, drains=is_logged)
+        # The time of the first step, which is always logged, includes the device's.
+        is_first = state.step == state.first_step + 1
+        self.metrics.end(reported_loss, counts.local_count, drains=is_first)
         stop = self.counts.settle(now=is_logged)
         self.handle_rank_loss()
         return StepResult("updated", stop, grad_norm, learning_rate, is_logged)
@@ -222,13 +225,14 @@ class Trainer:
         Returns False if too many batches have been skipped since then. A collective."""
         state, comm = self.state, self.ctx.comm
         settings, step = self.spec.config.recovery, state.step
-        self.checkpoints.finish()
+        self.checkpoints.finish_on_all_ranks()
         target = find_target(comm, self.ctx.run_dir, step, self.resumed_from)
         if target.is_exhausted(state.skipped_batches, settings):
             if not self._has_reported_no_rollback:
                 self._has_reported_no_rollback = True
                 report_no_rollback(step, target, settings)
             return False
+        self.callbacks.before_pause(state)
         state.skipped_batches.add(step)
         report_rollback(self.ctx.events, step, spike, target)
         self.strategy.optimizer_step(lambda _: False)
@@ -273,6 +277,7 @@ class Trainer:
         if self.data.eval_dataset is None or state.step in state.eval_losses:
             return
         self.metrics.drain()
+        self.callbacks.before_pause(state)
         result: EvalResult | None = None
         while self.handle_rank_loss() or result is None:  # repeat if a rank was lost meanwhile
             with self.ctx.progress.during("evaluation"), consolidated(self.strategy):
@@ -295,6 +300,7 @@ class Trainer:
         for it, and raise RunError on every rank if it fails; otherwise it continues in the
         background, and a failure is logged as a warning."""
         self.metrics.drain()
+        self.callbacks.before_pause(self.state)
         self.anomalies.flush()
         self.callbacks.before_checkpoint(self.state)
         step, scaler = self.state.step, self.components.precision.scaler

@@ -51,6 +51,13 @@ class _OpenStep:
     end: Any = None
     disturbed: bool = False
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has passed all events, also those of waits on other streams."""
+        return bool(self.end.query()) and all(
+            end.query() for _, _, waits in self.phases for _, end in waits
+        )
+
 
 class DeviceTimer:
     """Records the events of the steps of one device, in the threads that issue its work.
@@ -100,7 +107,7 @@ class DeviceTimer:
         """Return the steps that the device has finished since the last call, in order. Does not
         wait for the device."""
         steps = []
-        while self._unread and self._unread[0].end.query():
+        while self._unread and self._unread[0].is_done:
             steps.append(self._measure(self._unread.popleft()))
         return steps
 

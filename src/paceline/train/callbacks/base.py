@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.config.schema import Config
+    from paceline.core.events import StepFigures
     from paceline.train.evaluation import EvalResult
     from paceline.train.state import StepResult, TrainState
 
@@ -80,10 +81,21 @@ class Callback:
 
     def on_step_end(self, result: StepResult, state: TrainState) -> None:
         """Called after each step, including steps that skipped their batch or rolled back. If the
-        step is logged, ``result.figures`` has its figures, such as ``loss``."""
+        step is logged, ``result.figures`` has its figures, such as ``loss``. On an accelerator,
+        they are read a step later, so they are those of the step before if that one was logged;
+        see :meth:`on_step_logged`."""
+
+    def on_step_logged(self, step: int, figures: StepFigures) -> None:
+        """Called once for each logged step, in order, with its figures, such as ``loss``. On an
+        accelerator, that is after the next step, but before an evaluation, a checkpoint, a rollback
+        or the end."""
 
     def on_evaluation_end(self, result: EvalResult, state: TrainState) -> None:
         """Called after each evaluation, while the model has the weights that were evaluated."""
+
+    def before_pause(self, state: TrainState) -> None:
+        """Called before an evaluation, a checkpoint, a rollback and the end of the training, to do
+        what the callback has put off."""
 
     def before_checkpoint(self, state: TrainState) -> None:
         """Called before the state is collected for a checkpoint."""

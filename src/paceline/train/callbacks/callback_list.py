@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from paceline.core.errors import PacelineError, RunError
+from paceline.core.events import StepFigures
 from paceline.core.user_code import user_error
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
@@ -94,6 +95,12 @@ class CallbackList:
 
     def on_step_end(self, result: StepResult, state: TrainState) -> None:
         self._call("on_step_end", result, state)
+
+    def on_step_logged(self, step: int, figures: StepFigures) -> None:
+        self._call("on_step_logged", step, figures)
+
+    def before_pause(self, state: TrainState) -> None:
+        self._call("before_pause", state)
 
     def on_evaluation_end(self, result: EvalResult, state: TrainState) -> None:
         self._call("on_evaluation_end", result, state)

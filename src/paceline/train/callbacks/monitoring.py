@@ -2,22 +2,24 @@
 
 import logging
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import nn
 
 from paceline.core.event_log import EventLog
-from paceline.core.events import StepEvent
+from paceline.core.events import StepEvent, StepFigures
 from paceline.core.formatting import counted
 from paceline.core.log import log_notices
 from paceline.data.order.base import Order
-from paceline.distributed.progress import DEVICE
 from paceline.health.anomalies import AnomalyDetector
 from paceline.health.replicas import check_replicas
 from paceline.models.transforms.compile import CompileTimes
 from paceline.observe.comm_advisor import CommAdvisor
 from paceline.observe.memory import STEPS_BEFORE, emit_memory
-from paceline.observe.metrics import StepMetrics, restart_peak
+from paceline.observe.metrics import PendingFigures, StepMetrics, restart_peak
 from paceline.parallel.base import Strategy
 from paceline.train.callbacks.base import Callback
 from paceline.train.callbacks.sources import SourceRecorder
@@ -49,13 +51,34 @@ class CompileReport(Callback):
             )
 
 
+@dataclass(frozen=True)
+class _LoggedStep:
+    """A logged step whose figures are being gathered.
+
+    Args:
+        steps: the steps since the logged one before, from 0.
+        starts: index of the first number of the sources, and of the task's metrics, in the further
+            numbers of a rank.
+    """
+
+    step: int
+    steps: range
+    learning_rate: float | None
+    figures: PendingFigures
+    starts: tuple[int, int]
+
+
 class StepLogger(Callback):
-    """Gathers the metrics since the last logged step and emits a ``step`` event.
+    """Gathers the metrics since the last logged step and emits a ``step`` event. On accelerators,
+    they are read a step later, so that the device is not idle while the host reads them.
 
     Args:
         row_tokens: capacity of a packed row, or None if rows are samples.
         sources: the recorder of several sources, or None.
         task_metrics: the recorder of the task's metrics, or None.
+
+    Attributes:
+        on_logged: called on every rank with each logged step and its figures.
     """
 
     def __init__(
@@ -71,11 +94,14 @@ class StepLogger(Callback):
         self.task_metrics = task_metrics
         self.row_tokens = row_tokens
         self.sources = sources
-        self._logged_step: int | None = None
         self.metrics = metrics
         self.anomalies = anomalies
         self.order = order
         self.ctx = ctx
+        self.on_logged: Callable[[int, StepFigures], None] = lambda step, figures: None
+        self._is_late = ctx.comm.device_types != {"cpu"}
+        self._pending: _LoggedStep | None = None
+        self._last_step: int | None = None  # the last logged one
         self._has_reported_nan = False
 
     def on_step_end(self, result: StepResult, state: TrainState) -> None:
@@ -83,57 +109,72 @@ class StepLogger(Callback):
             self.sources.add_step()
         if self.task_metrics is not None and result.outcome == "updated":
             self.task_metrics.add_step()
-        if not result.is_logged:
-            return
+        started = self._start(result, state) if result.is_logged else None
+        self._finish(result)
+        self._pending = started
+        # The host has waited for the first step, so its figures are known at once.
+        if not self._is_late or state.step == state.first_step + 1:
+            self._finish(result)
+
+    def before_pause(self, state: TrainState) -> None:
+        self._finish(None)
+
+    def _start(self, result: StepResult, state: TrainState) -> _LoggedStep:
+        """Start to gather the figures of a step. A collective."""
         assert result.grad_norm is not None
-        with self.ctx.progress.waiting(DEVICE):
-            grad_norm = float(result.grad_norm)
-        extra = [*self.anomalies.local_counts()]
-        num_extra = len(extra)
-        if self.sources is not None:
-            extra += self.sources.take()
-        num_before_metrics = len(extra)
-        if self.task_metrics is not None:
-            extra += self.task_metrics.take()
-        figures = self.metrics.gather(grad_norm, extra)
-        result.figures.update(figures)
-        self.anomalies.report_local_skips(state.step, self.metrics.extra_by_rank)
+        parts = [self.metrics.as_tensor(self.anomalies.take_local_counts())]
+        starts = [len(parts[0])]
+        for recorder in (self.sources, self.task_metrics):
+            if recorder is not None:
+                parts.append(self.metrics.as_tensor(recorder.take()))
+            starts.append(sum(map(len, parts)))
+        figures = self.metrics.start_gather(result.grad_norm, torch.cat(parts))
+        first = state.first_step if self._last_step is None else self._last_step
+        if first >= state.step:  # after a rollback
+            first = state.step - 1
+        self._last_step = state.step
+        steps = range(first, state.step)
+        return _LoggedStep(state.step, steps, result.learning_rate, figures, (starts[0], starts[1]))
+
+    def _finish(self, result: StepResult | None) -> None:
+        """Emit the event of the pending step, if there is one, and add its figures to the result of
+        the step that has just ended."""
+        logged, self._pending = self._pending, None
+        if logged is None:
+            return
+        figures = logged.figures.read()
+        self.anomalies.report_local_skips(logged.step, self.metrics.extra_by_rank)
         event: StepEvent = {
             "type": "step",
-            "step": state.step,
-            "epoch": self.order.epochs(state.step),
-            "learning_rate": result.learning_rate,
+            "step": logged.step,
+            "epoch": self.order.epochs(logged.step),
+            "learning_rate": logged.learning_rate,
             **figures,
         }
         if self.ctx.comm.is_rank_zero:
-            rows = [row[num_extra:num_before_metrics] for row in self.metrics.extra_by_rank]
-            self._add_rows(event, rows, state)
-            if self.task_metrics is not None:
-                event["metrics"] = self.task_metrics.means(
-                    [row[num_before_metrics:] for row in self.metrics.extra_by_rank]
-                )
-        self._logged_step = state.step
+            self._add_rows(event, logged)
         self.ctx.events.emit(event)
         if math.isnan(figures["loss"]) and not self._has_reported_nan:
             self._has_reported_nan = True
             logger.warning(
-                f"step {state.step}: the loss is NaN; lower `learning_rate` or set"
+                f"step {logged.step}: the loss is NaN; lower `learning_rate` or set"
                 " `precision: bf16-mixed`"
             )
+        if result is not None:
+            result.figures.update(figures)
+        self.on_logged(logged.step, figures)
 
-    def _add_rows(
-        self, event: StepEvent, sums_by_rank: list[list[float]], state: TrainState
-    ) -> None:
-        """Add the fill of packed rows, and the figures of the sources."""
-        first = state.first_step if self._logged_step is None else self._logged_step
-        if first >= state.step:  # after a rollback
-            first = state.step - 1
-        steps = range(first, state.step)
+    def _add_rows(self, event: StepEvent, logged: _LoggedStep) -> None:
+        """Add the fill of packed rows, and the figures of the sources and of the task."""
+        rows, steps = self.metrics.extra_by_rank, logged.steps
+        first, second = logged.starts
         num_rows = self.order.rows_read(steps.stop) - self.order.rows_read(steps.start)
         if self.row_tokens is not None and num_rows and event["tokens"] is not None:
             event["fill"] = event["tokens"] * len(steps) / (num_rows * self.row_tokens)
         if self.sources is not None:
-            event["sources"] = self.sources.figures(sums_by_rank)
+            event["sources"] = self.sources.figures([row[first:second] for row in rows])
+        if self.task_metrics is not None:
+            event["metrics"] = self.task_metrics.means([row[second:] for row in rows])
 
 
 class MemoryReport(Callback):

@@ -8,6 +8,8 @@ import torch
 from paceline.core.row_figures import SourceStep
 from paceline.data.collate import SourceLosses
 from paceline.data.loader import MicroBatch
+from paceline.distributed.communicator import wide_dtype
+from paceline.distributed.host_copies import tensor_of
 
 
 class SourceRecorder:
@@ -45,10 +47,12 @@ class SourceRecorder:
             if losses.sums is not None:
                 self._sums += losses.sums.to(self._sums.device)
 
-    def take(self) -> list[float]:
-        """Return the sums since the last call: the losses of each source, its label tokens, its
-        samples, and its tokens."""
-        sums: list[float] = self._sums.flatten().tolist() + self._counts.flatten().tolist()
+    def take(self) -> torch.Tensor:
+        """Return the sums since the last call [4 × sources], on the device: the losses of each
+        source, its label tokens, its samples, and its tokens."""
+        device, dtype = self._sums.device, wide_dtype(self._sums.device)
+        counts = tensor_of(self._counts.flatten().tolist(), dtype, device)
+        sums = torch.cat([self._sums.flatten().to(dtype), counts])
         self._sums.zero_()
         self._counts[:] = 0
         return sums

@@ -36,9 +36,10 @@ class MetricRecorder:
                 if metrics.sums is not None:
                     self._sums += metrics.sums.to(self._sums.device)
 
-    def take(self) -> list[float]:
-        """Return the sums of the values since the last call, then their numbers."""
-        sums: list[float] = self._sums.flatten().tolist()
+    def take(self) -> torch.Tensor:
+        """Return the sums of the values since the last call, then their numbers
+        [2 × metrics], on the device."""
+        sums = self._sums.flatten().clone()
         self._sums.zero_()
         return sums
 
