@@ -86,19 +86,18 @@ def row(name: str, hardware: Hardware, data: Path) -> str:
         plan = paceline.plan(path, device_memory="16GB", **overrides)
     else:
         plan = paceline.plan(path, world_size=hardware.count, device=hardware.device, **overrides)
-    configured = plan["configured"] or plan["chosen"]
-    mode = next(mode for mode in plan["modes"] if mode["mode"] == configured)
-    used, total = mode["memory_bytes"]["total"], plan["device_memory_bytes"]
+    run = plan["run"]
+    used, total = run["memory_bytes"]["total"], plan["device_memory_bytes"]
     share = (
         f"{formatting.size(used)} of {formatting.size(total)} ({formatting.percent(used / total)})"
     )
     times = [
-        formatting.short_duration(mode["step_time_s"]),
-        formatting.short_count(mode["samples_per_second"]),
+        formatting.short_duration(run["step_time_s"]),
+        formatting.short_count(run["samples_per_second"]),
     ]
     if hardware.device is None:
         share, times = formatting.size(used), ["depends on the CPU", "–"]
-    return f"| {' | '.join([f'`{name}`', hardware.text, mode['mode'], share, *times])} |"
+    return f"| {' | '.join([f'`{name}`', hardware.text, run['mode'], share, *times])} |"
 
 
 def main() -> None:

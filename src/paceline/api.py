@@ -202,7 +202,10 @@ def _prepare(
         nonlocal data
         data = read_data_early(host.loaded, dry_run=options.dry_run, checks_folder=leader is None)
 
-    chosen = choose_layout(host.loaded.config, num_devices, host.devices.type, None, read_data)
+    free_bytes = None if host.memory.device is None else host.memory.device.free_bytes
+    chosen = choose_layout(
+        host.loaded.config, num_devices, host.devices.type, None, read_data, free_bytes
+    )
     return prepare_run(
         host.loaded,
         started_at=started_at,

@@ -117,11 +117,15 @@ def test_what_worked_is_used_by_the_next_run_of_this_kind(tmp_path: Path) -> Non
     assert events(second, "memory_fallback") == []
     text = "memory: per_device_train_batch_size=2 gradient_accumulation_steps=2, as in an earlier"
     assert text in stderr
-    planned = json.loads(run(*arguments(second, *args), "--json", verb="plan").stdout)
+    third = arguments(tmp_path / "third", *args)
+    planned = json.loads(run(*third, "--json", verb="plan").stdout)
     assert planned["run"]["settings"] == {SIZE: 2, ACCUMULATION: 2}
     assert any("as in an earlier run" in note for note in planned["notes"])
-    without = run(*arguments(second, *args), "--json", "--no-history", verb="plan").stdout
+    without = run(*third, "--json", "--no-history", verb="plan").stdout
     assert json.loads(without)["run"]["settings"] == {}
+    # The run in the output folder keeps its settings in any case.
+    resumed = run(*arguments(second, *args), "--json", "--no-history", verb="plan").stdout
+    assert json.loads(resumed)["run"]["settings"] == {SIZE: 2, ACCUMULATION: 2}
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ _TEXTS = (*_LANGUAGE, "dataset=builtin:python-docs#64")
 _ON_2_RANKS = (*_TEXTS, "parallel.num_gpus=2")
 #: Recipe → overrides, and the strategy that the recipe must still use.
 STAND_INS = {
-    "qwen-7b-lora-4xa10": (_ON_2_RANKS, "zero3"),
+    "qwen-7b-lora-4xa10": (_ON_2_RANKS, "ddp"),
     "full-1.5b-24gb": (_TEXTS, "single"),
     "lora-70b-8x80gb": (_ON_2_RANKS, "zero3"),
     "two-boxes-gigabit": (

@@ -149,7 +149,7 @@ def test_plan_has_what_the_run_does(model: str) -> None:
     fixed = make_plan(changed, 4, memory, "A100-80GB").as_dict()
     assert (
         next(m for m in fixed["modes"] if m["mode"] == "ddp")["memory_bytes"]
-        == (run["memory_bytes"])
+        == chosen["memory_bytes"]
     )
 
 

@@ -191,7 +191,14 @@ def _prepare(
         chosen, world_size = request.chosen, round_.env.world_size
         if chosen is None or chosen.layout.num_processes != world_size:
             # other ranks than expected
-            chosen = choose_layout(host.loaded.config, world_size, host.devices.type, round_.env)
+            free_bytes = None if memory.device is None else memory.device.free_bytes
+            chosen = choose_layout(
+                host.loaded.config,
+                world_size,
+                host.devices.type,
+                round_.env,
+                free_bytes=free_bytes,
+            )
         return prepare(chosen, None)
 
     leading = _on_rank_zero(member, "leader", prepare_leader)

@@ -71,6 +71,7 @@ def choose_layout(
     device_type: str,
     outer: RankEnv | None,
     read_data: Callable[[], object] | None = None,
+    free_bytes: int | None = None,
 ) -> ChosenLayout:
     """Return the layout for ``num_devices`` devices: the configured one, or, with ``mode: auto``,
     the best that fits in memory, with the settings that it needs.
@@ -79,6 +80,7 @@ def choose_layout(
         outer: rank that an outer launcher assigned to this process, or None.
         read_data: function that stores the data in the token cache; called if ``mode: auto``
             needs the lengths of the samples.
+        free_bytes: free memory of the smallest accelerator; None: all of this host's.
 
     Raises:
         ConfigError: if the product of the axes is not the number of ranks, or if the strategy does
@@ -93,7 +95,11 @@ def choose_layout(
         kept = kept_settings(config)
         fixed = kept if outer is None else {**kept, "parallel.num_gpus": num_devices}
         choice = pick(
-            with_fixed(config, fixed), num_devices, device_type=device_type, read_data=read_data
+            with_fixed(config, fixed),
+            num_devices,
+            free_bytes,
+            device_type=device_type,
+            read_data=read_data,
         )
         chosen, settings, remarks = choice.layout, {**kept, **choice.settings}, choice.remarks
         config = with_settings(config, settings)

@@ -6,12 +6,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TypedDict
 
-from paceline.config.chosen import open_settings
+from paceline.config.chosen import open_settings, read_chosen
 from paceline.config.load import load_config
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError
+from paceline.core.processes import available_memory
+from paceline.core.run_dir import RunDir
 from paceline.distributed.devices import (
     accelerators,
     choose_devices,
@@ -27,13 +29,14 @@ from paceline.planner.assumed.estimate import AssumedEstimate, AssumedReport, es
 from paceline.planner.assumed.keys import Value, parse_assumptions
 from paceline.planner.auto.choose import ModeChoice, choose, eligible_layouts
 from paceline.planner.devices import find_device
-from paceline.planner.estimate import MemoryReport, ModeEstimate, ModeReport
+from paceline.planner.estimate import ModeEstimate, ModeReport
 from paceline.planner.hardware import Machine, default_precision, named_machine, parse_size
 from paceline.planner.machine.local import local_machine, smallest_device_memory
 from paceline.planner.machine.memory_history import memory_key, recall
 from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.mode_time import setup_of_batch
 from paceline.planner.model_profile import ModelProfile, describe
+from paceline.planner.run_estimate import RunEstimate, run_estimate
 from paceline.planner.scale.goodput import FailureModel, Goodput
 from paceline.planner.scale.save_interval import goodput_on
 from paceline.planner.search.fit import FROM_HISTORY, KeptSettings, MemoryFit, fit_memory
@@ -48,20 +51,10 @@ from paceline.planner.search.reports import (
     setup_report,
 )
 from paceline.planner.search.search import Candidate, pareto_front
-from paceline.planner.search.trials import Setting, Settings, Trials, settings_text, with_settings
+from paceline.planner.search.trials import Settings, Trials, settings_text, with_settings
 from paceline.tasks import load_task
 
 _MAX_DEVICES = 65536
-
-
-class RunEstimate(TypedDict):
-    """What ``paceline sft`` runs on the same file and devices: the mode, the settings that it
-    chooses, and the memory of the rank that uses most. ``mode`` is None if nothing can run."""
-
-    mode: str | None
-    settings: dict[str, Setting]
-    memory_bytes: MemoryReport | None
-    fits: bool
 
 
 class PlanReport(TypedDict):
@@ -100,6 +93,7 @@ class Plan:
 
     Args:
         occupied_bytes: memory of a device of this machine that other processes hold.
+        host_memory_bytes: free host memory of a rank on this machine; None for another machine.
         uses_history: whether earlier runs on this machine count.
     """
 
@@ -111,6 +105,7 @@ class Plan:
     assumptions: Mapping[str, Value] = field(default_factory=dict)
     options: SearchOptions = field(default_factory=SearchOptions)
     occupied_bytes: int = 0
+    host_memory_bytes: int | None = None
     uses_history: bool = True
 
     @cached_property
@@ -205,16 +200,23 @@ class Plan:
             mode.layout,
             stage if isinstance(stage, int) else None,
             kept=self._known_settings(mode.layout),
+            host_memory_bytes=self.host_memory_bytes,
         )
 
     def _known_settings(self, layout_: ParallelLayout) -> KeptSettings:
-        """Return the open settings with which an earlier run of this kind was completed."""
+        """Return the open settings of the run in the output folder, or else those with which an
+        earlier run of this kind was completed."""
+        is_open = open_settings(self.config, is_cpu=self.machine.is_cpu)
+        file = RunDir(Path(self.config.output_dir)).config
+        stored = read_chosen(file) if self.config.resume == "auto" and file.is_file() else {}
+        if known := {key: value for key, value in stored.items() if key in is_open}:
+            return KeptSettings(known)
         if not self.uses_history:
             return KeptSettings()
         settings = recall(memory_key(self.config, layout_, self.machine.name))
-        is_open = open_settings(self.config, is_cpu=self.machine.is_cpu)
-        known = {key: value for key, value in settings.items() if key in is_open}
-        return KeptSettings(known, FROM_HISTORY)
+        return KeptSettings(
+            {key: value for key, value in settings.items() if key in is_open}, FROM_HISTORY
+        )
 
     @property
     def free_machine(self) -> Machine:
@@ -239,15 +241,6 @@ class Plan:
         if self.memory_fit is not None:
             return self.memory_fit.settings
         return {} if self.configured is not None else self.choice.settings
-
-    def _run_estimate(self) -> RunEstimate:
-        mode = self.run_mode
-        return RunEstimate(
-            mode=None if mode is None else mode.name,
-            settings=dict(self.run_settings),
-            memory_bytes=None if mode is None else mode.as_dict()["memory_bytes"],
-            fits=mode is not None and mode.fits,
-        )
 
     @cached_property
     def advice(self) -> Advice | None:
@@ -299,9 +292,10 @@ class Plan:
         """Return the assumptions behind the estimates, one sentence each."""
         notes = [self.batch.text(), *self.machine.notes, *self.profile.notes]
         fit = self.memory_fit
-        if fit is not None and fit.kept is not None:
-            text = f"memory: {settings_text(fit.settings)}, {fit.kept} (`--no-history` ignores it)"
-            notes.append(text)
+        if fit is not None and fit.kept is not None and fit.settings:
+            text = f"memory: {settings_text(fit.settings)}, {fit.kept}"
+            is_history = fit.kept == FROM_HISTORY
+            notes.append(text + (" (`--no-history` ignores it)" if is_history else ""))
         return notes
 
     def as_dict(self) -> PlanReport:
@@ -310,7 +304,7 @@ class Plan:
         smallest = None if advice is None else advice.smallest
         count, error, candidate = self.machine.count, self.layout_error, self.choice.candidate
         return PlanReport(
-            run=self._run_estimate(),
+            run=run_estimate(self.run_mode, self.run_settings),
             world_size=count,
             device_memory_bytes=self.machine.memory_bytes,
             parameters=self.parameters,
@@ -464,6 +458,7 @@ def make_plan(
         assumptions,
         options,
         occupied_bytes,
+        available_memory() // num_devices if num_devices else None,
         uses_history,
     )
 
