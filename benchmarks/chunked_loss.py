@@ -25,8 +25,10 @@ import json, resource, sys, time
 import torch
 from torch import nn
 from torch.nn import functional
+from paceline.models.shape.loss_chunks import choose_loss_chunks
 from paceline.config.schema.train_args import TrainArgs
-from paceline.models.head.chunked_loss import ChunkedLoss, LogitTransform, chunked_loss
+from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
+from paceline.models.head.softmax import LogitTransform
 
 tokens, vocabulary, width = map(int, sys.argv[1:4])
 is_chunked, is_trained, is_low = (word == "true" for word in sys.argv[4:])
@@ -40,7 +42,7 @@ with open("/proc/self/statm") as file:
 started_at = time.perf_counter()
 with torch.autocast("cpu", torch.bfloat16, enabled=is_low):
     if is_chunked:
-        chunk_tokens = TrainArgs().loss_chunk_tokens(vocabulary)
+        chunk_tokens = choose_loss_chunks(TrainArgs(), vocabulary, "cpu").tokens
         chunks = ChunkedLoss(head, LogitTransform(), targets, None, chunk_tokens)
         with chunked_loss(chunks):
             loss = chunks.result(head(hidden))

@@ -9,8 +9,10 @@ from torch.nn import functional
 from paceline.config.schema.train_args import TrainArgs
 from paceline.data.collate import segment_inputs
 from paceline.models import attention
-from paceline.models.head.chunked_loss import ChunkedLoss, LogitTransform, chunked_loss
+from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
+from paceline.models.head.softmax import LogitTransform
 from paceline.models.kernels.attention_choice import VARLEN
+from paceline.models.shape.loss_chunks import choose_loss_chunks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 __all__ = ["cuda"]  # fixture
@@ -95,7 +97,7 @@ def test_chunked_loss_uses_a_fraction_of_the_memory(is_trained: bool) -> None:
         before = torch.cuda.memory_allocated(DEVICE)
         with torch.autocast("cuda", torch.bfloat16):
             if is_chunked:
-                size = TrainArgs().loss_chunk_tokens(vocabulary)
+                size = choose_loss_chunks(TrainArgs(), vocabulary, "cuda").tokens
                 chunks = ChunkedLoss(head, LogitTransform(), targets, None, size)
                 with chunked_loss(chunks):
                     loss = chunks.result(head(hidden))

@@ -124,7 +124,7 @@ def test_loss_in_chunks_needs_less_memory() -> None:
     unless it is frozen."""
     dims = dims_of({**WIDTHS, "vocab_size": 150_000})
     assert dims is not None
-    tokens, chunk = 4096, 384
+    tokens, chunk = 4096, 832
     estimates = {}
     for lora in (False, True):
         for size in ("auto", 0):
@@ -140,6 +140,14 @@ def test_loss_in_chunks_needs_less_memory() -> None:
     assert estimates[False, "auto"].loss.peak == 4 * 150_000 * chunk + kept
     assert estimates[False, "auto"].loss.saved == kept
     assert estimates[True, "auto"].loss.peak == 4 * 150_000 * chunk + 4 * 128 * tokens
+    on_cpu = language_activations(
+        dims,
+        Config(model="m", dataset="d", lora={"enable": True}),
+        tokens,
+        tokens,
+        device_type="cpu",
+    )
+    assert on_cpu.loss.peak == 4 * 150_000 * 384 + 4 * 128 * tokens
     saved = estimates[False, 0].peak() - estimates[False, "auto"].peak()
     assert saved == estimates[False, 0].loss.peak - estimates[False, "auto"].loss.peak
 

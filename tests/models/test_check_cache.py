@@ -14,7 +14,7 @@ from paceline.models import attention
 from paceline.models.checks import cache as check_cache
 from paceline.models.checks.cache import check_of_model
 from paceline.models.checks.packing import choose_packing
-from paceline.models.head.chunked_loss import LogitTransform
+from paceline.models.head.softmax import LogitTransform
 from paceline.models.head.transform import choose_transform
 
 CPU = torch.device("cpu")

@@ -17,10 +17,27 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.config.schema.train_args import TrainArgs
 from paceline.distributed import torch_compat
-from paceline.models.head.chunked_loss import IGNORED, ChunkedLoss, LogitTransform, chunked_loss
+from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
+from paceline.models.head.softmax import IGNORED, LogitTransform
 from paceline.models.head.transform import find_transform, output_head
+from paceline.models.shape.loss_chunks import choose_loss_chunks
 
 VOCABULARY, CHUNK = 211, 5
+
+
+@pytest.fixture(params=["cpu", "accelerator"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Select the operations of a device type for tensors on the CPU."""
+    if request.param == "accelerator":
+        module = "paceline.models.head.chunked_loss"
+        monkeypatch.setattr(f"{module}.is_computed_as_on_cpu", lambda device_type: False)
+    name: str = request.param
+    return name
+
+
+UNCHANGED = LogitTransform()
+on_every_device = pytest.mark.usefixtures("kernels")
+
 CPU = torch.device("cpu")
 #: Families that change their logits after the head.
 CHANGED = {
@@ -120,6 +137,7 @@ def assert_equal(
 FAST = ["qwen2", "gpt2", "phi", "gemma2", "granite_scaled", "cohere", "mamba", "opt_350m"]
 
 
+@on_every_device
 @pytest.mark.parametrize(
     "name",
     [
@@ -134,6 +152,7 @@ def test_family_has_equal_loss_and_gradients(name: str) -> None:
     assert_equal(model)
 
 
+@on_every_device
 @pytest.mark.parametrize(
     "adapter",
     [
@@ -151,26 +170,31 @@ def test_adapters_on_the_head(adapter: dict[str, Any]) -> None:
     assert_equal(model)
 
 
+@on_every_device
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
 def test_label_smoothing(name: str) -> None:
     assert_equal(make_model(name), smoothing=0.2)
 
 
+@on_every_device
 @pytest.mark.parametrize("name", ["phi", "gemma2"])
 def test_weights_of_tokens(name: str) -> None:
     assert_equal(make_model(name), smoothing=0.1, weighted=True)
 
 
+@on_every_device
 def test_tied_embeddings() -> None:
     assert_equal(make_model("qwen2", tie_word_embeddings=True))
 
 
+@on_every_device
 def test_autocast() -> None:
     model = make_model("phi")  # its head has a bias
     with torch.autocast("cpu", torch.bfloat16):
         assert_equal(model, rel=1e-3, gradient_rel=3e-2)
 
 
+@on_every_device
 @pytest.mark.parametrize("name", ["phi", "gemma2"])
 def test_float16_gradients_are_scaled_before_they_are_rounded(name: str) -> None:
     """Most gradients of the logits are below the smallest float16 number here, unless they are
@@ -220,6 +244,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@on_every_device
 @pytest.mark.parametrize("name", ["opt", "gemma2"])
 def test_no_tensor_has_the_logits_of_all_tokens(name: str) -> None:
     model = make_model(name, hidden_size=32, word_embed_proj_dim=4)
@@ -254,7 +279,13 @@ class PeakBytes(TorchDispatchMode):
         return result
 
 
-def head_bytes(tokens: int, chunk_tokens: int | None, dtype: torch.dtype, trained: bool) -> int:
+def head_bytes(
+    tokens: int,
+    chunk_tokens: int | None,
+    dtype: torch.dtype,
+    trained: bool,
+    transform: LogitTransform = UNCHANGED,
+) -> int:
     """Return the peak of forward and backward of a float32 head with 152,000 × 512 weights, on top
     of the weights and their gradient. The tensors are fake: they have no values."""
     with FakeTensorMode():
@@ -270,7 +301,7 @@ def head_bytes(tokens: int, chunk_tokens: int | None, dtype: torch.dtype, traine
                     logits = head(hidden).flatten(0, 1).float()
                     loss = functional.cross_entropy(logits, targets.flatten(), reduction="sum")
                 else:
-                    chunks = ChunkedLoss(head, LogitTransform(), targets, None, chunk_tokens)
+                    chunks = ChunkedLoss(head, transform, targets, None, chunk_tokens)
                     with chunked_loss(chunks):
                         loss = chunks.result(head(hidden))
             loss.backward()
@@ -282,12 +313,50 @@ def head_bytes(tokens: int, chunk_tokens: int | None, dtype: torch.dtype, traine
 def test_memory_of_a_large_vocabulary(dtype: torch.dtype, trained: bool) -> None:
     """At most an eighth of all logits at 4,096 tokens. One chunk, which is computed from all its
     logits, takes about as much as the first micro-batch that is larger."""
-    chunk_tokens = TrainArgs().loss_chunk_tokens(152_000)
+    chunk_tokens = choose_loss_chunks(TrainArgs(), 152_000, "cpu").tokens
     assert chunk_tokens == 384
     full = head_bytes(4096, None, dtype, trained)
     assert head_bytes(4096, chunk_tokens, dtype, trained) <= full / 8
     one_chunk = head_bytes(chunk_tokens, None, dtype, trained)
     assert head_bytes(chunk_tokens + 1, chunk_tokens, dtype, trained) <= 1.05 * one_chunk
+
+
+@pytest.mark.parametrize("kernels", ["accelerator"], indirect=True)
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(cap=30.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_accelerators_need_2_gib_for_any_micro_batch(
+    kernels: str, dtype: torch.dtype, transform: LogitTransform
+) -> None:
+    """The size of a chunk that a user sets does not turn chunks off below it."""
+    chunks = choose_loss_chunks(TrainArgs(), 152_000, "cuda")
+    assert chunks == (832, 384)
+    large = choose_loss_chunks(TrainArgs(loss_chunk_size=8192), 152_000, "cuda")
+    assert large == (8192, 384)
+    for tokens in (385, 833, 16384):
+        gradients = 4 * tokens * 512
+        assert chunks.divides(tokens)
+        peak = head_bytes(tokens, chunks.tokens, dtype, trained=False, transform=transform)
+        assert peak - gradients <= 2 << 30
+    assert head_bytes(chunks.at_once, None, dtype, trained=False) <= 2 << 30
+
+
+@on_every_device
+@pytest.mark.parametrize("counts_correct", [False, True])
+def test_evaluation_counts_correct_predictions(counts_correct: bool) -> None:
+    model = make_model("qwen2")
+    ids, keep, targets = make_batch()
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[:, keep]
+        targets[0] = logits[0].argmax(-1)  # half of them
+        chunks = ChunkedLoss(
+            output_head(model), LogitTransform(), targets, keep, CHUNK, 0.0, counts_correct
+        )
+        with chunked_loss(chunks):
+            loss = chunks.result(model(input_ids=ids, use_cache=False).logits)
+    expected = (logits.argmax(-1) == targets).sum() if counts_correct else 0
+    assert int(chunks.num_correct) == int(expected)
+    full = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    assert float(loss) == pytest.approx(float(full), rel=1e-6)
 
 
 class TwiceCalled(nn.Module):

@@ -46,6 +46,13 @@ def test_every_case_has_a_budget() -> None:
     assert set(read_budgets()) == {f"{training}, {mode}" for training, mode in CASES}
 
 
+@pytest.mark.parametrize("case", ["full, single", "lora, zero3", "full, pipeline"])
+def test_loss_launches_few_kernels(case: str) -> None:
+    """At most 250 for 8,192 label tokens of a vocabulary of 151,936."""
+    operations = read_budgets()[case]["per 1,000 label tokens"].values()
+    assert sum(launches for launches, _ in operations) * 8.192 <= 250
+
+
 @pytest.mark.parametrize(
     ("counts", "expected"),
     [

@@ -300,6 +300,7 @@ def _activations(info: RunInfo) -> Activations | None:
         tokens,
         tokens * float(labels.sum() / lengths.sum()),
         mask_bytes=4 if info.strategy.world.device.type == "cpu" else 1,
+        device_type=info.strategy.world.device.type,
         fused_attention=attention_of(base) != "eager",
         row=tokens if is_packed else float(longest.max()),
         joined=kernel_of(base) == SDPA,

@@ -52,6 +52,7 @@ def workload(
         batch.fullest,
         batch.fullest * batch.label_share,
         mask_bytes=4 if is_cpu else 1,
+        device_type="cpu" if is_cpu else "cuda",
         fused_attention=profile.fused_attention,
         row=batch.fullest if config.train_args.packing is not False else max(batch.lengths),
         joined=joins_samples(config, "cpu" if is_cpu else "cuda"),

@@ -58,7 +58,7 @@ def setup_of(
         recompute_share=args.recomputed_share(dims.layers)
         if args.recomputation != "selective"
         else 1.0,
-        cross_entropy="plain" if args.loss_chunk_tokens(dims.vocabulary) is None else "chunked",
+        cross_entropy="plain" if args.loss_chunk_size == 0 else "chunked",
         lora_rank=lora.rank if lora.enable else 0,
         frozen_bits=quantized if lora.enable else 16,
         software=_software(config),

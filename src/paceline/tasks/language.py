@@ -38,15 +38,11 @@ from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.checks.packing import choose_packing
 from paceline.models.files import check_files, check_hub
-from paceline.models.head.chunked_loss import (
-    IGNORED,
-    ChunkedLoss,
-    LogitTransform,
-    chunked_loss,
-    weighted_sum,
-)
+from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
+from paceline.models.head.softmax import IGNORED, LogitTransform, weighted_sum
 from paceline.models.head.transform import choose_transform, output_head
 from paceline.models.qwen import CONVERTED_KEY, module_notice
+from paceline.models.shape.loss_chunks import NO_CHUNKS, choose_loss_chunks
 from paceline.models.transforms.embedding_noise import add_embedding_noise, noisy_embeddings
 from paceline.tasks.base import Notice, Prepared, Task
 
@@ -76,7 +72,7 @@ class LanguageTask(Task):
         self._passes_segments = False
         # What the model does to its logits; None if the loss is not computed in chunks.
         self._transform: LogitTransform | None = None
-        self._chunk_tokens = 0
+        self._chunks = NO_CHUNKS
 
     def check(self) -> None:
         check_adapters(self.config)
@@ -159,16 +155,16 @@ class LanguageTask(Task):
 
     def _choose_loss(self, model: Any, base: Any) -> list[Notice]:
         """Choose between the loss of all tokens at once and that of chunks, by a test on the
-        model. The result depends on the config and the model only, as do the chunks, so that
-        every strategy adds in the same order."""
+        model. The result depends on the config, the model and the type of the device only, as do
+        the chunks, so that every strategy adds in the same order."""
         args = self.config.train_args
         vocabulary = int(getattr(base.config.get_text_config(), "vocab_size", 0))
-        chunk_tokens = args.loss_chunk_tokens(vocabulary)
+        chunks = choose_loss_chunks(args, vocabulary, self.device_type)
         rows = max(args.per_device_train_batch_size, args.per_device_eval_batch_size or 0)
         rows *= self.sequences_per_sample
-        if chunk_tokens is None or rows * args.max_length <= chunk_tokens:
+        if not chunks.divides(rows * args.max_length):
             return []
-        self._chunk_tokens = chunk_tokens
+        self._chunks = chunks
         transform = choose_transform(model, self.config)
         if isinstance(transform, LogitTransform):
             self._transform = transform
@@ -258,7 +254,7 @@ class LanguageTask(Task):
         smoothing = self.config.train_args.label_smoothing_factor if model.training else 0.0
         if self.picks_logits:
             inputs["logits_to_keep"] = keep
-        if self._transform is not None and targets.numel() > self._chunk_tokens:
+        if self._transform is not None and self._chunks.divides(targets.numel()):
             selected = None if self.picks_logits else keep
             has_sources = "source_losses" in batch
             chunks = ChunkedLoss(
@@ -266,7 +262,7 @@ class LanguageTask(Task):
                 self._transform,
                 targets,
                 selected,
-                self._chunk_tokens,
+                self._chunks.tokens,
                 smoothing,
                 counts_correct,
                 targets.new_zeros(targets.numel(), dtype=torch.float32) if has_sources else None,

@@ -19,10 +19,6 @@ from paceline.config.schema.train_args_sections import (
     ShareOfSteps,
 )
 
-#: Size of the logits of a chunk of the loss, in float32. With smaller chunks, the gradient of the
-#: head's weight is read and written more often, which takes longer.
-_CHUNK_BYTES = 256 << 20
-
 
 class TrainArgs(Section):
     """Training hyperparameters, named as in transformers' TrainingArguments."""
@@ -261,8 +257,8 @@ class TrainArgs(Section):
         "auto",
         description=(
             "Tokens whose logits are in memory at the same time (language models). `auto`: as"
-            " many as take 256 MiB in float32, 384 with a vocabulary of 152,000. 0: all of the"
-            " micro-batch."
+            " many as take 512 MiB in float32 on accelerators, 832 with a vocabulary of 152,000,"
+            " and 256 MiB on CPUs. 0: all of the micro-batch."
         ),
     )
     label_smoothing_factor: float = Field(
@@ -452,13 +448,6 @@ class TrainArgs(Section):
         """Return the number of tokens to which samples are limited, or None if rows are cut from
         samples of any length."""
         return None if self.packing_strategy == "wrapped" else self.max_length
-
-    def loss_chunk_tokens(self, vocabulary: int) -> int | None:
-        """Return the number of tokens per chunk of the loss, or None for all at once. It does not
-        depend on the devices, so that all strategies and numbers of ranks add in the same order."""
-        if self.loss_chunk_size != "auto":
-            return self.loss_chunk_size or None
-        return max(64, _CHUNK_BYTES // (4 * max(vocabulary, 1)) // 64 * 64)
 
     def recomputed_share(self, num_blocks: int) -> float:
         """Return the share of the blocks whose forward runs again in backward, where `selective`

@@ -11,51 +11,28 @@ The loss is computed in the forward pass of the head's module (:func:`chunked_lo
 strategy has gathered its weights, and the model runs as usual around it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from paceline.models.blocks import wrap_forward
-from paceline.models.shape.activations import FLOAT_LOGITS_BYTES
+from paceline.models.head.softmax import (
+    CachedLogitLosses,
+    DeviceLogitLosses,
+    LogitLosses,
+    LogitTransform,
+    weighted_sum,
+)
 
-#: Target of a token without loss.
-IGNORED = -100
 #: Products of 16-bit matrices on a CPU that are added to a sum in float32 are computed in parts of
 #: this size in bytes. On CUDA they are added without a copy.
 _PRODUCT_BYTES = 16 << 20
-
-
-def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of a vector in float32. Autocast would compute a product of two
-    vectors in low precision."""
-    return (values * weights).sum()
-
-
-@dataclass(frozen=True)
-class LogitTransform:
-    """What a model does to the head's output: ``cap · tanh(scale · x / cap)``, or ``scale · x``
-    without a cap."""
-
-    scale: float = 1.0
-    cap: float | None = None
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the function of ``logits``; the argument itself if it is the identity."""
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
-
-    def slope(self, transformed: torch.Tensor) -> torch.Tensor | None:
-        """Return the derivative at the given results without its factor ``scale``, or None if it is
-        1 everywhere."""
-        if self.cap is None:
-            return None
-        return 1 - (transformed / self.cap).square_()
 
 
 @dataclass
@@ -65,7 +42,8 @@ class ChunkedLoss:
     Args:
         head: the module that computes the logits.
         transform: what the model does to the logits.
-        targets: token ids [rows, tokens] or [tokens]; :data:`IGNORED` has no loss.
+        targets: token ids [rows, tokens] or [tokens];
+            :data:`~paceline.models.head.softmax.IGNORED` has no loss.
         keep: positions whose hidden states have a target, if the model passes all of them to the
             head; else None.
         chunk_tokens: number of tokens per chunk.
@@ -163,19 +141,10 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-class _Targets(NamedTuple):
-    """Targets of some tokens, and the weights of their losses."""
-
-    ids: torch.Tensor
-    weights: torch.Tensor | None
-
-    def part(self, rows: slice) -> "_Targets":
-        return _Targets(self.ids[rows], None if self.weights is None else self.weights[rows])
-
-    def num_correct(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the number of correct predictions, times their weights."""
-        is_correct = logits.argmax(1) == self.ids
-        return is_correct.sum() if self.weights is None else weighted_sum(is_correct, self.weights)
+def is_computed_as_on_cpu(device_type: str) -> bool:
+    """Return whether chunks are computed in the order of operations of a CPU, whose results must
+    not change, instead of with few kernels."""
+    return device_type == "cpu"
 
 
 @dataclass(frozen=True)
@@ -196,24 +165,28 @@ class _Job:
         stored = None if weight is None else weight.dtype
         return self.loss.is_per_token or torch.float16 in (self.low_dtype, stored)
 
-    def chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, _Targets]]:
-        targets = _Targets(self.loss.targets.reshape(-1), self.loss.token_weights)
+    def chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         for begin in range(0, len(hidden), self.loss.chunk_tokens):
             rows = slice(begin, begin + self.loss.chunk_tokens)
-            yield rows, hidden[rows], targets.part(rows)
+            yield rows, hidden[rows]
+
+    def _losses(self, scale: torch.Tensor | None = None) -> LogitLosses:
+        """Return what receives the logits of the chunks.
+
+        Args:
+            scale: factor of the gradients, or one for each token [tokens], or None.
+        """
+        if is_computed_as_on_cpu(self.device_type):
+            return CachedLogitLosses(self.loss, scale)
+        return DeviceLogitLosses(self.loss, scale)
 
     def losses(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the result (:meth:`ChunkedLoss.result`), without gradients."""
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.no_grad():
-            for chunk, x, targets in self.chunks(hidden):
-                output = self.forward(x.unsqueeze(0)).squeeze(0)
-                losses = output.new_empty(len(output), dtype=torch.float32)
-                for rows, logits in self._float_logits(output):
-                    if self.loss.counts_correct:
-                        self.loss.num_correct += targets.part(rows).num_correct(logits)
-                    losses[rows] = _softmax_(logits, targets.ids[rows], self.loss.label_smoothing)
-                total += self.loss.record(chunk, losses)
+            losses = self._losses()
+            for rows, x in self.chunks(hidden):
+                losses.add(rows, self.forward(x.unsqueeze(0)).squeeze(0))
+            total = losses.total()
         if self.loss.is_per_token:
             # Backward computes the losses again, and must not write them to the result.
             results, self.loss.token_losses = self.loss.token_losses, None
@@ -235,7 +208,7 @@ class _Job:
             The sum of the losses, the gradient of ``hidden`` (None if it has none) and those of
             ``weights``.
         """
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        losses = self._losses(scale)
         sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
         inputs = torch.empty_like(hidden, dtype=torch.float32) if hidden.requires_grad else None
         head: Any = self.loss.head
@@ -246,139 +219,65 @@ class _Job:
             if is_plain:  # one cast for all chunks
                 values = _cast(head.weight.detach(), self.low_dtype)
                 bias = None if head.bias is None else _cast(head.bias.detach(), self.low_dtype)
-            for rows, x, targets in self.chunks(hidden.detach()):
+            for rows, x in self.chunks(hidden.detach()):
+                add = partial(losses.differentiate_, rows)
                 into = None if inputs is None else inputs[rows]
-                factor = _of_rows(scale, rows)
                 if is_plain:
-                    x = _cast(x, self.low_dtype)
-                    losses = self._linear_gradients(x, targets, values, bias, into, sums, factor)
+                    _linear_gradients(add, _cast(x, self.low_dtype), values, bias, into, sums)
                 else:
-                    losses = self._module_gradients(x, targets, weights, into, sums, factor)
-                total += self.loss.record(rows, losses)
-        return total, inputs, sums
-
-    def _linear_gradients(
-        self,
-        x: torch.Tensor,
-        targets: _Targets,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        inputs: torch.Tensor | None,
-        sums: list[torch.Tensor],
-        scale: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Add the gradients of a chunk for a linear layer, if possible without a copy of the
-        weight's; return its losses.
-
-        Args:
-            inputs: receives the gradient of ``x``.
-            sums: of the trained parameters: the weight [vocabulary, width], the bias [vocabulary].
-        """
-        bias_sum = next((total for total in sums if total.dim() == 1), None)
-        output = functional.linear(x, weight, bias)
-        losses, gradient = self._gradient_of(output, targets, scale, output, bias_sum)
-        if inputs is not None:
-            inputs.copy_(gradient @ weight)
-        for total in sums:
-            if total.dim() == 2:
-                _add_product_(total, gradient.t(), x)
-        return losses
+                    self._module_gradients(add, x, weights, into, sums)
+        return losses.total(), inputs, sums
 
     def _module_gradients(
         self,
+        differentiate_: Callable[[torch.Tensor], None],
         x: torch.Tensor,
-        targets: _Targets,
         weights: Sequence[torch.Tensor],
         inputs: torch.Tensor | None,
         sums: list[torch.Tensor],
-        scale: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Add the gradients of a chunk for any head (an adapter, a split layer); return its
-        losses."""
+    ) -> None:
+        """Add the gradients of a chunk for any head (an adapter, a split layer).
+
+        Args:
+            differentiate_: replaces the output of the head by the gradient of the loss.
+            inputs: receives the gradient of ``x``.
+        """
         with torch.enable_grad():
             x = x.unsqueeze(0).requires_grad_(inputs is not None)
             output = self.forward(x)
-        values = output.detach().squeeze(0)
-        into = values if values.dtype == torch.float32 else torch.empty_like(values)
-        losses, gradient = self._gradient_of(values, targets, scale, into)
+        gradient = output.detach()
+        differentiate_(gradient.squeeze(0))
         wanted = [*weights] if inputs is None else [x, *weights]
-        gradients = [
-            *torch.autograd.grad(output, wanted, gradient.unsqueeze(0), materialize_grads=True)
-        ]
+        gradients = [*torch.autograd.grad(output, wanted, gradient, materialize_grads=True)]
         if inputs is not None:
             inputs.copy_(gradients.pop(0).squeeze(0))
         for total, part in zip(sums, gradients, strict=True):
             total += part
-        return losses
 
-    def _gradient_of(
-        self,
-        output: torch.Tensor,
-        targets: _Targets,
-        scale: torch.Tensor | None,
-        into: torch.Tensor,
-        row_sum: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the losses of a chunk and their gradient with respect to the head's output.
 
-        Args:
-            output: of the head [tokens, vocabulary].
-            into: receives the gradient, in the dtype of ``output``; may be ``output``.
-            row_sum: the sum over the tokens of the gradient in float32 is added to it
-                [vocabulary].
-        """
-        losses = output.new_empty(len(output), dtype=torch.float32)
-        is_in_place = into is output and self._changes_in_place(output)
-        # A sum over a part of the rows would be rounded differently.
-        max_bytes = None if row_sum is None else 4 * output.numel()
-        for rows, logits in self._float_logits(output, max_bytes):
-            losses[rows] = self._gradient_(logits, targets.part(rows), _of_rows(scale, rows))
-            if row_sum is not None:
-                row_sum += logits.sum(0)
-            if not is_in_place:
-                into[rows] = logits
-        return losses, into
+def _linear_gradients(
+    differentiate_: Callable[[torch.Tensor, torch.Tensor | None], None],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    inputs: torch.Tensor | None,
+    sums: list[torch.Tensor],
+) -> None:
+    """Add the gradients of a chunk for a linear layer, if possible without a copy of the weight's.
 
-    def _changes_in_place(self, output: torch.Tensor) -> bool:
-        """Return whether changes of :meth:`_float_logits` change ``output``."""
-        return output.dtype == torch.float32 and self.loss.transform == LogitTransform()
-
-    def _float_logits(
-        self, output: torch.Tensor, max_bytes: int | None = None
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield rows of a chunk and their transformed logits in float32, which may be changed in
-        place. At most ``max_bytes`` of them are converted at a time."""
-        count = len(output)
-        if output.dtype != torch.float32:
-            row_bytes = 4 * output.shape[1]
-            count = max(1, (FLOAT_LOGITS_BYTES if max_bytes is None else max_bytes) // row_bytes)
-        for begin in range(0, len(output), count):
-            rows = slice(begin, begin + count)
-            yield rows, self.loss.transform.apply(output[rows].to(torch.float32))
-
-    def _gradient_(
-        self, logits: torch.Tensor, targets: _Targets, scale: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Replace logits by the gradient with respect to the head's output; return the losses."""
-        ids, weights = targets
-        transform = self.loss.transform
-        slope = transform.slope(logits)
-        smoothing = self.loss.label_smoothing
-        losses = _softmax_(logits, ids, smoothing)
-        has_loss = (ids != IGNORED).unsqueeze(1)
-        picked = ids.clamp(min=0).unsqueeze(1)
-        logits.scatter_add_(1, picked, logits.new_full(picked.shape, smoothing - 1.0))
-        if smoothing:
-            logits.sub_(smoothing / logits.shape[1])
-        factor = transform.scale if scale is None else scale * transform.scale
-        if isinstance(factor, torch.Tensor) and factor.dim():
-            factor = factor.unsqueeze(1)
-        if weights is not None:
-            factor = factor * weights.unsqueeze(1)
-        logits.mul_(has_loss * factor)
-        if slope is not None:
-            logits.mul_(slope)
-        return losses
+    Args:
+        differentiate_: replaces the output of the head by the gradient of the loss, and adds the
+            sum over its rows to its second argument.
+        inputs: receives the gradient of ``x``.
+        sums: of the trained parameters: the weight [vocabulary, width], the bias [vocabulary].
+    """
+    gradient = functional.linear(x, weight, bias)
+    differentiate_(gradient, next((total for total in sums if total.dim() == 1), None))
+    if inputs is not None:
+        inputs.copy_(gradient @ weight)
+    for total in sums:
+        if total.dim() == 2:
+            _add_product_(total, gradient.t(), x)
 
 
 class _ChunkedFunction(torch.autograd.Function):
@@ -414,27 +313,6 @@ class _ChunkedFunction(torch.autograd.Function):
             gradients[number] = None if gradient is None else gradient.to(dtype)
         hidden_gradient, *others = gradients
         return hidden_gradient, None, None, *others
-
-
-def _of_rows(scale: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    """Return the factors of some tokens, if each token has one."""
-    return scale if scale is None or scale.dim() == 0 else scale[rows]
-
-
-def _softmax_(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """Replace logits [tokens, vocabulary] by probabilities; return the losses [tokens].
-
-    Args:
-        smoothing: share of each target that is spread evenly over the vocabulary.
-    """
-    highest = logits.amax(1, keepdim=True)
-    picked = logits.gather(1, targets.clamp(min=0).unsqueeze(1))
-    if smoothing:
-        picked = (1 - smoothing) * picked + smoothing * logits.mean(1, keepdim=True)
-    sums = logits.sub_(highest).exp_().sum(1, keepdim=True)
-    losses = sums.log() + highest - picked
-    logits.div_(sums)
-    return losses.squeeze(1).masked_fill(targets == IGNORED, 0.0)
 
 
 def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

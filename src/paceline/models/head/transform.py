@@ -12,7 +12,8 @@ from paceline.config.schema import Config
 from paceline.distributed import torch_compat
 from paceline.models.blocks import base_model, evaluation_mode, wrap_forward
 from paceline.models.checks.cache import check_of_model
-from paceline.models.head.chunked_loss import ChunkedLoss, LogitTransform, chunked_loss
+from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
+from paceline.models.head.softmax import LogitTransform
 from paceline.models.json_config import JsonObject
 
 #: Numbers up to this one are exact in bfloat16, and large enough to show a soft cap.

@@ -22,10 +22,11 @@ from paceline.models.shape.adapter_memory import (
 )
 from paceline.models.shape.block_memory import FLOAT32_BYTES, BlockMemory, block_sizes
 from paceline.models.shape.dims import LanguageDims
+from paceline.models.shape.loss_chunks import choose_loss_chunks
 from paceline.models.shape.record import ModelShape, modules_around
 
-#: The loss in chunks converts logits in 16 bit to float32 a few rows at a time, of this size in
-#: bytes. No value depends on it.
+#: On a CPU, the loss in chunks converts logits in 16 bit to float32 a few rows at a time, of this
+#: size in bytes. No value depends on it.
 FLOAT_LOGITS_BYTES = 16 << 20
 
 
@@ -278,6 +279,7 @@ def language_activations(
     labels: float,
     *,
     mask_bytes: int = 1,
+    device_type: str = "cuda",
     fused_attention: bool = True,
     row: float = 0.0,
     joined: bool = True,
@@ -291,6 +293,7 @@ def language_activations(
     Args:
         mask_bytes: bytes per element of a dropout mask: 1 on accelerators, 4 on a CPU, where torch
             stores masks in float32.
+        device_type: of the device, on which the chunks of the loss depend.
         fused_attention: whether attention is computed without storing its scores.
         row: number of tokens of a row, of which attention that is not fused stores all scores.
         joined: whether the results of the samples of a packed row are joined by a copy, because
@@ -336,7 +339,7 @@ def language_activations(
         blocks=tuple(round(size * tokens) for size in sizes),
         recomputed=recomputed + layer_matrices(dims, config, low),
         ends=block.norm(dims.hidden, block.stream) * tokens + head_input,
-        loss=_loss(dims, config, labels, low, low_weights),
+        loss=_loss(dims, config, labels, low, low_weights, device_type),
         temporary=temporary * tokens + merged.gradient,
         boundary=block.stream * dims.hidden * tokens,
         precision=WeightPrecision(
@@ -347,14 +350,19 @@ def language_activations(
 
 
 def _loss(
-    dims: LanguageDims, config: Config, labels: float, low: int, low_weights: bool
+    dims: LanguageDims,
+    config: Config,
+    labels: float,
+    low: int,
+    low_weights: bool,
+    device_type: str,
 ) -> LossMemory:
     """Return the memory of the loss and of the head's output."""
     frozen, width = config.lora.enable, dims.vocabulary
     output = low if low != FLOAT32_BYTES else 0  # before it is cast to float32
     input_gradient = FLOAT32_BYTES * dims.hidden * labels
-    chunk = config.train_args.loss_chunk_tokens(width)
-    if chunk is None or labels <= chunk:
+    chunks = choose_loss_chunks(config.train_args, width, device_type)
+    if not chunks.divides(labels):
         logits = low * width * labels
         capped = logits if dims.softcaps_logits else 0
         saved = FLOAT32_BYTES * width * labels  # log-probabilities
@@ -369,13 +377,18 @@ def _loss(
         )
     # Gradients in float32, which the loss has already computed.
     saved = FLOAT32_BYTES * dims.hidden * (labels + (0 if frozen else width))
-    # A soft cap computes the quotient and its tanh.
-    copies, in_float32 = 3 if dims.softcaps_logits else 1, FLOAT32_BYTES * width * chunk
-    if output:
-        in_float32 = min(in_float32, FLOAT_LOGITS_BYTES)
+    logits = width * min(labels, chunks.tokens)
+    in_float32 = FLOAT32_BYTES * logits
+    if device_type == "cpu":
+        if output:
+            in_float32 = min(in_float32, FLOAT_LOGITS_BYTES)
+        # A soft cap computes the quotient and its tanh.
+        in_float32 *= 3 if dims.softcaps_logits else 1
+    elif dims.softcaps_logits:  # in place, and its slope
+        in_float32 *= 2
     # Backward casts gradients to the dtype of the weights.
     cast = low * dims.hidden * width if low_weights and not frozen else 0
-    forward = saved + output * width * chunk + copies * in_float32
+    forward = saved + output * logits + in_float32
     return LossMemory(
         in_model=forward,
         forward=forward,

@@ -16,7 +16,8 @@ from paceline.data.text.prepare import prepare_tokens, text_task
 from paceline.data.text.token_dataset import TokenSample
 from paceline.models import attention
 from paceline.models.builtin import resolve_model
-from paceline.models.head.chunked_loss import IGNORED, ChunkedLoss, chunked_loss
+from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
+from paceline.models.head.softmax import IGNORED
 from paceline.models.head.transform import output_head
 from paceline.models.transforms.parameters import disable_dropout
 from paceline.tasks.base import Notice, Prepared
@@ -314,7 +315,7 @@ class PreferenceTask(LanguageTask):
             inputs["logits_to_keep"] = keep
         losses: torch.Tensor
         with attention.known_padding(batch.get("attention_mask"), batch["num_tokens"]):
-            if self._transform is None or targets.numel() <= self._chunk_tokens:
+            if self._transform is None or not self._chunks.divides(targets.numel()):
                 logits = model(**inputs).logits
                 if not self.picks_logits:
                     logits = logits[:, keep]
@@ -330,7 +331,7 @@ class PreferenceTask(LanguageTask):
                     self._transform,
                     targets,
                     None if self.picks_logits else keep,
-                    self._chunk_tokens,
+                    self._chunks.tokens,
                     is_per_token=True,
                 )
                 with chunked_loss(chunks):
