@@ -202,6 +202,8 @@ def test_meta_and_fake_tensors_have_no_values():
     fake_tensor = torch_compat._import("torch._subclasses.fake_tensor")
     with fake_tensor.FakeTensorMode():
         assert not torch_compat.has_values(torch.zeros(1))
+        with torch_compat.without_fake_tensors():
+            assert torch_compat.has_values(torch.zeros(1))
     assert not torch_compat.has_values(torch.zeros(1, device="meta"))
     assert torch_compat.has_values(torch.zeros(1))
 
@@ -274,6 +276,12 @@ def fake_group():
     dist.init_process_group("fake", rank=0, world_size=4, store=torch_internals.FakeStore())
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+def test_arguments_that_an_operation_changes():
+    add = torch.ops.aten.add_.Tensor
+    assert torch_internals.changes_arguments(add) == [True, False, False]
+    assert torch_internals.changes_arguments(torch.ops.aten.mm.default) == [False, False]
 
 
 def test_operations_of_a_simulated_rank_are_recognized(fake_group):

@@ -56,7 +56,8 @@ def test_fix_is_smallest_change_that_fits() -> None:
         {
             "model": "builtin:qwen2-micro",
             "dataset": "builtin:python-docs#64",
-            "train_args": {"per_device_train_batch_size": 8},
+            # Nothing is open, so that the change is only proposed.
+            "train_args": {"per_device_train_batch_size": 8, "gradient_checkpointing": "none"},
         }
     )
     spec = RunSpec(config, None, None, layout(config.parallel, 1, "single"), "cpu", 0.0)  # type: ignore[arg-type]

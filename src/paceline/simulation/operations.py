@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.distributed.torch_compat import tree_leaves
-from paceline.simulation.torch_internals import operation_name
+from paceline.simulation.torch_internals import changes_arguments, operation_name
 
 #: Operations that write their first argument without reading it.
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_"})
@@ -54,9 +54,7 @@ def written_tensors(func: Any, args: Sequence[Any], out: Any) -> list[torch.Tens
     if results:
         return results
     changed = [
-        arg
-        for arg, declared in zip(args, func._schema.arguments, strict=False)
-        if declared.alias_info is not None and declared.alias_info.is_write
+        arg for arg, is_changed in zip(args, changes_arguments(func), strict=False) if is_changed
     ]
     return list(_tensors(changed))
 

@@ -19,6 +19,7 @@ from paceline.data.text.token_dataset import TokenSample
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
+from paceline.distributed.torch_compat import without_fake_tensors
 from paceline.health.anomalies import AnomalyDetector, UpdateDecision
 from paceline.models.language import language_model_on_meta
 from paceline.models.transforms.activation_offloading import reduce_activations
@@ -41,7 +42,6 @@ from paceline.simulation.torch_internals import (
     FakeStore,
     FakeTensorMode,
     allow_grouped_mm_of_all_dtypes,
-    unset_fake_temporarily,
 )
 from paceline.tasks.language import LanguageTask
 from paceline.train.components import distribute, quiet_libraries
@@ -98,7 +98,7 @@ def _process_group(rank: int, axes: ParallelDims) -> Iterator[Communicator]:
     from_group = DeviceMesh.from_group
 
     def real_mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
-        with unset_fake_temporarily():  # a mesh reads its small tensors
+        with without_fake_tensors():  # a mesh reads its small tensors
             return from_group(*args, **kwargs)
 
     # The kernels for fake tensors are independent of the build.
@@ -135,7 +135,7 @@ def _build(job: RankJob, config: Config, world: Communicator) -> tuple[TrainComp
     )
     components = distribute(task, model, strategy, config, derived)
     components.model.train()
-    with unset_fake_temporarily():
+    with without_fake_tensors():
         batch = _micro_batch(job.lengths, job.label_share, packed=task.packed)
     to_device = partial(_fake_on, device=world.device)
     return components, map_tensors(batch, to_device)

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException as DynamicOutputShapeException,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
@@ -120,3 +119,9 @@ def allow_grouped_mm_of_all_dtypes() -> Callable[[], None]:
 
     _meta_registrations._meta_grouped_mm_common = grouped_mm  # type: ignore[assignment]
     return restore
+
+
+def changes_arguments(func: Any) -> list[bool]:
+    """Return for each argument of an operation whether the operation writes to it."""
+    aliases = [argument.alias_info for argument in func._schema.arguments]
+    return [alias is not None and alias.is_write for alias in aliases]
