@@ -58,6 +58,7 @@ _MAY_CHANGE = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
     "TORCHINDUCTOR_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
 }
 # Helper processes that run until pytest ends. Workers of a fork server are not exempt: their parent
 # is the fork server.

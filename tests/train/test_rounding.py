@@ -1,11 +1,13 @@
 """`precision: bf16-true`: stochastic rounding is unbiased, depends on positions only, and trains
 nearly as float32."""
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor import compile_fx, metrics
 from torch.nn import functional
 
 from paceline.config.schema import Config
@@ -15,6 +17,7 @@ from paceline.parallel.registry import check_strategy
 from paceline.parallel.state import TensorShard
 from paceline.train.optimizer import build_optimizer
 from paceline.train.optimizers import rounding
+from paceline.train.optimizers.compiled_adamw import CompiledAdamW
 from paceline.train.optimizers.rounding import add_rounding, round_stochastically
 
 
@@ -124,6 +127,83 @@ def test_shards_are_updated_as_the_full_tensor(name: str, monkeypatch: pytest.Mo
             assert torch.equal(part_state[key], cut(value))
         if "step" in state:
             assert part_state["step"] == state["step"] == len(gradients)
+
+
+CUTS: dict[str, tuple[Any, Any]] = {
+    "full": (lambda x: x, lambda p: TensorShard.full("w", p, p)),
+    "rows": (lambda x: x[3:9], lambda p: TensorShard("w", p, (12, 10), (3, 0), key=p)),
+    "columns": (lambda x: x[:, 4:8], lambda p: TensorShard("w", p, (12, 10), (0, 4), key=p)),
+    "flat": (
+        lambda x: x.flatten()[33:87],
+        lambda p: TensorShard("w", p, (12, 10), (33,), key=p, flat=True),
+    ),
+}
+
+
+@pytest.mark.soak  # compiles a kernel
+def test_compiled_update_equals_the_one_of_many_kernels() -> None:
+    """Of the full tensor and of its parts, with a step that is skipped on the device."""
+    generator = torch.Generator().manual_seed(0)
+    full = torch.randn(12, 10, generator=generator).bfloat16()
+    gradients = [torch.randn(12, 10, generator=generator).bfloat16() for _ in range(4)]
+    for cut, shard_of in CUTS.values():
+        results = []
+        for is_compiled in (False, True):
+            param = nn.Parameter(cut(full).clone(memory_format=torch.contiguous_format))
+            optimizer = make_optimizer("adamw", param, [shard_of(param)])
+            optimizer.compiled = CompiledAdamW() if is_compiled else None
+            for step, gradient in enumerate(gradients):
+                optimizer.rounding.step = step
+                optimizer.found_inf = torch.tensor(float(step == 2))
+                param.grad = cut(gradient).clone(memory_format=torch.contiguous_format)
+                optimizer.step()
+            assert not is_compiled or optimizer.compiled.works
+            results.append({"weight": param.detach(), **optimizer.state[param]})
+        assert results[0]["step"] == results[1]["step"] == len(gradients) - 1
+        for key in ("weight", "exp_avg", "exp_avg_sq"):
+            # A sum that is rounded differently in float32 may change a weight's last bit.
+            differences = results[0][key] != results[1][key]
+            assert float(differences.float().mean()) < 0.05, key
+            assert torch.allclose(results[0][key].float(), results[1][key].float(), rtol=0.01)
+
+
+@pytest.mark.soak  # compiles a kernel
+def test_compiled_update_is_one_kernel_of_at_most_40_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    param = nn.Parameter(torch.randn(1 << 16).bfloat16())
+    param.grad = torch.randn_like(param)
+    optimizer = make_optimizer("adamw", param, [TensorShard.full("w", param, param)])
+    optimizer.compiled = CompiledAdamW()
+    monkeypatch.setattr(compile_fx.inductor_metrics_log, "disabled", False)
+    monkeypatch.setattr(compile_fx.inductor_metrics_log, "level", logging.INFO)
+    torch._dynamo.reset()
+    metrics.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        optimizer.step()
+    assert metrics.generated_kernel_count == 1
+    assert 14 <= metrics.num_bytes_accessed / param.numel() <= 40
+
+
+def test_without_a_compiler_the_update_takes_many_kernels(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weights = []
+    for is_broken in (False, True):
+        param = nn.Parameter(torch.ones(100).bfloat16())
+        optimizer = make_optimizer("adamw", param, [TensorShard.full("w", param, param)])
+        if is_broken:
+            optimizer.compiled = CompiledAdamW()
+            optimizer.compiled._update = torch.compile(_fail, fullgraph=True)
+        train(optimizer, param, [torch.ones(100).bfloat16()] * 3)
+        weights.append(param.detach())
+    assert torch.equal(*weights)
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    assert "cannot be compiled" in caplog.text
+
+
+def _fail(*_: torch.Tensor) -> None:
+    raise RuntimeError("no compiler")
 
 
 def memorize(dtype: torch.dtype, rounds: bool) -> tuple[float, float]:

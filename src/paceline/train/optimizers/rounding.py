@@ -19,11 +19,15 @@ from typing import Any
 import torch
 
 from paceline.parallel.state import TensorShard
+from paceline.train.optimizers.compiled_adamw import (
+    MOMENTS,
+    MULTIPLIERS,
+    CompiledAdamW,
+    can_compile,
+)
 
 #: Number of elements that are in float32 at a time.
 _PIECE_ELEMENTS = 1 << 22
-#: Odd constants of the hash, as signed 32-bit numbers (Wang's and Murmur's).
-_MULTIPLIERS = (0x9E3779B1 - (1 << 32), 0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
 
 
 @dataclass
@@ -53,6 +57,8 @@ class StochasticRounding(torch.optim.Optimizer):
     """Added in front of the class of an elementwise optimizer by :func:`add_rounding`."""
 
     rounding: RoundingState
+    #: The update of all elements of a parameter in one kernel; None if it is not compiled.
+    compiled: CompiledAdamW | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -62,7 +68,7 @@ class StochasticRounding(torch.optim.Optimizer):
         fresh = {param for group in groups for param in group["params"] if not self.state[param]}
         try:
             for group in groups:
-                for pieces in self._batches(group["params"]):
+                for pieces in self._batches(self._update_compiled(group)):
                     self.param_groups = [{**group, "params": [piece.copy for piece in pieces]}]
                     for piece in pieces:
                         if piece.param not in fresh:
@@ -72,6 +78,43 @@ class StochasticRounding(torch.optim.Optimizer):
                         self._leave(piece)
         finally:
             self.param_groups = groups
+
+    def _update_compiled(self, group: dict[str, Any]) -> list[torch.Tensor]:
+        """Update the parameters of a group that the compiled kernel can update; return the
+        others."""
+        params: list[torch.Tensor] = group["params"]
+        compiled, shards = self.compiled, self.rounding.shards
+        if compiled is None:
+            return params
+        taken = [
+            param
+            for param in params
+            if param.grad is not None and compiled.takes(param, shards[param], self.state[param])
+        ]
+        others = [param for param in params if all(param is not each for each in taken)]
+        if not taken:
+            return others
+        keys = ("", *MOMENTS)
+        numbers = [[self._hash(param, key) for key in keys] for param in taken]
+        purposes = torch.tensor(numbers, dtype=torch.int32)
+        device, rate = taken[0].device, group["lr"]
+        if device.type != "cpu":  # without waiting for the device
+            purposes = purposes.pin_memory().to(device, non_blocking=True)
+        if not isinstance(rate, torch.Tensor):
+            rate = torch.full((), rate, dtype=torch.float32, device=device)
+        # Set by the caller if the device decides whether the step is skipped.
+        skips = getattr(self, "found_inf", torch.zeros((), device=device))
+        for param, purpose in zip(taken, purposes, strict=True):
+            arguments = (self.state[param], group, shards[param], purpose, rate, skips)
+            if not compiled.update(param, *arguments):
+                others.append(param)
+        return others
+
+    def _hash(self, param: torch.Tensor, key: str) -> int:
+        """Return the number that the random bits of a tensor of a parameter depend on."""
+        state = self.rounding
+        name = state.shards[param][0].name
+        return _hash_of(f"{state.seed} {state.step} {name} {key}")
 
     def _batches(self, params: list[torch.Tensor]) -> Iterator[list[_Piece]]:
         """Yield pieces of the parameters that have a gradient, about as many elements at a time."""
@@ -144,10 +187,11 @@ def add_rounding(
     Args:
         shards: this rank's parts of all tensors.
     """
-    cls = type(optimizer)
+    cls, is_compiled = type(optimizer), can_compile(optimizer)
     optimizer.__class__ = type(f"Rounded{cls.__name__}", (StochasticRounding, cls), {})
     assert isinstance(optimizer, StochasticRounding)
     optimizer.rounding = RoundingState(seed)
+    optimizer.compiled = CompiledAdamW() if is_compiled else None
     for shard in shards:
         if shard.key is not None:
             optimizer.rounding.shards.setdefault(shard.key, []).append(shard)
@@ -166,9 +210,9 @@ def round_stochastically(
     Args:
         positions: int32 tensor like ``values``; with ``purpose``, it determines the random bits.
     """
-    bits = positions * _MULTIPLIERS[0]
-    bits += _signed(zlib.crc32(purpose.encode()))
-    for shift, multiplier in ((15, _MULTIPLIERS[1]), (13, _MULTIPLIERS[2])):
+    bits = positions * MULTIPLIERS[0]
+    bits += _hash_of(purpose)
+    for shift, multiplier in ((15, MULTIPLIERS[1]), (13, MULTIPLIERS[2])):
         bits ^= bits >> shift
         bits *= multiplier
     bits >>= 16
@@ -179,7 +223,9 @@ def round_stochastically(
     return bits.view(torch.float32)
 
 
-def _signed(number: int) -> int:
+def _hash_of(purpose: str) -> int:
+    """Return a signed 32-bit number."""
+    number = zlib.crc32(purpose.encode())
     return number - (1 << 32) if number >= 1 << 31 else number
 
 
