@@ -4,6 +4,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -195,9 +196,10 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
         assert_same(results[0], other)
 
 
+@pytest.mark.parametrize("has_cache", [True, False])
 @pytest.mark.parametrize("precision", ["32", "bf16-mixed"])
-def test_export_rounds_to_the_stored_bits(
-    precision: str, base: Path, tmp_path: Path, quantized: list[torch.Size]
+def test_export_rounds_to_the_same_bits(
+    precision: str, has_cache: bool, base: Path, tmp_path: Path, quantized: list[torch.Size]
 ) -> None:
     """Also if the model is written in another dtype than the one in which it was quantized."""
     lora = {"dropout": 0.0, "quantize": "nf4"}
@@ -208,9 +210,12 @@ def test_export_rounds_to_the_stored_bits(
     save_language_model(model, resolve_model("builtin:qwen2-micro"), run / "model")
     (run / "config.yaml").write_text(to_yaml(config))
     quantized.clear()
+    forget = (lambda: None) if has_cache else (lambda: shutil.rmtree(cache_dir() / "quantized"))
+    forget()
     loaded = load_model(run)[0].get_base_model()
+    forget()
     merged = load_model(export(run, merge=True, dtype="bfloat16"))[0]
-    assert quantized == []
+    assert len(quantized) == (0 if has_cache else 2 * NUM_LAYERS)
     for name, module in model.get_base_model().named_modules():
         if hasattr(module, "quant_state"):
             rounded = quantize.dequantized(module)
