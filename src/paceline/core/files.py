@@ -82,8 +82,8 @@ def human_bytes(size_bytes: float) -> str:
 
 
 def cache_dir() -> Path:
-    """Return the folder of tokenized data and built-in models: ``$XDG_CACHE_HOME/paceline`` or
-    ``~/.cache/paceline``."""
+    """Return the folder of tokenized data, built-in models and quantized weights:
+    ``$XDG_CACHE_HOME/paceline`` or ``~/.cache/paceline``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "paceline"
 

@@ -90,6 +90,27 @@ def build_once(
     return was_renamed
 
 
+def discard(final: Path, is_damaged: Callable[[], bool]) -> bool:
+    """Remove an entry if it is damaged, so that it is built again. Return whether this call removed
+    it.
+
+    Args:
+        is_damaged: function that is called while no other process builds the entry: another one may
+            have repaired it.
+
+    Raises:
+        ConfigError: the cache is not writable.
+    """
+    try:
+        with _lock(final, waits=True):
+            if not is_damaged():
+                return False
+            shutil.rmtree(final)
+    except OSError as error:
+        raise _cannot_write(final, error) from error
+    return True
+
+
 def _rename(staging: Path, final: Path, mark: str) -> bool:
     """Rename the entry to ``final``. Return False if another host has already provided it."""
     try:

@@ -86,11 +86,12 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
         base = Path(
             json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
         )
+    is_rounded = base != folder and run_config is not None and run_config.lora.quantize != "none"
     try:
         model: Any = load_pretrained(
             getattr(transformers, kind.auto_class),
             str(base),
-            dtype=dtype,
+            dtype="auto" if is_rounded else dtype,  # as the training has read what it quantized
             ignore_mismatched_sizes=kind.has_new_head,
             **kind.settings,
         )
@@ -102,7 +103,7 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
         ) from error
     if base != folder:
         if run_config is not None:
-            _round_base(model, run_config)
+            _round_base(model, run_config, dtype)
         from peft import PeftModel
 
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
@@ -119,14 +120,24 @@ def _run_config(folder: Path) -> Config | None:
     return load_config(path, {}).config if folder.name == "model" and path.is_file() else None
 
 
-def _round_base(model: Any, config: Config) -> None:
+def _round_base(model: Any, config: Config, dtype: str) -> None:
     """Give the base model of an adapter the weights that it was trained on: quantized ones have
-    other values than the files of the model."""
+    other values than the files of the model.
+
+    Args:
+        dtype: dtype of the weights afterwards; ``auto`` leaves it as it is.
+    """
+    import torch
+
     from paceline.models.adapters.check import check_adapters
     from paceline.models.adapters.quantize import round_weights
 
     check_adapters(config)
     round_weights(model, config)
+    if config.lora.quantize != "none" and dtype != "auto":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+        model.config.dtype = getattr(torch, dtype)
 
 
 def check_trained_length(model: Any, num_tokens: int) -> None:

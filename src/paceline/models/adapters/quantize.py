@@ -16,8 +16,9 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.torch_compat import has_values, without_fake_tensors
+from paceline.models.adapters.quantized_store import WeightTensors, stored_weights
 from paceline.models.adapters.targets import linear_modules
-from paceline.models.weights import convert_weights
+from paceline.models.weights import final_dtype
 
 if TYPE_CHECKING:
     from paceline.config.schema.lora import Lora
@@ -47,26 +48,59 @@ def quantize_layers(model: Any, config: Config) -> None:
     lora = config.lora
     if lora.quantize == "none":
         return
-    layers = {
-        name: module
-        for name, module in linear_modules(model).items()
-        if isinstance(module, nn.Linear)
-    }
+    layers = _linear_layers(model)
     if not layers:
         raise ConfigError(
             f"`lora.quantize: {lora.quantize}` is not supported with `model: {config.model}`: it"
             " has no torch.nn.Linear layers",
             fix="leave `lora.quantize` out",
         )
+    stored = _stored_weights(model, layers, config)
     for name, linear in layers.items():
         parent, _, leaf = name.rpartition(".")
-        layer: Any = _quantized(linear, lora)
+        dtype = final_dtype(linear.weight)
+        tensors = stored.pop(name, None) or _pack(linear.weight.detach().to(dtype), lora)
+        layer: Any = _quantized(linear, tensors, dtype, lora)
         if lora.corrects_rounding and not linear.weight.is_meta:
             layer.rounding_error = _low_rank_error(linear, layer, lora.rank)
         setattr(model.get_submodule(parent), leaf, layer)
     # peft selects its layers by these attributes of transformers' quantized models.
     model.is_loaded_in_8bit = lora.quantize == "int8"
     model.is_loaded_in_4bit = lora.quantize != "int8"
+
+
+def _linear_layers(model: Any) -> dict[str, nn.Linear]:
+    """Return the layers to quantize, by name."""
+    return {
+        name: module
+        for name, module in linear_modules(model).items()
+        if isinstance(module, nn.Linear)
+    }
+
+
+def _stored_weights(
+    model: Any,
+    layers: dict[str, nn.Linear],
+    config: Config,
+    dtype: torch.dtype | None = None,
+) -> dict[str, WeightTensors]:
+    """Return the quantized weights of layers that are in the cache, or are stored there now.
+
+    Args:
+        dtype: dtype that the weights had when they were quantized; default: the dtype that each
+            weight has in training.
+    """
+    lora = config.lora
+    dtypes = {name: dtype or final_dtype(layer.weight) for name, layer in layers.items()}
+    settings = [
+        *(lora.quantize, lora.double_quant, _BLOCK_SIZE, _SCALE_BLOCK_SIZE),
+        sorted((name, str(each)) for name, each in dtypes.items()),
+    ]
+
+    def pack(name: str) -> WeightTensors:
+        return _pack(layers[name].weight.detach().to(dtypes[name]), lora)
+
+    return stored_weights(model, layers, config, settings, pack)
 
 
 @torch.no_grad()
@@ -95,10 +129,17 @@ def expert_weights(model: nn.Module) -> list[str]:
     ]
 
 
-def _quantized(linear: nn.Linear, lora: Lora) -> nn.Linear:
+def _quantized(
+    linear: nn.Linear, tensors: WeightTensors, dtype: torch.dtype, lora: Lora
+) -> nn.Linear:
+    """Return the quantized layer that replaces a linear layer.
+
+    Args:
+        tensors: what :func:`_pack` returns for its weight.
+        dtype: dtype of the weight before, in which the layer computes.
+    """
     bnb = _bitsandbytes()
-    convert_weights((linear.weight,))
-    weight, has_bias = linear.weight.detach(), linear.bias is not None
+    has_bias = linear.bias is not None
     sizes = linear.in_features, linear.out_features
     layer: Any
     if lora.quantize == "int8":
@@ -106,29 +147,53 @@ def _quantized(linear: nn.Linear, lora: Lora) -> nn.Linear:
             layer = bnb.nn.Linear8bitLt(
                 *sizes, bias=has_bias, has_fp16_weights=False, threshold=_OUTLIER_THRESHOLD
             )
-        layer.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-        if weight.is_meta:
-            layer.weight.data = torch.empty_like(weight, dtype=torch.int8)
-            layer.weight.SCB = torch.empty(linear.out_features, device="meta")
-        else:
-            layer.weight = layer.weight.to(weight.device)  # quantizes
+        numbers = tensors["numbers"]
+        layer.weight = bnb.nn.Int8Params(numbers, requires_grad=False, has_fp16_weights=False)
+        layer.weight.CB, layer.weight.SCB = layer.weight.data, tensors["scales"]
     else:
         with without_fake_tensors(), torch.device("meta"):
             layer = bnb.nn.Linear4bit(
                 *sizes,
                 bias=has_bias,
-                compute_dtype=weight.dtype,
+                compute_dtype=dtype,
                 compress_statistics=lora.double_quant,
                 quant_type=lora.quantize,
-                quant_storage=weight.dtype,
+                quant_storage=dtype,
             )
         # Not in the layout for inference, which evaluation on a CPU would otherwise switch to.
         layer.support_avx512bf16_for_cpu = False
-        packed, layer.quant_state = _pack(weight, lora)
-        layer.weight = _parameter_of(packed, layer, weight.dtype, lora)
+        layer.quant_state = _state_of(tensors, linear.weight.shape, dtype, lora)
+        layer.weight = _parameter_of(tensors["numbers"], layer, dtype, lora)
     if has_bias:
         layer.bias = linear.bias.requires_grad_(False)
     return layer.train(linear.training)  # type: ignore[no-any-return]
+
+
+def _state_of(tensors: WeightTensors, shape: torch.Size, dtype: torch.dtype, lora: Lora) -> Any:
+    """Return the scales of a 4-bit weight in the form of bitsandbytes.
+
+    Args:
+        shape: shape of the weight.
+        dtype: dtype of the weight before.
+    """
+    functional = _bitsandbytes().functional
+    state = functional.QuantState(
+        absmax=tensors["scales"],
+        shape=shape,
+        code=tensors["table"],
+        blocksize=_BLOCK_SIZE,
+        quant_type=lora.quantize,
+        dtype=dtype,
+    )
+    if lora.double_quant:
+        state.offset, state.nested = tensors["offset"], True
+        state.state2 = functional.QuantState(
+            absmax=tensors["nested_scales"],
+            code=tensors["nested_table"],
+            blocksize=_SCALE_BLOCK_SIZE,
+            dtype=torch.float32,
+        )
+    return state
 
 
 def _parameter_of(
@@ -159,46 +224,76 @@ def _parameter_of(
     return fake
 
 
-def _pack(weight: torch.Tensor, lora: Lora) -> tuple[torch.Tensor, Any]:
-    """Return the 4-bit numbers of a weight, viewed in its dtype, because FSDP shards parameters of
-    one dtype, and their scales."""
-    functional = _bitsandbytes().functional
+@torch.no_grad()
+def _pack(weight: torch.Tensor, lora: Lora) -> WeightTensors:
+    """Quantize a weight. The result does not depend on the number of threads.
+
+    Returns:
+        ``numbers``: 8-bit numbers, or 4-bit ones viewed in the dtype of the weight, because FSDP
+        shards parameters of one dtype. ``scales``: scale of each row or block. ``table``: values of
+        the 4-bit numbers. With double quantization, ``offset``, ``nested_scales`` and
+        ``nested_table`` are what the scales, which are numbers of 8 bits then, were made from.
+    """
     if not has_values(weight):
         return _pack_without_values(weight, lora)
-    packed, state = functional.quantize_4bit(
+    functional = _bitsandbytes().functional
+    if lora.quantize == "int8":
+        numbers, scales, _ = functional.int8_vectorwise_quant(weight.contiguous().half())
+        return {"numbers": numbers, "scales": scales}
+    numbers, state = functional.quantize_4bit(
         weight.contiguous(),
         blocksize=_BLOCK_SIZE,
-        compress_statistics=lora.double_quant,
         quant_type=lora.quantize,
         quant_storage=weight.dtype,
     )
-    return packed, state
+    tensors = {"numbers": numbers, "scales": state.absmax, "table": state.code.clone()}
+    if lora.double_quant:
+        # As bitsandbytes does it, whose offset depends on the number of threads.
+        offset = _mean(state.absmax)
+        scales, nested = functional.quantize_blockwise(
+            state.absmax - offset, blocksize=_SCALE_BLOCK_SIZE
+        )
+        tensors |= {
+            "scales": scales,
+            "offset": offset,
+            "nested_scales": nested.absmax,
+            "nested_table": nested.code,
+        }
+    return tensors
 
 
-def _pack_without_values(weight: torch.Tensor, lora: Lora) -> tuple[torch.Tensor, Any]:
+def _mean(values: torch.Tensor) -> torch.Tensor:
+    """Return the mean that one thread computes: several threads add up in another order."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return values.mean()
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _pack_without_values(weight: torch.Tensor, lora: Lora) -> WeightTensors:
     """Return the shapes of :func:`_pack` for a weight on the meta device or a fake tensor.
     bitsandbytes would cache tables of the meta device, and read values."""
-    functional = _bitsandbytes().functional
-    num_blocks = math.ceil(weight.numel() / _BLOCK_SIZE)
     empty = partial(torch.empty, device=weight.device, dtype=torch.float32)
-    size = math.ceil(weight.numel() / 2 / weight.element_size())
-    state = functional.QuantState(
-        absmax=empty(num_blocks, dtype=torch.uint8 if lora.double_quant else torch.float32),
-        shape=weight.shape,
-        code=empty(16),
-        blocksize=_BLOCK_SIZE,
-        quant_type=lora.quantize,
-        dtype=weight.dtype,
-    )
+    if lora.quantize == "int8":
+        numbers = torch.empty_like(weight, dtype=torch.int8)
+        return {"numbers": numbers, "scales": empty(weight.shape[0])}
+    num_blocks = math.ceil(weight.numel() / _BLOCK_SIZE)
+    tensors = {
+        "numbers": empty(
+            math.ceil(weight.numel() / 2 / weight.element_size()), 1, dtype=weight.dtype
+        ),
+        "scales": empty(num_blocks, dtype=torch.uint8 if lora.double_quant else torch.float32),
+        "table": empty(16),
+    }
     if lora.double_quant:
-        state.offset, state.nested = empty(()), True
-        state.state2 = functional.QuantState(
-            absmax=empty(math.ceil(num_blocks / _SCALE_BLOCK_SIZE)),
-            code=empty(256),
-            blocksize=_SCALE_BLOCK_SIZE,
-            dtype=torch.float32,
-        )
-    return empty(size, 1, dtype=weight.dtype), state
+        tensors |= {
+            "offset": empty(()),
+            "nested_scales": empty(math.ceil(num_blocks / _SCALE_BLOCK_SIZE)),
+            "nested_table": empty(256),
+        }
+    return tensors
 
 
 def _bitsandbytes() -> Any:
@@ -213,11 +308,14 @@ def round_weights(model: Any, config: Config) -> None:
     have, in which the adapters were trained. Does nothing without ``lora.quantize``."""
     if config.lora.quantize == "none":
         return
-    for linear in linear_modules(model).values():
-        if isinstance(linear, nn.Linear):
-            linear.weight.data = dequantized(_quantized(linear, config.lora)).to(
-                linear.weight.dtype
-            )
+    layers = _linear_layers(model)
+    dtype: torch.dtype = getattr(torch, config.train_args.mixed_dtype or "float32")
+    stored = _stored_weights(model, layers, config, dtype)
+    for name, linear in layers.items():
+        weight = linear.weight
+        tensors = stored.pop(name, None) or _pack(weight.detach().to(dtype), config.lora)
+        rounded = dequantized(_quantized(linear, tensors, dtype, config.lora))
+        weight.data = rounded.to(weight.dtype)
 
 
 def dequantized(layer: Any) -> torch.Tensor:
