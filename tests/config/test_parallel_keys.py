@@ -61,6 +61,8 @@ def deepspeed(stage: int, file: Any = None, **extra: Any) -> dict[str, Any]:
     return settings if file is None else settings | {"deepspeed_config": file}
 
 
+IN_16_BITS = {"zero_optimization": {"stage": 2}, "communication_data_type": "bf16"}
+IN_FLOAT32 = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}
 INLINE = {"zero_optimization": {"stage": 1}}
 TP_HSDP = """
 distributed_type: FSDP
@@ -103,6 +105,7 @@ ND = (
         ("deepspeed: zero3_offload", deepspeed(3, cpu_offload="all")),
         ("deepspeed: {zero_optimization: {stage: 1}}", deepspeed(1, INLINE)),
         ('deepspeed: \'{"zero_optimization": {"stage": 1}}\'', deepspeed(1, INLINE)),
+        (f"deepspeed: {json.dumps(IN_16_BITS)}", deepspeed(2, IN_16_BITS, reduce_dtype="auto")),
         ("parallel: {deepspeed: zero2}", deepspeed(2)),
         ("zero_stage: 3", deepspeed(3)),
         ("train_args: {deepspeed: ds_z3.json}", deepspeed(3, "ds_z3.json")),
@@ -463,3 +466,12 @@ def test_recognizes_a_deepspeed_json(tmp_path: Path, overrides: list[str]) -> No
 def test_recognizes_an_fsdp_json(in_folder: Path) -> None:
     with pytest.raises(ConfigError, match="is an FSDP config"):
         load_config(Path("fsdp2.json"))
+
+
+@pytest.mark.parametrize(("content", "reduce_dtype"), [(IN_16_BITS, "auto"), (IN_FLOAT32, None)])
+def test_type_of_reductions_in_a_deepspeed_json_is_used_with_another_mode(
+    load: Load, content: dict[str, Any], reduce_dtype: str | None
+) -> None:
+    loaded = load(f"{BASE}deepspeed: {json.dumps(content)}", ["parallel.mode=zero2"])
+    expected = {"mode": "zero2"} | ({"reduce_dtype": reduce_dtype} if reduce_dtype else {})
+    assert parallel_settings(loaded) == expected

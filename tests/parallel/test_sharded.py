@@ -50,17 +50,27 @@ def train_on_two_ranks(world, source):
         source = assemble(world.gather_objects(last["shards"]))
         results["steps"] = results.get("steps", 0) + 1
         results.setdefault("chain", []).extend(last["losses"])
-    results["costs"] = [
-        train(world, mode, axes, steps=2, net=net, bf16=bf16)
-        for mode in ("zero2", "zero3")
-        for net, bf16 in (
-            (Plain, False),
-            (Plain, True),
-            (Adapted, False),
-            (Adapted, True),
-            (SingleUse, False),
+    results["costs"] = {
+        (mode, net.__name__, reduce_dtype): train(
+            world,
+            mode,
+            axes,
+            steps=2,
+            net=net,
+            bf16=reduce_dtype is not None,
+            reduce_dtype=reduce_dtype or "float32",
         )
-    ]
+        for mode in ("zero2", "zero3")
+        for net, reduce_dtype in (
+            (Plain, None),
+            (Plain, "float32"),
+            (Plain, "auto"),
+            (Adapted, None),
+            (Adapted, "float32"),
+            (Adapted, "auto"),
+            (SingleUse, None),
+        )
+    }
     return results
 
 
@@ -140,10 +150,7 @@ def test_state_resumes_in_all_strategies(one_rank, two_ranks):
 
 @pytest.mark.soak
 def test_state_and_traffic_match_the_cost_model(two_ranks, four_ranks):
-    results = [
-        [rank["costs"][number] for rank in two_ranks]
-        for number in range(len(two_ranks[0]["costs"]))
-    ]
+    results = [[rank["costs"][case] for rank in two_ranks] for case in two_ranks[0]["costs"]]
     results += [
         [rank[key] for rank in four_ranks] for key in ("zero2", "zero3", "zero3 bf16", "zero3 wide")
     ]
@@ -156,22 +163,23 @@ def test_state_and_traffic_match_the_cost_model(two_ranks, four_ranks):
         assert all(rank["state_after_evaluation"] == rank["state"] for rank in ranks)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_only_zero3_sends_frozen_weights(bf16, two_ranks):
+@pytest.mark.parametrize("reduce_dtype", [None, "float32", "auto"])
+def test_only_zero3_sends_frozen_weights(reduce_dtype, two_ranks):
     """The measured traffic follows the formulas of docs/strategies.md, with A = 2 micro-batches on
-    N = 2 ranks."""
+    N = 2 ranks. ``reduce_dtype`` is None in float32, and else that of mixed precision."""
     trained, frozen = 3 * 2 * 48 * 2, 2 * 48 * VOCABULARY + 3 * 49 * 48
-    size = 2 if bf16 else 4
+    size = 4 if reduce_dtype is None else 2
+    reduced = 2 if reduce_dtype == "auto" else 4
     expected = {
-        "zero2": (1 + 2) * size * trained / 2,
-        "zero3": 3 * 2 * size * trained / 2 + 2 * 2 * size * frozen / 2,
+        "zero2": (size + 2 * reduced) * trained / 2,
+        "zero3": 2 * (2 * size + reduced) * trained / 2 + 2 * 2 * size * frozen / 2,
     }
     state = {
         "zero2": (size + 16 / 2) * trained + size * frozen,
         "zero3": 16 / 2 * trained + 4 / 2 * frozen,
     }
-    for offset, mode in ((0, "zero2"), (5, "zero3")):
-        result = two_ranks[0]["costs"][offset + (3 if bf16 else 2)]
+    for mode in ("zero2", "zero3"):
+        result = two_ranks[0]["costs"][mode, "Adapted", reduce_dtype]
         assert sum(result["traffic"].values()) == pytest.approx(expected[mode], rel=0.02)
         assert result["state"] == pytest.approx(state[mode], rel=0.02)
 
@@ -242,6 +250,26 @@ def test_sharding_as_a_component():
     assert units == 2
 
 
+def sums_of_gradients(world):
+    """Add up gradients of 256 and 1 over the ranks, in float32 and in bfloat16."""
+    world, sums = Communicator(world.env, world.device, ParallelDims(shard=2)), []
+    for reduces_in_float32 in (True, False):
+        model = nn.Linear(1, 2, bias=False)
+        sharding = FSDPSharding(
+            model, world, low_dtype=torch.bfloat16, reduces_in_float32=reduces_in_float32
+        )
+        sharding.begin_step()
+        model(torch.full((1, 1), 1.0 + 255 * world.rank).bfloat16()).sum().backward()
+        sharding.end_step()
+        sums.append(float(sharding.pieces[0].values.grad))
+    return sums
+
+
+def test_small_gradients_are_not_lost_in_a_sum():
+    """In bfloat16, 256 + 1 is 256."""
+    assert run_ranks(sums_of_gradients, 2) == [[257.0, 256.0]] * 2
+
+
 def test_shard_dim_needs_the_least_padding():
     assert shard_dim((8, 64), 4) == 0
     assert shard_dim((7, 64), 4) == 0  # padding of one row
@@ -255,7 +283,12 @@ def test_shard_dim_needs_the_least_padding():
 def test_cost_matches_the_zero_paper(strategy, gigabytes, volume):
     """Memory and traffic of mixed-precision Adam with 7.5 B parameters on 64 ranks match
     Rajbhandari et al. (2020), figure 1 and section 7."""
-    config = Config(model="m", dataset="d", train_args={"precision": "bf16-mixed"})
+    config = Config(
+        model="m",
+        dataset="d",
+        parallel={"reduce_dtype": "auto"},
+        train_args={"precision": "bf16-mixed"},
+    )
     shape = ModelShape((TensorShape("w", (7_500_000, 1000), 4, True),), low_bytes=2)
     cost = estimate_cost(strategy, shape, ParallelDims(shard=64), Workload(), config)
     assert cost.state / 1e9 == pytest.approx(gigabytes, rel=0.02)

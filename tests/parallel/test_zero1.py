@@ -28,9 +28,9 @@ def train_on_three_ranks(world, source):
     uninterrupted = train(world, "zero1", steps=6)
     resumed_from_one_rank = train(world, "zero1", steps=3, first_step=3, source=source)
     costs = [
-        train(world, "zero1", steps=2, net=net, bf16=bf16)
+        train(world, "zero1", steps=2, net=net, bf16=bf16, reduce_dtype=reduce_dtype)
         for net in (Plain, Adapted)
-        for bf16 in (False, True)
+        for bf16, reduce_dtype in ((False, "float32"), (True, "float32"), (True, "auto"))
     ]
     training_mode = train(world, "zero1", steps=2, train_mode=True)
     return {
@@ -169,10 +169,43 @@ def test_float16_step_with_a_shard_of_padding():
         torch.testing.assert_close(weight, start * (1 - 0.1 * 0.01) - 0.1, rtol=2e-3, atol=2e-3)
 
 
+def sum_of_gradients(world, reduces_in_float32):
+    """Add up gradients of 256 and 1 over two micro-batches and over the ranks."""
+    model = nn.Linear(1, 1, bias=False)
+    buckets = ShardedBuckets(
+        dict(model.named_parameters()),
+        2**20,
+        world,
+        torch.bfloat16,
+        reduces_in_float32=reduces_in_float32,
+    )
+    buckets.zero()
+    for number in range(2):
+        if number == 1:
+            buckets.start_reducing()
+        model(torch.full((1, 1), 256.0 if number == world.rank else 1.0).bfloat16()).backward()
+    buckets.finish()
+    return float(buckets.norm())
+
+
+def sums_of_gradients(world):
+    return sum_of_gradients(world, True), sum_of_gradients(world, False)
+
+
+def test_small_gradients_are_not_lost_in_a_sum():
+    """In bfloat16, 256 + 1 is 256."""
+    assert run_ranks(sums_of_gradients, 2) == [(514.0, 512.0)] * 2
+
+
 def test_cost_matches_the_zero_paper():
     """Memory and traffic of mixed-precision Adam with 7.5 B parameters on 64 ranks match
     Rajbhandari et al. (2020), figure 1: 31.4 GB per rank, traffic of 2Ψ."""
-    config = Config(model="m", dataset="d", train_args={"precision": "bf16-mixed"})
+    config = Config(
+        model="m",
+        dataset="d",
+        parallel={"reduce_dtype": "auto"},
+        train_args={"precision": "bf16-mixed"},
+    )
     shape = ModelShape((TensorShape("w", (7_500_000_000,), 4, True),), low_bytes=2)
     cost = estimate_cost("zero1", shape, ParallelDims(data=64), Workload(), config)
     assert cost.state / 1e9 == pytest.approx(31.4, rel=0.005)

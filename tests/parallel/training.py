@@ -106,6 +106,7 @@ def train(
     micro_batches=2,
     train_mode=False,
     learning_rate=3e-3,
+    reduce_dtype="float32",
 ):
     """Train for ``steps`` steps of AdamW with weight decay, clipping and accumulation. The initial
     weights differ between ranks, so that only a strategy that takes those of rank 0 passes.
@@ -119,7 +120,7 @@ def train(
     config = Config(
         model="m",
         dataset="d",
-        parallel={"mode": mode, "bucket_cap_mb": 0.004},
+        parallel={"mode": mode, "bucket_cap_mb": 0.004, "reduce_dtype": reduce_dtype},
         train_args={
             "weight_decay": 0.1,
             "precision": "bf16-mixed" if bf16 else "32",

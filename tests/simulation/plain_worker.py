@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.parallel.ddp.buckets import squared_norm_of
-from paceline.parallel.fsdp import sharding
 from paceline.parallel.hybrid import strategy as hybrid
 from paceline.simulation import rank, worker
 from paceline.tasks.language import LanguageTask
@@ -57,7 +56,6 @@ class SeparateGradients:
 def use_plain_settings(with_tensor_parallelism: bool) -> None:
     LanguageTask.loss = full_loss  # type: ignore[method-assign]
     LanguageTask.setup = lambda task, model: []  # type: ignore[method-assign]
-    sharding.reduce_dtype = lambda low, replicas: torch.float32 if low else None
     if with_tensor_parallelism:
         build = rank.language_model_on_meta
         rank.language_model_on_meta = lambda config, device: build(config, device).bfloat16()

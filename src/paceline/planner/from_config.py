@@ -51,7 +51,7 @@ def setup_of(
         weight_bytes=2 if is_pure else 4,
         low_copy=layout.has_low_weights and not is_pure and args.mixed_dtype is not None,
         gradient_bytes=2 if is_pure else 4,
-        reduce_bytes=2 if is_pure or (zero_stage and args.mixed_dtype is not None) else 4,
+        reduce_bytes=2 if is_pure or _reduces_in_16_bits(config, layout, zero_stage) else 4,
         bucket_bytes=parallel.bucket_cap_mb * 2**20,
         optimizer=_optimizer(config),
         recompute=_recomputation(config),
@@ -62,6 +62,17 @@ def setup_of(
         lora_rank=lora.rank if lora.enable else 0,
         frozen_bits=quantized if lora.enable else 16,
         software=_software(config),
+    )
+
+
+def _reduces_in_16_bits(config: Config, layout: ParallelLayout, zero_stage: int) -> bool:
+    """Return whether gradients are reduced in the 16-bit dtype of mixed precision."""
+    if not zero_stage or config.train_args.mixed_dtype is None:
+        return False
+    axes = layout.axes
+    has_replicas = axes.shard > 1 and axes.data > 1
+    return layout.strategy == "deepspeed" or (
+        config.parallel.reduce_dtype == "auto" and not has_replicas
     )
 
 

@@ -123,6 +123,14 @@ class Parallel(Section):
         gt=0,
         description="Gradient bucket size in MiB; each bucket is all-reduced during backward.",
     )
+    reduce_dtype: Literal["float32", "auto"] = Field(
+        "float32",
+        description=(
+            "Data type in which `zero1`, `zero2`, `zero3` and the axis `shard` of `hybrid` reduce"
+            " gradients in mixed precision, and in which `zero1` accumulates them: `float32`; or"
+            " `auto`, the 16-bit type of the computation, and float32 if shards have replicas."
+        ),
+    )
     all_reduce_algorithm: Literal["native", "ring", "tree", "halving", "naive"] = Field(
         "native",
         description=(

@@ -8,7 +8,7 @@ differently.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -83,7 +83,7 @@ class GradientBuckets:
         ordered = list(parameters)
         dtypes = [self._dtype_of(parameter) for parameter in ordered]
         tensors = [
-            (parameter.numel(), dtype.itemsize, (dtype, parameter.device))
+            (parameter.numel(), dtype.itemsize, (dtype, self._kind_of(parameter)))
             for parameter, dtype in zip(ordered, dtypes, strict=True)
         ]
         for layout in lay_out(tensors, cap_bytes, self.shards):
@@ -96,6 +96,10 @@ class GradientBuckets:
         """Return the dtype in which the gradient of ``parameter`` is stored."""
         return parameter.dtype
 
+    def _kind_of(self, parameter: nn.Parameter) -> Hashable:
+        """Return what the parameters of a bucket have in common besides that dtype."""
+        return parameter.device
+
     def _add_bucket(
         self, group: list[nn.Parameter], layout: BucketLayout, dtype: torch.dtype
     ) -> None:
@@ -103,9 +107,14 @@ class GradientBuckets:
             torch.zeros(layout.size, dtype=dtype, device=group[0].device), group, layout.offsets
         )
         for parameter, offset in zip(group, layout.offsets, strict=True):
-            parameter.grad = bucket.flat[offset : offset + parameter.numel()].view(parameter.shape)
+            part = bucket.flat[offset : offset + parameter.numel()].view(parameter.shape)
+            self._place_gradient(parameter, part)
             self._bucket_of[parameter] = bucket
         self.buckets.append(bucket)
+
+    def _place_gradient(self, parameter: nn.Parameter, part: torch.Tensor) -> None:
+        """Let backward add the gradient of ``parameter`` to its part of a bucket."""
+        parameter.grad = part
 
     @property
     def flats(self) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.zero1.cost import (
     batch_norm_names,
     low_bytes_of,
+    reduced_bytes_of,
     statistics_traffic,
 )
 
@@ -258,7 +259,8 @@ def _estimate(
 
     Each micro-batch reduce-scatters the gradients, Ψ(N-1)/N. Stage 2 gathers trained weights once
     per step, stage 3 all weights in forward and backward of each micro-batch (section 7.2). With D
-    replicas a shard's gradients are all-reduced once per step, both reductions in float32.
+    replicas a shard's gradients are all-reduced once per step, both reductions in float32. Without
+    replicas, `parallel.reduce_dtype` decides.
     A forward pass without gradients gathers all weights in both stages.
     """
     sharded_weights = full_weights = state = gathers = scalars = 0
@@ -286,7 +288,11 @@ def _estimate(
             unit.shards += size * tensor.element_bytes
             if tensor.shape:
                 unit.gradients += padded * low_bytes
-                unit.message += padded * (low_bytes if axes.data == 1 else tensor.element_bytes)
+                unit.message += padded * (
+                    reduced_bytes_of(low_bytes, shape.low_bytes, config)
+                    if axes.data == 1
+                    else tensor.element_bytes
+                )
                 unit.largest = max(unit.largest, padded * low_bytes)
             else:
                 scalars += tensor.size_bytes

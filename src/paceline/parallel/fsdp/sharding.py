@@ -33,11 +33,6 @@ from paceline.parallel.state import TensorShard, local_tensor, storage_bytes
 _MESSAGE_BYTES = 64 << 20
 
 
-def reduce_dtype(low_dtype: torch.dtype | None, num_replicas: int) -> torch.dtype | None:
-    """Return the dtype in which gradients are reduced, or None for the dtype of the gradients."""
-    return torch.float32 if low_dtype is not None and num_replicas > 1 else low_dtype
-
-
 @dataclass
 class ShardedParam:
     """This rank's part of a trained parameter.
@@ -74,7 +69,7 @@ class FSDPSharding:
     With replicas (hybrid sharding, HSDP), the mesh has two dimensions: each rank accumulates the
     results of its shard's reduce-scatters, and the last backward all-reduces them over the
     replicas, block by block, while it computes the gradients of the next block. Both reductions are
-    then in float32, because the sum over micro-batches has their dtype.
+    then in float32 in any case, because the sum over micro-batches has their dtype.
 
     Modules are sharded block by block, so in each forward a block must be run by every rank of the
     group (with replicas: of all groups) or by none. A block that runs twice in a forward computes
@@ -87,8 +82,10 @@ class FSDPSharding:
     Args:
         model: module on the CPU or on the rank's device. It is changed in place, and moved to the
             device one block at a time. The first rank's values are used.
-        low_dtype: dtype in which weights are gathered and, without replicas, gradients are summed;
-            None for the dtype of the parameters.
+        low_dtype: dtype in which weights are gathered and gradients are computed; None for the
+            dtype of the parameters.
+        reduces_in_float32: whether gradients in ``low_dtype`` are reduced in float32 without
+            replicas too.
         reshard_after_forward: True frees gathered weights after forward and after backward (ZeRO
             stage 3). False keeps them until the last backward or :meth:`end_step` (stage 2).
         offload: whether to keep shards, gradients and optimizer state in host memory.
@@ -105,6 +102,7 @@ class FSDPSharding:
         world: Communicator,
         *,
         low_dtype: torch.dtype | None = None,
+        reduces_in_float32: bool = True,
         reshard_after_forward: bool = True,
         offload: bool = False,
         blocks: list[nn.Module] | None = None,
@@ -114,6 +112,7 @@ class FSDPSharding:
         self.copies = world.subgroup("data")
         self.replicas = world.subgroup("data", "shard")
         self.keeps_weights = not reshard_after_forward
+        self._reduces_in_float32 = reduces_in_float32 or self.copies.size > 1
         #: Peak bytes of gathered weights between a forward and its backward, in stage 2.
         self.gathered_bytes = 0
         _check_dtypes(model)
@@ -158,7 +157,7 @@ class FSDPSharding:
         block shares with the rest of the model."""
         mixed = MixedPrecisionPolicy(
             param_dtype=low_dtype,
-            reduce_dtype=reduce_dtype(low_dtype, self.copies.size),
+            reduce_dtype=self._reduce_dtype(low_dtype),
             cast_forward_inputs=False,
         )
         unchanged = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -199,6 +198,11 @@ class FSDPSharding:
         # The parameters that a batch uses may differ between ranks.
         root.set_reduce_scatter_unused_params(True)
         return units
+
+    def _reduce_dtype(self, low_dtype: torch.dtype | None) -> torch.dtype | None:
+        """Return the dtype in which gradients are reduced, or None for the dtype of the
+        gradients."""
+        return torch.float32 if low_dtype is not None and self._reduces_in_float32 else low_dtype
 
     def _make_mesh(self) -> DeviceMesh:
         """Return a mesh of the shard group, or of replicas × shards."""

@@ -52,6 +52,7 @@ class FSDPStrategy(Strategy):
             model,
             self.world,
             low_dtype=low_dtype(self.config),
+            reduces_in_float32=self.config.parallel.reduce_dtype == "float32",
             reshard_after_forward=self.reshard_after_forward,
             offload=self.config.parallel.state_offload == "all",
         )

@@ -101,7 +101,12 @@ class HybridStrategy(Strategy):
         if axes.shard > 1:
             from paceline.parallel.fsdp.sharding import FSDPSharding
 
-            self.sharding = FSDPSharding(model, self.world, low_dtype=low_dtype(self.config))
+            self.sharding = FSDPSharding(
+                model,
+                self.world,
+                low_dtype=low_dtype(self.config),
+                reduces_in_float32=self.config.parallel.reduce_dtype == "float32",
+            )
             if self.pipeline is not None:
                 self.pipeline.replica_group = self.world.subgroup("shard")
             self.trained = self.sharding.trained

@@ -1,6 +1,6 @@
 """Store weights and gradients in flat buckets with one shard per rank (ZeRO stage 1)."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -44,15 +44,18 @@ class ShardedBuckets(GradientBuckets):
     all-gathered.
 
     Nothing is stored twice: in float32 a rank's shard is a range of the bucket itself. In low
-    precision the shard has float32 master weights, and its gradient is widened to float32 within
-    the memory of the bucket, which is unused between backward and the next step. So a rank holds
-    4 + 12/N bytes per parameter with Adam (Rajbhandari et al., "ZeRO", 2020, section 5.1).
+    precision the shard has float32 master weights. Backward computes a gradient in low precision,
+    which is added to a float32 bucket as soon as it is complete, so a rank holds 6 + 12/N bytes per
+    parameter with Adam. With gradients in low precision, it holds 4 + 12/N (Rajbhandari et al.,
+    "ZeRO", 2020, section 5.1): the gradient of the shard is widened to float32 within the memory of
+    the bucket, which is unused between backward and the next step.
 
     Args:
         trained: parameters by name, in the model's order, with rank 0's values on every rank.
         keep: parameters whose dtype is unchanged in mixed precision.
-        low_dtype: dtype of weights and gradients in mixed precision, or None for the dtype of the
-            parameters.
+        low_dtype: dtype of the weights in mixed precision, or None for the dtype of the parameters.
+        reduces_in_float32: whether the gradients of weights in ``low_dtype`` are accumulated and
+            reduced in float32 instead of ``low_dtype``.
     """
 
     def __init__(
@@ -62,11 +65,15 @@ class ShardedBuckets(GradientBuckets):
         world: Communicator,
         low_dtype: torch.dtype | None = None,
         keep: frozenset[nn.Parameter] = frozenset(),
+        reduces_in_float32: bool = True,
     ) -> None:
         self.shards = world.size
         # With one rank a low-precision copy would only take more memory.
         self._low_dtype = low_dtype if world.size > 1 else None
         self._keep = keep
+        self._reduces_in_float32 = reduces_in_float32
+        # Parameter → its part of a bucket, if that has another dtype than the parameter.
+        self._wide_gradients: dict[nn.Parameter, torch.Tensor] = {}
         self._names = {parameter: name for name, parameter in trained.items()}
         self.shard_parts: list[_Shard] = []
         self.pieces: list[FlatPiece] = []
@@ -80,10 +87,17 @@ class ShardedBuckets(GradientBuckets):
         order = {name: number for number, name in enumerate(trained)}
         self.pieces.sort(key=lambda piece: order[piece.name])
 
-    def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+    def _weight_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         if self._low_dtype is None or parameter.dtype != torch.float32 or parameter in self._keep:
             return parameter.dtype
         return self._low_dtype
+
+    def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        dtype = self._weight_dtype(parameter)
+        return torch.float32 if self._reduces_in_float32 and dtype == self._low_dtype else dtype
+
+    def _kind_of(self, parameter: nn.Parameter) -> Hashable:
+        return self._weight_dtype(parameter), parameter.device
 
     @torch.no_grad()
     def _add_bucket(
@@ -91,9 +105,10 @@ class ShardedBuckets(GradientBuckets):
     ) -> None:
         size = layout.size // self.shards
         begin = size * self.world.rank
-        weights = torch.zeros(layout.size, dtype=dtype, device=group[0].device)
+        weight_dtype = self._weight_dtype(group[0])
+        weights = torch.zeros(layout.size, dtype=weight_dtype, device=group[0].device)
         local = weights[begin : begin + size]
-        has_master = dtype == self._low_dtype
+        has_master = weight_dtype == self._low_dtype
         values = local
         if has_master:
             values = torch.zeros(size, dtype=torch.float32, device=weights.device)
@@ -111,13 +126,28 @@ class ShardedBuckets(GradientBuckets):
         super()._add_bucket(group, layout, dtype)
         gradients = self.buckets[-1].flat
         gradient = (
-            gradients.view(torch.float32)[:size] if has_master else gradients[begin : begin + size]
+            gradients.view(torch.float32)[:size]
+            if has_master and dtype != torch.float32
+            else gradients[begin : begin + size]
         )
         self.shard_parts.append(_Shard(weights, local, values, gradient))
         for parameter, start, region in ranges:
             self._add_piece(
                 self._names[parameter], parameter, start, values[region], gradient[region]
             )
+
+    def _place_gradient(self, parameter: nn.Parameter, part: torch.Tensor) -> None:
+        if parameter.dtype == part.dtype:
+            super()._place_gradient(parameter, part)
+        else:
+            self._wide_gradients[parameter] = part
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        wide = self._wide_gradients.get(parameter)
+        if wide is not None and parameter.grad is not None:
+            wide.add_(parameter.grad)
+            parameter.grad = None
+        super()._on_gradient(parameter)
 
     def _add_piece(
         self,

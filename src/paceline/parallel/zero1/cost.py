@@ -23,9 +23,17 @@ def batch_norm_names(shape: ModelShape) -> frozenset[str]:
 
 
 def low_bytes_of(tensor: TensorShape, low_bytes: int, normed: frozenset[str]) -> int:
-    """Return the bytes per element of a trained weight and of its gradient."""
+    """Return the bytes per element of a trained weight, and of its gradient when backward computes
+    it."""
     is_low = low_bytes and tensor.element_bytes == 4 and tensor.name not in normed
     return low_bytes if is_low else tensor.element_bytes
+
+
+def reduced_bytes_of(weight_bytes: int, low_bytes: int, config: Config) -> int:
+    """Return the bytes per element of a gradient that is reduced, for a weight with
+    ``weight_bytes`` in the computation."""
+    is_widened = low_bytes and config.parallel.reduce_dtype == "float32"
+    return 4 if is_widened and weight_bytes == low_bytes else weight_bytes
 
 
 def statistics_traffic(shape: ModelShape, num_ranks: int) -> dict[str, int]:
@@ -79,24 +87,28 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
     """Estimate the cost of ZeRO stage 1, with the padding of the buckets.
 
     Per trained parameter, N ranks and Adam: 8 + 8/N bytes in float32 (weights and gradients 4
-    each), 4 + 12/N in mixed precision (Rajbhandari et al., 2020, section 5.1, figure 1). A
-    reduce-scatter of the gradients and an all-gather of the weights: 2Ψ(N-1)/N (section 7.2.1).
+    each), 6 + 12/N in mixed precision (gradients 4), and 4 + 12/N with gradients in 16 bits
+    (Rajbhandari et al., 2020, section 5.1, figure 1). A reduce-scatter of the gradients and an
+    all-gather of the weights: 2Ψ(N-1)/N elements (section 7.2.1).
     """
     num_ranks = axes.data
     low_bytes = shape.low_bytes if num_ranks > 1 else 0
     normed = batch_norm_names(shape)
     tensors, trained = [], shape.trained
     for tensor in trained:
-        element_bytes = low_bytes_of(tensor, low_bytes, normed)
-        tensors.append((tensor.numel, element_bytes, element_bytes))
-    weights = masters = traffic = 0
+        weight_bytes = low_bytes_of(tensor, low_bytes, normed)
+        gradient_bytes = reduced_bytes_of(weight_bytes, low_bytes, config)
+        tensors.append((tensor.numel, gradient_bytes, weight_bytes))
+    weights = gradients = masters = gathered = reduced = 0
     parts = _RankParts(shape, num_ranks)
     for layout in lay_out(tensors, config.parallel.bucket_cap_mb * 2**20, num_ranks):
-        element_bytes = tensors[layout.members[0]][1]
+        _, gradient_bytes, weight_bytes = tensors[layout.members[0]]
         shard_size = layout.size // num_ranks
-        weights += layout.size * element_bytes
-        masters += shard_size * 4 if element_bytes == low_bytes else 0
-        traffic += scatter_bytes(layout.size * element_bytes, num_ranks)
+        weights += layout.size * weight_bytes
+        gradients += layout.size * gradient_bytes
+        masters += shard_size * 4 if weight_bytes == low_bytes else 0
+        gathered += scatter_bytes(layout.size * weight_bytes, num_ranks)
+        reduced += scatter_bytes(layout.size * gradient_bytes, num_ranks)
         for member, begin in zip(layout.members, layout.offsets, strict=True):
             end = begin + tensors[member][0]
             parts.add(trained[member].name, begin, end, shard_size)
@@ -107,10 +119,10 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
     frozen = shape.parameter_bytes - total_bytes(shape.trained)
     return Cost(
         parameters=frozen + weights + masters + shape.buffer_bytes,
-        gradients=weights,
+        gradients=gradients,
         optimizer=state - on_host,
         activations=max(work.activation_bytes(shape), at_once),
-        traffic={"reduce_scatter": traffic, "all_gather": traffic}
+        traffic={"reduce_scatter": reduced, "all_gather": gathered}
         | statistics_traffic(shape, num_ranks),
         host=on_host,
         host_traffic={"optimizer": 2 * on_host} if on_host else {},

@@ -36,7 +36,8 @@ class Zero1Strategy(Strategy):
     The last micro-batch's backward reduce-scatters the gradients bucket by bucket; each rank
     updates its shard of each bucket, then the weights are all-gathered. In mixed precision the
     trained weights are in bfloat16 or float16 on every rank (those of batch normalizations stay in
-    float32), and each shard has float32 master weights, which checkpoints contain.
+    float32), and each shard has float32 master weights, which checkpoints contain. Gradients are
+    accumulated and reduced in float32, unless `parallel.reduce_dtype` is `auto`.
     """
 
     name = "zero1"
@@ -52,6 +53,7 @@ class Zero1Strategy(Strategy):
             self.world,
             low_dtype(self.config),
             keep=batch_norm_parameters(model),
+            reduces_in_float32=self.config.parallel.reduce_dtype == "float32",
         )
         return model
 

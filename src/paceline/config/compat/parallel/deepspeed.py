@@ -140,8 +140,10 @@ def _apply_json(
     for setting in parsed.settings:
         if setting.target in _PRECISION:
             _precision(keys, by, setting, source)
-        elif not setting.target.startswith("parallel.") or (
-            mode == "deepspeed" and not is_overridden
+        elif (
+            not setting.target.startswith("parallel.")
+            or setting.target == "parallel.reduce_dtype"  # of `zero1` to `zero3` too
+            or (mode == "deepspeed" and not is_overridden)
         ):
             entry = nested_entry(by, setting.name, setting.value, source)
             keys.assign(by, setting.target, setting.sets, entry)

@@ -59,6 +59,9 @@ IGNORED = _rules("ignored")
 REFUSED = _rules("refused")
 _SECTIONS: list[str] = read_table("parallel/deepspeed.yaml")["sections"].split()
 _SETS: dict[str, str] = read_table("parallel/deepspeed.yaml")["sets"]
+#: Keys for the dtype in which gradients are reduced or accumulated, and its names.
+_REDUCTIONS = ("communication_data_type", "data_types.grad_accum_dtype")
+_FLOAT32, _16_BITS = ("fp32", "float32"), ("fp16", "float16", "half", "bf16", "bfp16", "bfloat16")
 _SCHEDULERS = {
     "warmuplr": "constant_with_warmup",
     "warmupdecaylr": "linear",
@@ -116,6 +119,8 @@ class DeepSpeedJson:
             plain = f"{section}.*"
         if name in _SECTIONS:
             self._section(name, value)
+        elif name in _REDUCTIONS:
+            self._reduction(name, value)
         elif name in _SETS:
             if value not in ("auto", None):
                 self._set(name, value, _SETS[name])
@@ -150,6 +155,24 @@ class DeepSpeedJson:
         for key, item in section.items():
             self.read(f"{name}.{key}", item)
 
+    def _reduction(self, name: str, value: Any) -> None:
+        """Read the dtype in which gradients are reduced or accumulated."""
+        if is_off(value):
+            return
+        if value in _16_BITS:
+            self._set(name, value, "parallel.reduce_dtype", "auto")
+        elif value in _FLOAT32:
+            self._set(name, value, "parallel.reduce_dtype", "float32")
+            self.problems.append(
+                f"{name}: {value}; DeepSpeed reduces and accumulates gradients in the type of"
+                " `train_args.precision`; `parallel.mode: zero1`, `zero2` and `zero3` do so in"
+                " float32"
+            )
+        else:
+            self.problems.append(
+                f"{name}: {value!r} is not one of {', '.join(_FLOAT32 + _16_BITS)}"
+            )
+
     def _check_type(self, name: str, value: Any, kind: type) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_valid = is_number and value >= 0 and float(value).is_integer()
@@ -160,7 +183,10 @@ class DeepSpeedJson:
             self.problems.append(f"{name}: {value!r} is not {expected}")
 
     def _report_unknown(self, section: str, name: str, key: str) -> None:
-        names = [other.rpartition(".") for other in (*_SECTIONS, *_SETS, *IGNORED, *REFUSED)]
+        names = [
+            other.rpartition(".")
+            for other in (*_SECTIONS, *_REDUCTIONS, *_SETS, *IGNORED, *REFUSED)
+        ]
         known = [last for prefix, _, last in names if prefix == section]
         if section == "zero_optimization":
             known += [*HONORED_ZERO, *SHORT_NAMES]
