@@ -2,6 +2,7 @@
 the same result, and what is stored about them."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ from commands import MICRO, events, losses, report, run
 
 from paceline.config.load import load_config
 from paceline.core.errors import ConfigError
-from paceline.core.files import cache_dir
 
 TASK = Path(__file__).with_name("small_memory_task.py")
 SIZE = "train_args.per_device_train_batch_size"
@@ -26,10 +26,19 @@ def train(folder: Path, *args: str, max_steps: int = 4, expect: int = 0) -> str:
     return run(*settings, *args, output, verb="train", expect=expect).stderr
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache that other tests do not use at the same time."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder / "paceline"
+
+
 @pytest.fixture(autouse=True)
-def no_history() -> None:
+def no_history(own_cache: Path) -> None:
     """Keep the settings that worked in one test from being used in the next one."""
-    (cache_dir() / "memory-settings.json").unlink(missing_ok=True)
+    (own_cache / "memory-settings.json").unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")
