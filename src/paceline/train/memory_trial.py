@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from paceline.config.derive import optimizer_bytes_per_element
 from paceline.data.largest import largest_keys
 from paceline.data.loader import load_micro_batch
 from paceline.distributed.progress import PROGRESS
@@ -25,7 +24,8 @@ if TYPE_CHECKING:
 
     from paceline.config.schema import Config
     from paceline.data.pipeline import DataPipeline
-    from paceline.parallel.base import MicroStep
+    from paceline.distributed.mesh import ParallelDims
+    from paceline.parallel.base import MicroStep, Strategy
     from paceline.train.run_spec import RunSpec
     from paceline.train.state import TrainComponents
 
@@ -58,17 +58,18 @@ def try_largest_micro_batch(
     batch = load_micro_batch(data.train_dataset, keys, data.collate, data.order.seed).to(device)
     with uncounted(), _restored(components.model, device), _reserved(spec.config, components):
         micro_step = _micro_step(spec.config, components, batch.data)
-        strategy.forward_backward(micro_step, _num_micro_batches(spec, data))
+        count = _num_micro_batches(strategy, spec.layout.axes, data.accumulation)
+        strategy.forward_backward(micro_step, count)
         strategy.discard_gradients()
     # What was reserved is not a measured peak.
     torch.accelerator.reset_peak_memory_stats(device)
 
 
-def _num_micro_batches(spec: RunSpec, data: DataPipeline) -> int:
+def _num_micro_batches(strategy: Strategy, axes: ParallelDims, accumulation: int) -> int:
     """Return the number of micro-batches to run: two, because the second one meets the gradients of
     the first, or all if several are in memory at once."""
-    has_several = spec.layout.axes.pipeline > 1 or spec.layout.num_processes == 1
-    return data.accumulation if has_several else min(2, data.accumulation)
+    has_several = axes.pipeline > 1 or strategy.num_devices > 1
+    return accumulation if has_several else min(2, accumulation)
 
 
 def _micro_step(config: Config, components: TrainComponents, batch: Any) -> MicroStep:
@@ -111,9 +112,9 @@ def _reserved(config: Config, components: TrainComponents) -> Iterator[None]:
         parameters = [
             each for group in components.optimizer.param_groups for each in group["params"]
         ]
-        num_elements = sum(local_tensor(each).numel() for each in parameters)
-        size_bytes = num_elements * optimizer_bytes_per_element(config.train_args)
-        reserved = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        memory = components.shape.optimizer
+        sizes = [memory.moment_bytes("", local_tensor(each).numel()) for each in parameters]
+        reserved = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     try:
         yield
     finally:
