@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.config.chosen import MEMORY_SETTINGS, read_chosen
+from paceline.config.chosen import MEMORY_SETTINGS, changed_settings, read_chosen
 from paceline.config.derive import ResolvedValues
 from paceline.config.diff import OTHER_TRAINING
 from paceline.config.load import Loaded, load_config
@@ -180,10 +180,9 @@ def kept_settings(config: Config) -> Settings:
     except ConfigError:
         return {}  # reported when the run is resumed
     kept: dict[str, Setting] = {}
-    for key, chosen in read_chosen(file).items():
+    for key, chosen in changed_settings(config, read_chosen(file)).items():
         section, _, name = key.partition(".")
-        now = getattr(config, section)
-        if name not in now.model_fields_set and chosen != getattr(now, name):
+        if name not in getattr(config, section).model_fields_set:
             kept[key] = chosen
     # Runs of earlier versions have no chosen.json.
     keys = _KEPT_SETTINGS if file.with_name("chosen.json").is_file() else _EARLIER_SETTINGS

@@ -31,7 +31,7 @@ from paceline.planner.machine.memory_history import recall
 from paceline.planner.micro_batch import micro_batch
 from paceline.planner.search.fit import FROM_HISTORY, KeptSettings, check_fits, fit_memory
 from paceline.planner.search.trials import Settings, Trials, settings_text, with_settings
-from paceline.planner.upper_bound import fits_roughly, upper_bound
+from paceline.planner.upper_bound import ROOMY, fits_roughly, upper_bound
 
 if TYPE_CHECKING:
     from paceline.config.schema import Config
@@ -187,15 +187,17 @@ def _choose(
 def _fits_by_far(config: Config, memory: RankMemory) -> bool:
     """Return whether a bound that needs no model shows that the run fits.
 
-    On a CPU, where nothing is refused, a run whose bound is not known counts as one that fits: to
-    describe its model would delay the start.
+    On a CPU, where nothing is refused and a description of the model would delay the start, the
+    bound may take all of the memory, and a run whose bound is not known counts as one that fits.
     """
-    if fits_roughly(config, memory.usable_bytes) is not None:
+    is_cpu, size_bytes = memory.device is None, memory.usable_bytes
+    share = 1.0 if is_cpu else ROOMY
+    if fits_roughly(config, size_bytes, share=share) is not None:
         return True
     batch = micro_batch(config)
-    if batch.has_tokens and batch.known and fits_roughly(config, memory.usable_bytes, batch):
+    if batch.has_tokens and batch.known and fits_roughly(config, size_bytes, batch, share):
         return True
-    return memory.device is None and upper_bound(config) is None
+    return is_cpu and upper_bound(config) is None
 
 
 def _stage(config: Config, layout: ParallelLayout) -> int | None:

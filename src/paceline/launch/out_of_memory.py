@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 
+from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import OutOfMemory
 from paceline.core.files import human_bytes
@@ -26,18 +27,25 @@ def explain(error: OutOfMemory, spec: RunSpec) -> str:
     except Exception as failure:  # no memory is left, or a model that only building it describes
         logger.debug(f"no prediction: {type(failure).__name__}: {failure}")
         predicted, fix = "", ""
-    args = spec.config.train_args
     smaller = smaller_settings(spec.config, spec.layout, spec.device_type, PROGRESS.phase)
     if smaller is not None:
         fix = f"set `{settings_text(smaller)}` (the result stays the same, up to rounding)"
     elif not fix:
-        fix = (
+        fix = _general_advice(spec.config)
+    return f"{error.what}.{predicted} To fix: {fix}."
+
+
+def _general_advice(config: Config) -> str:
+    args = config.train_args
+    changes = []
+    if args.per_device_train_batch_size > 1:
+        changes.append(
             f"lower `per_device_train_batch_size` (now {args.per_device_train_batch_size}) and"
             " raise `gradient_accumulation_steps` by the same factor (the result stays the same)"
         )
-        if spec.config.task in CAUSAL_TASKS:
-            fix += f", or lower `max_length` (now {args.max_length})"
-    return f"{error.what}.{predicted} To fix: {fix}."
+    if config.task in CAUSAL_TASKS:
+        changes.append(f"lower `max_length` (now {args.max_length})")
+    return ", or ".join(changes) or "use a smaller model, or a device with more memory"
 
 
 def _plan(error: OutOfMemory, spec: RunSpec) -> tuple[str, str]:

@@ -21,12 +21,14 @@ ROOMY = 0.6
 
 
 def fits_roughly(
-    config: Config, memory_bytes: int, batch: MicroBatchProfile | None = None
+    config: Config,
+    memory_bytes: int,
+    batch: MicroBatchProfile | None = None,
+    share: float = ROOMY,
 ) -> int | None:
-    """Return the upper bound if it shows that the run fits into the memory of a rank, otherwise
-    None."""
+    """Return the upper bound if it is at most a share of the memory of a rank, otherwise None."""
     bound = upper_bound(config, batch)
-    return bound if bound is not None and bound <= ROOMY * memory_bytes else None
+    return bound if bound is not None and bound <= share * memory_bytes else None
 
 
 def upper_bound(config: Config, batch: MicroBatchProfile | None = None) -> int | None:
