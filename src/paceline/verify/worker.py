@@ -156,7 +156,9 @@ def _train(
         for _ in range(certification.steps):
             if trainer.run_step().stop or trainer.anomalies.is_exhausted:
                 return {"status": "stopped"}
+        trainer.callbacks.before_pause(trainer.state)  # the figures of the last step
     steps = [event for event in logged if event["type"] == "step"]
+    assert len(steps) == certification.steps
     # the cost of the batches that this rank's replica had, on average after the first step
     work = Workload(
         trial.spec.derived.gradient_accumulation_steps, statistics.fmean(_after_first(positions))
