@@ -61,7 +61,7 @@ def _report(trials: list[Trial], chosen: Trial | None) -> TuningReport:
 
 
 def test_changes_of_a_plain_config() -> None:
-    changes = candidate_changes(_config(), "32", num_ranks=2, num_cores=2)
+    changes = candidate_changes(_config(), "32", num_ranks=2, num_cores=2, device_type="cpu")
     assert [change.name for change in changes] == [
         "precision: bf16-mixed",
         "gradient_checkpointing: full",
@@ -93,7 +93,7 @@ def test_changes_turn_off_what_is_on() -> None:
         },
         compression={"method": "bf16"},
     )
-    changes = candidate_changes(config, "bf16-mixed", num_ranks=2, num_cores=16)
+    changes = candidate_changes(config, "bf16-mixed", num_ranks=2, num_cores=16, device_type="cpu")
     assert {change.name: change.turns_on for change in changes} == {
         "precision: 32": False,
         "gradient_checkpointing: none": False,
@@ -109,7 +109,7 @@ def test_accumulation_keeps_the_global_batch() -> None:
     config = _config(
         train_args={"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
     )
-    changes = candidate_changes(config, "32", num_ranks=1, num_cores=2)
+    changes = candidate_changes(config, "32", num_ranks=1, num_cores=2, device_type="cpu")
     sizes = [
         with_values(config, change.values).train_args
         for change in changes

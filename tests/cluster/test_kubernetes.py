@@ -164,7 +164,7 @@ def test_train_job(workdir: Path, generate: Generate) -> None:
     assert pod["terminationGracePeriodSeconds"] == 1260, "covers `parallel.collective_timeout_s`"
     mounts = get_mounts(pod, container)
     assert mounts["/etc/paceline"]["configMap"]["name"] == config_map["metadata"]["name"]
-    assert {"name": "paceline-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in pod[
+    assert {"name": "paceline-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}} in pod[
         "volumes"
     ]
     (rule,) = policy["spec"]["ingress"]
@@ -181,7 +181,7 @@ def test_train_job_does_not_patch_runtime_values(generate: Generate) -> None:
     assert sorted(pod) == ["containers", "volumes"]
 
 
-def check_policies(template: Object) -> None:
+def check_policies(template: Object, shm: str) -> None:
     """Check the failure policy of a Job, including what the API server requires beyond the
     schema."""
     spec, (pod, container) = template["spec"], get_pod(template)
@@ -212,7 +212,7 @@ def check_policies(template: Object) -> None:
     )
     assert get_mounts(pod, container)["/dev/shm"]["emptyDir"] == {
         "medium": "Memory",
-        "sizeLimit": "8Gi",
+        "sizeLimit": shm,
     }
 
 
@@ -227,7 +227,7 @@ def test_runtime_manifest(workdir: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert template["metadata"]["labels"] == {
         "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
     }
-    check_policies(template)
+    check_policies(template, "8Gi")
     assert get_pod(template)[0]["terminationGracePeriodSeconds"] == 660
     assert main(["kubernetes", "--runtime-manifest", "--coscheduling", "--scheduler", "gang"]) == 0
     gang = yaml.safe_load(capsys.readouterr().out)
@@ -259,7 +259,7 @@ def test_jobset(generate: Generate) -> None:
     _, _, job = generate("My_run.yaml", *JOBSET)
     assert "suspend" not in job["spec"]
     (template,) = get_jobs(job)
-    check_policies(template)
+    check_policies(template, "16Gi")
     assert (template["spec"]["parallelism"], template["spec"]["completions"]) == (2, 2)
     pod, container = get_pod(template)
     env = get_env(container)

@@ -87,7 +87,7 @@ def test_script_options_and_command(workdir: Path, write_script: RunSlurm) -> No
     )
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert parse_options(script) == {
-        "job-name": "config", "nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "8",
+        "job-name": "config", "nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "16",
         "gpus-per-node": "8", "time": "4:00:00", "chdir": str(workdir), "output": "%x-%j.log",
         "open-mode": "append", "requeue": "", "signal": "TERM@120",
     }  # fmt: skip

@@ -10,8 +10,8 @@ import pytest
 
 CHILD = """
 import signal, sys, time
-from paceline.core.processes import end_by_parent_alone
-end_by_parent_alone(signal.SIGTERM)
+from paceline.core.processes import end_by_starter_alone
+end_by_starter_alone(signal.SIGTERM)
 print("ready", flush=True)
 for line in sys.stdin:
     print("alive", flush=True)

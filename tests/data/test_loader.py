@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.loader import LoaderOptions, eval_batches, train_steps
+from paceline.data.loader import eval_batches, train_steps
+from paceline.data.loader_process import LoaderOptions
 from paceline.data.order.samples import SampleOrder
 
 
@@ -23,11 +24,14 @@ def stack(samples):
     return torch.stack(list(samples))
 
 
-def load_steps(first=0, last=6, rank=0, world=2, accumulation=2, workers=0, shares=None):
+def load_steps(
+    first=0, last=6, rank=0, world=2, accumulation=2, workers=0, shares=None, start_method="fork"
+):
     order = SampleOrder(21, 8, seed=9)
     steps = train_steps(
         RandomizedDataset(), order, stack, rank=rank, world_size=world, accumulation=accumulation,
-        first_step=first, last_step=last, options=LoaderOptions(num_workers=workers), shares=shares,
+        first_step=first, last_step=last, shares=shares,
+        options=LoaderOptions(num_workers=workers, start_method=start_method),
     )  # fmt: skip
     return [[(batch.data, batch.weight, batch.samples) for batch in step] for step in steps]
 

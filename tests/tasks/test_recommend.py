@@ -12,7 +12,7 @@ from sklearn.metrics import roc_auc_score
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.loader import LoaderOptions
+from paceline.data.loader_process import LoaderOptions
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
 from paceline.models.recommend import (

@@ -16,7 +16,8 @@ from vision_models import FAMILIES, make_model
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.loader import LoaderOptions, eval_batches
+from paceline.data.loader import eval_batches
+from paceline.data.loader_process import LoaderOptions
 from paceline.data.stats.dataset import dataset_stats
 from paceline.inference.export import export
 from paceline.inference.generate import generate

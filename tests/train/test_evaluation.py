@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from paceline.config.schema import Config
-from paceline.data.loader import LoaderOptions
+from paceline.data.loader_process import LoaderOptions
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
 from paceline.parallel.ddp.strategy import DDPStrategy

@@ -149,7 +149,8 @@ def measure_tuning(loaded: Loaded, options: TuningOptions, train: Train) -> Tuni
         options = replace(options, length=replace(options.length, steps=steps))
     config = loaded.config
     trials = [
-        Trial(change) for change in _changes(config, options, first.precision, first.world_size)
+        Trial(change)
+        for change in _changes(config, options, first.precision, first.world_size, first.device)
     ]
     planned = planned_steps(config, first)
     rounds = _Rounds(loaded, options, train)
@@ -183,17 +184,17 @@ def _check(config: Config, options: TuningOptions) -> None:
         )
     # The precision and the number of ranks are not known before the first run. With several ranks
     # there are more changes.
-    _changes(config, options, "32", num_ranks=2)
+    _changes(config, options, "32", num_ranks=2, device_type="cpu")
 
 
 def _changes(
-    config: Config, options: TuningOptions, precision: str, num_ranks: int
+    config: Config, options: TuningOptions, precision: str, num_ranks: int, device_type: str
 ) -> list[Change]:
     from paceline.distributed.devices import cpu_cores
 
     changes = [
         change
-        for change in candidate_changes(config, precision, num_ranks, cpu_cores())
+        for change in candidate_changes(config, precision, num_ranks, cpu_cores(), device_type)
         if not (options.keep_result and change.changes_result)
         and (not options.techniques or change.technique in options.techniques)
     ]

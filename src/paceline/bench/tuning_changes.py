@@ -33,19 +33,20 @@ class Change:
 
 
 def candidate_changes(
-    config: Config, precision: str, num_ranks: int, num_cores: int
+    config: Config, precision: str, num_ranks: int, num_cores: int, device_type: str
 ) -> list[Change]:
     """Return the changes that are possible from this config.
 
     Args:
         precision: the precision of the run, never ``auto``.
         num_cores: cores of this host.
+        device_type: type of the device that each rank trains on.
     """
     args = config.train_args
     changes = [
         _precision(precision),
         *_checkpointing(config),
-        *_prefetch(config, num_ranks, num_cores),
+        *_prefetch(config, num_ranks, num_cores, device_type),
     ]
     if num_ranks > 1 and config.parallel.mode in ("auto", "ddp"):
         changes += _compression(config)
@@ -89,9 +90,9 @@ def _checkpointing(config: Config) -> list[Change]:
     ]
 
 
-def _prefetch(config: Config, num_ranks: int, num_cores: int) -> list[Change]:
+def _prefetch(config: Config, num_ranks: int, num_cores: int, device_type: str) -> list[Change]:
     key = "train_args.dataloader_num_workers"
-    if config.train_args.dataloader_num_workers == 0:
+    if config.train_args.num_loader_processes(device_type) == 0:
         num_workers = 2 if num_cores >= 3 * num_ranks else 1
         return [Change(f"dataloader_num_workers: {num_workers}", "prefetch", {key: num_workers})]
     if config.streaming is True:

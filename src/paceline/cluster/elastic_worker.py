@@ -15,7 +15,7 @@ from paceline.cluster.failures import AgentFolder
 from paceline.cluster.rounds import Membership, join_round
 from paceline.core.errors import EXIT_FAILED, Outcome, RunError, failed_outcome
 from paceline.core.log import configure_logging
-from paceline.core.processes import end_with_launcher
+from paceline.core.processes import end_with_starter
 from paceline.core.stop import StopFlag
 from paceline.launch.worker import STOP_FILE, describe
 
@@ -43,7 +43,7 @@ def worker_main(task: WorkerTask) -> Outcome:
     """Run a worker and return its outcome. After a failure that a restart may solve, exit with an
     error instead, so that the agents of all hosts start a new round."""
     configure_logging()
-    end_with_launcher()
+    end_with_starter()
     os.setpgid(0, 0)  # so that Ctrl-C reaches only the agent, which forwards it once
     os.environ.update(task.environment)
     try:

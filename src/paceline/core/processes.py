@@ -26,34 +26,41 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def end_with_launcher() -> None:
-    """End this process as soon as the launcher or the fork server ends for any reason."""
+def end_with_starter() -> None:
+    """End this process as soon as the process that started it through multiprocessing ends for any
+    reason, or the fork server in between."""
     import multiprocessing.connection
 
-    end_with_parent()  # the fork server, which itself ends with the launcher
-    launcher = multiprocessing.parent_process()
-    if launcher is None:
+    end_with_parent()  # a fork server ends with the process that started it
+    starter = multiprocessing.parent_process()
+    if starter is None:
         return
-    sentinel = launcher.sentinel
+    sentinel = starter.sentinel
 
     def watch() -> None:
         multiprocessing.connection.wait([sentinel])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+    threading.Thread(target=watch, name="starter-watch", daemon=True).start()
 
 
-def end_by_parent_alone(number: int) -> None:
-    """Let the signal ``number`` end this process only if the parent sent it. A signal to the whole
-    process group is handled by the parent, which still needs this process. On macOS, where the
-    sender is unknown, any such signal ends it."""
+def end_by_starter_alone(number: int) -> None:
+    """Let the signal ``number`` end this process only if the process that started it sent the
+    signal. A signal to the whole process group is handled by that process, which still needs this
+    one. On macOS, where the sender is unknown, any such signal ends it."""
+    import multiprocessing
+
     if not hasattr(signal, "sigwaitinfo"):
         signal.signal(number, signal.SIG_DFL)
         return
+    starter = multiprocessing.parent_process()
+    sender = os.getppid() if starter is None else starter.pid
     signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    # A fork server ignores the signal, and an ignored signal never reaches `sigwaitinfo`.
+    signal.signal(number, signal.SIG_DFL)
 
     def watch() -> None:
-        while signal.sigwaitinfo({number}).si_pid != os.getppid():
+        while signal.sigwaitinfo({number}).si_pid != sender:
             pass
         os._exit(128 + number)
 

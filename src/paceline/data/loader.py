@@ -4,7 +4,6 @@ loader processes."""
 from __future__ import annotations
 
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +14,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.core.errors import PacelineError, RunError
-from paceline.core.processes import end_by_parent_alone, end_with_parent
+from paceline.core.processes import end_by_starter_alone, end_with_starter, hidden_main
 from paceline.data.collate import map_tensors
 from paceline.data.counts import StreamCounts
+from paceline.data.loader_process import LoaderOptions, RankEnvironment
 from paceline.data.order.base import Keys, Order, split_by_length, split_even
 from paceline.distributed.seeds import seed_everything
 
@@ -64,7 +64,16 @@ class StreamedDataset(Protocol):
         """Find rows from these places on; see :attr:`StreamCounts.anchors`."""
 
 
-class _Streamed(Dataset):  # type: ignore[type-arg]
+class _SentDataset(Dataset):  # type: ignore[type-arg]
+    """A dataset that loader processes read, with the environment variables of their rank."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The first entry is unpickled first, so that modules see the variables when they are
+        # imported.
+        return {"environment": RankEnvironment(), **self.__dict__}
+
+
+class _Streamed(_SentDataset):
     """Read the rows of a micro-batch at once. An error of the input is passed on as a value,
     because the loader would add the traceback of its process to the message."""
 
@@ -91,7 +100,7 @@ class _StreamedCollate:
         return self.collate(samples or [self.filler]), len(samples), counts
 
 
-class _KeyedDataset(Dataset):  # type: ignore[type-arg]
+class _KeyedDataset(_SentDataset):
     """Look up samples by (epoch, index) and seed the random state with them, so that augmentation
     does not depend on the process. Datasets with ``deterministic = True`` need no seeding."""
 
@@ -108,49 +117,40 @@ class _KeyedDataset(Dataset):  # type: ignore[type-arg]
         return self.dataset.piece(index, *span) if span else self.dataset[index]
 
 
-@dataclass
-class LoaderOptions:
-    """Settings of the loader processes."""
-
-    num_workers: int = 0
-    prefetch_factor: int = 2
-    pin_memory: bool = False
-
-
-def _loader(
+def _load(
     dataset: Any,
     batches: Iterator[list[Key]],
     collate: Callable[[Sequence[Any]], Any],
     options: LoaderOptions,
     seed: int,
     purpose: str,
-) -> DataLoader[Any]:
-    keyed: Dataset[Any] = _KeyedDataset(dataset, seed, purpose)
+) -> Iterator[Any]:
+    keyed: _SentDataset = _KeyedDataset(dataset, seed, purpose)
     collate_loaded: Callable[[Any], Any] = collate
     if isinstance(dataset, StreamedDataset):
         keyed, collate_loaded = _Streamed(dataset), _StreamedCollate(collate, dataset.filler)
-    return DataLoader(
+    loader: DataLoader[Any] = DataLoader(
         keyed,
         batch_sampler=batches,
         collate_fn=collate_loaded,
         num_workers=options.num_workers,
         prefetch_factor=options.prefetch_factor if options.num_workers else None,
         pin_memory=options.pin_memory,
-        # The default start method of a rank, the fork server, would have to import all modules
-        # again.
-        multiprocessing_context="fork" if options.num_workers and sys.platform == "linux" else None,
+        multiprocessing_context=options.context,
         worker_init_fn=_loader_process_start if options.num_workers else None,
     )
+    with hidden_main():
+        return iter(loader)
 
 
 def _loader_process_start(_worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Slurm or a user may send SIGTERM to all processes; the rank then finishes its step.
-    end_by_parent_alone(signal.SIGTERM)
+    end_by_starter_alone(signal.SIGTERM)
     torch.set_num_threads(1)
     # Loader processes must end whenever the rank ends, for any reason. Torch's check for that takes
     # seconds.
-    end_with_parent()
+    end_with_starter()
 
 
 def train_steps(
@@ -185,7 +185,7 @@ def train_steps(
                 yield keys or [(order.position(step)[0], 0, 0, 2)[: part.shape[1]]]
 
     sizes: deque[int] = deque()  # the loader requests keys before it returns their batches
-    loader = iter(_loader(dataset, micro_batch_keys(), collate, options, order.seed, "sample"))
+    loader = _load(dataset, micro_batch_keys(), collate, options, order.seed, "sample")
     for _ in range(first_step, last_step):
         yield [_micro_batch(next(loader), sizes.popleft()) for _ in range(accumulation)]
 
@@ -245,6 +245,6 @@ def eval_batches(
     keys: Iterator[list[Key]] = (
         [(0, int(index)) for index in share] or [(0, 0)] for share in shares
     )
-    loader = _loader(dataset, keys, collate, options, seed, "eval")
+    loader = _load(dataset, keys, collate, options, seed, "eval")
     for data, share in zip(loader, shares, strict=True):
         yield MicroBatch(data, len(share))

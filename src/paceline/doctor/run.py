@@ -250,7 +250,7 @@ def examine_host(
         check_threads(num_ranks),
         check_clock(has_several_hosts),
         check_frequency(),
-        check_shared_memory(num_ranks, args.dataloader_num_workers, has_accelerator),
+        check_shared_memory(num_ranks, args.num_loader_processes(device_type), has_accelerator),
         check_open_files(),
         check_host_name(has_several_hosts),
         check_interface(endpoint_address),

@@ -4,20 +4,14 @@ The ranks are forked from it, so each host imports these modules only once, in p
 work. It is started before the launcher imports torch, and never after an accelerator was used.
 """
 
-import multiprocessing
 import multiprocessing.forkserver
-import multiprocessing.util
 import os
-import signal
-import tempfile
-import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from importlib.util import find_spec
 
 from paceline.config.packages import DEVICE_PACKAGES, unused_in_ranks
 from paceline.config.schema import Config
-from paceline.core.files import Scratch
-from paceline.core.processes import temporary_environment
+from paceline.core.fork_server.server import start_server
 from paceline.tasks import uses_transformers
 
 #: Every torch optimizer imports this module when it is created, which takes about a second.
@@ -90,55 +84,8 @@ def modules_of(config: Config, can_fork: bool) -> list[str]:
     return modules
 
 
-def start_server(modules: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Start a fork server that imports ``modules`` with these environment variables set, and exits
-    when this process does. Returns immediately."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main:
-        # Must be imported first. The kernel then ends the server together with the thread that
-        # started it, which must therefore be the main thread.
-        modules = ["paceline.launch.parent_death", *modules]
-    multiprocessing.set_forkserver_preload(list(modules))
-    _set_temp_dir()
-    # Ctrl-C and a closed terminal signal the whole process group, and Slurm sends SIGTERM to every
-    # process of a step. The server inherits that these signals are ignored. It prints no traceback,
-    # lets the ranks save their checkpoint, and exits with the launcher.
-    numbers = []
-    if in_main:
-        numbers = [
-            getattr(signal, name)
-            for name in ("SIGINT", "SIGTERM", "SIGHUP")
-            if hasattr(signal, name)
-        ]
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    parent = {"PACELINE_FORK_SERVER_PARENT": str(os.getpid())}  # see launch/parent_death.py
-    try:
-        with temporary_environment({**environment, **parent}):
-            multiprocessing.forkserver.ensure_running()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _stop_server() -> None:
     """Stop the server of an earlier run, whose ranks have ended."""
     global _hidden
     multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
     _hidden = None
-
-
-def _set_temp_dir() -> None:
-    """Put the server's socket into a folder that is always removed: by the next run if this process
-    is killed."""
-    if multiprocessing.current_process()._config.get("tempdir") is not None:  # type: ignore[attr-defined]
-        return  # the calling program has already used multiprocessing
-    # The path of a socket is limited to 107 bytes, and the names below this folder take up to 60.
-    is_long = len(os.fsencode(tempfile.gettempdir())) > 45
-    scratch, before = Scratch(parent="/tmp" if is_long else None), tempfile.tempdir
-    try:
-        tempfile.tempdir = str(scratch.path)
-        multiprocessing.util.get_temp_dir()
-    finally:
-        tempfile.tempdir = before
-    # Runs after the finalizer of the folder's content, which has the priority -100.
-    multiprocessing.util.Finalize(None, scratch.close, exitpriority=-200)

@@ -74,7 +74,7 @@ def quick_checks(config: Config, device_type: str, num_ranks: int) -> list[Check
     checks = [
         check_open_files(),
         check_shared_memory(
-            num_ranks, config.train_args.dataloader_num_workers, device_type != "cpu"
+            num_ranks, config.train_args.num_loader_processes(device_type), device_type != "cpu"
         ),
     ]
     if device_type == "cpu":

@@ -365,11 +365,11 @@ def _warn_about_idle_settings(
     num_ranks = layout.num_processes
     if devices is not None:
         num_ranks = min(devices.count, num_ranks)
-    loaders, cores = config.train_args.dataloader_num_workers * num_ranks, cpu_cores()
-    if loaders > cores:
+    loaders, cores = config.train_args.dataloader_num_workers, cpu_cores()
+    if loaders != "auto" and loaders * num_ranks > cores:
         logger.warning(
             "%d loader processes on %d cores: fewer (`dataloader_num_workers`) may be faster",
-            loaders,
+            loaders * num_ranks,
             cores,
         )
     wasted = compression_notice(config, layout.axes.data)

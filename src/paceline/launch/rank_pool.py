@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.core.errors import PacelineError, RunError
-from paceline.core.processes import end_with_launcher, hidden_main
-from paceline.launch.fork_server import start_server
+from paceline.core.fork_server.server import start_server
+from paceline.core.processes import end_with_starter, hidden_main
 from paceline.launch.rank_processes import open_store
 
 #: How long a rank may wait for another in a collective before it fails.
@@ -120,7 +120,7 @@ def _rank(
     args: tuple[Any, ...],
     timeout_s: float,
 ) -> None:
-    end_with_launcher()
+    end_with_starter()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored by the fork server
     os.environ.update(

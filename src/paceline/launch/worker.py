@@ -29,7 +29,7 @@ from paceline.core.errors import (
 )
 from paceline.core.files import write_atomic
 from paceline.core.log import configure_logging, mute_console
-from paceline.core.processes import end_with_launcher
+from paceline.core.processes import end_with_starter
 from paceline.core.stop import StopFlag
 from paceline.distributed.environment import RankEnv, from_environment
 from paceline.distributed.progress import PROGRESS
@@ -93,7 +93,7 @@ def worker_main(spec: Any, folder: str, run: RunRank | None = None) -> None:
         configure_logging()
     else:
         mute_console()
-    end_with_launcher()
+    end_with_starter()
     os.setpgid(0, 0)  # so that Ctrl-C reaches only the launcher, which forwards it once
     stop = StopFlag()
     stop.install(sigint=False)

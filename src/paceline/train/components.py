@@ -15,7 +15,8 @@ from paceline.config.derive import ResolvedValues
 from paceline.config.metrics.best import check_best_metric
 from paceline.config.schema import Config
 from paceline.core.errors import RunError
-from paceline.data.loader import LoaderOptions, StreamedDataset
+from paceline.data.loader import StreamedDataset
+from paceline.data.loader_process import LoaderOptions, loader_options
 from paceline.data.order.base import Order
 from paceline.data.order.build import build_order
 from paceline.data.pipeline import DataPipeline
@@ -135,7 +136,15 @@ def build_components(
     digest = frozen_digest(model)
     components = distribute(task, model, strategy, spec.config, spec.derived, probe, digest)
     notices += strategy.notices
-    data = _build_data(spec, components, *datasets)
+    options, of_loader = loader_options(
+        spec.config.train_args,
+        comm.device.type,
+        _stream_workers(datasets[0], comm),
+        task.collate,
+        *datasets,
+    )
+    notices += of_loader
+    data = _build_data(spec, components, options, *datasets)
     if isinstance(task, ComparesWithStart) and task.num_reference_values:
         notices += add_reference_values(task, components, data, spec.config)
     return components, data, notices
@@ -179,29 +188,32 @@ def distribute(
     return TrainComponents(task, placed, shape, strategy, optimizer, schedule, precision, digest)
 
 
+def _stream_workers(dataset: Any, comm: Communicator) -> int:
+    """Return the number of loader processes of a rank that streams its data, if the config sets
+    none; 0 if the rank does not. They tokenize ahead of the step."""
+    if not isinstance(dataset, StreamedDataset):
+        return 0
+    return max(1, min(_MAX_STREAM_WORKERS, cpu_cores() // comm.env.local_world_size))
+
+
 def _build_data(
-    spec: RunSpec, components: TrainComponents, train_dataset: Any, eval_dataset: Any | None
+    spec: RunSpec,
+    components: TrainComponents,
+    options: LoaderOptions,
+    train_dataset: Any,
+    eval_dataset: Any | None,
 ) -> DataPipeline:
-    args, strategy, task = spec.config.train_args, components.strategy, components.task
+    strategy, task = components.strategy, components.task
     replica, num_replicas = replica_of(strategy)
     accumulation = spec.derived.gradient_accumulation_steps
     if spec.layout.num_processes == 1:  # this process runs the micro-batches of all devices
         accumulation *= spec.layout.axes.replicas
-    num_workers = args.dataloader_num_workers
-    if isinstance(train_dataset, StreamedDataset) and not num_workers:
-        # They tokenize ahead of the step, so there is at least one.
-        cores = cpu_cores() // strategy.world.env.local_world_size
-        num_workers = max(1, min(_MAX_STREAM_WORKERS, cores))
     return DataPipeline(
         train_dataset,
         eval_dataset,
         _sample_order(spec, task, train_dataset),
         task.collate,
-        LoaderOptions(
-            num_workers,
-            args.dataloader_prefetch_factor,
-            args.dataloader_pin_memory and strategy.world.device.type != "cpu",
-        ),
+        options,
         last_step=spec.derived.steps,
         accumulation=accumulation if has_data(strategy) else 0,
         replica=replica,

@@ -14,7 +14,8 @@ from torch import nn
 from paceline.config.metrics.evaluation import generated_metrics
 from paceline.config.schema import Config
 from paceline.core.events import EvalEvent
-from paceline.data.loader import LoaderOptions, eval_batches
+from paceline.data.loader import eval_batches
+from paceline.data.loader_process import LoaderOptions
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import ProgressTracker
 from paceline.distributed.rank_zero import rank_zero_phase

@@ -25,6 +25,7 @@ from paceline.core.log import log_to_events
 from paceline.core.report import Report
 from paceline.core.run_dir import RunDir, clear_debris, lock_run
 from paceline.core.stop import StopFlag
+from paceline.data.loader_process import start_loader_server
 from paceline.data.pipeline import DataPipeline
 from paceline.distributed.communicator import init_communicator
 from paceline.distributed.environment import RankEnv
@@ -97,6 +98,8 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
     axes = spec.layout.axes if spec.layout.num_processes > 1 else ParallelDims()
     if spec.config.train_args.deterministic:
         use_deterministic_algorithms()
+    if spec.device_type != "cpu" and spec.config.train_args.dataloader_num_workers != 0:
+        start_loader_server()
     PROGRESS.start(active=spec.config.recovery.watchdog, on_cpu=spec.device_type == "cpu")
     recovery, timeout_s = spec.config.recovery, spec.config.parallel.collective_timeout_s
     comm = init_communicator(env, spec.device_type, timeout_s, axes, recovery.rank0_timeout_s)

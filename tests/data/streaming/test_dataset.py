@@ -14,7 +14,8 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import cache_dir
 from paceline.data.collate import collate_packed
 from paceline.data.counts import StreamCounts
-from paceline.data.loader import LoaderOptions, MicroBatch, train_steps
+from paceline.data.loader import MicroBatch, train_steps
+from paceline.data.loader_process import LoaderOptions
 from paceline.data.streaming.choice import try_stream
 from paceline.data.streaming.dataset import StreamedText
 from paceline.data.streaming.prepare import PreparedStream, prepare_stream
@@ -43,6 +44,7 @@ def load(
     first: int = 0,
     last: int = 9,
     workers: int = 0,
+    start_method: str = "fork",
 ) -> list[list[MicroBatch]]:
     steps = train_steps(
         prepared.dataset,
@@ -53,7 +55,7 @@ def load(
         accumulation=accumulation,
         first_step=first,
         last_step=last,
-        options=LoaderOptions(num_workers=workers),
+        options=LoaderOptions(num_workers=workers, start_method=start_method),
     )
     return list(steps)
 
@@ -106,6 +108,8 @@ def test_micro_batches_do_not_depend_on_ranks_workers_or_resuming(tmp_path: Path
     flat = [as_values(step) for step in expected]
     assert [as_values(step) for step in load(prepared, config, workers=2)] == flat
     assert [as_values(step) for step in load(prepared, config, first=5, workers=1)] == flat[5:]
+    again = load(prepared, config, first=5, workers=1, start_method="forkserver")
+    assert [as_values(step) for step in again] == flat[5:]
     by_rank = [load(prepared, config, world=2, rank=rank, accumulation=1) for rank in range(2)]
     assert [as_values([*first, *second]) for first, second in zip(*by_rank, strict=True)] == flat
     total = StreamCounts()

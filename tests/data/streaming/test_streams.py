@@ -16,7 +16,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir
 from paceline.data.collate import collate_packed
 from paceline.data.counts import StreamCounts
-from paceline.data.loader import LoaderOptions, MicroBatch, train_steps
+from paceline.data.loader import MicroBatch, train_steps
+from paceline.data.loader_process import LoaderOptions
 from paceline.data.streaming import build
 from paceline.data.streaming.prepare import PreparedStream, prepare_stream
 from paceline.models.builtin import resolve_model
@@ -49,7 +50,9 @@ def stream(dataset: Any, task: Any = "sft", **settings: Any) -> PreparedStream:
 
 def load(prepared: PreparedStream, first: int = 0, last: int = 12, **settings: Any) -> list[Any]:
     options = {"rank": 0, "world_size": 1, "accumulation": 2, **settings}
-    workers = LoaderOptions(num_workers=options.pop("workers", 0))
+    workers = LoaderOptions(
+        num_workers=options.pop("workers", 0), start_method=options.pop("start_method", "fork")
+    )
     return list(
         train_steps(
             prepared.dataset, prepared.dataset.order(4), collate_packed,
@@ -201,6 +204,8 @@ def test_mixed_streams_follow_weights_and_resume(
     resumed = stream(data, **settings)
     resumed.dataset.seek(total_counts(steps[:60]).anchors)
     assert [as_values(step) for step in load(resumed, first=60, last=100, workers=1)] == flat[60:]
+    again = load(resumed, first=60, last=100, workers=1, start_method="forkserver")
+    assert [as_values(step) for step in again] == flat[60:]
 
 
 def test_mixture_of_streams_has_the_epoch_of_its_strategy(tmp_path: Path) -> None:

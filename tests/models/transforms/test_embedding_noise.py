@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from paceline.data.collate import collate_packed, collate_padded
-from paceline.data.loader import LoaderOptions, train_steps
+from paceline.data.loader import train_steps
+from paceline.data.loader_process import LoaderOptions
 from paceline.data.order.samples import SampleOrder
 from paceline.data.text.token_dataset import TokenDataset, TokenWriter
 from paceline.models.transforms.embedding_noise import add_embedding_noise, noisy_embeddings

@@ -44,7 +44,9 @@ class Hosts:
     @property
     def min_cpus(self) -> int:
         """The cores that a host needs: one for each rank and for each loader process."""
-        return (self.ranks_per_node or 2) * (1 + self.config.train_args.dataloader_num_workers)
+        device_type = "cuda" if self.gpus else "cpu"
+        loaders = self.config.train_args.num_loader_processes(device_type)
+        return (self.ranks_per_node or 2) * (1 + loaders)
 
 
 def fit_to_hosts(path: Path | None, overrides: list[str], nodes: int, gpus: int) -> Hosts:

@@ -17,7 +17,7 @@ WORK_FOLDER, DATA_FOLDER, CACHE_FOLDER, CONFIG_FOLDER = (
     "/etc/paceline",
 )
 #: As in `runtime.yaml`.
-RUNTIME_NAME, RUNTIME_GRACE_S, RUNTIME_SHM, RUNTIME_USER = "paceline", 660, "8Gi", 1000
+RUNTIME_NAME, RUNTIME_GRACE_S, RUNTIME_USER = "paceline", 660, 1000
 COSCHEDULING_RUNTIME_NAME = "paceline-coscheduling"
 
 #: A pod's name, such as `NAME-endpoint-0-0-x7k2p`, has at most 63 characters.

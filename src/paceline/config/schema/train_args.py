@@ -363,12 +363,12 @@ class TrainArgs(Section):
             " rows cannot be read in any order."
         ),
     )
-    dataloader_num_workers: int = Field(
-        0,
-        ge=0,
+    dataloader_num_workers: Auto | Annotated[int, Field(ge=0)] = Field(
+        "auto",
         description=(
-            "Data loader processes per rank, each of which prefetches batches. 0 for a rank that"
-            " streams its data: one per core, at most 4."
+            "Data loader processes per rank, each of which prefetches batches. `auto`: 1 on"
+            " accelerators, if the data and the task can be copied into a process, and 0 on CPUs."
+            " `auto` and 0 for a rank that streams its data: one per core, at most 4."
         ),
     )
     dataloader_prefetch_factor: int = Field(
@@ -434,9 +434,15 @@ class TrainArgs(Section):
     @model_validator(mode="after")
     def _auto_is_open(self) -> Self:
         """A setting that is left to Paceline does not count as set by the user."""
-        if self.gradient_checkpointing == "auto":
-            self.model_fields_set.discard("gradient_checkpointing")
+        for name in ("gradient_checkpointing", "dataloader_num_workers"):
+            if getattr(self, name) == "auto":
+                self.model_fields_set.discard(name)
         return self
+
+    def num_loader_processes(self, device_type: str) -> int:
+        """Return the number of loader processes of a rank that does not stream its data."""
+        count = self.dataloader_num_workers
+        return int(device_type != "cpu") if count == "auto" else count
 
     @property
     def packs_rows(self) -> bool:

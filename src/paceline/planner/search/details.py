@@ -15,8 +15,8 @@ def loader_processes(
 ) -> tuple[dict[str, Setting], str]:
     """Return the setting of loader processes for images on accelerators, and why; else empty.
 
-    Tokens are read from a mapped file, which takes less time than another process costs. A rank
-    that streams its data starts processes by itself.
+    Tokens are read from a mapped file, for which the default of one process is enough. A rank that
+    streams its data starts more by itself.
     """
     if machine.is_cpu or "dataloader_num_workers" in config.train_args.model_fields_set:
         return {}, ""
