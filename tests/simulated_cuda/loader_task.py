@@ -1,5 +1,6 @@
 """A task that notes for each micro-batch which process collates it: the rank, a process that was
-forked from the rank or from the launcher's fork server, or another one. Its dataset holds a module if `task_args.module` is set."""
+forked from the rank or from the launcher's fork server, or another one. Its dataset holds a module
+if `task_args.module` is set."""
 
 import os
 from pathlib import Path

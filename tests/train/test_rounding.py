@@ -202,6 +202,19 @@ def test_without_a_compiler_the_update_takes_many_kernels(
     assert "cannot be compiled" in caplog.text
 
 
+def test_weights_that_the_compiled_kernel_cannot_update_are_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    param = nn.Parameter(torch.ones(12, 10).bfloat16())
+    shard = TensorShard("w", param, (24, 20), (12, 10), key=param)
+    optimizer = make_optimizer("adamw", param, [shard])
+    optimizer.compiled = CompiledAdamW()
+    with caplog.at_level(logging.INFO):
+        train(optimizer, param, [torch.ones(12, 10).bfloat16()] * 3)
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "1 weight on this rank cannot be updated by the compiled kernel" in caplog.text
+
+
 def _fail(*_: torch.Tensor) -> None:
     raise RuntimeError("no compiler")
 

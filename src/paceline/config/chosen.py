@@ -72,7 +72,7 @@ def values_of(config: Config, keys: tuple[str, ...]) -> dict[str, ChosenValue]:
 
 
 def changed_settings(config: Config, settings: ChosenSettings) -> dict[str, ChosenValue]:
-    """Return the memory settings that differ from those of the config, where `auto` stands for no
+    """Return the memory settings that differ from the config's, where `auto` stands for no
     recomputation."""
     current = {**values_of(config, tuple(settings)), RECOMPUTATION: config.train_args.recomputation}
     return {key: value for key, value in settings.items() if value != current.get(key)}

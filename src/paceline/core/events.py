@@ -346,7 +346,7 @@ class StepFigures(_Logged, total=False):
     (``dp``), time counts towards the phase that any of them entered last.
 
     On an accelerator, phases and ``communication_s`` are times of the device, from events on its
-    streams. They are read a step late, so those of the last step may count in the next event.
+    streams. They are read a step late, so the times of the last step may count in the next event.
     ``step_time_s`` and ``data_wait_s`` are times of the host.
 
     Attributes:

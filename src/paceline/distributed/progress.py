@@ -120,12 +120,12 @@ class _Group:
 
 class ProgressTracker:
     """Records the progress of one process. Collectives may be issued and phases entered in any
-    thread; steps and waits are those of the main thread. On an accelerator, the threads that run
+    thread; steps and waits are the main thread's. On an accelerator, the threads that run
     the backward pass for the main thread count as the main thread.
 
     Attributes:
-        timer: timer of the steps on an accelerator, or None. With it, the times of steps and waits
-            are those of the device, known a step late.
+        timer: timer of the steps on an accelerator, or None. With it, steps and waits are timed on
+            the device, and known a step late.
         device_steps: recent steps on the device, which :meth:`take_device_steps` removes.
     """
 

@@ -211,8 +211,8 @@ class StepMetrics:
 
     def _add_device_steps(self, steps: int) -> None:
         """Add the parts of ``steps`` steps on an accelerator. The last ones may still run, so the
-        means are those of the steps that it has finished since the last call, or as before if there
-        are none."""
+        means are over the steps that it has finished since the last call, or as before if there are
+        none."""
         if PROGRESS.timer is None:
             return
         done = PROGRESS.take_device_steps()

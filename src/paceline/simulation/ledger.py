@@ -84,7 +84,7 @@ def _add_counts(
     others: Mapping[Key, tuple[float, float]],
     factor: float,
 ) -> Mapping[Key, tuple[float, float]]:
-    """Return the sums of numbers and bytes, of which the others count ``factor`` times."""
+    """Return the sums of numbers and bytes, where the others count ``factor`` times."""
     if not others:
         return counts
     sums = dict(counts)

@@ -53,7 +53,7 @@ class _OpenStep:
 
     @property
     def is_done(self) -> bool:
-        """Whether the device has passed all events, also those of waits on other streams."""
+        """Whether the device has passed all events, including the waits on other streams."""
         return bool(self.end.query()) and all(
             end.query() for _, _, waits in self.phases for _, end in waits
         )

@@ -1,6 +1,6 @@
 """Quantized weights in the cache: they are computed once per host, and later runs read them.
 
-The layers are divided into parts, each of which is an entry of the cache. The ranks of a host build
+The layers are divided into parts, and each part is an entry of the cache. The ranks of a host build
 different parts at the same time, and all of them map the files of all parts into memory. A rank
 waits for a part only while another process holds its lock, which a killed process releases; no
 process group is needed.
@@ -97,7 +97,7 @@ def _identify(model: Any, config: Config, has_files: bool) -> tuple[Path, list[A
         raise LookupError("the model has code of its own, which may change")
     folder = config_folder(model.name_or_path) if model.name_or_path else None
     if not has_files or folder is None:
-        raise LookupError("the weights are not those of a model's files")
+        raise LookupError("the weights were not read from a model's files")
     try:
         versions = [metadata.version(package) for package in _PACKAGES]
         return folder, [files_identity(folder), versions]

@@ -194,8 +194,8 @@ class CachedLogitLosses(LogitLosses):
 
 
 class DeviceLogitLosses(LogitLosses):
-    """On accelerators: few kernels per chunk, of which none computes one number per token only,
-    except where it writes to these vectors [tokens, 1] of all chunks.
+    """On accelerators: few kernels per chunk. No kernel computes one number per token only, except
+    where it writes to these vectors [tokens, 1] of all chunks.
 
     Args:
         scale: factor of the gradients, or one for each token [tokens], or None.

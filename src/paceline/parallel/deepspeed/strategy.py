@@ -81,6 +81,13 @@ class DeepSpeedStrategy(Strategy):
         self.engine: Any = None
         self.peak_gradient_bytes = 0
         self._num_steps = 0
+        is_set = "reduce_dtype" in config.parallel.model_fields_set
+        if is_set and low_dtype(config) and config.parallel.reduce_dtype == "float32":
+            text = (
+                "`parallel.reduce_dtype: float32` has no effect with DeepSpeed, which reduces"
+                " gradients in the type of `train_args.precision`"
+            )
+            self.notices.append(("warning", text))
 
     def setup(self, model: nn.Module) -> nn.Module:
         """Check and broadcast the model. It is partitioned in :meth:`setup_optimizer`, since

@@ -1,6 +1,7 @@
 """This machine's devices, with what is known about them. Imports no torch, unless a device has to
 be asked for its memory."""
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from paceline.planner.hardware import Machine, cpu_machine, named_machine, unkno
 from paceline.planner.machine import profile as machine_profile
 from paceline.planner.machine.calibration import read as read_calibration
 from paceline.planner.machine.history import read_runs
+
+logger = logging.getLogger(__name__)
 
 #: Memory that the driver reserves on an idle device, at most.
 _DRIVER_BYTES = 2**30
@@ -128,8 +131,8 @@ def smallest_device_memory(count: int) -> DeviceMemory | None:
 
 
 def _occupied_memory(index: int) -> int:
-    """Return the bytes that other processes hold on a device, which this run does not use yet; 0 if
-    the driver does not report them."""
+    """Return the bytes that other processes hold on a device, which this run does not use yet; 0,
+    with a line, if the driver does not report them."""
     import torch
 
     from paceline.distributed.devices import accelerators
@@ -137,7 +140,12 @@ def _occupied_memory(index: int) -> int:
     module: Any = getattr(torch, accelerators()[0] or "", None)
     try:
         used = int(module.device_memory_used(index))
-    except Exception:  # no NVML or AMD SMI, an error of theirs, or another type of device
+    except Exception as error:  # no NVML or AMD SMI, an error of theirs, or another type of device
+        if not index:
+            logger.info(
+                "memory: the driver does not report what other processes hold on the devices"
+                f" ({type(error).__name__}), so the settings are chosen as if they held nothing"
+            )
         return 0
     return used if used > _DRIVER_BYTES else 0
 

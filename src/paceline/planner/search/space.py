@@ -113,7 +113,7 @@ def open_space(trials: Trials, *, offloads_all: bool = False) -> Space:
     is_open = OFFLOAD in open_keys
     names = (*_OFFLOADS, "all") if offloads_all else _OFFLOADS
     offloads = tuple(name for name in names if is_open and (has_blocks or name != "activations"))
-    # The statistics of BatchNorm are those of a micro-batch.
+    # BatchNorm computes its statistics over a micro-batch.
     has_open_sizes = SIZE in open_keys and not trials.model(config).has_batch_norm
     return Space(config, recomputations, offloads, has_open_sizes)
 

@@ -82,7 +82,7 @@ class Callback:
     def on_step_end(self, result: StepResult, state: TrainState) -> None:
         """Called after each step, including steps that skipped their batch or rolled back. If the
         step is logged, ``result.figures`` has its figures, such as ``loss``. On an accelerator,
-        they are read a step later, so they are those of the step before if that one was logged;
+        they are read a step later, so they belong to the step before, if that step was logged;
         see :meth:`on_step_logged`."""
 
     def on_step_logged(self, step: int, figures: StepFigures) -> None:

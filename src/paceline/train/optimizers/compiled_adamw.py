@@ -1,7 +1,7 @@
 """Update bfloat16 weights by AdamW with stochastic rounding in one compiled kernel.
 
 The kernel reads a weight, its gradient and both moments once, and writes the weight and the moments
-once: 14 bytes per element. The random bits are those of
+once: 14 bytes per element. The random bits are the same as in
 :func:`~paceline.train.optimizers.rounding.round_stochastically`.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from paceline.core.formatting import counted
 from paceline.parallel.state import TensorShard
 
 logger = logging.getLogger(__name__)
@@ -22,19 +23,23 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def can_compile(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the update is compiled: that of fused AdamW on CUDA, with Triton. A notice
-    says so if Triton is missing."""
+    """Return whether the update is compiled: fused AdamW on CUDA, with Triton. If it could be, and
+    Triton is missing or weights are averaged, a line says so."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    is_adamw = type(optimizer) is torch.optim.AdamW and bool(optimizer.defaults.get("fused"))
+    is_adamw = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults.get("fused"))
     if not is_adamw or any(param.device.type != "cuda" for param in params):
         return False
-    if find_spec("triton") is None:
-        logger.info(
-            "bf16-true: Triton is not installed, so the rounding of weights takes many kernels, and"
-            " each step is slower"
-        )
-        return False
-    return True
+    if type(optimizer) is not torch.optim.AdamW:
+        reason = "`train_args.ema_decay` averages the weights"
+    elif find_spec("triton") is None:
+        reason = "Triton is not installed"
+    else:
+        return True
+    logger.info(
+        f"bf16-true: {reason}, so the rounding of weights takes many kernels, and each step is"
+        " slower"
+    )
+    return False
 
 
 class CompiledAdamW:
@@ -45,6 +50,18 @@ class CompiledAdamW:
         self._constants: dict[tuple[float, ...], torch.Tensor] = {}
         self._layouts: dict[torch.Tensor, torch.Tensor] = {}
         self.works = True
+        self._has_reported = False
+
+    def report_others(self, params: list[torch.Tensor]) -> None:
+        """Say once that these parameters are updated by many kernels."""
+        count = sum(param.grad is not None and param.numel() > 1 for param in params)
+        if self.works and count and not self._has_reported:
+            self._has_reported = True
+            logger.info(
+                f"bf16-true: {counted(count, 'weight')} on this rank cannot be updated by the"
+                " compiled kernel (not contiguous, not in bfloat16, or split along two dimensions),"
+                " which makes each step slower"
+            )
 
     def takes(self, param: torch.Tensor, shards: list[TensorShard], state: Any) -> bool:
         """Return whether the kernel can update a parameter: a contiguous one in bfloat16 that is

@@ -92,6 +92,7 @@ class StochasticRounding(torch.optim.Optimizer):
             if param.grad is not None and compiled.takes(param, shards[param], self.state[param])
         ]
         others = [param for param in params if all(param is not each for each in taken)]
+        compiled.report_others(others)
         if not taken:
             return others
         keys = ("", *MOMENTS)
