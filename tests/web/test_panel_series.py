@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import numpy as np
 import pytest
@@ -120,6 +121,23 @@ def write_resumed_log(root):
         log.emit({"type": "step", **step_fields(step), "loss": 100.0 + step})
     log.emit({"type": "eval", "step": 6, "loss": 6.0, "count": 1, "wall_s": 1, "metrics": {}})
     return log
+
+
+@pytest.mark.parametrize(("launcher", "same_command"), [(7, True), (8, False)])
+def test_wall_time_includes_attempts_that_ended_before_a_checkpoint(
+    launcher, same_command, serve, tmp_path
+):
+    log = begin(tmp_path / "one", launcher=7)
+    emit_steps(log, 1, 2)
+    log.close()
+    first = next(iter(read_events(tmp_path / "one/events.jsonl")))["time"]
+    time.sleep(0.05)
+    log = begin(tmp_path / "one", launcher=launcher)
+    emit_steps(log, 1, 4)
+    served = serve(tmp_path)
+    run = served.get(f"/api/runs/{served.find_run_id()}")
+    assert (run["started_at"] == first) is same_command
+    assert run["wall_s"] == pytest.approx(run["updated_at"] - run["started_at"])
 
 
 def test_resume_hides_repeated_steps_and_keeps_marks(serve, tmp_path):

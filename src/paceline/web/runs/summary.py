@@ -150,9 +150,13 @@ class RunSummary:
         self.updated_at = finite(event.get("time")) or self.updated_at
         if event["type"] == "run_start":
             self.num_starts += 1
-            is_new = not event.get("resumed_from_step")
-            self.first_start = event if is_new or self.first_start is None else self.first_start
-            self.eval = None if is_new else self.eval
+            from_start = not event.get("resumed_from_step")
+            # An attempt of the same command may start from step 0 after a failure.
+            launcher = event.get("launcher")
+            is_restart = launcher is not None and launcher == self.start.get("launcher")
+            if self.first_start is None or (from_start and not is_restart):
+                self.first_start = event
+            self.eval = None if from_start else self.eval
             self.start, self.end, self.resumed_at = event, None, event.get("resumed_from_step")
         elif event["type"] == "resume":
             self.resumed_at = event.get("step")
