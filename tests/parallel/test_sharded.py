@@ -166,13 +166,15 @@ def test_state_and_traffic_match_the_cost_model(two_ranks, four_ranks):
 @pytest.mark.parametrize("reduce_dtype", [None, "float32", "auto"])
 def test_only_zero3_sends_frozen_weights(reduce_dtype, two_ranks):
     """The measured traffic follows the formulas of docs/strategies.md, with A = 2 micro-batches on
-    N = 2 ranks. ``reduce_dtype`` is None in float32, and else that of mixed precision."""
-    trained, frozen = 3 * 2 * 48 * 2, 2 * 48 * VOCABULARY + 3 * 49 * 48
+    N = 2 ranks. Embedding and head are frozen and belong to the root, which stays gathered for
+    backward. ``reduce_dtype`` is None in float32, and else that of mixed precision."""
+    trained, root = 3 * 2 * 48 * 2, 2 * 48 * VOCABULARY
+    frozen = root + 3 * 49 * 48
     size = 4 if reduce_dtype is None else 2
     reduced = 2 if reduce_dtype == "auto" else 4
     expected = {
         "zero2": (size + 2 * reduced) * trained / 2,
-        "zero3": 2 * (2 * size + reduced) * trained / 2 + 2 * 2 * size * frozen / 2,
+        "zero3": 2 * (2 * size + reduced) * trained / 2 + 2 * size * (2 * frozen - root) / 2,
     }
     state = {
         "zero2": (size + 16 / 2) * trained + size * frozen,
@@ -289,7 +291,8 @@ def test_cost_matches_the_zero_paper(strategy, gigabytes, volume):
         parallel={"reduce_dtype": "auto"},
         train_args={"precision": "bf16-mixed"},
     )
-    shape = ModelShape((TensorShape("w", (7_500_000, 1000), 4, True),), low_bytes=2)
+    weight = TensorShape("block.w", (7_500_000, 1000), 4, True)
+    shape = ModelShape((weight,), low_bytes=2, blocks=("block",))
     cost = estimate_cost(strategy, shape, ParallelDims(shard=64), Workload(), config)
     assert cost.state / 1e9 == pytest.approx(gigabytes, rel=0.02)
     assert cost.traffic_per_step == pytest.approx(volume * 7.5e9 * 2 * 63 / 64, rel=1e-3)

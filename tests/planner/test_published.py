@@ -35,10 +35,9 @@ def write_config(tmp_path: Path, content: dict[str, object]) -> str:
 def estimate_zero_cost(mode: str, ranks: int, **parallel: object) -> Cost:
     """Return the cost of the model in the ZeRO paper: 7.5 billion parameters, mixed-precision
     Adam."""
-    blocks = tuple(
-        TensorShape(f"blocks.{number}.weight", (7500 * 1000, 100), 4, True) for number in range(10)
-    )
-    shape = ModelShape(blocks, low_bytes=2)
+    blocks = tuple(f"blocks.{number}" for number in range(10))
+    weights = tuple(TensorShape(f"{name}.weight", (7500 * 1000, 100), 4, True) for name in blocks)
+    shape = ModelShape(weights, low_bytes=2, blocks=blocks)
     config = Config(
         model="m",
         dataset="d",

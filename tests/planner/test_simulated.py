@@ -54,7 +54,7 @@ CASES = [
 NUM_LAYERS = 4
 #: Family, mode, LoRA, activation checkpointing → peak that the long test simulated.
 SIMULATED_MIB = {
-    ("gpt_neox", "zero3", True, False): 1466,
+    ("gpt_neox", "zero3", True, False): 1367,
     ("phi", "local_sgd", False, True): 11003,
     ("phi", "pipeline", False, False): 6017,
     ("qwen3_moe", "single", False, False): 50912,

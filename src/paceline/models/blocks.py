@@ -1,10 +1,10 @@
 """Find the repeated blocks of a model, which are the units of sharding, activation checkpointing
-and pipeline stages."""
+and pipeline stages, and the layers before and after them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -116,3 +116,58 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 (f"{name}.{key}" if name else key, child) for key, child in module.named_children()
             ]
     return best
+
+
+class ModelEnds(NamedTuple):
+    """Dotted names of the layers before and after the blocks of a language model.
+
+    Args:
+        embedding: the token embedding, or "".
+        head: the last norm, if it follows the blocks, and the output head.
+    """
+
+    embedding: str = ""
+    head: tuple[str, ...] = ()
+
+
+def find_ends(model: nn.Module) -> ModelEnds:
+    """Return the ends of a language model of transformers.
+
+    There are none in other models, and in a model whose embedding or head shares a weight with
+    another module: then the weight may be used while its module does not run.
+    """
+    base = base_model(model)
+    can_generate = getattr(base, "can_generate", None)
+    blocks = [name for name, _ in find_blocks(model)]
+    if not callable(can_generate) or not can_generate() or not blocks:
+        return ModelEnds()
+    names = {module: name for name, module in model.named_modules()}
+    embedding = names.get(base.get_input_embeddings())
+    head = names.get(base.get_output_embeddings())
+    if embedding is None or head is None:
+        return ModelEnds()
+    tied = tied_names(model)
+    for end in (embedding, head):
+        is_tied = any(_contains(end, name) for name in (*tied, *tied.values()))
+        if is_tied or any(_contains(end, block) or _contains(block, end) for block in blocks):
+            return ModelEnds()
+    norm = _last_norm(model, blocks[0].rpartition(".")[0], embedding)
+    return ModelEnds(embedding, (head,) if norm is None else (norm, head))
+
+
+def _contains(module: str, name: str) -> bool:
+    return f"{name}.".startswith(f"{module}.")
+
+
+def _last_norm(model: nn.Module, blocks: str, embedding: str) -> str | None:
+    """Return the norm that follows the list of the blocks in the module that contains this list and
+    the embedding."""
+    parent = blocks.rpartition(".")[0]
+    if embedding.rpartition(".")[0] != parent:
+        return None
+    children = dict(model.get_submodule(parent).named_children())
+    prefix, names = f"{parent}." if parent else "", list(children)
+    for name in names[names.index(blocks.removeprefix(prefix)) + 1 :]:
+        if type(children[name]).__name__.endswith("Norm"):
+            return f"{prefix}{name}"
+    return None

@@ -212,7 +212,12 @@ class _Job:
         sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
         inputs = torch.empty_like(hidden, dtype=torch.float32) if hidden.requires_grad else None
         head: Any = self.loss.head
-        is_plain = type(head) is nn.Linear and _function_of(self.forward) is nn.Linear.forward
+        # FSDP makes the head an instance of a subclass of its class.
+        is_plain = (
+            isinstance(head, nn.Linear)
+            and head._parameters.keys() == {"weight", "bias"}
+            and _function_of(self.forward) is nn.Linear.forward
+        )
         with torch.autocast(
             self.device_type, dtype=self.low_dtype, enabled=self.low_dtype is not None
         ):

@@ -17,6 +17,7 @@ from paceline.models.blocks import (
     base_model,
     evaluation_mode,
     find_blocks,
+    find_ends,
     hidden_matrices,
     tied_names,
 )
@@ -38,6 +39,7 @@ class Probe:
 def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> ModelShape:
     """Return the shape of the model that the task built, before the strategy sets it up."""
     args = config.train_args
+    ends = find_ends(model)
     return ModelShape(
         parameters=tuple(
             TensorShape(
@@ -56,6 +58,8 @@ def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> Mod
         optimizer=_optimizer_memory(model, args),
         low_bytes=2 if args.mixed_dtype else 0,
         blocks=tuple(name for name, _ in find_blocks(model)),
+        embedding=ends.embedding,
+        head=ends.head,
         tensor_plan=_tensor_plan(model, config),
         aliases=tied_names(model),
         block_output_elements=_block_outputs(model, probe),

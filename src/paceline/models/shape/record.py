@@ -92,6 +92,8 @@ class ModelShape:
         low_bytes: bytes per element of the low-precision dtype (2), or 0 without mixed precision.
         blocks: dotted names of the repeated blocks in the order in which they run
             ("model.layers.0", …).
+        embedding, head: dotted names of the layers before and after the blocks of a language model
+            (:func:`~paceline.models.blocks.find_ends`).
         tensor_plan: dotted module name → its tensor-parallel style ("colwise", "rowwise", …).
         aliases: other name → first name, for weights with several names.
         block_output_elements: number of elements that each block passes to the next per token (or
@@ -105,6 +107,8 @@ class ModelShape:
     optimizer: OptimizerMemory = OptimizerMemory()
     low_bytes: int = 0
     blocks: tuple[str, ...] = ()
+    embedding: str = ""
+    head: tuple[str, ...] = ()
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     block_output_elements: tuple[float, ...] = ()

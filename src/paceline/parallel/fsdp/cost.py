@@ -1,7 +1,7 @@
 """Memory and traffic of ZeRO stages 2 and 3."""
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +16,11 @@ from paceline.parallel.zero1.cost import (
     reduced_bytes_of,
     statistics_traffic,
 )
+
+#: The units that backward begins with, which stay gathered after forward: the head with the last
+#: norm, and the root.
+_HEAD = "(head)"
+_KEPT = frozenset({"", _HEAD})
 
 
 def shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
@@ -44,49 +49,51 @@ def _shard_sizes(shape: tuple[int, ...], num_shards: int) -> tuple[int, int]:
     return rows * row_size, rows * row_size * num_shards
 
 
-def _block_of(name: str, blocks: Container[str]) -> str:
-    """Return the block that a parameter belongs to; "" for the root."""
-    return next((module for module in modules_around(name) if module in blocks), "")
+def _unit_of(name: str, units: Mapping[str, str]) -> str:
+    """Return the unit that a parameter belongs to; "" for the root."""
+    return next((units[module] for module in modules_around(name) if module in units), "")
 
 
-def _blocks_by_parameter(shape: ModelShape) -> dict[str, str]:
-    """Return the block with which each parameter is gathered.
+def _units_by_parameter(shape: ModelShape) -> dict[str, str]:
+    """Return the unit with which each parameter is gathered: a block, the embedding, the head or
+    the root.
 
     A block that shares a parameter with the rest of the model is gathered with the root.
     """
-    blocks = frozenset(shape.blocks)
-    block_of = {tensor.name: _block_of(tensor.name, blocks) for tensor in shape.parameters}
+    units = dict.fromkeys(shape.head, _HEAD)
+    units |= {module: module for module in (shape.embedding, *shape.blocks) if module}
+    unit_of = {tensor.name: _unit_of(tensor.name, units) for tensor in shape.parameters}
     shared = {
-        block
+        unit
         for alias, first in shape.aliases.items()
-        for block in (_block_of(alias, blocks), block_of[first])
-        if _block_of(alias, blocks) != block_of[first]
+        for unit in (_unit_of(alias, units), unit_of[first])
+        if _unit_of(alias, units) != unit_of[first]
     }
-    return {name: "" if block in shared else block for name, block in block_of.items()}
+    return {name: "" if unit in shared else unit for name, unit in unit_of.items()}
 
 
-def _reached_by_backward(shape: ModelShape, blocks: Mapping[str, str]) -> set[str]:
-    """Return the parameters of the blocks that are gathered in backward: those from the first
-    trained parameter on, the root, and the block before these, which FSDP prefetches."""
-    trained = {blocks[tensor.name] for tensor in shape.trained}
-    reached: set[str] = {""}
+def _reached_by_backward(shape: ModelShape, units: Mapping[str, str]) -> set[str]:
+    """Return the parameters of the blocks and of the embedding that are gathered in backward: those
+    from the first trained parameter on, and the unit before these, which FSDP prefetches."""
+    trained = {units[tensor.name] for tensor in shape.trained}
+    reached: set[str] = set()
     begun = False
     prefetched = ""
     for tensor in shape.parameters:
-        block = blocks[tensor.name]
+        unit = units[tensor.name]
         begun = begun or tensor.trainable
-        if begun or block in trained:
-            reached.add(block)
-        elif block and reached == {""}:
-            prefetched = block
+        if begun or unit in trained:
+            reached.add(unit)
+        elif unit not in _KEPT and not reached - _KEPT:
+            prefetched = unit
     reached.add(prefetched)
-    return {name for name, block in blocks.items() if block in reached}
+    return {name for name, unit in units.items() if unit in reached - _KEPT}
 
 
 @dataclass
 class _Unit:
-    """Bytes of the parameters that FSDP gathers together: those of a block, or of the root
-    (embedding and head).
+    """Bytes of the parameters that FSDP gathers together: those of a block, of the embedding, of
+    the head, or of the root (all others).
 
     Args:
         weights: when they are gathered. The message in which they arrive has the same size.
@@ -110,12 +117,15 @@ class _Timeline:
     """What exists during a step in addition to the shards of the weights and the optimizer's state.
 
     Args:
-        reshards: whether weights are freed after forward (stage 3).
+        embedding, head: empty if the root has their weights.
+        reshards: whether the weights of blocks and embedding are freed after forward (stage 3).
         ends_tied: whether the embedding and the head share a weight.
     """
 
     root: _Unit
+    embedding: _Unit
     blocks: Sequence[_Unit]
+    head: _Unit
     work: Workload
     num_shards: int
     reshards: bool
@@ -137,22 +147,26 @@ class _Timeline:
         FSDP frees the message of a unit when the weights of the next have been copied out of
         theirs, or at the end of the forward.
         """
+        root, embedding, head = self.root.weights, self.embedding.weights, self.head.weights
         first, before, last = (self._block(index) for index in (0, -2, -1))
-        begin = 2 * self.root.weights + 2 * first.weights
         gradients = self._all_shards() if self.work.micro_batches > 1 else 0
         activations = self.work.activations
         saved = activations.other_micro_batches + activations.at_loss
-        with_message = self._gathered() + last.weights
+        gathered = self._gathered()
+        with_message = gathered - head + last.weights
         in_block = with_message + saved + (last.weights if self.reshards else 0)
-        saved += activations.ends
+        at_end = gathered + saved + activations.ends
         moments = [
-            begin,
+            2 * root + 2 * embedding,
+            # Its message, or that of the root, is there until the weights of the first block are.
+            root + (embedding or root) + 2 * first.weights + (0 if self.reshards else embedding),
             # The weights of the last block are copied out.
             in_block + before.weights - last.activations,
             in_block + activations.temporary,
-            with_message + saved + activations.loss.in_model,
-            # Unless the head computes the loss, stage 3 has freed the weights before.
-            saved + activations.loss.forward + (0 if self.reshards else self._gathered()),
+            # Those of the head are copied out.
+            with_message + 2 * head + saved,
+            at_end + (head or last.weights) + activations.loss.in_model,
+            at_end + activations.loss.forward,
         ]
         return gradients + max(moments)
 
@@ -163,26 +177,31 @@ class _Timeline:
     def _backward(self, frees: bool, accumulates: bool) -> float:
         """Return the peak of a backward.
 
-        The root is gathered when backward reaches the output of the model, and until the end; each
+        The root is gathered until the end, the head until backward reaches the blocks, and each
         block when backward reaches it, while the next one's message arrives. The gradients of a
-        block exist in full at its end, with the message of the block before.
+        unit exist in full at its end, with the message of the unit before.
 
         Args:
-            frees: whether the weights of a block are freed after its backward.
+            frees: whether the weights of a unit are freed after its backward.
             accumulates: whether the shards of all gradients exist already.
         """
-        root, blocks, activations = self.root, self.blocks, self.work.activations
+        root, embedding, head, blocks = self.root, self.embedding, self.head, self.blocks
+        activations = self.work.activations
         shards = self._all_shards() if accumulates else 0
-        gathered = self._gathered()
         moments = [shards + self._backward_of_loss()]
         saved = activations.other_micro_batches + sum(block.activations for block in blocks)
-        message = 0
+        gathered = self._gathered() - (head.weights if frees else 0)
+        moments += self._reduction(head, saved + shards + gathered + self._prefetched(len(blocks)))
+        message = head.message
+        shards += 0 if accumulates else head.shards
+        # Without a unit of its own, the gradient of the head exists until the end.
+        of_head = 0 if head.weights else root.largest
         for number in reversed(range(len(blocks))):
             block = blocks[number]
             weights = gathered
             if self.reshards:
-                weights += block.weights + (blocks[number - 1].weights if number else 0)
-            present = shards + weights + root.largest + message
+                weights += block.weights + self._prefetched(number)
+            present = shards + weights + of_head + message
             # Backward computes the gradient of the largest matrix first.
             computing = activations.recomputed + activations.temporary + block.largest
             moments.append(present + saved + computing)
@@ -191,42 +210,60 @@ class _Timeline:
             message = block.message
             shards += 0 if accumulates else block.shards
             gathered -= block.weights if frees and not self.reshards else 0
+        present = saved + shards + gathered + message
+        if self.reshards:  # The weights of the embedding are copied out if it is trained.
+            moments.append(present + (2 if embedding.gradients else 1) * embedding.weights)
+            present += embedding.weights
         # Of a tied weight, both gradients and their sum.
         gradients = (3 if self.ends_tied else 1) * root.gradients
-        moments.append(saved + shards + gathered + message + gradients)
-        # FSDP frees the gradients of the root, except the last one, before it receives their sums,
-        # and casts these.
-        gathered -= root.weights if frees else 0
-        last = 0 if self.ends_tied else root.largest
-        received = root.message // self.num_shards
-        received += root.shards if received != root.shards else 0
-        moments.append(saved + shards + gathered + root.gradients + root.message)
-        moments.append(saved + shards + gathered + root.message + received + last)
+        moments.append(present + gradients + embedding.gradients)
+        # At the end, FSDP frees and reduces the root before the embedding.
+        present += embedding.gradients - message - (root.weights if frees else 0)
+        moments += self._reduction(root, present, is_tied=self.ends_tied)
+        present -= embedding.gradients + (embedding.weights if frees else 0)
+        present += 0 if accumulates else root.shards
+        moments += self._reduction(embedding, present)
         return max(moments)
+
+    def _reduction(self, unit: _Unit, present: float, is_tied: bool = False) -> tuple[float, float]:
+        """Return the bytes when the gradients of a unit are in their message, and when their sums
+        are received: FSDP frees the gradients before, except the last one, and casts the sums.
+
+        Args:
+            present: bytes of everything else.
+        """
+        last = 0 if is_tied else unit.largest
+        received = unit.message // self.num_shards
+        received += unit.shards if received != unit.shards else 0
+        present += unit.message
+        return present + unit.gradients, present + received + last
+
+    def _prefetched(self, number: int) -> int:
+        """Return the bytes of the message that arrives during the backward of a block, or of the
+        head after the last block."""
+        before = self.blocks[number - 1] if number else self.embedding
+        return before.weights if self.reshards else 0
 
     def _backward_of_loss(self) -> float:
         """Return the peak from the start of a backward to the last block."""
-        root, activations, loss = self.root, self.work.activations, self.work.activations.loss
+        activations, loss = self.work.activations, self.work.activations.loss
         saved = activations.other_micro_batches + activations.at_loss + activations.ends
-        gathered, message = self._gathered(), root.weights if self.reshards else 0
-        prefetched = self.blocks[-1].weights if self.blocks and self.reshards else 0
-        head = loss.output_gradient + root.largest + loss.input_gradient
-        moments = [
-            loss.output_gradient + gathered + message,
-            (loss.backward if loss.in_chunks else head) + gathered + prefetched,
-        ]
-        if not loss.in_chunks:  # before the root is gathered
-            moments.append(loss.backward + gathered - message)
-        return saved + max(moments)
+        saved += self._gathered()
+        largest = (self.head if self.head.weights else self.root).largest
+        of_head = loss.output_gradient + largest + loss.input_gradient
+        of_head = loss.backward if loss.in_chunks else of_head
+        return saved + max(loss.backward, of_head + self._prefetched(len(self.blocks)))
 
     def _gathered(self) -> int:
         """Return the bytes of the weights that are gathered when backward reaches the head."""
-        return self.root.weights + (
-            0 if self.reshards else sum(block.weights for block in self.blocks)
-        )
+        gathered = self.root.weights + self.head.weights
+        if self.reshards:
+            return gathered
+        return gathered + self.embedding.weights + sum(block.weights for block in self.blocks)
 
     def _all_shards(self) -> int:
-        return self.root.shards + sum(block.shards for block in self.blocks)
+        units = (self.root, self.embedding, self.head, *self.blocks)
+        return sum(unit.shards for unit in units)
 
 
 def estimate_zero2(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
@@ -258,31 +295,35 @@ def _estimate(
     beyond the training state counts as activations.
 
     Each micro-batch reduce-scatters the gradients, Ψ(N-1)/N. Stage 2 gathers trained weights once
-    per step, stage 3 all weights in forward and backward of each micro-batch (section 7.2). With D
-    replicas a shard's gradients are all-reduced once per step, both reductions in float32. Without
-    replicas, `parallel.reduce_dtype` decides.
-    A forward pass without gradients gathers all weights in both stages.
+    per step, stage 3 all weights in forward and backward of each micro-batch (section 7.2), except
+    that the head and the root are still gathered when backward begins. With D replicas a shard's
+    gradients are all-reduced once per step, both reductions in float32. Without replicas,
+    `parallel.reduce_dtype` decides.
+    A forward pass without gradients gathers the other weights in both stages.
     """
-    sharded_weights = full_weights = state = gathers = scalars = 0
+    sharded_weights = full_weights = state = gathers = copies = scalars = 0
     normed = batch_norm_names(shape)
-    blocks = shape.memoize("blocks by parameter", lambda: _blocks_by_parameter(shape))
-    backward = _reached_by_backward(shape, blocks)
+    unit_of = shape.memoize("units by parameter", lambda: _units_by_parameter(shape))
+    backward = _reached_by_backward(shape, unit_of)
     on_host = config.parallel.state_offload == "all"
     saved = work.activations.on_device or (0,) * len(shape.blocks)
     units = {name: _Unit(activations=size) for name, size in zip(shape.blocks, saved, strict=True)}
-    root = units[""] = _Unit()
+    units |= {name: _Unit() for name in (*_KEPT, shape.embedding)}
     for tensor in shape.parameters:
         low_bytes = low_bytes_of(tensor, shape.low_bytes, normed)
         if not tensor.trainable and not reshard_after_forward:
             full_weights += tensor.numel * (low_bytes if tensor.shape else tensor.element_bytes)
             continue
-        unit = units[blocks[tensor.name]]
+        unit = units[unit_of[tensor.name]]
         size, padded = _shard_sizes(tensor.shape, axes.shard)
         sharded_weights += size * tensor.element_bytes
         if tensor.shape:
             unit.weights += padded * low_bytes
-            passes = (2 if tensor.name in backward else 1) + config.extra_forwards
+            passes = 1
+            if unit_of[tensor.name] not in _KEPT:
+                passes += (tensor.name in backward) + config.extra_forwards
             gathers += work.micro_batches * passes * padded * low_bytes
+            copies += work.micro_batches * passes * size * tensor.element_bytes
         if tensor.trainable:
             state += shape.optimizer.bytes_of(tensor.name, size)
             unit.shards += size * tensor.element_bytes
@@ -314,14 +355,16 @@ def _estimate(
     if on_host:
         for unit in units.values():
             unit.shards = 0
-    present = set(blocks.values())
+    present = set(unit_of.values())
     timeline = _Timeline(
-        root,
+        units[""],
+        units[shape.embedding] if shape.embedding else _Unit(),
         [units[name] for name in shape.blocks if name in present],
+        units[_HEAD],
         work,
         axes.shard,
         reshard_after_forward,
-        ends_tied=any(not blocks[name] for name in shape.aliases.values()),
+        ends_tied=any(not unit_of[name] for name in shape.aliases.values()),
     )
     peak = timeline.peak_bytes()
     local_gradients = 0 if on_host else gradients
@@ -336,7 +379,7 @@ def _estimate(
         host=sharded_weights + gradients + state if on_host else 0,
         # The shards are copied to be gathered, in forward and backward or once per step.
         host_traffic={
-            "parameters": (2 * work.micro_batches if reshard_after_forward else 1) * sharded_weights
+            "parameters": (copies if reshard_after_forward else sharded_weights)
             + work.micro_batches * gradients
         }
         if on_host

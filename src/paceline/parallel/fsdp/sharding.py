@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from paceline.core.errors import ConfigError
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
-from paceline.models.blocks import BATCH_NORMS, find_blocks
+from paceline.models.blocks import BATCH_NORMS, find_blocks, find_ends
 from paceline.models.weights import convert_weights, final_dtype
 from paceline.parallel.base import all_buffers, persistent_buffers, trained_parameters
 from paceline.parallel.ddp.buckets import squared_norm_of
@@ -71,9 +71,14 @@ class FSDPSharding:
     replicas, block by block, while it computes the gradients of the next block. Both reductions are
     then in float32 in any case, because the sum over micro-batches has their dtype.
 
-    Modules are sharded block by block, so in each forward a block must be run by every rank of the
-    group (with replicas: of all groups) or by none. A block that runs twice in a forward computes
-    correct results, but is gathered and reduced twice, which the cost model does not include.
+    Modules are sharded unit by unit: each block, the embedding, the head with the last norm, and
+    the root, which has all other parameters, such as an embedding with which the head shares its
+    weight. So in each forward a block must be run by every rank of the group (with replicas: of all
+    groups) or by none. A block that runs twice in a forward computes correct results, but is
+    gathered and reduced twice, which the cost model does not include.
+
+    The head and the root stay gathered from forward to backward in stage 3 too, because backward
+    begins with them.
 
     The gradients of frozen parameters are never reduced. In stage 2 every rank holds these
     parameters in full, because they would stay gathered anyway. In stage 3 they are sharded and
@@ -86,8 +91,9 @@ class FSDPSharding:
             dtype of the parameters.
         reduces_in_float32: whether gradients in ``low_dtype`` are reduced in float32 without
             replicas too.
-        reshard_after_forward: True frees gathered weights after forward and after backward (ZeRO
-            stage 3). False keeps them until the last backward or :meth:`end_step` (stage 2).
+        reshard_after_forward: True frees the gathered weights of blocks and embedding after
+            forward, and all after backward (ZeRO stage 3). False keeps them until the last backward
+            or :meth:`end_step` (stage 2).
         offload: whether to keep shards, gradients and optimizer state in host memory.
         blocks: modules that are gathered one at a time; default: those of
             :func:`~paceline.models.blocks.find_blocks`.
@@ -153,8 +159,12 @@ class FSDPSharding:
     def _fully_shard(
         self, low_dtype: torch.dtype | None, offload: bool, blocks: list[nn.Module] | None
     ) -> list[FSDPModule]:
-        """Apply FSDP to the blocks and then to the root, which also takes the parameters that a
-        block shares with the rest of the model."""
+        """Apply FSDP to the blocks and the ends of the model, and then to the root, which also
+        takes the parameters that a block shares with the rest of the model.
+
+        Returns:
+            A module of each unit.
+        """
         mixed = MixedPrecisionPolicy(
             param_dtype=low_dtype,
             reduce_dtype=self._reduce_dtype(low_dtype),
@@ -172,32 +182,56 @@ class FSDPSharding:
         if blocks is None:
             blocks = [block for _, block in find_blocks(self.model)]
         modules = [unit for block in blocks for unit in _callable(block) if unit not in norms]
+        embedding, head = self._ends()
         size = self.shards.size
         on_host = CPUOffloadPolicy(pin_memory=self.shards.device.type != "cpu")
         shard = partial(
             fully_shard,
             mesh=self._make_mesh(),
-            reshard_after_forward=not self.keeps_weights,
             shard_placement_fn=lambda each: Shard(shard_dim(tuple(each.shape), size)),
             offload_policy=on_host if offload else OffloadPolicy(),
             ignored_params=self._unmanaged or None,
         )
+        separate = _separate(self.model, [*norms, *modules], self._unmanaged)
         units: list[FSDPModule] = []
-        for module in [*_separate(self.model, [*norms, *modules], self._unmanaged), self.model]:
+        for unit in [*([module] for module in separate), embedding, head, [self.model]]:
+            if not unit:
+                continue
             # The weights of one unit at a time are in memory in full.
-            convert_weights(module.parameters())
-            shard(module, mp_policy=unchanged if module in norms else mixed)
-            assert isinstance(module, FSDPModule)
+            convert_weights(weight for module in unit for weight in module.parameters())
+            # Backward begins with the head and the root.
+            is_last = unit[0] is self.model or unit is head
+            shard(
+                unit if len(unit) > 1 else unit[0],  # type: ignore[arg-type]
+                mp_policy=unchanged if unit[0] in norms else mixed,
+                reshard_after_forward=not (self.keeps_weights or is_last),
+            )
+            first = unit[0]  # the modules of a unit share its state
+            assert isinstance(first, FSDPModule)
             # Gradients are summed, not averaged: the loss is already divided by the global count.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            units.append(module)
+            first.set_gradient_divide_factor(1.0)
+            first.set_force_sum_reduction_for_comms(True)
+            units.append(first)
         root = units[-1]
         root.set_reshard_after_backward(not self.keeps_weights)
         self._frees_in_backward = not self.keeps_weights
         # The parameters that a batch uses may differ between ranks.
         root.set_reduce_scatter_unused_params(True)
         return units
+
+    def _ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Return the embedding, and the last norm with the head: of these modules, those that have
+        parameters to shard."""
+        ends = find_ends(self.model)
+        embedding, head = (
+            [
+                module
+                for module in map(self.model.get_submodule, names)
+                if any(parameter not in self._unmanaged for parameter in module.parameters())
+            ]
+            for names in ((ends.embedding,) if ends.embedding else (), ends.head)
+        )
+        return embedding, head
 
     def _reduce_dtype(self, low_dtype: torch.dtype | None) -> torch.dtype | None:
         """Return the dtype in which gradients are reduced, or None for the dtype of the
