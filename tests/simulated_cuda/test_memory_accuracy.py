@@ -1,0 +1,83 @@
+"""Compare the memory that runs on simulated devices allocate, whose tensors have values, with the
+plan and with the simulation without values.
+
+Rows are short, because the devices with values compute attention with matrix products.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import memory_callbacks
+import pytest
+from commands import events
+from device_runs import run_on
+from memory_callbacks import TRAINING, read_sizes
+
+from paceline.config.load import load_config
+from paceline.parallel.registry import layout
+from paceline.planner.devices import find_device
+from paceline.planner.estimate import estimate
+from paceline.planner.hardware import named_machine
+from paceline.planner.micro_batch import micro_batch
+from paceline.planner.model_profile import describe
+from paceline.simulation.run import simulate
+from simulated import DEVICE
+
+pytestmark = pytest.mark.slow
+
+#: Mode → its ranks and settings.
+MODES: dict[str, tuple[int, tuple[str, ...]]] = {
+    **{mode: (2, ()) for mode in ("ddp", "zero1", "zero2", "zero3", "tensor")},
+    "hybrid": (4, ("parallel.data=2", "parallel.tensor=2")),
+    "pipeline": (2, ("gradient_accumulation_steps=4",)),
+}
+TRAININGS = {"full": (), "lora": ("lora.enable=true",)}
+CHECKPOINTING = ("none", "full")
+QUICK = {("zero3", "full", "none"), ("ddp", "lora", "full")}
+STATE_TOLERANCE, PEAK_TOLERANCE = 0.02, 0.10
+
+
+def train(folder: Path, mode: str, training: str, checkpointing: str) -> None:
+    world_size, settings = MODES[mode]
+    run_on(
+        "cuda", "model=builtin:qwen2-tiny", "dataset=builtin:python-docs#200", "max_length=64",
+        "packing=false", "per_device_train_batch_size=8", "precision=32", "max_steps=3",
+        f"gradient_checkpointing={checkpointing}", f"parallel.mode={mode}",
+        f"parallel.num_gpus={world_size}", *settings, *TRAININGS[training],
+        f"callbacks=[{memory_callbacks.__file__}:MemoryProbe]", f"output_dir={folder}",
+    )  # fmt: skip
+
+
+def plan(folder: Path, world_size: int) -> tuple[int, int]:
+    """Return the bytes of the planned state and of the simulated peak, of the rank that uses
+    most."""
+    config: Any = load_config(folder / "config.yaml").config
+    machine = named_machine(find_device(DEVICE)[0], None, world_size, None)
+    planned, batch = layout(config.parallel, world_size), micro_batch(config)
+    assert set(batch.lengths) == {64}
+    cost = estimate(planned, config, describe(config), batch, machine).cost
+    assert cost is not None
+    return cost.state, simulate(config, planned, batch, machine)["peak_memory_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "training", "checkpointing"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.soak])
+        for mode in MODES
+        for training in TRAININGS
+        for checkpointing in CHECKPOINTING
+        if (case := (mode, training, checkpointing))
+    ],
+)
+def test_allocated_memory_agrees_with_the_plan(
+    mode: str, training: str, checkpointing: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    train(folder, mode, training, checkpointing)
+    state, peak = plan(folder, MODES[mode][0])
+    sizes = read_sizes(folder)
+    assert max(each["state"] for each in sizes) == pytest.approx(state, rel=STATE_TOLERANCE)
+    assert max(each[TRAINING] for each in sizes) == pytest.approx(peak, rel=PEAK_TOLERANCE)
+    [memory] = events(folder, "memory")
+    assert all(rank["activations"] > 0 for rank in memory["ranks"])
