@@ -106,6 +106,7 @@ def measure_operations():
     results["backward"] = peak_of(output.sum().backward)
     results["foreach"] = peak_of(lambda: torch._foreach_mul(weights, 2.0))
     results["in place"] = peak_of(lambda: torch._foreach_mul_(weights, 2.0))
+    results["norm"] = peak_of(lambda: torch._foreach_norm(weights, dtype=torch.float64))
     return {name: sizes[:2] for name, sizes in results.items()}
 
 
@@ -118,6 +119,7 @@ def test_results_of_operations_count():
     assert kept <= 16 - 32  # the gradient of the leaf, but no probabilities
     assert sizes["foreach"][0] == 4 * 16
     assert sizes["in place"] == (0, 0)
+    assert sizes["norm"] == (2, 2)  # four numbers, and no copy of the operands in float64
 
 
 def train_steps(**options):

@@ -6,7 +6,7 @@
 //
 // All memory of CUDA tensors comes from the allocator of the shim, which counts it and has a limit:
 // that of results and that which a kernel of the CPU allocates and frees. A kernel of a GPU may
-// need more or less of the latter: for example, it converts types without a copy.
+// need more or less of the latter.
 //
 // This detects tensors on a wrong device, wrong values, and a lack of memory. It does not have a
 // GPU's speed, rounding or asynchrony.
@@ -26,7 +26,9 @@
 #include <utility>
 #include <vector>
 
-extern "C" void paceline_report_synchronization(const char* name);  // of shim.cpp
+// Of shim.cpp.
+extern "C" void paceline_report_synchronization(const char* name);
+extern "C" bool paceline_release(void* data);
 
 namespace {
 
@@ -63,6 +65,13 @@ struct CPUAllocator final : c10::Allocator {
     c10::DeviceGuard guard(Device(c10::kCUDA, kernel_device));
     void* data = cuda_allocator()->allocate(size).release_context();
     return {data, data, cuda_allocator()->raw_deleter(), Device(c10::kCPU)};
+  }
+  // Of memory that oneDNN allocates for a kernel, with or without a device.
+  c10::DeleterFnPtr raw_deleter() const override {
+    static const auto release_host = host->raw_deleter();
+    return [](void* data) {
+      if (!paceline_release(data)) release_host(data);
+    };
   }
   void copy_data(void* target, const void* source, size_t size) const override {
     default_copy_data(target, source, size);
@@ -216,6 +225,10 @@ IValue map_tensors(const IValue& value, Function function) {
   return value;
 }
 
+// Operations for which a kernel of the CPU makes copies of its operands in another data type, and
+// the kernel of a GPU converts them in registers. Only their results count.
+bool copies_operands(const std::string& name) { return name == "aten::_foreach_norm.Scalar"; }
+
 void run_on_cpu(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   const auto& schema = op.schema();
   const auto overload = schema.overload_name();
@@ -236,16 +249,18 @@ void run_on_cpu(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   TORCH_CHECK(call.cpu_of.empty() || !call.has_cpu_tensors || accepts_cpu_tensors(name),
               "Expected all tensors to be on the same device, but found at least two devices, ",
               call.device, " and cpu! (in ", name, ")");
+  const auto index = call.device.has_index() ? call.device.index() : current_device();
+  // The buffers of Gloo are in memory of the host; NCCL's are not tensors.
+  const bool is_collective = name.rfind("c10d::", 0) == 0, has_copies = copies_operands(name);
   {
-    // The buffers of Gloo are in memory of the host; NCCL's are not tensors.
-    const bool is_collective = name.rfind("c10d::", 0) == 0;
-    const auto index = call.device.has_index() ? call.device.index() : current_device();
-    CountingGuard guard(is_collective ? c10::DeviceIndex(-1) : index);
+    CountingGuard guard(is_collective || has_copies ? c10::DeviceIndex(-1) : index);
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
   }
   for (auto i = stack->size() - schema.returns().size(); i < stack->size(); ++i)
-    (*stack)[i] =
-        map_tensors((*stack)[i], [&](const Tensor& tensor) { return call.to_cuda(tensor); });
+    (*stack)[i] = map_tensors((*stack)[i], [&](const Tensor& result) {
+      CountingGuard guard(index);
+      return call.to_cuda(has_copies ? result.clone() : result);
+    });
   call.update_arguments();
 }
 
@@ -368,6 +383,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Storage", &set_whole_storage);
   library.impl("set_.source_Tensor", &set_tensor);
   library.impl("record_stream", &record_stream);
+  library.impl("_foreach_norm.Scalar", fallback());  // has one kernel on a GPU
   library.impl("copy_", fallback());  // torch's kernel for all devices has no inner loop for CUDA
 }
 

@@ -254,16 +254,17 @@ struct Allocator final : c10::DeviceAllocator {
     count(block, [](Stat& stat, size_t by) { stat.increase(by); });
     return data;
   }
-  static void release(void* data) {
-    auto& self = instance();
-    const std::lock_guard lock(self.mutex);
-    const auto found = self.blocks.find(data);
-    if (found == self.blocks.end()) return;  // a null pointer
-    self.count(found->second,
-               [](Stat& stat, size_t by) { stat.decrease(by); });
-    self.blocks.erase(found);
+  // Returns false if the memory is not of this allocator.
+  bool release_block(void* data) {
+    const std::lock_guard lock(mutex);
+    const auto found = blocks.find(data);
+    if (found == blocks.end()) return false;
+    count(found->second, [](Stat& stat, size_t by) { stat.decrease(by); });
+    blocks.erase(found);
     c10::free_cpu(data);
+    return true;
   }
+  static void release(void* data) { instance().release_block(data); }
 
   template <typename Change>
   void count(const Block& block, Change change) {
@@ -357,5 +358,6 @@ double paceline_memory_fraction(int index) { return Allocator::instance().fracti
 void paceline_use_math_attention() { has_fused_attention = false; }
 void paceline_observe_synchronizations(Observer call) { observer = call; }
 // For operations of real tensors, which values.cpp of the tests runs.
+bool paceline_release(void* data) { return Allocator::instance().release_block(data); }
 void paceline_report_synchronization(const char* name) { report(name); }
 }
