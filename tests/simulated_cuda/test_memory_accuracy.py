@@ -10,8 +10,9 @@ from typing import Any
 import memory_callbacks
 import pytest
 from commands import events
-from device_runs import run_on
+from device_runs import equal_rows, run_on
 from memory_callbacks import TRAINING, read_sizes
+from simulated import DEVICE
 
 from paceline.config.load import load_config
 from paceline.parallel.cost import total_bytes
@@ -22,13 +23,12 @@ from paceline.planner.hardware import named_machine
 from paceline.planner.micro_batch import micro_batch
 from paceline.planner.model_profile import describe
 from paceline.simulation.run import simulate
-from simulated import DEVICE
 
 pytestmark = pytest.mark.slow
 
 #: Mode → its ranks and settings.
 MODES: dict[str, tuple[int, tuple[str, ...]]] = {
-    **{mode: (2, ()) for mode in ("ddp", "zero1", "zero2", "zero3", "tensor")},
+    **dict.fromkeys(("ddp", "zero1", "zero2", "zero3", "tensor"), (2, ())),
     "hybrid": (4, ("parallel.data=2", "parallel.tensor=2")),
     "pipeline": (2, ("gradient_accumulation_steps=4",)),
 }
@@ -39,13 +39,10 @@ STATE_TOLERANCE, PEAK_TOLERANCE = 0.02, 0.10
 
 
 def train(folder: Path, model: str, mode: str, training: str, checkpointing: str) -> None:
-    """Train with rows of equal length, all of whose tokens have a loss."""
     world_size, settings = MODES[mode]
-    data = folder.with_name("rows.jsonl")
-    data.write_text("".join(f'{{"text": "{f"word {row} " * 64}"}}\n' for row in range(96)))
     run_on(
-        "cuda", "task=pretrain", f"model=builtin:{model}", f"dataset={data}", "max_length=64",
-        "packing=false", "per_device_train_batch_size=8", "precision=32", "max_steps=3",
+        "cuda", f"model=builtin:{model}", *equal_rows(folder, 64),
+        "per_device_train_batch_size=8", "precision=32", "max_steps=3",
         f"gradient_checkpointing={checkpointing}", f"parallel.mode={mode}",
         f"parallel.num_gpus={world_size}", *settings, *TRAININGS[training],
         f"callbacks=[{memory_callbacks.__file__}:MemoryProbe]", f"output_dir={folder}",
