@@ -1,5 +1,6 @@
 """Run commands on the CPU device or on simulated CUDA devices."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -29,3 +30,15 @@ def train_on(device: str, folder: Path, *args: str, **settings: Any) -> str:
     error."""
     steps = [] if any(arg.startswith("max_steps=") for arg in args) else ["max_steps=3"]
     return run_on(device, *MODEL, *steps, f"output_dir={folder}", *args, **settings).stderr
+
+
+def equal_rows(folder: Path, max_length: int) -> tuple[str, ...]:
+    """Write a dataset whose samples all have ``max_length`` tokens, and an equal number of them
+    with a loss. Return the arguments to train on it."""
+    path = folder.with_name(f"{folder.name}-rows.jsonl")
+    with path.open("w") as rows:
+        for number in range(96):
+            answer = {"role": "assistant", "content": f"word {number} " * max_length}
+            messages = [{"role": "user", "content": "Repeat."}, answer]
+            rows.write(json.dumps({"messages": messages}) + "\n")
+    return (f"dataset={path}", f"max_length={max_length}", "packing=false")

@@ -4,13 +4,18 @@
 // and returns the results as CUDA tensors. It refuses an operation on CUDA tensors and CPU tensors
 // with one or more dimensions, as a GPU does.
 //
-// This detects tensors on a wrong device and wrong values. It does not have a GPU's memory, speed,
-// rounding or asynchrony.
+// All memory of CUDA tensors comes from the allocator of the shim, which counts it and has a limit:
+// that of results and that which a kernel of the CPU allocates and frees. A kernel of a GPU may
+// need more or less of the latter.
+//
+// This detects tensors on a wrong device, wrong values, and a lack of memory. It does not have a
+// GPU's speed, rounding or asynchrony.
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -18,9 +23,12 @@
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
-extern "C" void paceline_report_synchronization(const char* name);  // of shim.cpp
+// Of shim.cpp.
+extern "C" void paceline_report_synchronization(const char* name);
+extern "C" bool paceline_release(void* data);
 
 namespace {
 
@@ -32,6 +40,44 @@ using c10::IValue;
 using Stack = torch::jit::Stack;
 
 c10::Allocator* cuda_allocator() { return c10::GetAllocator(c10::kCUDA); }
+c10::DeviceIndex current_device() {
+  return c10::impl::getDeviceGuardImpl(c10::kCUDA)->getDevice().index();
+}
+
+// The device for which this thread runs a kernel of the CPU; -1 in all other cases.
+thread_local c10::DeviceIndex kernel_device = -1;
+
+// Counts what the CPU's kernels allocate as memory of a device.
+struct CountingGuard {
+  c10::DeviceIndex previous;
+  explicit CountingGuard(c10::DeviceIndex device)
+      : previous(std::exchange(kernel_device, device)) {}
+  ~CountingGuard() { kernel_device = previous; }
+};
+
+// The allocator of the CPU. In a kernel that runs for a device, memory comes from the allocator of
+// CUDA, so it counts until it is freed, as part of the CUDA tensor that it becomes or before.
+struct CPUAllocator final : c10::Allocator {
+  c10::Allocator* const host = c10::GetCPUAllocator();
+
+  c10::DataPtr allocate(size_t size) override {
+    if (kernel_device < 0) return host->allocate(size);
+    c10::DeviceGuard guard(Device(c10::kCUDA, kernel_device));
+    void* data = cuda_allocator()->allocate(size).release_context();
+    return {data, data, cuda_allocator()->raw_deleter(), Device(c10::kCPU)};
+  }
+  // Of memory that oneDNN allocates for a kernel, with or without a device.
+  c10::DeleterFnPtr raw_deleter() const override {
+    static const auto release_host = host->raw_deleter();
+    return [](void* data) {
+      if (!paceline_release(data)) release_host(data);
+    };
+  }
+  void copy_data(void* target, const void* source, size_t size) const override {
+    default_copy_data(target, source, size);
+  }
+};
+const bool has_allocator = (c10::SetCPUAllocator(new CPUAllocator, 255), true);
 
 // Returns a tensor over the bytes of `source`, which says that they are on `device`.
 Tensor alias(const Tensor& source, Device device, DispatchKey key) {
@@ -179,6 +225,10 @@ IValue map_tensors(const IValue& value, Function function) {
   return value;
 }
 
+// Operations for which a kernel of the CPU makes copies of its operands in another data type, and
+// the kernel of a GPU converts them in registers. Only their results count.
+bool copies_operands(const std::string& name) { return name == "aten::_foreach_norm.Scalar"; }
+
 void run_on_cpu(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   const auto& schema = op.schema();
   const auto overload = schema.overload_name();
@@ -199,10 +249,18 @@ void run_on_cpu(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   TORCH_CHECK(call.cpu_of.empty() || !call.has_cpu_tensors || accepts_cpu_tensors(name),
               "Expected all tensors to be on the same device, but found at least two devices, ",
               call.device, " and cpu! (in ", name, ")");
-  op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+  const auto index = call.device.has_index() ? call.device.index() : current_device();
+  // The buffers of Gloo are in memory of the host; NCCL's are not tensors.
+  const bool is_collective = name.rfind("c10d::", 0) == 0, has_copies = copies_operands(name);
+  {
+    CountingGuard guard(is_collective || has_copies ? c10::DeviceIndex(-1) : index);
+    op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+  }
   for (auto i = stack->size() - schema.returns().size(); i < stack->size(); ++i)
-    (*stack)[i] =
-        map_tensors((*stack)[i], [&](const Tensor& tensor) { return call.to_cuda(tensor); });
+    (*stack)[i] = map_tensors((*stack)[i], [&](const Tensor& result) {
+      CountingGuard guard(index);
+      return call.to_cuda(has_copies ? result.clone() : result);
+    });
   call.update_arguments();
 }
 
@@ -249,6 +307,7 @@ Tensor view(const Tensor& self, at::IntArrayRef size) {
 
 void reallocate(const c10::Storage& storage, size_t size) {
   auto* impl = storage.unsafeGetStorageImpl();
+  c10::DeviceGuard guard(storage.device());
   c10::DataPtr data = cuda_allocator()->allocate(size);
   if (const size_t preserved = std::min(size, impl->nbytes()))
     std::memcpy(data.get(), impl->data(), preserved);
@@ -324,6 +383,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Storage", &set_whole_storage);
   library.impl("set_.source_Tensor", &set_tensor);
   library.impl("record_stream", &record_stream);
+  library.impl("_foreach_norm.Scalar", fallback());  // has one kernel on a GPU
   library.impl("copy_", fallback());  // torch's kernel for all devices has no inner loop for CUDA
 }
 

@@ -27,8 +27,7 @@ def call(_env, function, *args):
 
 def describe_devices():
     cuda.simulate_cuda(H100, 4)
-    cuda.set_allocated_bytes(5000, 1)
-    cuda.set_allocated_bytes(3000, 1)
+    torch.cuda.set_per_process_memory_fraction(0.5, 1)
     torch.cuda.set_device(2)
     stream = torch.cuda.Stream(priority=-1)
     with torch.cuda.stream(stream):
@@ -43,6 +42,7 @@ def describe_devices():
         "current": (torch.cuda.current_device(), torch.accelerator.current_device_index()),
         "allocated": (torch.cuda.memory_allocated(1), torch.cuda.max_memory_allocated(1)),
         "memory": torch.cuda.mem_get_info(1),
+        "fraction": torch.cuda.get_per_process_memory_fraction(1),
         "streams": (is_current, torch.cuda.current_stream() == torch.cuda.default_stream()),
         "events": (end.query(), start.elapsed_time(end) >= 0),
         "generator": torch.cuda.get_rng_state().dtype,
@@ -56,8 +56,9 @@ def test_torch_answers_as_the_device():
         "count": (4, 4),
         "capability": (9, 0),
         "current": (2, 2),
-        "allocated": (3000, 5000),
-        "memory": (80 * 10**9 - 3000, 80 * 10**9),
+        "allocated": (0, 0),
+        "memory": (80 * 10**9, 80 * 10**9),
+        "fraction": 0.5,
         "streams": (True, True),
         "events": (True, True),
         "generator": torch.uint8,

@@ -4,6 +4,11 @@ Tensors on the simulated devices have shapes only: everything that computes must
 ``FakeTensorMode``. Nothing is measured; the figures of a device come from
 :mod:`paceline.planner.devices`.
 
+Tensors that are not fake, which have kernels only in the tests, count as memory of their device:
+``torch.cuda.memory_allocated()`` and its relatives return their bytes, and what exceeds the
+device's memory, or its part of ``torch.cuda.set_per_process_memory_fraction``, raises
+``torch.OutOfMemoryError``. Memory is that of one process.
+
 The CPU build of torch lacks the functions of CUDA in its compiled module, and ``torch.cuda`` calls
 many of them. So this module uses private names of torch, and only the releases with which it was
 tried are accepted.
@@ -28,6 +33,7 @@ from paceline.simulation.native import (
     check_build,
     check_release,
 )
+from paceline.simulation.records import ALLOCATION_BYTES
 
 SHIM = Path(__file__).with_name("shim.cpp")
 _MAX_DEVICES = 64
@@ -61,12 +67,14 @@ def simulate_cuda(device: Device, count: int) -> None:
         check_build()
         check_release()
         _shim = load_library(SHIM)
+        _shim.paceline_memory_fraction.restype = ctypes.c_double
         if torch.accelerator.current_accelerator() != torch.device("cuda"):
             raise SimulationError(
                 f"torch {torch.__version__} did not accept the simulated CUDA device",
                 allowed=SUPPORTED,
             )
-    _shim.paceline_set_devices(count, ctypes.c_int64(device.memory_bytes))
+    memory_bytes, block_bytes = map(ctypes.c_int64, (device.memory_bytes, ALLOCATION_BYTES))
+    _shim.paceline_set_devices(count, memory_bytes, block_bytes)
     _answer_as(device, device.compute_capability, count)
 
 
@@ -86,11 +94,14 @@ def load_library(source: Path) -> ctypes.CDLL:
         ) from error
 
 
-def set_allocated_bytes(size_bytes: int, index: int = 0) -> None:
-    """Set what ``memory_allocated`` of ``torch.cuda`` and ``torch.accelerator`` returns for a
-    device; the peak follows."""
+def _set_memory_fraction(fraction: float, index: int) -> None:
     assert _shim is not None, "simulate_cuda has not been called"
-    _shim.paceline_set_allocated(index, ctypes.c_int64(size_bytes))
+    _shim.paceline_set_memory_fraction(index, ctypes.c_double(fraction))
+
+
+def _memory_fraction(index: int) -> float:
+    assert _shim is not None, "simulate_cuda has not been called"
+    return float(_shim.paceline_memory_fraction(index))
 
 
 def use_math_attention() -> None:
@@ -165,7 +176,9 @@ def _answer_as(device: Device, capability: tuple[int, int], count: int) -> None:
             "_cuda_getArchFlags": lambda: "sm_{}{}".format(*capability),
             "_cuda_memoryStats": core._accelerator_getDeviceStats,
             "_cuda_resetPeakMemoryStats": core._accelerator_resetPeakStats,
-            "_cuda_resetAccumulatedMemoryStats": lambda index: None,
+            "_cuda_resetAccumulatedMemoryStats": core._accelerator_resetAccumulatedStats,
+            "_cuda_setMemoryFraction": _set_memory_fraction,
+            "_cuda_getMemoryFraction": _memory_fraction,
             "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
         },
     )

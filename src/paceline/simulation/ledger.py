@@ -17,6 +17,7 @@ from paceline.planner.devices import BFLOAT16, TF32, Device
 from paceline.simulation.operations import count_bytes, count_launches, written_tensors
 from paceline.simulation.records import (
     ACTIVATIONS,
+    ALLOCATION_BYTES,
     COMMUNICATION,
     GRADIENTS,
     OPTIMIZER,
@@ -40,8 +41,6 @@ from paceline.simulation.torch_internals import (
 
 Key = TypeVar("Key")
 
-#: CUDA's caching allocator rounds sizes up to a multiple of this.
-_ALLOCATION_BYTES = 512
 BUILD, FORWARD, BACKWARD = "build", "forward", "backward"
 #: After backward, and after the update of the weights.
 UPDATE, SYNCHRONIZE = "update", "synchronize"
@@ -171,7 +170,7 @@ class Ledger(TorchDispatchMode):
             self._kinds.append(kind)
             # The Python object of a storage exists as long as the storage.
             weakref.finalize(storage, self._resize, number, 0)
-        self._resize(number, -(-storage.size() // _ALLOCATION_BYTES) * _ALLOCATION_BYTES)
+        self._resize(number, -(-storage.size() // ALLOCATION_BYTES) * ALLOCATION_BYTES)
         return number
 
     def _see_on_host(self, storage: torch.UntypedStorage) -> None:
@@ -272,7 +271,7 @@ class Ledger(TorchDispatchMode):
         """Count a copy between device and host. Return whether it is one."""
         source = next(leaf for leaf in reversed(args) if isinstance(leaf, torch.Tensor))
         devices = source.device.type, out.device.type
-        is_small = out.nbytes < _ALLOCATION_BYTES  # such as a step count
+        is_small = out.nbytes < ALLOCATION_BYTES  # such as a step count
         is_within = devices[0] == devices[1]
         if is_small or is_within or set(devices) != {self.device_type, "cpu"}:
             return False

@@ -10,6 +10,8 @@ from pydantic import JsonValue
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, TEMPORARY, COMMUNICATION = "activations", "temporary", "communication"
 
+#: CUDA's caching allocator rounds sizes up to a multiple of this.
+ALLOCATION_BYTES = 512
 #: Simulated devices of a host.
 DEVICES_PER_HOST = 8
 

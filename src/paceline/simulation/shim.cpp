@@ -1,8 +1,8 @@
 // A CUDA device for the CPU build of PyTorch, enough of one for FakeTensorMode, autograd, autocast,
-// FSDP2 and DTensor. It owns no device memory and runs no kernel:
+// FSDP2 and DTensor. It has no memory of its own and runs no kernel:
 //   1. device guard: the current device, streams and events, with no work behind them;
 //   2. CUDA hooks:   whether CUDA is available, the number of devices, random generators;
-//   3. allocator:    what torch.accelerator.memory_* returns, as numbers that Python sets;
+//   3. allocator:    memory of the host, counted as that of a device, with a limit;
 //   4. attention:    which kernel scaled_dot_product_attention selects;
 //   5. synchronizations: calls for which the host of a GPU would wait for the device.
 // Under FakeTensorMode, the kernels of the meta device compute the shapes, so torch never looks up
@@ -13,14 +13,18 @@
 #include <ATen/native/transformers/attention.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/alloc_cpu.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -199,40 +203,119 @@ const bool has_hooks = [] {
 }();
 
 // -- 3. the allocator
-struct Allocator final : c10::DeviceAllocator {
-  std::vector<int64_t> allocated = std::vector<int64_t>(MAX_DEVICES);
-  std::vector<int64_t> peak = std::vector<int64_t>(MAX_DEVICES);
-  std::vector<int64_t> total = std::vector<int64_t>(MAX_DEVICES);
+std::string format_size(int64_t size) {
+  static const char* const units[] = {"bytes", "KiB", "MiB", "GiB"};
+  int unit = 0;
+  double value = double(size);
+  for (; value >= 1024 && unit < 3; ++unit) value /= 1024;
+  char text[32];
+  std::snprintf(text, sizeof text, unit ? "%.2f %s" : "%.0f %s", value, units[unit]);
+  return text;
+}
 
-  // Tensors that are not fake get memory of the host.
-  c10::DataPtr allocate(size_t size) override {
-    void* data = size ? std::malloc(size) : nullptr;
-    return {data, data, &std::free, Device(CUDA, current_device)};
+// Tensors that are not fake get memory of the host. Their sizes are rounded up as CUDA's caching
+// allocator rounds them. Nothing is cached: what is allocated is also what is reserved.
+struct Allocator final : c10::DeviceAllocator {
+  using Stat = c10::CachingAllocator::Stat;
+  using Stats = c10::CachingDeviceAllocator::DeviceStats;
+  struct Block {
+    DeviceIndex device;
+    size_t requested, size;
+  };
+
+  std::mutex mutex;
+  std::unordered_map<const void*, Block> blocks;
+  std::vector<Stats> stats = std::vector<Stats>(MAX_DEVICES);
+  std::vector<double> fraction = std::vector<double>(MAX_DEVICES, 1.0);  // that may be allocated
+  int64_t total = 0;       // bytes of each device
+  size_t block_bytes = 1;  // sizes are multiples of this
+
+  // Never destroyed: tensors may be freed while the process ends.
+  static Allocator& instance() {
+    static auto* allocator = new Allocator;
+    return *allocator;
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &std::free; }
+
+  c10::DataPtr allocate(size_t size) override {
+    void* data = size ? add_block(current_device, size) : nullptr;
+    return {data, data, &release, Device(CUDA, current_device)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* target, const void* source, size_t size) const override {
     default_copy_data(target, source, size);
   }
+
+  void* add_block(DeviceIndex device, size_t requested) {
+    const Block block{device, requested, (requested + block_bytes - 1) / block_bytes * block_bytes};
+    const std::lock_guard lock(mutex);
+    check_limit(block);
+    void* data = c10::alloc_cpu(block.size);
+    blocks[data] = block;
+    count(block, [](Stat& stat, size_t by) { stat.increase(by); });
+    return data;
+  }
+  // Returns false if the memory is not of this allocator.
+  bool release_block(void* data) {
+    const std::lock_guard lock(mutex);
+    const auto found = blocks.find(data);
+    if (found == blocks.end()) return false;
+    count(found->second, [](Stat& stat, size_t by) { stat.decrease(by); });
+    blocks.erase(found);
+    c10::free_cpu(data);
+    return true;
+  }
+  static void release(void* data) { instance().release_block(data); }
+
+  template <typename Change>
+  void count(const Block& block, Change change) {
+    auto& all = stats.at(block.device);
+    for (auto* number : {&all.allocation, &all.active}) change((*number)[0], 1);
+    for (auto* bytes : {&all.allocated_bytes, &all.active_bytes, &all.reserved_bytes})
+      change((*bytes)[0], block.size);
+    change(all.requested_bytes[0], block.requested);
+  }
+  void check_limit(const Block& block) {
+    auto& all = stats.at(block.device);
+    const int64_t allocated = all.allocated_bytes[0].current;
+    const auto allowed = int64_t(fraction.at(block.device) * double(total));
+    if (allocated + int64_t(block.size) <= allowed) return;
+    ++all.num_ooms;
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ",
+                     format_size(block.size), ". GPU ", int(block.device),
+                     " has a total capacity of ", format_size(total), " of which ",
+                     format_size(total - allocated), " is free. ", format_size(allowed),
+                     " allowed; Of the allocated memory ", format_size(allocated),
+                     " is allocated by PyTorch. The device is simulated.");
+  }
+
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr&, Stream) override {}
-  void resetAccumulatedStats(DeviceIndex) override {}
-  void resetPeakStats(DeviceIndex index) override { peak.at(index) = allocated.at(index); }
-  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex index) override {
-    return {size_t(total.at(index) - allocated.at(index)), size_t(total.at(index))};
+
+  template <typename Reset>
+  void reset(DeviceIndex index, Reset reset) {
+    const std::lock_guard lock(mutex);
+    auto& all = stats.at(index);
+    for (auto* stat : {&all.allocation, &all.active, &all.allocated_bytes, &all.active_bytes,
+                       &all.reserved_bytes, &all.requested_bytes})
+      reset((*stat)[0]);
   }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex index) override {
-    c10::CachingDeviceAllocator::DeviceStats stats;
-    for (auto* bytes : {&stats.allocated_bytes, &stats.active_bytes, &stats.reserved_bytes,
-                        &stats.requested_bytes}) {
-      (*bytes)[0].current = allocated.at(index);
-      (*bytes)[0].peak = peak.at(index);
-    }
-    return stats;
+  void resetAccumulatedStats(DeviceIndex index) override {
+    reset(index, [](Stat& stat) { stat.reset_accumulated(); });
+  }
+  void resetPeakStats(DeviceIndex index) override {
+    reset(index, [](Stat& stat) { stat.reset_peak(); });
+  }
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex index) override {
+    const std::lock_guard lock(mutex);
+    return {size_t(total - stats.at(index).allocated_bytes[0].current), size_t(total)};
+  }
+  Stats getDeviceStats(DeviceIndex index) override {
+    const std::lock_guard lock(mutex);
+    return stats.at(index);
   }
 };
-Allocator allocator;
-const bool has_allocator = (c10::SetAllocator(CUDA, &allocator, 255), true);
+const bool has_allocator = (c10::SetAllocator(CUDA, &Allocator::instance(), 255), true);
 
 // -- 4. attention
 // Without a choice for CUDA, the CPU build silently selects the kernel of matrix products and
@@ -262,17 +345,19 @@ const bool has_choice =
 }  // namespace
 
 extern "C" {
-void paceline_set_devices(int count, int64_t memory_bytes) {
+void paceline_set_devices(int count, int64_t memory_bytes, int64_t block_bytes) {
   num_devices = DeviceIndex(count);
-  std::fill(allocator.total.begin(), allocator.total.end(), memory_bytes);
+  Allocator::instance().total = memory_bytes;
+  Allocator::instance().block_bytes = size_t(block_bytes);
 }
-void paceline_set_allocated(int index, int64_t size_bytes) {
-  allocator.allocated.at(index) = size_bytes;
-  allocator.peak.at(index) = std::max(allocator.peak.at(index), size_bytes);
+void paceline_set_memory_fraction(int index, double fraction) {
+  Allocator::instance().fraction.at(index) = fraction;
 }
+double paceline_memory_fraction(int index) { return Allocator::instance().fraction.at(index); }
 // Real tensors need this: the fused kernels of CUDA have no counterpart on a CPU.
 void paceline_use_math_attention() { has_fused_attention = false; }
 void paceline_observe_synchronizations(Observer call) { observer = call; }
 // For operations of real tensors, which values.cpp of the tests runs.
+bool paceline_release(void* data) { return Allocator::instance().release_block(data); }
 void paceline_report_synchronization(const char* name) { report(name); }
 }

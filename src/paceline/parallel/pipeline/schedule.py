@@ -198,7 +198,7 @@ class DynamicStage(_PipelineStageBase):
         with counted_again():
             self._before_backward(self.stage_index, last_backward)
             if full_backward:
-                result = stage_backward((output,), gradients or (None,), inputs)
+                result = _run_backward(output, gradients or (None,), inputs)
             elif self.is_first:
                 self._split[bwd_chunk_id] = (output, gradients, None)
                 return
@@ -220,9 +220,20 @@ class DynamicStage(_PipelineStageBase):
         with counted_again():
             self._before_backward(self.stage_index, last_backward)
             if groups is None:
-                stage_backward((output,), gradients, [])
+                _run_backward(output, gradients, [])
             else:
                 stage_backward_weight(iter(self._trained), groups)
+
+
+def _run_backward(output: torch.Tensor, gradients: Any, inputs: list[torch.Tensor]) -> Any:
+    """Run ``stage_backward`` of torch, which raises every error again as a RuntimeError about the
+    stage. Here it is the error itself, so that the caller knows whether memory was lacking."""
+    try:
+        return stage_backward((output,), gradients, inputs)
+    except RuntimeError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
 
 
 def _loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
