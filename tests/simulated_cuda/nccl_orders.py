@@ -1,12 +1,11 @@
-"""The order in which the ranks issue collectives. NCCL can hang if two ranks issue collectives of two
-communicators in different orders, because a collective occupies the device until all its ranks have
-started it."""
+"""The orders in which the ranks issue collectives. NCCL can hang if ranks issue collectives of
+several communicators in different orders, because a collective occupies the device until all its
+ranks have started it."""
 
-import itertools
 import json
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +38,14 @@ LOG = CallLog()
 
 
 class OrderError(RuntimeError):
-    """Two ranks issued different collectives, or in different orders."""
+    """The ranks issued different collectives, or in different orders."""
 
 
 def check_orders(comm: Any) -> None:
-    """Compare the order in which this rank and the others issued their collectives. A collective.
+    """Compare the orders in which this rank and the others issued their collectives. A collective.
 
     Raises:
-        OrderError: the order over the communicators that two ranks share differs.
+        OrderError: see :func:`compare_orders`.
     """
     rank = comm.rank()
     comm.store.set(f"orders/{rank}", json.dumps(LOG.records))
@@ -66,57 +65,68 @@ def read_logs(folder: Path) -> dict[int, list[Record]]:
 
 
 def compare_orders(logs: Mapping[int, Sequence[Record]]) -> None:
-    """Raise OrderError if the logs of two ranks differ in what concerns both: the collectives of
-    communicators that they share, and their messages to each other."""
-    for first, second in itertools.combinations(sorted(logs), 2):
-        one = _shared_calls(logs[first], first, second)
-        other = _shared_calls(logs[second], second, first)
-        at = _first_difference(one, other)
-        if at is not None:
-            raise OrderError(
-                f"ranks {first} and {second} issued their collectives in different orders, which"
-                f" can hang NCCL: {at}\nrank {first}:\n{_around(one, at)}"
-                f"\nrank {second}:\n{_around(other, at)}"
-            )
-
-
-#: What identifies a collective or message on both ranks → its position in the log, and its text.
-_Calls = dict[str, tuple[int, str]]
-
-
-def _shared_calls(log: Sequence[Record], rank: int, peer: int) -> _Calls:
-    counts: Counter[str] = Counter()
-    calls: _Calls = {}
-    for position, record in enumerate(log):
-        for name, numel, dtype, other in record["operations"]:
-            if peer not in record["ranks"] or other not in (None, peer):
+    """Raise OrderError if the ranks would hang or differ if each of them ran one call of its log at
+    a time, in the order of the log, and a collective or message when all its ranks have come to it.
+    The operations of a batch have no order."""
+    calls = {rank: _calls(logs[rank], rank, logs.keys()) for rank in logs}
+    position = dict.fromkeys(logs, -1)
+    num_left = dict.fromkeys(logs, 0)  # operations of the call at the position
+    arrived: dict[_Name, dict[int, str]] = defaultdict(dict)
+    ready = deque(logs)
+    while ready:
+        rank = ready.popleft()
+        position[rank] += 1
+        if position[rank] == len(calls[rank]):
+            continue
+        call = calls[rank][position[rank]]
+        num_left[rank] = len(call)
+        for name, (text, ranks) in call.items():
+            arrived[name][rank] = text
+            if len(arrived[name]) < len(ranks):
                 continue
-            ends = (rank, peer) if name == "send" else (peer, rank)
-            what = "collective" if other is None else f"message {ends[0]} → {ends[1]}"
-            key = f"group {record['group']} {what}"
-            text = f"{name if other is None else 'message'} {numel} {dtype}"
-            calls[f"{key} {counts[key]}"] = position, text
-            counts[key] += 1
+            if len(set(arrived[name].values())) > 1:
+                raise OrderError(f"{name} differs between the ranks: {arrived[name]}")
+            for each in ranks:
+                num_left[each] -= 1
+                if num_left[each] == 0:
+                    ready.append(each)
+    stuck = [rank for rank in logs if position[rank] < len(calls[rank])]
+    if stuck:
+        texts = [_following(rank, calls[rank], position[rank]) for rank in sorted(stuck)]
+        raise OrderError(
+            "the ranks issued their collectives in different orders, which can hang NCCL:\n"
+            + "\n".join(texts)
+        )
+
+
+#: What identifies a collective or message on all its ranks.
+_Name = str
+#: Operations that a rank runs together → what must be the same on all ranks, and these ranks.
+_Call = dict[_Name, tuple[str, list[int]]]
+
+
+def _calls(log: Sequence[Record], rank: int, known: Collection[int]) -> list[_Call]:
+    counts: Counter[str] = Counter()
+    calls = []
+    for record in log:
+        call: _Call = {}
+        for name, numel, dtype, peer in record["operations"]:
+            if peer is None:
+                ranks, kind = record["ranks"], name
+                stream = f"group {record['group']} of ranks {ranks}, collective"
+            else:
+                ranks, kind = [rank, peer], "message"
+                source, target = ranks if name == "send" else reversed(ranks)
+                stream = f"group {record['group']}, message from rank {source} to {target}"
+            each = f"{stream} {counts[stream]}"
+            counts[stream] += 1
+            call[each] = f"{kind} {numel} {dtype}", [other for other in ranks if other in known]
+        calls.append(call)
     return calls
 
 
-def _first_difference(one: _Calls, other: _Calls) -> str | None:
-    """Return the first call that is missing in the other log, differs from it, or is behind a call
-    that the other rank issued later. The calls of a batch have no order."""
-    latest = position = batch_latest = -1
-    for key, (at, text) in one.items():
-        if key not in other or other[key][1] != text:
-            return key
-        if at != position:
-            latest, position = max(latest, batch_latest), at
-        if other[key][0] < latest:
-            return key
-        batch_latest = max(batch_latest, other[key][0])
-    return next((key for key in other if key not in one), None)
-
-
-def _around(calls: _Calls, key: str, num_calls: int = 8) -> str:
-    keys = list(calls)
-    at = keys.index(key) if key in calls else len(keys)
-    part = keys[max(0, at - num_calls) : at + num_calls]
-    return "\n".join(f"  {calls[each][0]}: {each}: {calls[each][1]}" for each in part)
+def _following(rank: int, calls: list[_Call], position: int, num_calls: int = 12) -> str:
+    lines = [f"rank {rank}, from its call {position} of {len(calls)}:"]
+    for call in calls[position : position + num_calls]:
+        lines.append("  " + "; ".join(f"{name}: {text}" for name, (text, _) in call.items()))
+    return "\n".join(lines)

@@ -13,6 +13,7 @@ from pathlib import Path
 import hostnccl
 import torch
 import torch.distributed as dist
+from planted import plant
 from synchronizations import record_synchronizations
 
 from paceline.planner.devices import find_device
@@ -48,6 +49,7 @@ def simulate_values(device: str = DEVICE, count: int = NUM_DEVICES) -> None:
 def _choose_backend(device: str | torch.device) -> str:
     if torch.device(device).type != "cuda":
         return _default_backend(device)
+    plant()
     return os.environ.get(BACKEND, "gloo")
 
 
