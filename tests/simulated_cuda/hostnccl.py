@@ -94,7 +94,8 @@ class HostNccl(dist.ProcessGroupGloo):
     options = None
 
     def __init__(self, settings: Any) -> None:
-        super().__init__(settings.store, settings.group_rank, settings.group_size, _GLOO_TIMEOUT)
+        super().__init__(settings.store, settings.group_rank, settings.group_size, settings.timeout)
+        self._set_default_timeout(_GLOO_TIMEOUT)
         self.store, self.timeout = settings.store, settings.timeout
         self.label = str(settings.group_id)
         self.ranks = list(settings.global_ranks_in_group) or list(range(self.size()))

@@ -2,12 +2,15 @@
 several communicators in different orders, because a collective occupies the device until all its
 ranks have started it."""
 
+import itertools
 import json
 import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 #: Environment variable: a folder that receives the log of each rank.
 LOGS = "PACELINE_TEST_NCCL_LOGS"
@@ -35,6 +38,7 @@ class CallLog:
 
 #: The log of this process.
 LOG = CallLog()
+_numbers = itertools.count()  # of the comparisons, the same on all ranks
 
 
 class OrderError(RuntimeError):
@@ -47,13 +51,13 @@ def check_orders(comm: Any) -> None:
     Raises:
         OrderError: see :func:`compare_orders`.
     """
-    rank = comm.rank()
-    comm.store.set(f"orders/{rank}", json.dumps(LOG.records))
-    logs = {each: json.loads(comm.store.get(f"orders/{each}")) for each in range(comm.size())}
-    if comm.store.add("orders/compared", 1) == comm.size():
-        comm.store.set("orders/done", "yes")
+    store = dist.PrefixStore(f"orders/{next(_numbers)}", comm.store)
+    store.set(str(comm.rank()), json.dumps(LOG.records))
+    logs = {rank: json.loads(store.get(str(rank))) for rank in range(comm.size())}
+    if store.add("compared", 1) == comm.size():
+        store.set("done", "yes")
+    store.wait(["done"])  # the store may be in the process of rank 0
     compare_orders(logs)
-    comm.store.wait(["orders/done"])  # the store may be in the process of rank 0
 
 
 def read_logs(folder: Path) -> dict[int, list[Record]]:

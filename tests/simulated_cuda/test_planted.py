@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from commands import report
+from commands import losses, report
 from device_runs import WITH_NCCL, train_on
 from nccl_orders import LOGS, OrderError, compare_orders, read_logs
 from planted import NCCL_FAULTS, VARIABLE
@@ -30,12 +30,16 @@ def run_with_nccl(folder: Path, *args: str, fault: str | None, expect: int) -> s
 )
 def test_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     fault = NCCL_FAULTS[name]
-    text = run_with_nccl(tmp_path, *fault.args, fault=name, expect=1)
+    text = run_with_nccl(tmp_path, *fault.args, fault=name, expect=int(fault.fails))
     try:
         compare_orders(read_logs(tmp_path / "logs"))
     except OrderError as error:
         text += str(error)
-    assert fault.found in text
+    if fault.found is not None:
+        assert fault.found in text
+    else:
+        train_on("cuda", tmp_path / "correct", *fault.args, variables=WITH_NCCL)
+        assert losses(tmp_path / "run") != pytest.approx(losses(tmp_path / "correct"), rel=1e-3)
 
 
 @pytest.mark.soak
