@@ -20,7 +20,6 @@ import random
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -172,7 +171,7 @@ class HostNccl(dist.ProcessGroupGloo):
         """Issue operations that run together, or add them to the open batch."""
         for operation in operations:
             for tensor in operation.tensors:
-                self._check(tensor, operation)
+                self._check(tensor)
         if self._batch is not None:
             self._batch += operations
             return PythonCallbackWork(lambda timeout: True)
@@ -186,7 +185,7 @@ class HostNccl(dist.ProcessGroupGloo):
         operations, self._batch = self._batch or [], None
         return self.issue(operations)
 
-    def _check(self, tensor: torch.Tensor, operation: Operation) -> None:
+    def _check(self, tensor: torch.Tensor) -> None:
         if not tensor.is_cuda or tensor.layout != torch.strided:
             raise ValueError("Tensors must be CUDA and dense")
         is_contiguous = tensor.is_contiguous() or any(
@@ -208,7 +207,8 @@ class HostNccl(dist.ProcessGroupGloo):
 
     def _enqueue(self, operations: list[Operation], timeout_s: float | None) -> Call:
         devices = [each.device for operation in operations for each in operation.tensors]
-        self.device = self.device or (devices or [torch.accelerator.current_accelerator()])[0]
+        current = torch.device("cuda", torch.accelerator.current_device_index())
+        self.device = self.device or (devices or [current])[0]
         with self._lock:
             timeout_s = timeout_s or self.timeout.total_seconds()
             call = Call(next(self._numbers), operations, timeout_s)
@@ -248,7 +248,7 @@ class HostNccl(dist.ProcessGroupGloo):
                 operation.targets = [_empty_on_host(tensor) for tensor in operation.outputs]
             for tensor in (each for operation in call.operations for each in operation.outputs):
                 if tensor.is_floating_point() and tensor.dtype not in FLOAT8:
-                    _write(tensor, torch.full((), torch.nan, dtype=tensor.dtype))
+                    _write(tensor, None)
         self._stream.synchronize()
         works: list[dist.Work] = []
         for operation in call.operations:
@@ -311,13 +311,14 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return _empty_on_host(tensor).copy_(_flat(tensor), non_blocking=True)
 
 
-def _write(output: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values into an output. Its version stays, as NCCL does not change it either."""
-    if output.is_inference():
-        with torch.inference_mode():
-            _flat(output).copy_(values, non_blocking=True)
-    else:
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(output):
+def _write(output: torch.Tensor, values: torch.Tensor | None) -> None:
+    """Copy values into an output, or fill it with NaN. Its version stays, as NCCL does not change
+    it either."""
+    keep = torch.autograd._unsafe_preserve_version_counter
+    with torch.inference_mode() if output.is_inference() else keep(output), torch.no_grad():
+        if values is None:
+            _flat(output).fill_(torch.nan)
+        else:
             _flat(output).copy_(values, non_blocking=True)
 
 
@@ -338,13 +339,12 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 
 # -- the watchdog
-_watched: weakref.WeakSet[HostNccl] = weakref.WeakSet()
+_watched: list[HostNccl] = []
 
 
 def _watch(comm: HostNccl) -> None:
-    is_first = not _watched
-    _watched.add(comm)
-    if is_first:
+    _watched.append(comm)
+    if len(_watched) == 1:
         threading.Thread(target=_abort_when_late, name="nccl-watchdog", daemon=True).start()
 
 

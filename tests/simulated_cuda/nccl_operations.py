@@ -21,6 +21,7 @@ _NCCL_REDUCTIONS = (_SUM, _AVG, _MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT)
 
 #: The communicator: a Gloo group with the global ranks of its members in `ranks`.
 Gloo = Any
+Tensors = list[torch.Tensor]
 #: Arguments of an operator of c10d, by name.
 Arguments = dict[str, Any]
 
@@ -36,15 +37,15 @@ class Operation:
     """
 
     name: str
-    inputs: list[torch.Tensor]
-    outputs: list[torch.Tensor]
-    run: Callable[[list[torch.Tensor], list[torch.Tensor]], list[dist.Work] | None]
+    inputs: Tensors
+    outputs: Tensors
+    run: Callable[[Tensors, Tensors], list[dist.Work] | None]
     peer: int | None = None
-    sources: list[torch.Tensor] = field(default_factory=list)
-    targets: list[torch.Tensor] = field(default_factory=list)
+    sources: Tensors = field(default_factory=list)
+    targets: Tensors = field(default_factory=list)
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> Tensors:
         return [*self.inputs, *self.outputs]
 
     @property
@@ -77,7 +78,7 @@ def _reduce_on_host(group: Gloo, values: torch.Tensor, op: Any) -> None:
         values.div_(group.size())
 
 
-def _gather_on_host(group: Gloo, source: torch.Tensor) -> list[torch.Tensor]:
+def _gather_on_host(group: Gloo, source: torch.Tensor) -> Tensors:
     gathered = source.new_empty(group.size() * source.numel())
     group._allgather_base(_bytes(gathered), _bytes(source)).wait()
     return list(gathered.chunk(group.size()))
@@ -112,7 +113,7 @@ def _reduction(call: Arguments) -> Any:
 def _all_reduce(group: Gloo, call: Arguments) -> list[Operation]:
     op = _reduction(call)
 
-    def run(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    def run(sources: Tensors, targets: Tensors) -> None:
         _reduce_on_host(group, targets[0].copy_(sources[0]), op)
 
     return [Operation("all_reduce", [tensor], [tensor], run) for tensor in call["tensors"]]
@@ -121,7 +122,7 @@ def _all_reduce(group: Gloo, call: Arguments) -> list[Operation]:
 def _reduce(group: Gloo, call: Arguments) -> list[Operation]:
     op, tensors = _reduction(call), call["tensors"]
 
-    def run(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    def run(sources: Tensors, targets: Tensors) -> None:
         _reduce_on_host(group, sources[0], op)
         for target in targets:
             target.copy_(sources[0])
@@ -135,7 +136,7 @@ def _broadcast(group: Gloo, call: Arguments) -> list[Operation]:
     options.rootRank = call["root_rank"]
     is_root = group.rank() == options.rootRank
 
-    def run(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    def run(sources: Tensors, targets: Tensors) -> None:
         group.broadcast([_bytes(each) for each in (*sources, *targets)], options).wait()
 
     tensors = call["tensors"]
@@ -143,20 +144,13 @@ def _broadcast(group: Gloo, call: Arguments) -> list[Operation]:
 
 
 def _all_gather(group: Gloo, call: Arguments) -> list[Operation]:
-    def run(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    def run(sources: Tensors, targets: Tensors) -> None:
         parts = _gather_on_host(group, sources[0])
         flat = torch.cat(parts) if len(targets) == 1 else None
         for target, values in zip(targets, parts if flat is None else [flat], strict=True):
             target.copy_(values)
 
-    if "outputs" in call:
-        pairs = [
-            ([source], [out]) for source, out in zip(call["inputs"], call["outputs"], strict=True)
-        ]
-    elif "output_tensor" in call:
-        pairs = [([call["input_tensor"]], [call["output_tensor"]])]
-    else:
-        pairs = [(call["input_tensors"], call["output_tensors"][0])]
+    pairs = _pairs(call)
     for (source,), outputs in pairs:
         _check_sizes("output", outputs, source, group.size() * source.numel())
     return [Operation("all_gather", sources, outputs, run) for sources, outputs in pairs]
@@ -165,27 +159,28 @@ def _all_gather(group: Gloo, call: Arguments) -> list[Operation]:
 def _reduce_scatter(group: Gloo, call: Arguments) -> list[Operation]:
     op = _reduction(call)
 
-    def run(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    def run(sources: Tensors, targets: Tensors) -> None:
         values = torch.cat(sources)
         _reduce_on_host(group, values, op)
         targets[0].copy_(values.chunk(group.size())[group.rank()])
 
-    if "outputs" in call:
-        pairs = [
-            ([source], [out]) for source, out in zip(call["inputs"], call["outputs"], strict=True)
-        ]
-    elif "output_tensor" in call:
-        pairs = [([call["input_tensor"]], [call["output_tensor"]])]
-    else:
-        pairs = [(call["input_tensors"][0], call["output_tensors"])]
+    pairs = _pairs(call)
     for inputs, (output,) in pairs:
         _check_sizes("input", inputs, output, group.size() * output.numel())
     return [Operation("reduce_scatter", inputs, outputs, run) for inputs, outputs in pairs]
 
 
-def _check_sizes(
-    side: str, tensors: list[torch.Tensor], part: torch.Tensor, num_elements: int
-) -> None:
+def _pairs(call: Arguments) -> list[tuple[Tensors, Tensors]]:
+    """Return the inputs and outputs of each all-gather or reduce-scatter of a call."""
+    if "outputs" in call:
+        pairs = zip(call["inputs"], call["outputs"], strict=True)
+        return [([source], [output]) for source, output in pairs]
+    if "output_tensor" in call:
+        return [([call["input_tensor"]], [call["output_tensor"]])]
+    return [(tree_leaves(call["input_tensors"]), tree_leaves(call["output_tensors"]))]
+
+
+def _check_sizes(side: str, tensors: Tensors, part: torch.Tensor, num_elements: int) -> None:
     if any(tensor.dtype != part.dtype for tensor in tensors):
         raise TypeError("output tensor must have the same type as input tensor")
     if sum(tensor.numel() for tensor in tensors) != num_elements:
@@ -201,7 +196,7 @@ def _all_to_all(group: Gloo, call: Arguments) -> list[Operation]:
         inputs, outputs = call["input_tensors"], call["output_tensors"]
         received, sent = [each.nbytes for each in outputs], [each.nbytes for each in inputs]
 
-    def run(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    def run(sources: Tensors, targets: Tensors) -> None:
         whole = torch.cat(targets)
         _exchange_on_host(group, whole, torch.cat(sources), received, sent)
         for target, part in zip(targets, whole.split([len(each) for each in targets]), strict=True):
@@ -217,7 +212,7 @@ def _split_bytes(tensor: torch.Tensor, rows: list[int], size: int) -> list[int]:
 
 
 def _gather(group: Gloo, call: Arguments) -> list[Operation]:
-    def run(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    def run(sources: Tensors, targets: Tensors) -> None:
         for target, values in zip(targets, _gather_on_host(group, sources[0]), strict=False):
             target.copy_(values)
 
@@ -229,7 +224,7 @@ def _scatter(group: Gloo, call: Arguments) -> list[Operation]:
     root, num_bytes = call["root_rank"], call["output_tensors"][0].nbytes
     is_root = group.rank() == root
 
-    def run(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    def run(sources: Tensors, targets: Tensors) -> None:
         received = [num_bytes if rank == root else 0 for rank in range(group.size())]
         source = torch.cat(sources) if is_root else targets[0].new_empty(0)
         _exchange_on_host(group, targets[0], source, received, [num_bytes * is_root] * group.size())
@@ -239,14 +234,14 @@ def _scatter(group: Gloo, call: Arguments) -> list[Operation]:
 
 
 def _send(group: Gloo, call: Arguments) -> list[Operation]:
-    def run(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> list[dist.Work]:
+    def run(sources: Tensors, targets: Tensors) -> list[dist.Work]:
         return [group.send([_bytes(sources[0])], call["dst"], 0)]
 
     return [Operation("send", call["tensors"], [], run, group.ranks[call["dst"]])]
 
 
 def _receive(group: Gloo, call: Arguments) -> list[Operation]:
-    def run(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> list[dist.Work]:
+    def run(sources: Tensors, targets: Tensors) -> list[dist.Work]:
         return [group.recv([_bytes(targets[0])], call["src"], 0)]
 
     return [Operation("recv", [], call["tensors"], run, group.ranks[call["src"]])]
