@@ -3,10 +3,13 @@
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import hostnccl
 from commands import MICRO, run
+from simulated import BACKEND
 
 #: Of processes that start with simulated devices.
 VARIABLES = {
@@ -19,17 +22,25 @@ MODEL = tuple(
 )
 
 
-def run_on(device: str, *args: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command on ``cpu`` or ``cuda``. ``settings`` are those of :func:`commands.run`."""
-    environment = os.environ | (VARIABLES if device == "cuda" else {})
+#: Of ranks whose process groups have the rules of NCCL.
+WITH_NCCL = {BACKEND: hostnccl.NAME}
+
+
+def run_on(
+    device: str, *args: str, variables: Mapping[str, str] | None = None, **settings: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command on ``cpu`` or ``cuda``, with more environment variables. ``settings`` are those
+    of :func:`commands.run`."""
+    environment = os.environ | (VARIABLES if device == "cuda" else {}) | (variables or {})
     return run(f"parallel.device={device}", *args, env=environment, **settings)
 
 
 def train_on(device: str, folder: Path, *args: str, **settings: Any) -> str:
-    """Train the smallest built-in model for three steps, or for `max_steps`; return standard
-    error."""
-    steps = [] if any(arg.startswith("max_steps=") for arg in args) else ["max_steps=3"]
-    return run_on(device, *MODEL, *steps, f"output_dir={folder}", *args, **settings).stderr
+    """Train the smallest built-in model for three steps, unless ``args`` say otherwise; return
+    standard error. ``settings`` are those of :func:`run_on`."""
+    given = {arg.partition("=")[0] for arg in args}
+    default = [arg for arg in (*MODEL, "max_steps=3") if arg.partition("=")[0] not in given]
+    return run_on(device, *default, f"output_dir={folder}", *args, **settings).stderr
 
 
 def equal_rows(folder: Path, max_length: int) -> tuple[str, ...]:

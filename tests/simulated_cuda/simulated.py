@@ -1,15 +1,19 @@
 """Simulated CUDA devices with values: CUDA tensors in the memory of the host, computed by the
-kernels of the CPU, and collectives over Gloo.
+kernels of the CPU, and collectives over Gloo, or over a backend with the rules of NCCL if the
+environment variable :data:`BACKEND` names it.
 
 In a process that tests start with :data:`VARIABLES`, ``preload/sitecustomize.py`` simulates the
 devices before anything else is imported, so commands, ranks and data workers have them. Functions
 for :func:`ranks.run_ranks` call :func:`simulate_values` first.
 """
 
+import os
 from pathlib import Path
 
+import hostnccl
 import torch
 import torch.distributed as dist
+from planted import plant
 from synchronizations import record_synchronizations
 
 from paceline.planner.devices import find_device
@@ -17,8 +21,12 @@ from paceline.simulation.cuda import load_library, simulate_cuda, use_math_atten
 
 DEVICE = "H100-SXM"
 NUM_DEVICES = 4
+#: Environment variable: the backend of process groups, ``gloo`` or ``hostnccl``. It is read when a
+#: process creates its first group, because the process may be forked from one without it.
+BACKEND = "PACELINE_TEST_BACKEND"
 VALUES = Path(__file__).with_name("values.cpp")
 _resize, _clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
+_default_backend = dist.get_default_backend_for_device
 
 
 def simulate_values(device: str = DEVICE, count: int = NUM_DEVICES) -> None:
@@ -31,9 +39,18 @@ def simulate_values(device: str = DEVICE, count: int = NUM_DEVICES) -> None:
     load_library(VALUES)
     use_math_attention()
     dist.Backend.default_device_backend_map["cuda"] = "gloo"
+    hostnccl.register()
+    dist.get_default_backend_for_device = _choose_backend
     torch.UntypedStorage.resize_ = _resize_storage
     torch.UntypedStorage.clone = _clone_storage
     record_synchronizations()
+
+
+def _choose_backend(device: str | torch.device) -> str:
+    if torch.device(device).type != "cuda":
+        return _default_backend(device)
+    plant()
+    return os.environ.get(BACKEND, "gloo")
 
 
 def _as_tensor(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -1,12 +1,14 @@
 """Test every strategy on simulated CUDA devices: the losses are those of the CPU device."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import losses, report
 from cpu_reference import Reference
-from device_runs import MODEL, run_on, train_on
+from device_runs import MODEL, WITH_NCCL, run_on, train_on
 from switches import (
     ALL_SWITCHES,
     LAYOUTS,
@@ -53,14 +55,19 @@ def test_losses_are_those_of_the_cpu(layout: Layout, cpu_losses: Reference, tmp_
 
 
 def verify_on_cuda(
-    switches: Switches, world_size: int, cpu_losses: Reference, *options: str
+    switches: Switches,
+    world_size: int,
+    cpu_losses: Reference,
+    *options: str,
+    variables: Mapping[str, str] | None = None,
 ) -> tuple[set[str], set[str]]:
     """Train in modes of `paceline verify`, with one start of the ranks, and compare the losses with
     those of the CPU. Returns the names of the modes that were trained, and of those refused."""
     args = (*MODEL, *switches.args, "per_device_train_batch_size=2", "resume=never")
     accumulation = f"gradient_accumulation_steps={NUM_MICRO_BATCHES // world_size}"
     size = ("--steps=3", f"--world-size={world_size}", "--json")
-    done = run_on("cuda", *args, accumulation, *size, *options, verb="verify", timeout_s=900)
+    settings: dict[str, Any] = {"verb": "verify", "timeout_s": 900, "variables": variables}
+    done = run_on("cuda", *args, accumulation, *size, *options, **settings)
     certificate = json.loads(done.stdout)
     assert certificate["device"] == "cuda"
     trained = [mode for mode in certificate["modes"] if mode["ok"]]
@@ -72,10 +79,14 @@ def verify_on_cuda(
     return names, {mode["mode"] for mode in certificate["modes"]} - names
 
 
+@pytest.mark.parametrize("variables", [{}, WITH_NCCL], ids=["gloo", "nccl"])
 @pytest.mark.parametrize("switches", QUICK_MODES, ids=str)
-def test_modes_of_verify(switches: Switches, cpu_losses: Reference) -> None:
+def test_modes_of_verify(
+    switches: Switches, variables: dict[str, str], cpu_losses: Reference
+) -> None:
     modes = QUICK_MODES[switches]
-    trained, _ = verify_on_cuda(switches, 2, cpu_losses, f"--modes={','.join(modes)}")
+    options = f"--modes={','.join(modes)}"
+    trained, _ = verify_on_cuda(switches, 2, cpu_losses, options, variables=variables)
     assert trained == set(modes)
 
 

@@ -1,0 +1,50 @@
+"""Test that each planted fault is found, and that the same run without the fault ends well."""
+
+from pathlib import Path
+
+import pytest
+from commands import losses, report
+from device_runs import WITH_NCCL, train_on
+from nccl_orders import LOGS, OrderError, compare_orders, read_logs
+from planted import NCCL_FAULTS, VARIABLE
+
+pytestmark = pytest.mark.slow
+
+#: Those of the quick set, one of each kind.
+QUICK = ("gradients are not waited for", "a sum of numbers in host memory")
+
+
+def run_with_nccl(folder: Path, *args: str, fault: str | None, expect: int) -> str:
+    """Train; return standard error."""
+    (folder / "logs").mkdir()
+    variables = {**WITH_NCCL, LOGS: str(folder / "logs")}
+    if fault is not None:
+        variables[VARIABLE] = fault
+    settings = (*args, "recovery.max_restarts=0")
+    return train_on("cuda", folder / "run", *settings, variables=variables, expect=expect)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in NCCL_FAULTS],
+)
+def test_planted_fault_is_found(name: str, tmp_path: Path) -> None:
+    fault = NCCL_FAULTS[name]
+    text = run_with_nccl(tmp_path, *fault.args, fault=name, expect=int(fault.fails))
+    try:
+        compare_orders(read_logs(tmp_path / "logs"))
+    except OrderError as error:
+        text += str(error)
+    if fault.found is not None:
+        assert fault.found in text
+    else:
+        train_on("cuda", tmp_path / "correct", *fault.args, variables=WITH_NCCL)
+        assert losses(tmp_path / "run") != pytest.approx(losses(tmp_path / "correct"), rel=1e-3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("args", {fault.args: None for fault in NCCL_FAULTS.values()}, ids=str)
+def test_run_without_a_fault(args: tuple[str, ...], tmp_path: Path) -> None:
+    run_with_nccl(tmp_path, *args, fault=None, expect=0)
+    compare_orders(read_logs(tmp_path / "logs"))
+    assert report(tmp_path / "run")["status"] == "done"
