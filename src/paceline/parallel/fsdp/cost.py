@@ -210,19 +210,19 @@ class _Timeline:
             message = block.message
             shards += 0 if accumulates else block.shards
             gathered -= block.weights if frees and not self.reshards else 0
-        present = saved + shards + gathered + message
+        others = saved + shards + gathered + message
         if self.reshards:  # The weights of the embedding are copied out if it is trained.
-            moments.append(present + (2 if embedding.gradients else 1) * embedding.weights)
-            present += embedding.weights
+            moments.append(others + (2 if embedding.gradients else 1) * embedding.weights)
+            others += embedding.weights
         # Of a tied weight, both gradients and their sum.
         gradients = (3 if self.ends_tied else 1) * root.gradients
-        moments.append(present + gradients + embedding.gradients)
+        moments.append(others + gradients + embedding.gradients)
         # At the end, FSDP frees and reduces the root before the embedding.
-        present += embedding.gradients - message - (root.weights if frees else 0)
-        moments += self._reduction(root, present, is_tied=self.ends_tied)
-        present -= embedding.gradients + (embedding.weights if frees else 0)
-        present += 0 if accumulates else root.shards
-        moments += self._reduction(embedding, present)
+        others += embedding.gradients - message - (root.weights if frees else 0)
+        moments += self._reduction(root, others, is_tied=self.ends_tied)
+        others -= embedding.gradients + (embedding.weights if frees else 0)
+        others += 0 if accumulates else root.shards
+        moments += self._reduction(embedding, others)
         return max(moments)
 
     def _reduction(self, unit: _Unit, present: float, is_tied: bool = False) -> tuple[float, float]:

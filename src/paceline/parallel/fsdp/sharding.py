@@ -202,7 +202,7 @@ class FSDPSharding:
             # Backward begins with the head and the root.
             is_last = unit[0] is self.model or unit is head
             shard(
-                unit if len(unit) > 1 else unit[0],  # type: ignore[arg-type]
+                unit if len(unit) > 1 else unit[0],
                 mp_policy=unchanged if unit[0] in norms else mixed,
                 reshard_after_forward=not (self.keeps_weights or is_last),
             )
