@@ -215,7 +215,7 @@ class _Job:
         # FSDP makes the head an instance of a subclass of its class.
         is_plain = (
             isinstance(head, nn.Linear)
-            and head._parameters.keys() == {"weight", "bias"}
+            and {name for name, _ in head.named_parameters()} <= {"weight", "bias"}
             and _function_of(self.forward) is nn.Linear.forward
         )
         with torch.autocast(
