@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hostnccl import host_nccl_of
 from nccl_orders import LOG, OrderError, compare_orders
 from ranks import run_ranks
 from simulated import BACKEND, simulate_values
@@ -200,8 +201,9 @@ def wait_late(env):
     def free():
         group = dist.new_group()
         sent, gathered = torch.ones(2, device=device), torch.empty(4, device=device)
-        work = dist.all_gather_single(gathered, sent, group=group, async_op=True)
-        sent.untyped_storage().resize_(0)
+        with host_nccl_of(group)._lock:  # the collective does not start before the block ends
+            work = dist.all_gather_single(gathered, sent, group=group, async_op=True)
+            sent.untyped_storage().resize_(0)
         work.wait()
 
     def forget():
