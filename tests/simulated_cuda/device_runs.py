@@ -38,8 +38,8 @@ def run_on(
 def train_on(device: str, folder: Path, *args: str, **settings: Any) -> str:
     """Train the smallest built-in model for three steps, unless ``args`` say otherwise; return
     standard error. ``settings`` are those of :func:`run_on`."""
-    given = {arg.partition("=")[0] for arg in args}
-    default = [arg for arg in (*MODEL, "max_steps=3") if arg.partition("=")[0] not in given]
+    keys = {arg.partition("=")[0] for arg in args}
+    default = [arg for arg in (*MODEL, "max_steps=3") if arg.partition("=")[0] not in keys]
     return run_on(device, *default, f"output_dir={folder}", *args, **settings).stderr
 
 

@@ -197,9 +197,11 @@ def _all_to_all(group: Gloo, call: Arguments) -> list[Operation]:
         received, sent = [each.nbytes for each in outputs], [each.nbytes for each in inputs]
 
     def run(sources: Tensors, targets: Tensors) -> None:
-        whole = torch.cat(targets)
-        _exchange_on_host(group, whole, torch.cat(sources), received, sent)
-        for target, part in zip(targets, whole.split([len(each) for each in targets]), strict=True):
+        arrived = torch.cat(targets)
+        _exchange_on_host(group, arrived, torch.cat(sources), received, sent)
+        for target, part in zip(
+            targets, arrived.split([len(each) for each in targets]), strict=True
+        ):
             target.copy_(part)
 
     return [Operation("all_to_all", inputs, outputs, run)]

@@ -59,14 +59,14 @@ class Fault:
     Args:
         replacement: the change of the source.
         args: settings of the run, in addition to those of the model.
-        found: a part of the run's standard error, or of the error of
+        finding: a part of the run's standard error, or of the error of
             :func:`nccl_orders.compare_orders`; None: the losses are not those without the fault.
         fails: whether the run fails.
     """
 
     replacement: Replacement
     args: tuple[str, ...]
-    found: str | None
+    finding: str | None
     fails: bool = True
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hostnccl import host_nccl_of
 from nccl_orders import LOG, OrderError, compare_orders
 from ranks import run_ranks
 from simulated import BACKEND, simulate_values
@@ -180,32 +181,33 @@ def test_exchanges():
 def wait_late(env):
     device = connect(env)
     results = {}
-    one, two = (torch.full((2,), value, device=device) for value in (1.0, 2.0))
-    works = [dist.all_reduce(each, async_op=True) for each in (one, two)]
+    first, second = (torch.full((2,), value, device=device) for value in (1.0, 2.0))
+    works = [dist.all_reduce(each, async_op=True) for each in (first, second)]
     time.sleep(0.2)  # longer than the delays
-    results["before"] = one.isnan().all().item(), two.isnan().all().item()
+    results["before"] = first.isnan().all().item(), second.isnan().all().item()
     works[1].wait()  # of the collectives of a communicator, the earlier one ends first
-    results["after"] = one.tolist(), two.tolist()
+    results["after"] = first.tolist(), second.tolist()
     works[0].wait()
     # The second reads what the first wrote, without a wait between them.
-    works = [dist.all_reduce(one, async_op=True) for _ in range(2)]
+    works = [dist.all_reduce(first, async_op=True) for _ in range(2)]
     works[1].wait()
-    results["chain"] = one.tolist()
+    results["chain"] = first.tolist()
 
     def overwrite():
-        work = dist.all_reduce(two, async_op=True)
-        two.add_(1)
+        work = dist.all_reduce(second, async_op=True)
+        second.add_(1)
         work.wait()
 
     def free():
         group = dist.new_group()
         sent, gathered = torch.ones(2, device=device), torch.empty(4, device=device)
-        work = dist.all_gather_single(gathered, sent, group=group, async_op=True)
-        sent.untyped_storage().resize_(0)
+        with host_nccl_of(group)._lock:  # the collective does not start before the block ends
+            work = dist.all_gather_single(gathered, sent, group=group, async_op=True)
+            sent.untyped_storage().resize_(0)
         work.wait()
 
     def forget():
-        dist.all_reduce(one, async_op=True)
+        dist.all_reduce(first, async_op=True)
         dist.destroy_process_group()
 
     return results, errors_of({"overwrite": overwrite, "free": free, "forget": forget})
@@ -318,12 +320,12 @@ def issue_in_other_order(env):
 
 
 def test_orders_that_differ_between_ranks():
-    first, second = on_two_ranks(issue_in_other_order)
-    assert first == second
-    assert "the ranks issued their collectives in different orders" in first
-    one, other = first.split("rank 1, from its call")
-    assert one.index("all_reduce 3 float32") < one.index("all_reduce 5 float32")
-    assert other.index("all_reduce 5 float32") < other.index("all_reduce 3 float32")
+    texts = on_two_ranks(issue_in_other_order)
+    assert texts[0] == texts[1]
+    assert "the ranks issued their collectives in different orders" in texts[0]
+    first, second = texts[0].split("rank 1, from its call")
+    assert first.index("all_reduce 3 float32") < first.index("all_reduce 5 float32")
+    assert second.index("all_reduce 5 float32") < second.index("all_reduce 3 float32")
 
 
 def record(group, *operations):

@@ -35,8 +35,8 @@ def test_planted_fault_is_found(name: str, tmp_path: Path) -> None:
         compare_orders(read_logs(tmp_path / "logs"))
     except OrderError as error:
         text += str(error)
-    if fault.found is not None:
-        assert fault.found in text
+    if fault.finding is not None:
+        assert fault.finding in text
     else:
         train_on("cuda", tmp_path / "correct", *fault.args, variables=WITH_NCCL)
         assert losses(tmp_path / "run") != pytest.approx(losses(tmp_path / "correct"), rel=1e-3)
