@@ -160,7 +160,8 @@ class HostNccl(dist.ProcessGroupGloo):
         if self.has_all_ranks:  # torch closes it after the other groups
             check_orders(self)
         for call in self.pending:
-            raise RuntimeError(f"{self._place}: no stream waited for {call}")
+            if call.error is None:
+                raise RuntimeError(f"{self._place}: no stream waited for {call}")
 
     @property
     def _place(self) -> str:

@@ -222,7 +222,7 @@ def test_results_appear_with_the_wait():
         }
         modified = "a tensor of a collective was modified between its issue and the wait"
         assert modified in errors["overwrite"]
-        assert "no stream waited for SeqNum=" in errors["forget"]
+        assert "no stream waited for SeqNum=6, all_reduce(2, float32)" in errors["forget"]
         assert "memory of a collective was freed before it ended" in errors["free"]
 
 
