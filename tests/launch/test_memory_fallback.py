@@ -3,11 +3,12 @@ middle, and in an evaluation, under several strategies and on several hosts."""
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from commands import MICRO, digest, events, report, run, start, wait_for_step
+
+pytestmark = pytest.mark.usefixtures("own_cache", "without_memory_history")
 
 CALLBACK = f"callbacks=[{Path(__file__).with_name('memory_limit.py')}:MemoryLimit]"
 SIZE = "train_args.per_device_train_batch_size"
@@ -27,21 +28,6 @@ CASES = {
     "middle": ("task_args.from_step=3",),
     "evaluation": ("task_args.phase=evaluation",),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache that other tests do not use at the same time."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        yield folder / "paceline"
-
-
-@pytest.fixture(autouse=True)
-def no_history(own_cache: Path) -> None:
-    """Keep the settings that worked in one test from being used in the next one."""
-    (own_cache / "memory-settings.json").unlink(missing_ok=True)
 
 
 def final_losses(folder: Path) -> list[float]:

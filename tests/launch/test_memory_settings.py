@@ -2,7 +2,6 @@
 the same result, and what is stored about them."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,8 @@ from commands import MICRO, events, losses, report, run
 
 from paceline.config.load import load_config
 from paceline.core.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("own_cache", "without_memory_history")
 
 TASK = Path(__file__).with_name("small_memory_task.py")
 SIZE = "train_args.per_device_train_batch_size"
@@ -24,21 +25,6 @@ def train(folder: Path, *args: str, max_steps: int = 4, expect: int = 0) -> str:
     settings = (task, notes, "model=x", "dataset=x", f"max_steps={max_steps}", CONSTANT, *RANKS)
     output = f"output_dir={folder}"
     return run(*settings, *args, output, verb="train", expect=expect).stderr
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache that other tests do not use at the same time."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        yield folder / "paceline"
-
-
-@pytest.fixture(autouse=True)
-def no_history(own_cache: Path) -> None:
-    """Keep the settings that worked in one test from being used in the next one."""
-    (own_cache / "memory-settings.json").unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")
