@@ -69,6 +69,13 @@ def loss_without_head(model, tokens):
     return output.hidden_states[-1].square().sum()
 
 
+def loss_after_evaluation(model, tokens):
+    """A forward without gradients precedes one with gradients."""
+    with torch.no_grad():
+        reference = loss_of_logits(model, tokens)
+    return loss_of_logits(model, tokens) - reference
+
+
 def loss_of_two_forwards(model, tokens):
     """A forward without gradients precedes two with gradients."""
     with torch.no_grad():
@@ -83,6 +90,7 @@ LOSSES = {
         loss_in_chunks,
         loss_by_token,
         loss_without_head,
+        loss_after_evaluation,
         loss_of_two_forwards,
     )
 }
@@ -187,6 +195,15 @@ def test_zero2_gathers_each_unit_once_per_step(steps):
     head, blocks = HEAD + NORM, [BLOCK] * LAYERS
     assert sizes["all_gather"] == [EMBEDDING, *blocks, head]
     assert sizes["reduce_scatter"] == 2 * [head, *blocks, EMBEDDING]
+
+
+def test_forward_without_gradients_adds_no_gather_to_backward(steps):
+    head, blocks = HEAD + NORM, [BLOCK] * LAYERS
+    forward = [EMBEDDING, *blocks]
+    sizes, _, _ = steps["zero2", False, "loss_after_evaluation"]
+    assert sizes["all_gather"] == [*forward, head]
+    sizes, _, _ = steps["zero3", False, "loss_after_evaluation"]
+    assert sizes["all_gather"] == 2 * [*forward, head, *forward, *blocks, EMBEDDING]
 
 
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])

@@ -299,7 +299,7 @@ def _estimate(
     that the head and the root are still gathered when backward begins. With D replicas a shard's
     gradients are all-reduced once per step, both reductions in float32. Without replicas,
     `parallel.reduce_dtype` decides.
-    A forward pass without gradients gathers the other weights in both stages.
+    A forward pass without gradients gathers all weights in both stages.
     """
     sharded_weights = full_weights = state = gathers = copies = scalars = 0
     normed = batch_norm_names(shape)
@@ -319,9 +319,7 @@ def _estimate(
         sharded_weights += size * tensor.element_bytes
         if tensor.shape:
             unit.weights += padded * low_bytes
-            passes = 1
-            if unit_of[tensor.name] not in _KEPT:
-                passes += (tensor.name in backward) + config.extra_forwards
+            passes = (2 if tensor.name in backward else 1) + config.extra_forwards
             gathers += work.micro_batches * passes * padded * low_bytes
             copies += work.micro_batches * passes * size * tensor.element_bytes
         if tensor.trainable:

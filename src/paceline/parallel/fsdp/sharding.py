@@ -211,6 +211,10 @@ class FSDPSharding:
             # Gradients are summed, not averaged: the loss is already divided by the global count.
             first.set_gradient_divide_factor(1.0)
             first.set_force_sum_reduction_for_comms(True)
+            if unit is embedding:
+                # Nothing is left to gather in backward. By default, FSDP prefetches the unit that
+                # ran before: the head, if a forward without gradients came first.
+                first.set_modules_to_backward_prefetch([first])
             units.append(first)
         root = units[-1]
         root.set_reshard_after_backward(not self.keeps_weights)
