@@ -9,11 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import MICRO, digest, events, report, run, start, train
+from commands import MICRO, digest, events, losses, report, run, start, train
 from ray_nodes import find_workers, start_ray_cluster
 
 from paceline.cli import main
+from paceline.core.files import cache_dir
 
+SMALL_MEMORY_TASK = Path(__file__).parents[1] / "launch" / "small_memory_task.py"
 STEPS = ("max_steps=60", "save_steps=10", "learning_rate=1e-3")
 
 
@@ -61,6 +63,36 @@ def test_killed_worker_does_not_change_result(tmp_path, monkeypatch):
     assert json.loads(out) == report(folder)
     assert json.loads(out)["restarts"] == 1
     assert digest(folder) == digest(reference)
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+def test_out_of_memory_continues_with_smaller_settings(tmp_path):
+    folder, fixed = tmp_path / "run", tmp_path / "fixed"
+    settings = (
+        f"task={SMALL_MEMORY_TASK}:SmallMemoryTask", "model=x", "dataset=x", "max_steps=4",
+        "lr_scheduler_type=constant", "parallel.device=cpu",
+        f"task_args.notes={tmp_path / 'notes'}",
+    )  # fmt: skip
+    sizes = ("per_device_train_batch_size=2", "gradient_accumulation_steps=2")
+    run(*settings, *sizes, "parallel.num_gpus=2", f"output_dir={fixed}", verb="train")
+    # An earlier run may have stored the settings that worked.
+    (cache_dir() / "memory-settings.json").unlink(missing_ok=True)
+    with start_ray_cluster() as environment:
+        args = (*settings, "--num-workers", "2")
+        failed = run(
+            *args, f"output_dir={tmp_path / 'failed'}", "--max-failures", "0",
+            verb="ray", env=environment, expect=1,
+        )  # fmt: skip
+        run(*args, f"output_dir={folder}", "--max-failures", "1", verb="ray", env=environment)
+    [event] = events(folder, "memory_fallback")
+    assert event["settings"] == {
+        "train_args.per_device_train_batch_size": 2,
+        "train_args.gradient_accumulation_steps": 2,
+    }
+    assert [each["settings"] for each in report(folder)["memory_fallbacks"]] == [event["settings"]]
+    assert losses(folder) == pytest.approx(losses(fixed), rel=1e-5)
+    assert "set `per_device_train_batch_size=2 gradient_accumulation_steps=2`" in failed.stderr
 
 
 @pytest.mark.soak

@@ -217,7 +217,7 @@ def first_failure(
         previous_hosts: name of each rank's host in the previous round, as recorded by rank 0.
     """
     recorded = [record for record in records if "start" in record]
-    failures = [failure for record in recorded if (failure := _failure_of(record)) is not None]
+    failures = [failure for record in recorded if (failure := failure_of(record)) is not None]
     primary = [failure for failure in failures if not failure.outcome.get("secondary")]
     known_ranks = {record["start"]["rank"] for record in recorded}
     for host in dict.fromkeys(previous_hosts):
@@ -238,7 +238,8 @@ def first_failure(
     )
 
 
-def _failure_of(record: Record) -> Failure | None:
+def failure_of(record: Record) -> Failure | None:
+    """Return the failure of the rank that wrote a record, or None if the rank did not fail."""
     start, end, exit_ = record["start"], record.get("end"), record.get("exit")
     if exit_ is not None and exit_["pid"] != start["pid"]:
         exit_ = None

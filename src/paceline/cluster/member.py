@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 
 from pydantic import JsonValue
 
-from paceline.cluster.failures import AgentFolder, MemoryRecord, folder_of_agent
+from paceline.cluster.failures import AgentFolder, Failure, MemoryRecord, folder_of_agent
 from paceline.cluster.rounds import (
     Membership,
     Restart,
@@ -123,7 +123,7 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
             return rejected.outcome
         if prepared.finished is not None:
             return {"status": "finished", "exit_code": 0, "report": prepared.finished}
-        if member.round.env.local_rank == 0:
+        if member.keeps_state:
             member.folder.write_state(
                 {
                     "global_batch_size": prepared.spec.derived.global_batch_size,
@@ -413,11 +413,30 @@ def difference(
     )
 
 
-def run_under_agent(loaded: Loaded, options: TrainOptions, started_at: float) -> TrainResult:
+@dataclass(frozen=True)
+class PreviousRound:
+    """The previous round of a run whose launcher starts new processes without an agent.
+
+    Args:
+        folder: folder of this rank alone, with the state of the previous round.
+        failure: failure that ended the previous round; None if this round does not follow from it.
+    """
+
+    folder: AgentFolder
+    failure: Failure | None
+
+
+def run_under_agent(
+    loaded: Loaded,
+    options: TrainOptions,
+    started_at: float,
+    previous: PreviousRound | None = None,
+) -> TrainResult:
     """Run this rank of a run that an elastic agent, such as torchrun, has started.
 
     Args:
         started_at: start time of the command, in seconds since the epoch.
+        previous: previous round, if there is no agent that knows it.
 
     Raises:
         PacelineError: if the run failed, with the exit code and one paragraph of text.
@@ -431,9 +450,15 @@ def run_under_agent(loaded: Loaded, options: TrainOptions, started_at: float) ->
         log_and_check(loaded)
     request = RunRequest(loaded, options, started_at, printed=frozenset(recorder.messages))
     call = next_call()
-    with contextlib.nullcontext() if _has_agent() else Scratch() as scratch:
-        folder = AgentFolder(scratch) if scratch is not None else folder_of_agent(call)
+    has_folder = previous is not None or _has_agent()
+    with contextlib.nullcontext() if has_folder else Scratch() as scratch:
+        if scratch is not None:
+            folder = AgentFolder(scratch)
+        else:
+            folder = folder_of_agent(call) if previous is None else previous.folder
         member = _join(folder, loaded, call)
+        if previous is not None:
+            member = replace(member, previous_failure=previous.failure, keeps_state=True)
         outcome = train_member(request, member, _stop_flag(member, loaded))
         member.end(outcome)
         member.round.leave()

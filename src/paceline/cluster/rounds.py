@@ -14,6 +14,7 @@ from typing import TypedDict, cast
 from paceline.cluster.failures import (
     AgentFolder,
     AgentState,
+    Failure,
     MemoryRecord,
     Record,
     StartRecord,
@@ -51,6 +52,10 @@ class Membership:
         record: record of the rank with the same local rank in the previous round.
         can_restart: whether the agent restarts the ranks if one of them fails.
         agent_pid: process ID of the agent.
+        previous_failure: failure that ended the previous round, if the launcher knows it; by
+            default it follows from the records.
+        keeps_state: whether this rank writes the state of the round to ``folder``: one of the ranks
+            that share a folder.
     """
 
     round: Round
@@ -58,6 +63,8 @@ class Membership:
     record: Record
     can_restart: bool
     agent_pid: int
+    previous_failure: Failure | None = None
+    keeps_state: bool = False
 
     def end(self, outcome: Outcome) -> None:
         """Record how this rank ended."""
@@ -125,7 +132,7 @@ def join_round(
     }
     folder.write(local_rank, "start", start)
     watch_termination(folder, local_rank)
-    return Membership(joined, folder, record, can_restart, agent_pid)
+    return Membership(joined, folder, record, can_restart, agent_pid, keeps_state=local_rank == 0)
 
 
 class Restart(TypedDict):
@@ -160,7 +167,7 @@ def follow(member: Membership, config: Config) -> Restart:
         state = max(states, key=lambda known: known.get("entered_at", 0.0))
     decision = _decide(member, records, state, config) if round_.is_first else None
     policy, restart = round_.broadcast("restart", decision)
-    if round_.env.local_rank == 0:
+    if member.keeps_state:
         # Written on every host, because rank 0's host may be lost together with its agent.
         member.folder.write_state(
             {
@@ -179,7 +186,9 @@ def _decide(
     round_ = member.round
     previous_hosts = state.get("hosts", [])
     policy = RestartPolicy(config, state.get("resume_from"), state.get("recovery"))
-    failure = first_failure(records, round_.hosts, previous_hosts) if previous_hosts else None
+    failure = member.previous_failure
+    if failure is None and previous_hosts:
+        failure = first_failure(records, round_.hosts, previous_hosts)
     fault: Fault | None = None
     failed: Outcome | None = None
     fallback: MemoryFallbackEvent | None = None
@@ -191,7 +200,7 @@ def _decide(
         outcome = failure.outcome
         smaller = None
         if memory is not None and policy.may_fall_back(outcome):
-            smaller = _smaller_settings(config, memory, outcome)
+            smaller = settings_after(config, memory, outcome)
         if memory is None or smaller is None:
             fault, outcome = policy.evaluate(outcome)
         else:
@@ -220,7 +229,7 @@ def _decide(
     return policy.state, restart
 
 
-def _smaller_settings(config: Config, memory: MemoryRecord, outcome: Outcome) -> Settings | None:
+def settings_after(config: Config, memory: MemoryRecord, outcome: Outcome) -> Settings | None:
     """Return the memory settings to change after a rank ran out of memory, or None."""
     layout = ParallelLayout(
         memory["strategy"], ParallelDims(**memory["axes"]), memory["num_processes"]

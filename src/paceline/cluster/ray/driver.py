@@ -146,7 +146,7 @@ class TorchTrainer:
             context.get_node_id(), soft=False
         )
         actor = record_class.options(scheduling_strategy=this_node)
-        self._record = actor.remote(context.get_node_id())
+        self._record = actor.remote(context.get_node_id(), self.max_failures)
         if self._stop_signal is not None:
             self._record.request_stop.remote(self._stop_signal)
         from paceline.version import __version__

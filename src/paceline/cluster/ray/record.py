@@ -6,11 +6,17 @@ ones. The actor records which workers an attempt had, how they ended, and whethe
 retried.
 """
 
+from __future__ import annotations
+
 import time
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import Outcome
 from paceline.core.events import Fault
+
+if TYPE_CHECKING:  # the actor needs it only if memory was lacking
+    from paceline.cluster.failures import AgentState, Failure
 
 
 @dataclass(frozen=True)
@@ -39,11 +45,25 @@ class Attempt:
         fault: the content of the `fault` event if an attempt failed before this one.
         lost_folder_of: the host with the run's folder, if rank 0 of this attempt runs on another
             one.
+        out_of_memory: the failure before this attempt, if memory was lacking.
     """
 
     order: list[int]
     fault: Fault | None
     lost_folder_of: str | None
+    out_of_memory: OutOfMemoryFailure | None = None
+
+
+@dataclass(frozen=True)
+class OutOfMemoryFailure:
+    """A failure after which an attempt with smaller memory settings follows.
+
+    Args:
+        state: state of the round, for the workers of the next attempt.
+    """
+
+    failure: Failure
+    state: AgentState
 
 
 @dataclass(frozen=True)
@@ -68,11 +88,13 @@ class RunRecord:
 
     Args:
         driver_node: Ray's identifier of the driver's node.
+        max_failures: number of failures after which Ray starts the workers again; -1 for any.
     """
 
-    def __init__(self, driver_node: str) -> None:
+    def __init__(self, driver_node: str, max_failures: int = 0) -> None:
         self._first_place = WorkerPlace(driver_node, "", "", 0)
-        self._num_attempts = 0
+        self._num_attempts, self._max_failures = 0, max_failures
+        self._out_of_memory: OutOfMemoryFailure | None = None
         self._places: list[WorkerPlace] = []  # by Ray's rank, as are the next three
         self._numbers: dict[int, int] = {}  # Paceline's rank
         self._ended: dict[int, _Ended] = {}
@@ -113,7 +135,8 @@ class RunRecord:
         self._places = places
         self._numbers = {ray_rank: rank for rank, ray_rank in enumerate(order)}
         self._ended, self._lost, self._failed_at = {}, set(), None
-        return Attempt(order, fault, previous.host if has_moved else None)
+        out_of_memory, self._out_of_memory = self._out_of_memory, None
+        return Attempt(order, fault, previous.host if has_moved else None, out_of_memory)
 
     def poll(self, has_run_folder: bool) -> int | None:
         """Record that rank 0 is running. Return the number of the signal that the driver received,
@@ -138,6 +161,14 @@ class RunRecord:
             self._final_failure = replace(failure, place=self._place(ray_rank))
         self._final_ranks.add(ray_rank)
         return len(self._final_ranks)
+
+    def run_out_of_memory(self, failure: OutOfMemoryFailure) -> bool:
+        """Record that a worker ran out of memory, unless another one did before. Return whether
+        Ray makes another attempt."""
+        if 0 <= self._max_failures < self._num_attempts:
+            return False
+        self._out_of_memory = self._out_of_memory or failure
+        return True
 
     def finish(self, rank: int, result: Outcome) -> None:
         """Record the result of a rank: status, exit code and report."""

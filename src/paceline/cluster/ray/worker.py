@@ -11,15 +11,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.member import run_under_agent
-from paceline.cluster.ray.record import Attempt, FinalFailure, WorkerPlace
+from paceline.cluster.failures import AgentFolder, failure_of
+from paceline.cluster.member import PreviousRound, run_under_agent
+from paceline.cluster.ray.record import (
+    Attempt,
+    FinalFailure,
+    OutOfMemoryFailure,
+    WorkerPlace,
+)
+from paceline.cluster.rounds import settings_after
 from paceline.config.load import Loaded
-from paceline.core.errors import EXIT_USAGE, ConfigError, Outcome, PacelineError, failed_outcome
+from paceline.core.errors import (
+    EXIT_USAGE,
+    ConfigError,
+    Outcome,
+    PacelineError,
+    ReportedError,
+    failed_outcome,
+)
 from paceline.core.event_log import tail_events
+from paceline.core.files import Scratch
 from paceline.core.log import CONSOLE_ONLY, configure_logging
 from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
-from paceline.train.run_spec import TrainOptions
+from paceline.train.run_spec import TrainOptions, TrainResult
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +69,7 @@ def train_worker(task: WorkerTask) -> Outcome:
 
     An exception makes Ray restart all workers. A failure that would repeat is therefore returned if
     all workers report one; otherwise the record stores it, so that the workers of the next attempt
-    end immediately.
+    end immediately. After a lack of memory, the next attempt has smaller memory settings.
     """
     import ray
     import ray.train
@@ -109,12 +124,40 @@ def _run(task: WorkerTask, attempt: Attempt) -> Outcome:
     options = TrainOptions(allow_config_change=task.allow_config_change, fault=fault)
     with _reporting(task, run_dir) if is_first else contextlib.nullcontext():
         loaded = task.loaded if is_first else replace(task.loaded, notices=[])
-        result = run_under_agent(loaded, options, started_at)
+        result = _train(task, attempt, loaded, options, started_at)
     return {
         "status": "stopped" if result.report is None else result.report.get("status", "stopped"),
         "exit_code": result.exit_code,
         "report": result.report,
     }
+
+
+def _train(
+    task: WorkerTask, attempt: Attempt, loaded: Loaded, options: TrainOptions, started_at: float
+) -> TrainResult:
+    """Train. If this worker runs out of memory and the next attempt can have smaller memory
+    settings, the error makes Ray start that attempt."""
+    import ray
+
+    before = attempt.out_of_memory
+    with Scratch() as scratch:
+        folder = AgentFolder(scratch)
+        if before is not None:
+            folder.write_state(before.state)
+        previous = PreviousRound(folder, None if before is None else before.failure)
+        try:
+            return run_under_agent(loaded, options, started_at, previous)
+        except PacelineError as error:
+            failure = failure_of(folder.take(int(os.environ["LOCAL_RANK"])))
+            state = folder.read_state()
+            memory = state.get("memory")
+            if failure is None or memory is None or not failure.outcome.get("out_of_memory"):
+                raise
+            if settings_after(loaded.config, memory, failure.outcome) is None:
+                raise
+            if ray.get(task.record.run_out_of_memory.remote(OutOfMemoryFailure(failure, state))):
+                raise ReportedError(error.paragraph(), error.exit_code) from error
+            raise
 
 
 def _begin_attempt(task: WorkerTask) -> Attempt:
