@@ -1,6 +1,7 @@
 """A worker that simulates training as common tools do it instead of with Paceline's settings: the
-logits of all tokens, gradients summed in float32 by FSDP, weights of tensor parallelism in bfloat16
-with gradients that are freed after each step. Started by test_simulated_ranks.py."""
+logits of all tokens, gradients summed in float32 by FSDP, whose root has the embedding and the head
+and is freed after forward, weights of tensor parallelism in bfloat16 with gradients that are freed
+after each step. Started by test_simulated_ranks.py."""
 
 import sys
 from collections.abc import Iterable
@@ -8,9 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
+from paceline.models.blocks import ModelEnds
 from paceline.parallel.ddp.buckets import squared_norm_of
+from paceline.parallel.fsdp import sharding
 from paceline.parallel.hybrid import strategy as hybrid
 from paceline.simulation import rank, worker
 from paceline.tasks.language import LanguageTask
@@ -53,8 +57,14 @@ class SeparateGradients:
             gradient.mul_(factor.to(gradient.dtype))
 
 
+def _free_after_forward(module: nn.Module, **settings: Any) -> None:
+    fully_shard(module, **{**settings, "reshard_after_forward": True})
+
+
 def use_plain_settings(with_tensor_parallelism: bool) -> None:
     LanguageTask.loss = full_loss  # type: ignore[method-assign]
+    sharding.find_ends = lambda model: ModelEnds()
+    sharding.fully_shard = _free_after_forward
     LanguageTask.setup = lambda task, model: []  # type: ignore[method-assign]
     if with_tensor_parallelism:
         build = rank.language_model_on_meta

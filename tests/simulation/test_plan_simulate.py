@@ -65,8 +65,10 @@ def test_plan_simulates_up_to_three_ranks(
         shard_bytes = 4 * parameters / world_size
         assert rank["memory_bytes"]["parameters"] == pytest.approx(shard_bytes, rel=0.1)
         assert rank["memory_bytes"]["optimizer"] == pytest.approx(2 * shard_bytes, rel=0.2)
-        # weights for forward and for backward in bfloat16, and gradients once in float32
-        assert sent(rank)["all_gather"] == pytest.approx(4 * parameters, rel=0.01)
+        # Weights for forward and for backward in bfloat16, except the table of tokens, which is
+        # also the head, and the last norm; they stay gathered. Gradients once in float32.
+        kept = 8192 * 64 + 64
+        assert sent(rank)["all_gather"] == pytest.approx(4 * parameters - 2 * kept, rel=0.01)
         assert sent(rank)["reduce_scatter"] == pytest.approx(4 * parameters, rel=0.01)
         assert rank["time_floor_s"] > 0
     peaks = [rank["peak_memory_bytes"] for rank in simulated["ranks"]]
