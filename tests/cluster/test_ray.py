@@ -13,6 +13,9 @@ from commands import MICRO, digest, events, losses, report, run, start, train
 from ray_nodes import find_workers, start_ray_cluster
 
 from paceline.cli import main
+from paceline.cluster.failures import AgentFolder
+from paceline.cluster.ray.worker import _memory_failure
+from paceline.config.load import load_config
 from paceline.core.files import cache_dir
 
 SMALL_MEMORY_TASK = Path(__file__).parents[1] / "launch" / "small_memory_task.py"
@@ -93,6 +96,13 @@ def test_out_of_memory_continues_with_smaller_settings(tmp_path):
     assert [each["settings"] for each in report(folder)["memory_fallbacks"]] == [event["settings"]]
     assert losses(folder) == pytest.approx(losses(fixed), rel=1e-5)
     assert "set `per_device_train_batch_size=2 gradient_accumulation_steps=2`" in failed.stderr
+
+
+def test_worker_that_fails_before_it_joins_the_others_is_not_out_of_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert (
+        _memory_failure(AgentFolder(tmp_path), load_config(None, ["model=x", "dataset=x"])) is None
+    )
 
 
 @pytest.mark.soak

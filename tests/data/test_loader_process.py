@@ -85,7 +85,13 @@ def test_chosen_processes_are_forked_with_a_warning_if_nothing_else_works() -> N
     options, [(level, text)] = options_of(WithModule(), stack, dataloader_num_workers=2)
     assert (options.num_workers, options.start_method) == (2, "fork")
     assert level == "warning"
-    assert "dataloader_num_workers: 0" in text
+    assert "set `dataloader_num_workers: 0`" in text
+
+
+def test_advice_for_streamed_data_that_cannot_be_copied() -> None:
+    options, [(level, text)] = options_of(WithModule(), stack, num_stream_workers=3)
+    assert (options.num_workers, options.start_method, level) == (3, "fork", "warning")
+    assert "set `streaming: false`" in text  # 0 would mean one process per core
 
 
 def test_small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +99,10 @@ def test_small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     options, [(_, text)] = options_of(Places(), stack)
     assert options.num_workers == 0
     assert "--shm-size" in text
+    # Processes that the user or the data require are started as usual.
+    options, notices = options_of(Places(), stack, dataloader_num_workers=2)
+    assert (options.num_workers, options.start_method) == (2, "forkserver")
+    assert notices == []
 
 
 def test_process_has_the_environment_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 import paceline
 from paceline.core.errors import ConfigError
@@ -230,45 +228,6 @@ def test_fused_optimizers_take_found_inf():
     parameter = nn.Parameter(torch.zeros(1))
     assert torch_compat.takes_found_inf(torch.optim.AdamW([parameter], fused=True))
     assert not torch_compat.takes_found_inf(torch.optim.AdamW([parameter], foreach=False))
-
-
-class Choice(nn.Module):
-    """Uses one of two layers."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.last = nn.Linear(4, 1)
-
-    def forward(self, x, number):
-        return self.last(self.layers[number](x)).sum()
-
-
-def use_different_layers(world, accumulation):
-    """Return the gradients of two micro-batches, of which each rank uses another layer in turn."""
-    mesh = DeviceMesh("cpu", range(world.size), mesh_dim_names=("shard",))
-    model = Choice()
-    for unit in (model.last, model):
-        fully_shard(unit, mesh=mesh)
-    torch_compat.reduce_unused_parameters(model)
-    for number in range(accumulation):
-        x = torch.full((2, 4), 1.0 + world.rank + number)
-        model(x, (world.rank + number) % 2).backward()
-    return {name: each.grad.full_tensor() for name, each in model.named_parameters()}
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_ranks_may_use_different_parameters(accumulation):
-    first, second = run_ranks(use_different_layers, 2, accumulation)
-    model = Choice()
-    for rank in range(2):
-        for number in range(accumulation):
-            x = torch.full((2, 4), 1.0 + rank + number)
-            (model(x, (rank + number) % 2) / 2).backward()
-    for name, each in model.named_parameters():
-        torch.testing.assert_close(first[name], each.grad)
-        torch.testing.assert_close(second[name], each.grad)
 
 
 def test_allocator_settings_are_parsed():

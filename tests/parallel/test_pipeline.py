@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_input
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +26,7 @@ from paceline.parallel.pipeline.check import check_blocks
 from paceline.parallel.pipeline.cost import pipeline_cost
 from paceline.parallel.pipeline.partition import PartitionedModel
 from paceline.parallel.pipeline.runner import PipelineRunner, divide_model
+from paceline.parallel.pipeline.schedule import _run_backward
 
 # Lengths of the samples of each micro-batch, which are packed into one row.
 LENGTHS = ((5, 3), (7,), (2, 2, 9), (4, 4))
@@ -387,3 +389,21 @@ def test_detects_data_flow_outside_the_blocks() -> None:
     assert not hidden.isnan().any()
     # The second stage has no output of the first block; PipelineRunner rejects such a model.
     assert partitioned.run(1, partial(simple_step, 0, model), hidden).isnan()
+
+
+@pytest.mark.parametrize("runs_inputs_only", [False, True])
+def test_lack_of_memory_in_backward_is_recognized(runs_inputs_only):
+    def lack_memory(gradient):
+        raise torch.OutOfMemoryError("out of memory")
+
+    layer = nn.Linear(2, 2)
+    received = torch.ones(1, 2, requires_grad=True)
+    hidden = layer(received)
+    hidden.register_hook(lack_memory)
+    output, gradients = hidden * 2, (torch.ones(1, 2),)
+    if runs_inputs_only:
+        run, weights = stage_backward_input, (layer.parameters(),)
+    else:
+        run, weights = stage_backward, ()
+    with pytest.raises(torch.OutOfMemoryError, match=r"^out of memory$"):
+        _run_backward(run, [output], gradients, [received], *weights)

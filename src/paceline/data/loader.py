@@ -17,7 +17,7 @@ from paceline.core.errors import PacelineError, RunError
 from paceline.core.processes import end_by_starter_alone, end_with_starter, hidden_main
 from paceline.data.collate import map_tensors
 from paceline.data.counts import StreamCounts
-from paceline.data.loader_process import LoaderOptions, RankEnvironment
+from paceline.data.loader_process import LoaderOptions, RankEnvironment, start_loader_server
 from paceline.data.order.base import Keys, Order, split_by_length, split_even
 from paceline.distributed.seeds import seed_everything
 
@@ -139,6 +139,8 @@ def _load(
         multiprocessing_context=options.context,
         worker_init_fn=_loader_process_start if options.num_workers else None,
     )
+    if options.num_workers and options.start_method == "forkserver":
+        start_loader_server()  # unless the rank has started it in advance
     with hidden_main():
         return iter(loader)
 

@@ -68,7 +68,7 @@ def loader_options(
         device_type: type of the rank's device.
         num_stream_workers: number of processes if the config does not set any and the data are
             streamed; they tokenize ahead of the step. 0 if the data are not streamed.
-        sent: objects of which each loader process gets a copy: the dataset, and the function that
+        sent: objects that are copied into each loader process: the datasets, and the function that
             collates.
     """
     on_cpu = device_type == "cpu"
@@ -81,21 +81,25 @@ def loader_options(
     )
     if on_cpu or not count:
         return options, []
+    is_required = bool(num_stream_workers) or not is_default
     reason = _reason_against_copying(sent)
-    if reason is None:
-        return replace(options, start_method="forkserver"), []
-    if num_stream_workers or not is_default:
+    if reason is not None and is_required:
+        setting = "streaming: false" if num_stream_workers else "dataloader_num_workers: 0"
         text = (
             f"loader processes are forked from ranks that use an accelerator, because {reason}."
-            " They may hang, which `train_args.dataloader_num_workers: 0` avoids"
+            f" If they hang, set `{setting}`"
         )
         return options, [("warning", text)]
+    if reason is None and not is_required:
+        reason = _small_shared_memory()
+    if reason is None:
+        return replace(options, start_method="forkserver"), []
     text = f"each rank collates its batches itself, without a loader process, because {reason}"
     return replace(options, num_workers=0), [("info", text)]
 
 
 class RankEnvironment:
-    """The environment variables of this process. A process that unpickles this object gets them: a
+    """Sets the environment variables of this process in the process that unpickles this object. A
     fork server has the variables of the launcher, without the number of the rank."""
 
     def __reduce__(self) -> Any:
@@ -116,9 +120,16 @@ def _reason_against_copying(sent: object) -> str | None:
         return str(error)
     except Exception as error:  # from `__reduce__` and `__getstate__` of any class
         return f"the dataset or the task cannot be pickled ({type(error).__name__}: {error})"
-    if _SHARED.is_dir() and (free_bytes := shutil.disk_usage(_SHARED).free) < _MIN_SHARED_BYTES:
-        return f"/dev/shm has only {human_bytes(free_bytes)} free (in Docker: `--shm-size=8g`)"
     return None
+
+
+def _small_shared_memory() -> str | None:
+    """Return how little memory a loader process could share with its rank, or None if there is
+    enough."""
+    free_bytes = shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else _MIN_SHARED_BYTES
+    if free_bytes >= _MIN_SHARED_BYTES:
+        return None
+    return f"/dev/shm has only {human_bytes(free_bytes)} free (in Docker: `--shm-size=8g`)"
 
 
 class _NotCopied(Exception):

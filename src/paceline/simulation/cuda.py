@@ -7,7 +7,7 @@ Tensors on the simulated devices have shapes only: everything that computes must
 Tensors that are not fake, which have kernels only in the tests, count as memory of their device:
 ``torch.cuda.memory_allocated()`` and its relatives return their bytes, and what exceeds the
 device's memory, or its part of ``torch.cuda.set_per_process_memory_fraction``, raises
-``torch.OutOfMemoryError``. Memory is that of one process.
+``torch.OutOfMemoryError``. Only memory of this process counts.
 
 The CPU build of torch lacks the functions of CUDA in its compiled module, and ``torch.cuda`` calls
 many of them. So this module uses private names of torch, and only the releases with which it was

@@ -91,7 +91,7 @@ class RunRecord:
         max_failures: number of failures after which Ray starts the workers again; -1 for any.
     """
 
-    def __init__(self, driver_node: str, max_failures: int = 0) -> None:
+    def __init__(self, driver_node: str, max_failures: int) -> None:
         self._first_place = WorkerPlace(driver_node, "", "", 0)
         self._num_attempts, self._max_failures = 0, max_failures
         self._out_of_memory: OutOfMemoryFailure | None = None

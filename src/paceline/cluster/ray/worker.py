@@ -148,16 +148,22 @@ def _train(
         try:
             return run_under_agent(loaded, options, started_at, previous)
         except PacelineError as error:
-            failure = failure_of(folder.take(int(os.environ["LOCAL_RANK"])))
-            state = folder.read_state()
-            memory = state.get("memory")
-            if failure is None or memory is None or not failure.outcome.get("out_of_memory"):
+            failure = _memory_failure(folder, loaded)
+            if failure is None or not ray.get(task.record.run_out_of_memory.remote(failure)):
                 raise
-            if settings_after(loaded.config, memory, failure.outcome) is None:
-                raise
-            if ray.get(task.record.run_out_of_memory.remote(OutOfMemoryFailure(failure, state))):
-                raise ReportedError(error.paragraph(), error.exit_code) from error
-            raise
+            raise ReportedError(error.paragraph(), error.exit_code) from error
+
+
+def _memory_failure(folder: AgentFolder, loaded: Loaded) -> OutOfMemoryFailure | None:
+    """Return the failure of this worker if smaller memory settings may solve it, else None."""
+    record, state = folder.take(int(os.environ["LOCAL_RANK"])), folder.read_state()
+    memory = state.get("memory")
+    if memory is None or not record.get("end", {}).get("out_of_memory"):
+        return None  # the worker may have failed before it joined the others
+    failure = failure_of(record)
+    if failure is None or settings_after(loaded.config, memory, failure.outcome) is None:
+        return None
+    return OutOfMemoryFailure(failure, state)
 
 
 def _begin_attempt(task: WorkerTask) -> Attempt:

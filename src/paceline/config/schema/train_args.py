@@ -366,7 +366,7 @@ class TrainArgs(Section):
     dataloader_num_workers: Auto | Annotated[int, Field(ge=0)] = Field(
         "auto",
         description=(
-            "Data loader processes per rank, each of which prefetches batches. `auto`: 1 on"
+            "Data loader processes per rank. Each of them prefetches batches. `auto`: 1 on"
             " accelerators, if the data and the task can be copied into a process, and 0 on CPUs."
             " `auto` and 0 for a rank that streams its data: one per core, at most 4."
         ),

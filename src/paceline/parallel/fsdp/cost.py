@@ -73,8 +73,8 @@ def _units_by_parameter(shape: ModelShape) -> dict[str, str]:
 
 
 def _reached_by_backward(shape: ModelShape, units: Mapping[str, str]) -> set[str]:
-    """Return the parameters of the blocks and of the embedding that are gathered in backward: those
-    from the first trained parameter on, and the unit before these, which FSDP prefetches."""
+    """Return the parameters of the blocks and of the embedding that are gathered in backward: from
+    the first trained parameter on, and of the unit before it, which FSDP prefetches."""
     trained = {units[tensor.name] for tensor in shape.trained}
     reached: set[str] = set()
     begun = False
@@ -92,8 +92,8 @@ def _reached_by_backward(shape: ModelShape, units: Mapping[str, str]) -> set[str
 
 @dataclass
 class _Unit:
-    """Bytes of the parameters that FSDP gathers together: those of a block, of the embedding, of
-    the head, or of the root (all others).
+    """Bytes of the parameters that FSDP gathers together: a block, the embedding, the head, or the
+    root with all other parameters.
 
     Args:
         weights: when they are gathered. The message in which they arrive has the same size.
@@ -134,8 +134,8 @@ class _Timeline:
     def peak_bytes(self) -> int:
         """Return the peak of activations, gathered weights, messages and gradients."""
         num = self.work.micro_batches
-        # Stage 2 frees the weights in the last backward. Gradients are added to those of the
-        # micro-batches before.
+        # Stage 2 frees the weights in the last backward. Gradients are added to the gradients of
+        # the micro-batches before.
         passes = [(self.reshards or number == num - 1, number > 0) for number in range(min(num, 3))]
         if num > 2:
             passes[-1] = (True, True)
@@ -158,7 +158,7 @@ class _Timeline:
         at_end = gathered + saved + activations.ends
         moments = [
             2 * root + 2 * embedding,
-            # Its message, or that of the root, is there until the weights of the first block are.
+            # The message of the embedding or of the root exists until the first block is gathered.
             root + (embedding or root) + 2 * first.weights + (0 if self.reshards else embedding),
             # The weights of the last block are copied out.
             in_block + before.weights - last.activations,

@@ -198,16 +198,13 @@ class DynamicStage(_PipelineStageBase):
         with counted_again():
             self._before_backward(self.stage_index, last_backward)
             if full_backward:
-                result = _run_backward(output, gradients or (None,), inputs)
+                result = _run_backward(stage_backward, (output,), gradients or (None,), inputs)
             elif self.is_first:
                 self._split[bwd_chunk_id] = (output, gradients, None)
                 return
             else:
-                result, groups = stage_backward_input(
-                    [output],
-                    gradients,  # type: ignore[arg-type]
-                    inputs,
-                    iter(self._trained),
+                result, groups = _run_backward(
+                    stage_backward_input, [output], gradients, inputs, iter(self._trained)
                 )
                 self._split[bwd_chunk_id] = (output, gradients, groups)
         self._input_grads[bwd_chunk_id] = result[0] if result else None
@@ -220,16 +217,17 @@ class DynamicStage(_PipelineStageBase):
         with counted_again():
             self._before_backward(self.stage_index, last_backward)
             if groups is None:
-                _run_backward(output, gradients, [])
+                _run_backward(stage_backward, (output,), gradients, [])
             else:
                 stage_backward_weight(iter(self._trained), groups)
 
 
-def _run_backward(output: torch.Tensor, gradients: Any, inputs: list[torch.Tensor]) -> Any:
-    """Run ``stage_backward`` of torch, which raises every error again as a RuntimeError about the
-    stage. Here it is the error itself, so that the caller knows whether memory was lacking."""
+def _run_backward(run: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of torch that runs the backward pass of a stage, and wraps every error in a
+    RuntimeError about the stage. Raise the error itself, so that the caller knows whether memory
+    was lacking."""
     try:
-        return stage_backward((output,), gradients, inputs)
+        return run(*args)
     except RuntimeError as error:
         if error.__cause__ is None:
             raise
