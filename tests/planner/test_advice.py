@@ -97,6 +97,18 @@ def test_output_lists_what_fits_and_its_cost(capsys: pytest.CaptureFixture[str])
     assert main([*args, "--device", "A10", "--world-size", "4"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "as configured: ddp does not fit: " in output
+    assert "`paceline sft` chooses gradient_checkpointing=selective" in output
+    assert "the smallest change" not in output
+    # With memory settings that are set, nothing is chosen.
+    args += [
+        "per_device_train_batch_size=4",
+        "gradient_accumulation_steps=1",
+        "gradient_checkpointing=none",
+        "parallel.cpu_offload=none",
+    ]
+    assert main([*args, "--device", "A10", "--world-size", "4"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "as configured: ddp does not fit: " in output
     assert " GiB on 4 ranks; 20.1 GiB per rank can be used" in output
     assert "with parallel.mode=zero3: " in output
     assert "with gradient_checkpointing=full: 19.2 GiB per rank" in output
