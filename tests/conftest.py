@@ -4,6 +4,7 @@ leaves no process running and no environment variable changed.
 GPUs are hidden, except with ``-m gpu``: the other tests use CPU ranks on every machine."""
 
 import contextlib
+import logging
 import math
 import os
 import shutil
@@ -221,6 +222,17 @@ def visible_packages() -> Iterator[None]:
     user_code = sys.modules.get("paceline.core.user_code")
     if user_code is not None:
         user_code.show_packages()
+
+
+@pytest.fixture(autouse=True)
+def package_logger() -> Iterator[None]:
+    """Let records reach ``caplog`` in the next test, even if a command in this process prints
+    them."""
+    log = logging.getLogger("paceline")
+    before = log.propagate, log.level, log.handlers[:]
+    yield
+    log.propagate, level, log.handlers[:] = before
+    log.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import paceline
 from paceline.core.errors import ConfigError
@@ -231,7 +233,8 @@ def test_fused_optimizers_take_found_inf():
 
 
 def test_allocator_settings_are_parsed():
-    torch_compat.set_allocator_settings("expandable_segments:True,pinned_max_round_threshold_mb:16")
+    torch_compat.set_allocator_settings("expandable_segments:True", "pinned_max_round_threshold_mb:16")
+    torch_compat.set_allocator_settings("expandable_segments:True", "no such setting")
     with pytest.raises((RuntimeError, ValueError)):  # which one depends on the release
         torch_compat.set_allocator_settings("no such setting")
 
@@ -326,6 +329,45 @@ def test_shape_propagation_is_wrapped_and_restored():
     assert propagator._propagate_tensor_meta_non_cached is not plain
     restore()
     assert propagator._propagate_tensor_meta_non_cached is plain
+
+
+class Choice(nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x, number):
+        return self.last(self.layers[number](x)).sum()
+
+
+def use_different_layers(world, accumulation):
+    """Return the gradients of two micro-batches, of which each rank uses another layer in turn."""
+    mesh = DeviceMesh("cpu", range(world.size), mesh_dim_names=("shard",))
+    model = Choice()
+    for unit in (model.last, model):
+        fully_shard(unit, mesh=mesh)
+    torch_compat.reduce_unused_parameters(model)
+    for number in range(accumulation):
+        x = torch.full((2, 4), 1.0 + world.rank + number)
+        model(x, (world.rank + number) % 2).backward()
+    return {name: each.grad.full_tensor() for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_ranks_may_use_different_parameters(accumulation):
+    first, second = run_ranks(use_different_layers, 2, accumulation)
+    model = Choice()
+    for rank in range(2):
+        for number in range(accumulation):
+            x = torch.full((2, 4), 1.0 + rank + number)
+            (model(x, (rank + number) % 2) / 2).backward()
+    for name, each in model.named_parameters():
+        torch.testing.assert_close(first[name], each.grad)
+        torch.testing.assert_close(second[name], each.grad)
 
 
 def hook_and_use_store(world):

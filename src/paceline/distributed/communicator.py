@@ -454,11 +454,11 @@ def tune_allocator(device_type: str) -> None:
 
     On CUDA, segments of the caching allocator grow instead of being joined by new ones, so that
     rows of changing length do not fragment the memory (:func:`expands_segments`). Larger blocks of
-    pinned host memory are not rounded up to a power of two.
+    pinned host memory are not rounded up to a power of two, if this torch has the setting.
     """
     gc.freeze()
     if expands_segments(device_type):
-        set_allocator_settings("expandable_segments:True,pinned_max_round_threshold_mb:16")
+        set_allocator_settings("expandable_segments:True", "pinned_max_round_threshold_mb:16")
     if device_type == "cpu" and not any(
         name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ
     ):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from paceline.core.errors import ConfigError
 
-SUPPORTED = "torch>=2.13,<2.16"
+SUPPORTED = "torch>=2.11,<2.16"
 _MISSING = object()
 
 
@@ -146,6 +146,53 @@ def tcp_rpc_options(num_threads: int, timeout_s: float) -> Any:
         raise _missing_name("TensorPipeRpcBackendOptions(_transports, _channels)") from error
 
 
+# -- FSDP
+def reduce_unused_parameters(root: torch.nn.Module) -> None:
+    """Let FSDP reduce a gradient of zero for each parameter that a backward pass did not use.
+
+    Otherwise ranks that use different parameters would issue different collectives, and hang. Torch
+    2.13 and newer have a setting for this. For older ones, the gradient is set before FSDP reads
+    the gradients of a module.
+
+    Args:
+        root: module with all modules to which FSDP was applied.
+    """
+    setting = _find(root, "set_reduce_scatter_unused_params", None)
+    if setting is not None:
+        setting(True)
+        return
+    states = [_find(each, "_get_fsdp_state", None) for each in root.modules()]
+    groups = [_find(state(), "_fsdp_param_group") for state in states if state is not None]
+    for group in dict.fromkeys(groups):  # modules of one unit share a group
+        if group is not None:
+            group.post_backward = _ReduceUnused(group)
+
+
+class _ReduceUnused:
+    """Replaces ``post_backward`` of an ``FSDPParamGroup``: sets missing gradients to zero before.
+    FSDP may call it again in the same backward pass, when there is nothing left to reduce."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.post_backward = group, _find(group, "post_backward")
+        self.last_pass = -1
+
+    def __call__(self, *args: Any) -> None:
+        current_pass = _find(torch, "_C._current_graph_task_id")()
+        if _find(self.group, "reduce_grads") and current_pass != self.last_pass:
+            self.last_pass = current_pass
+            for each in _find(self.group, "fsdp_params"):
+                # There is none before the first use of the group.
+                parameter = _find(each, "_unsharded_param", None)
+                if (
+                    parameter is not None
+                    and parameter.requires_grad
+                    and parameter.grad is None
+                    and _find(each, "unsharded_accumulated_grad") is None
+                ):
+                    parameter.grad = torch.zeros_like(parameter)
+        self.post_backward(*args)
+
+
 # -- one kernel for many tensors
 def _foreach(
     kernel_name: str,
@@ -194,9 +241,22 @@ def foreach_norm(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[to
 
 
 # -- memory
-def set_allocator_settings(settings: str) -> None:
-    """Change settings of the accelerator's caching allocator, in the form of PYTORCH_ALLOC_CONF."""
-    _find(torch, "_C._accelerator_setAllocatorSettings")(settings)
+def set_allocator_settings(settings: str, newer: str = "") -> None:
+    """Change settings of the accelerator's caching allocator, in the form of PYTORCH_ALLOC_CONF.
+
+    Args:
+        settings: settings that every supported torch knows.
+        newer: further settings, which are left out if this torch does not know all of them.
+
+    Raises:
+        RuntimeError or ValueError: if this torch does not know ``settings``. Which one depends on
+            the release.
+    """
+    change = _find(torch, "_C._accelerator_setAllocatorSettings")
+    try:
+        change(",".join(filter(None, (settings, newer))))
+    except (RuntimeError, ValueError):
+        change(settings)
 
 
 def can_record_memory_history() -> bool:

@@ -220,7 +220,7 @@ class FSDPSharding:
         root.set_reshard_after_backward(not self.keeps_weights)
         self._frees_in_backward = not self.keeps_weights
         # The parameters that a batch uses may differ between ranks.
-        root.set_reduce_scatter_unused_params(True)
+        torch_compat.reduce_unused_parameters(root)
         return units
 
     def _ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
