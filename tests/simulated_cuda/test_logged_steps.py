@@ -39,6 +39,20 @@ class Recorder(paceline.Callback):
     def on_train_end(self, state):
         self.write("train end", state.step, None)
 '''
+FAILING = '''
+import paceline
+
+
+class Failing(paceline.Callback):
+    """Fails on every rank after step 4, and again after this error."""
+
+    def on_step_begin(self, state):
+        if state.step == 4:
+            raise ValueError("no fifth step")
+
+    def after_error(self):
+        raise ValueError("no good end")
+'''
 #: The events of a run with these settings, on any device.
 SETTINGS = ("max_steps=8", "logging_steps=1", "eval_steps=2", "save_steps=3")
 EVENTS = [
@@ -74,3 +88,16 @@ def test_each_step_is_logged_in_order(device: str, tmp_path: Path) -> None:
             assert ends == losses
         else:  # after the first, those of the step before, if nothing waited for them meanwhile
             assert ends == {1: losses[1], 2: None, 3: None, 4: None, 5: None, 6: losses[5], 7: None}
+
+
+def test_last_step_before_an_error_is_logged(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    error = train_on(
+        "cuda", tmp_path / "run", "max_steps=6", "logging_steps=1", "parallel.mode=ddp",
+        "parallel.num_gpus=2", f"callbacks=[{tmp_path}/failing.py:Failing]", expect=1,
+    )  # fmt: skip
+    assert "no fifth step" in error
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
+    assert [event["step"] for event in events if event["type"] == "step"] == [1, 2, 3, 4]
+    notices = [event["text"] for event in events if event["type"] == "notice"]
+    assert any("Failing failed: ValueError: no good end" in text for text in notices)

@@ -63,6 +63,11 @@ class HostCopy:
             stream = torch.accelerator.current_stream(tensor.device)
             self._event = stream.record_event()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether :meth:`read` returns without waiting for an asynchronous copy."""
+        return self._event is None or self._event.query()
+
     def read(self) -> torch.Tensor:
         """Return the values."""
         if self._event is not None:

@@ -310,6 +310,11 @@ class PendingFigures:
     steps: int
     steps_done: int
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the ranks have gathered the figures."""
+        return self.table.is_ready and self.counts.is_ready and self.grad_norm.is_ready
+
     def read(self) -> StepFigures:
         """Return the figures. Called once, in the order of the steps."""
         metrics, steps = self.metrics, self.steps

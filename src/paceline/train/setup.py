@@ -172,6 +172,7 @@ def _run(trainer: Trainer) -> Outcome:
         try:
             status = trainer.train()
         except BaseException as error:
+            trainer.callbacks.after_error()
             # With Paceline's launcher the process exits at once, so nothing needs to be freed.
             if spec.launcher_pid is None:
                 trainer.data.close()

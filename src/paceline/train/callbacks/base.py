@@ -108,6 +108,10 @@ class Callback:
         """Called when the training is complete, before the model is written. Not called if a signal
         stops the run."""
 
+    def after_error(self) -> None:
+        """Called on a rank whose training ends with an error, before it is reported. Other ranks
+        may be lost, so it must not communicate with them."""
+
     def request_stop(self, reason: str) -> None:
         """Ask the trainer to end the training after this step as if it were the last one: it saves
         a checkpoint, evaluates, and writes the model and the report."""

@@ -1,6 +1,7 @@
 """The callbacks of a run: calls them, and collects their requests and their state."""
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from paceline.distributed.traffic import uncounted
 from paceline.train.callbacks.base import Callback, Requests, TrainingInfo
 from paceline.train.evaluation import EvalResult
 from paceline.train.state import StepResult, TrainState
+
+logger = logging.getLogger(__name__)
 
 #: The state of callbacks in a checkpoint, by name.
 States = Mapping[str, Mapping[str, JsonValue]]
@@ -113,6 +116,14 @@ class CallbackList:
 
     def on_train_end(self, state: TrainState) -> None:
         self._call("on_train_end", state)
+
+    def after_error(self) -> None:
+        """Call the hook of each callback. Its errors are logged: the run has one already."""
+        for name in self._callbacks:
+            try:
+                self._call("after_error", names=[name])
+            except Exception as error:
+                logger.warning(f"after the error: {error}")
 
     def _call(self, hook: str, *args: object, names: Iterable[str] | None = None) -> object:
         """Call a method of the callbacks with these names, by default of all, and return what the

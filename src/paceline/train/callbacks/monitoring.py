@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,9 @@ from paceline.train.callbacks.task_metrics import MetricRecorder
 from paceline.train.state import RankContext, StepResult, TrainState
 
 logger = logging.getLogger(__name__)
+
+#: The gather of a step's figures was started before the next step, so it is done by then or never.
+_MAX_WAIT_AFTER_ERROR_S = 2.0
 
 
 class CompileReport(Callback):
@@ -118,6 +122,16 @@ class StepLogger(Callback):
 
     def before_pause(self, state: TrainState) -> None:
         self._finish(None)
+
+    def after_error(self) -> None:
+        """Emit the event of the pending step. If a rank was lost before it took part in the gather,
+        the figures never arrive."""
+        deadline = time.monotonic() + _MAX_WAIT_AFTER_ERROR_S
+        while self._pending is not None and time.monotonic() < deadline:
+            if self._pending.figures.is_ready:
+                self._finish(None)
+            else:
+                time.sleep(0.01)
 
     def _start(self, result: StepResult, state: TrainState) -> _LoggedStep:
         """Start to gather the figures of a step. A collective."""
