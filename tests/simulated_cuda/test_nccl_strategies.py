@@ -41,10 +41,12 @@ def cases() -> Iterator[tuple[str, tuple[str, ...]]]:
         yield f"ddp-{method}", (*ddp, *settings)
         yield f"ddp4-{method}", (*wide, *settings)
     pipeline = (*names["pipeline"].args, *FULL.args)
+    long_pipeline = (*_on_four_ranks("pipeline", pipeline=4).args, *FULL.args)
     for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"):
         # The smallest model has too few layers for two stages per rank.
         setting = f"parallel.pipeline_schedule={schedule}"
         yield f"pipeline-{schedule}", (*pipeline, "model=builtin:qwen2-tiny", setting)
+        yield f"pipeline4-{schedule}", (*long_pipeline, "model=builtin:qwen2-tiny", setting)
     diloco = (*names["diloco"].args, *FULL.args, "max_steps=6", "local_sgd.fragment_sync_delay=1")
     yield "diloco-overlap", diloco
     yield "diloco-int8", (*diloco, "local_sgd.num_fragments=2", "local_sgd.outer_dtype=int8")
