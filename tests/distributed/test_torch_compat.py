@@ -233,7 +233,9 @@ def test_fused_optimizers_take_found_inf():
 
 
 def test_allocator_settings_are_parsed():
-    torch_compat.set_allocator_settings("expandable_segments:True", "pinned_max_round_threshold_mb:16")
+    torch_compat.set_allocator_settings(
+        "expandable_segments:True", "pinned_max_round_threshold_mb:16"
+    )
     torch_compat.set_allocator_settings("expandable_segments:True", "no such setting")
     with pytest.raises((RuntimeError, ValueError)):  # which one depends on the release
         torch_compat.set_allocator_settings("no such setting")
