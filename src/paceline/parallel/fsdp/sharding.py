@@ -220,7 +220,7 @@ class FSDPSharding:
         root.set_reshard_after_backward(not self.keeps_weights)
         self._frees_in_backward = not self.keeps_weights
         # The parameters that a batch uses may differ between ranks.
-        torch_compat.reduce_unused_parameters(root)
+        torch_compat.reduce_unused_parameters(self.model)
         return units
 
     def _ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
