@@ -8,7 +8,7 @@ import pytest
 from commands import run
 
 from paceline.config.compat.keys import method_tables, task_of_method
-from paceline.config.load import Loaded
+from paceline.config.load import Loaded, load_config
 from paceline.config.schema.tasks import ANSWER_TASKS
 from paceline.core.errors import ConfigError
 
@@ -66,8 +66,6 @@ def test_rejects_unsupported_method_by_name(load: Load, text: str, expected: str
         ("stage: dpo\npref_beta: 0.2\npref_loss: orpo", "orpo", {"beta": 0.2}),
         ("stage: dpo\npref_loss: simpo\nsimpo_gamma: 0.7", "simpo", {"cpo_alpha": 0.0}),
         ("stage: dpo\npref_loss: hinge\npref_ftx: 0.5", "dpo", {"loss_type": ["hinge", "sft"]}),
-        ("beta: 0.01\nmax_prompt_length: 512\noutput_dir: data/zephyr-7b-dpo", "dpo", {}),
-        ("beta: 0.05\nhub_model_id: zephyr-orpo-141b", "orpo", {"beta": 0.05}),
         ("beta: 0.05\nloss_type: apo_zero", "dpo", {"loss_type": ["apo_zero"]}),
         ("beta: 0.1\ndesirable_weight: 1.3", "kto", {"desirable_weight": 1.3}),
         ("task: simpo\nbeta: 2.0", "simpo", {"beta": 2.0}),
@@ -95,6 +93,9 @@ def test_reads_preference_training(
     ("text", "expected"),
     [
         ("beta: 0.1", "state which one it is: add `task: dpo` or `task: orpo` or `task: kto`"),
+        # Names of runs, repositories and folders do not choose the method.
+        ("beta: 0.1\noutput_dir: data/zephyr-7b-dpo", "add `task: dpo` or `task: orpo`"),
+        ("beta: 0.1\nhub_model_id: zephyr-orpo\nrun_name: orpo", "add `task: dpo` or `task: orpo`"),
         ("loss_type: [sigmoid, bco_pair, sft]", "one of several training methods"),
         ("rl: dpo\nuse_weighting: true", "not supported with `task: dpo`"),
         ("rl: dpo\nsync_ref_model: true", "not supported with `task: dpo`"),
@@ -113,6 +114,14 @@ def test_rejects_what_preference_training_lacks(load: Load, text: str, expected:
     with pytest.raises(ConfigError) as caught:
         load(BASE + text)
     assert expected in caught.value.paragraph()
+
+
+def test_folders_of_the_file_do_not_choose_the_method(tmp_path: Path) -> None:
+    path = tmp_path / "dpo" / "orpo.yaml"
+    path.parent.mkdir()
+    path.write_text(BASE + "beta: 0.1")
+    with pytest.raises(ConfigError, match="state which one it is: add `task: dpo` or"):
+        load_config(path)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from paceline.config.chosen import open_text, without_chosen
-from paceline.config.compat.binding import bind_key, hints_of, unsupported_method
+from paceline.config.compat.binding import bind_key, unsupported_method
 from paceline.config.compat.conflicts import resolve_conflicts
 from paceline.config.compat.datasets import with_fields
 from paceline.config.compat.keys import tool_scores
@@ -141,12 +141,11 @@ def _load(
     for binding in bindings:
         merge.add(binding)
     expand(merge, None if file is None else file.parent)
-    hints = hints_of((binding.entry for binding in bindings), file)
-    read_preferences(merge, hints)
+    read_preferences(merge)
     merge.resolve_precedence()
     unsupported = merge.unsupported_methods()
     if unsupported:  # Other errors in such a config would only distract from this one.
-        raise _error([unsupported_method(unsupported, hints)], file)
+        raise _error([unsupported_method(unsupported)], file)
     conflict_notices = [*resolve_conflicts(merge), *json_notices(merge)]
     if document is not None and file is not None and is_accelerate(document.value):
         targets = {*merge.winners, *(problem.target for problem in merge.problems)}

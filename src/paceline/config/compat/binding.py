@@ -1,12 +1,10 @@
 """Bind each entry's key: native, another tool's, or unknown; and the errors for unknown keys and
 unsupported training methods."""
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from pathlib import Path
 
 from paceline.config.compat.keys import (
     Alias,
@@ -120,17 +118,15 @@ def _nearest_key(entry: ConfigEntry) -> str | None:
     return by_last[best][0] if best in by_last else best
 
 
-def unsupported_method(bindings: Sequence[KeyBinding], hints: Iterable[str]) -> Problem:
+def unsupported_method(bindings: Sequence[KeyBinding]) -> Problem:
     """Describe a config with settings of an unsupported training method.
 
     Args:
         bindings: the keys that are settings of such a method, at least one.
-        hints: texts in which the method's name may appear, such as the output folder; they only
-            choose between methods that have all of these keys.
     """
     named = [named_method(binding.entry.name, binding.entry.value) for binding in bindings]
     is_named = any(named)
-    candidates = list(dict.fromkeys(name for name in named if name)) or _candidates(bindings)
+    candidates = list(dict.fromkeys(name for name in named if name)) or likely_methods(bindings)
     entries = [binding.entry for binding in bindings]
     shown = entries[0].shown()
     for entry in entries[1:_MAX_SHOWN]:
@@ -138,8 +134,7 @@ def unsupported_method(bindings: Sequence[KeyBinding], hints: Iterable[str]) -> 
         shown += f", {entry.shown()}{line}"
     if len(entries) > _MAX_SHOWN:
         shown += f" and {len(entries) - _MAX_SHOWN} more"
-    hinted = _hinted(candidates, hints)
-    methods = [method_tables().methods[name] for name in ([hinted] if hinted else candidates)]
+    methods = [method_tables().methods[name] for name in candidates]
     fix = (
         "train this file with the tool it was written for; to fine-tune on the answers of a"
         " supervised dataset instead, remove these keys"
@@ -174,42 +169,8 @@ def unsupported_method(bindings: Sequence[KeyBinding], hints: Iterable[str]) -> 
     )
 
 
-def likely_methods(bindings: Sequence[KeyBinding], hints: Iterable[str]) -> list[str]:
-    """Return the methods that have most of these keys, or the one of them that a hint names."""
-    candidates = _candidates(bindings)
-    hinted = _hinted(candidates, hints)
-    return candidates if hinted is None else [hinted]
-
-
-def _candidates(bindings: Sequence[KeyBinding]) -> list[str]:
+def likely_methods(bindings: Sequence[KeyBinding]) -> list[str]:
     """Return the methods that have most of these keys."""
     counts = Counter(name for binding in bindings for name in binding.methods)
     max_count = max(counts.values())
     return [name for name in method_tables().methods if counts[name] == max_count]
-
-
-def _hinted(candidates: list[str], hints: Iterable[str]) -> str | None:
-    for text in hints:
-        for name in sorted(candidates, key=len, reverse=True):
-            if re.search(rf"(?<![a-z]){name.replace('_', '[-_]?')}(?![a-z])", text.lower()):
-                return name
-    return None
-
-
-def hints_of(entries: Iterable[ConfigEntry], file: Path | None) -> list[str]:
-    """Return texts that often contain the method's name: the names of the run, and the file's last
-    folders."""
-    names = (
-        "output_dir",
-        "hub_model_id",
-        "run_name",
-        "wandb_run_name",
-        "wandb_name",
-        "wandb_project",
-    )
-    texts = [
-        str(entry.value)
-        for entry in entries
-        if entry.name in names and isinstance(entry.value, str)
-    ]
-    return texts + (["/".join(file.parts[-3:])] if file is not None else [])

@@ -5,7 +5,7 @@ trainer. The method is then the only one that has all keys, or the one that the 
 mention.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypedDict
 
@@ -53,10 +53,11 @@ def _tables() -> _Tables:
     return tables
 
 
-def read_preferences(merge: Merge, hints: Iterable[str]) -> None:
+def read_preferences(merge: Merge) -> None:
     """Choose the task of a config with keys of preference training, and convert these keys. Called
-    before precedence is resolved. Does nothing if the config requests another task or a method that
-    is not supported."""
+    before precedence is resolved. Does nothing if the config requests another task, a method that
+    is not supported, or none of several methods that have the same keys: names of runs and folders
+    are not read."""
     naming = [binding for binding in merge.methods if _name(binding) is not None]
     task = max(
         (assigned for assigned in merge.assigned if assigned.target == "task"),
@@ -73,7 +74,7 @@ def read_preferences(merge: Merge, hints: Iterable[str]) -> None:
         if task.value in ANSWER_TASKS:
             _Reader(merge, task.value).read()
     elif merge.methods:
-        methods = set(likely_methods(merge.methods, hints))
+        methods = set(likely_methods(merge.methods))
         if len(methods) == 1 and methods <= _tables()["tasks"].keys():
             first, (method,) = merge.methods[0], methods
             task_name = _tables()["tasks"][method]["task"]
