@@ -1,5 +1,6 @@
 // Reports what each operation reads and writes: operations on CUDA tensors, which values.cpp runs,
 // and operations of the host on pinned memory. checker.py finds out whether they are ordered.
+#define NDEBUG  // as torch is built: it changes the members of at::RecordFunction
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
