@@ -188,8 +188,8 @@ class StreamFault:
     finds.
 
     Args:
-        args: settings of the run, in addition to those of the model; None: no run of ranks with a
-            device each has the fault, and a test makes its own.
+        args: settings of the run, in addition to those of the model; None: the fault is found in a
+            program of ``stream_programs.PROGRAMS``, because in the runs something else waits.
         kind: the kind of the finding; see :mod:`stream_order.checker`.
         site: a part of a finding of this kind.
     """
@@ -229,7 +229,11 @@ STREAM_FAULTS: dict[str, StreamFault] = {
         Replacement(
             "paceline.distributed.host_copies",
             "HostCopy.__init__",
-            {"torch.accelerator.current_stream(tensor.device)": "torch.accelerator.current_stream()"},
+            {
+                "torch.accelerator.current_stream(tensor.device)": (
+                    "torch.accelerator.current_stream()"
+                )
+            },
         ),
         None,
         PINNED,
@@ -253,8 +257,8 @@ STREAM_FAULTS: dict[str, StreamFault] = {
     "the optimizer's state is freed while it is copied": StreamFault(
         Replacement(
             "paceline.train.optimizers.host_state",
-            "_Copies.store",
-            {"sources.append(value)": "pass"},
+            "_Copies.wait_for_store",
+            {"self._to_host.wait(event)": "pass"},
         ),
         _OFFLOADS_STATE,
         FREED,
@@ -277,13 +281,15 @@ STREAM_FAULTS: dict[str, StreamFault] = {
             "StagingBuffer.copy",
             {"torch.accelerator.synchronize(self.device)": "pass"},
         ),
-        _ddp("save_steps=1", "async_save=true"),
+        None,
         PINNED,
-        "checkpoint/staging.py",
+        "Tensor.numpy",
     ),
     "figures are read while they are copied": StreamFault(
         Replacement(
-            "paceline.distributed.host_copies", "HostCopy.read", {"self._event.synchronize()": "pass"}
+            "paceline.distributed.host_copies",
+            "HostCopy.read",
+            {"self._event.synchronize()": "pass"},
         ),
         _ddp("logging_steps=1"),
         PINNED,
@@ -292,8 +298,8 @@ STREAM_FAULTS: dict[str, StreamFault] = {
     "the optimizer's state is copied back while it is copied to the host": StreamFault(
         Replacement(
             "paceline.train.optimizers.host_state",
-            "_Copies.finish",
-            {"self.wait_for_store(synchronize)": "self._storing = None"},
+            "_Copies.wait_for_store",
+            {"event.synchronize()": "pass", "self._to_host.wait(event)": "pass"},
         ),
         _OFFLOADS_STATE,
         MISSING_WAIT,

@@ -4,6 +4,10 @@ from collections.abc import Callable
 
 import torch
 
+from paceline.checkpoint.staging import StagingBuffer
+from paceline.distributed.host_copies import HostCopy
+from paceline.parallel.state import TensorShard
+
 SIZE = 1024
 DEVICE = torch.device("cuda", 0)
 
@@ -74,6 +78,8 @@ def free_with_record_stream() -> None:
         values.sum()
     values.record_stream(side)
     del values
+    torch.empty(SIZE, device=DEVICE)
+    main.wait_stream(side)
 
 
 def free_after_the_wait() -> None:
@@ -83,6 +89,18 @@ def free_after_the_wait() -> None:
         values.sum()
     main.wait_stream(side)
     del values
+    torch.empty(SIZE, device=DEVICE)
+
+
+def free_before_the_wait() -> None:
+    """No memory is allocated in between, so none is used again."""
+    values, main, side = _side()
+    side.wait_stream(main)
+    with side:
+        values.sum()
+    del values
+    main.wait_stream(side)
+    torch.empty(SIZE, device=DEVICE)
 
 
 def read_pinned_after_the_event() -> None:
@@ -106,7 +124,7 @@ def free_pinned_at_once() -> None:
 
 
 def copy_between_devices() -> None:
-    values, main, _ = _side()
+    values, _, _ = _side()
     target = torch.empty(SIZE, device="cuda:1")
     target.copy_(values, non_blocking=True)
     values.add_(1.0)
@@ -130,7 +148,7 @@ RIGHT: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
         wait_for_both_streams, read_on_both_streams, use_different_parts, wait_for_the_host,
-        wait_for_an_event, free_with_record_stream, free_after_the_wait,
+        wait_for_an_event, free_with_record_stream, free_after_the_wait, free_before_the_wait,
         read_pinned_after_the_event, read_pinned_after_a_value, free_pinned_at_once,
         copy_between_devices, backward_on_the_stream_of_forward,
     )
@@ -198,6 +216,7 @@ def free_while_read() -> None:
     with side:
         values.sum()
     del values
+    torch.empty(SIZE, device=DEVICE)
 
 
 def shrink_while_read() -> None:
@@ -206,6 +225,7 @@ def shrink_while_read() -> None:
     with side:
         total = values.sum()
     values.untyped_storage().resize_(0)
+    torch.empty(SIZE, device=DEVICE)
     main.wait_stream(side)
     del total
 
@@ -244,4 +264,24 @@ WRONG: dict[Callable[[], None], str] = {
     read_pinned_without_wait: "pinned memory used too early by the host",
     list_pinned_without_wait: "pinned memory used too early by the host",
     fill_pinned_that_is_copied: "pinned memory used too early by the host",
+}
+
+
+# -- of Paceline, in which faults are planted
+def copy_from_second_device() -> None:
+    """The current device is the first one."""
+    HostCopy(torch.arange(3.0, device="cuda:1")).read().tolist()
+
+
+def stage_and_write() -> None:
+    values = torch.arange(4.0, device=DEVICE)
+    copies = StagingBuffer(DEVICE).copy([TensorShard("weight", values, (4,), (0,))])
+    for copy in copies:
+        copy.tensor.numpy()
+
+
+#: Planted fault → the program.
+PROGRAMS: dict[str, Callable[[], None]] = {
+    "the event of a copy to the host is on the current device's stream": copy_from_second_device,
+    "a checkpoint is written while it is copied": stage_and_write,
 }

@@ -61,7 +61,6 @@ def test_run_without_the_fault(name: str, tmp_path: Path) -> None:
 QUICK_STREAM_FAULTS = (
     "an update does not wait for the optimizer's state",
     "activations are freed while they are copied",
-    "a checkpoint is written while it is copied",
 )
 #: A fault of each run.
 _STREAM_FAULT_OF_RUN = {fault.args: name for name, fault in STREAM_FAULTS.items() if fault.args}

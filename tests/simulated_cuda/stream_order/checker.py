@@ -106,13 +106,14 @@ class StreamOrderChecker:
         self.clocks = StreamClocks()
         self._report, self._find_site = report, find_site
         self._blocks: dict[int, _Block] = {}
+        # By the stream that may use freed memory again: accesses that are not known to be done, and
+        # the line that freed the memory.
+        self._freed: dict[Stream, list[tuple[Access, str]]] = {}
         # Reentrant, because the garbage collector may free memory at any line.
         self._lock = threading.RLock()
 
     # -- operations
-    def launch(
-        self, operation: str, uses: Iterable[Use], *, host_waits: bool = False
-    ) -> None:
+    def launch(self, operation: str, uses: Iterable[Use], *, host_waits: bool = False) -> None:
         """An operation of a device. A copy between two devices runs on the current streams of
         both, which wait for each other."""
         uses = list(uses)
@@ -170,9 +171,7 @@ class StreamOrderChecker:
             ]
             block.accesses.append(access)
             if len(block.accesses) > _MANY:
-                block.accesses = [
-                    each for each in block.accesses if not self._is_host_after(each)
-                ]
+                block.accesses = [each for each in block.accesses if not self._is_host_after(each)]
 
     @staticmethod
     def _conflicts(earlier: Access, later: Access) -> bool:
@@ -195,8 +194,13 @@ class StreamOrderChecker:
 
     # -- memory
     def allocate(self, address: int, stream: Stream) -> None:
-        """Memory of a device that is allocated while a stream is current."""
+        """Memory of a device that is allocated while a stream is current. It may have been freed
+        by this stream before, so what other streams did with that must be done."""
         with self._lock:
+            for access, site in self._freed.pop(stream, ()):
+                if not self._is_after(stream, access):
+                    freed = f"freed at {site} and allocated again by stream {stream}"
+                    self._report(Finding(FREED, str(access), f"{freed} at {self._find_site()}"))
             position = self.clocks.position(stream)
             before = Access(
                 "what its stream did with the memory before it was allocated",
@@ -218,8 +222,8 @@ class StreamOrderChecker:
             for access in block.accesses:
                 is_protected = access.stream in block.recorded
                 if not is_protected and not self._is_after(block.stream, access):
-                    freed = f"freed, on stream {block.stream}, at {self._find_site()}"
-                    self._report(Finding(FREED, str(access), freed))
+                    freed = self._freed.setdefault(block.stream, [])
+                    freed.append((access, self._find_site()))
 
     # -- streams and events
     def record(self, event: int, stream: Stream) -> None:

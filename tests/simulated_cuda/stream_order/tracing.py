@@ -129,9 +129,11 @@ def _observed(name: str, method: Any) -> Any:
 
 
 def find_site() -> str:
+    """Return the lines that run now: of Paceline and, in parentheses, the innermost of all."""
     site, library = find_sites(sys._getframe(1), _EXCLUDED)
-    text = site or f"backward, thread {threading.current_thread().name}"
-    return f"{text} ({library})" if library else text
+    if not site:
+        return library or "backward"
+    return f"{site} ({library})" if library else site
 
 
 def _write(path: Path, known: set[tuple[str, str, str]], finding: Finding) -> None:
