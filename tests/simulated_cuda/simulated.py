@@ -14,6 +14,7 @@ import hostnccl
 import torch
 import torch.distributed as dist
 from planted import plant
+from stream_order.deferring import defer_if_asked
 from stream_order.tracing import check_if_asked
 from synchronizations import record_synchronizations
 from torch._subclasses.fake_tensor import FakeTensor
@@ -48,6 +49,7 @@ def simulate_values(device: str = DEVICE, count: int = NUM_DEVICES) -> None:
     torch.Tensor.record_stream = _record_stream
     record_synchronizations()
     check_if_asked()
+    defer_if_asked()
 
 
 def _choose_backend(device: str | torch.device) -> str:
@@ -55,6 +57,7 @@ def _choose_backend(device: str | torch.device) -> str:
         return _default_backend(device)
     plant()
     check_if_asked()
+    defer_if_asked()
     return os.environ.get(BACKEND, "gloo")
 
 

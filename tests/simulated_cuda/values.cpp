@@ -235,6 +235,11 @@ IValue map_tensors(const IValue& value, Function function) {
 // the kernel of a GPU converts them in registers. Only their results count.
 bool copies_operands(const std::string& name) { return name == "aten::_foreach_norm.Scalar"; }
 
+std::string name_of(const c10::FunctionSchema& schema) {
+  const auto overload = schema.overload_name();
+  return schema.name() + (overload.empty() ? "" : "." + overload);
+}
+
 // Called after each operation on CUDA tensors; see stream_order/observe.cpp.
 using OperationObserver = void (*)(const c10::OperatorHandle& op, const std::vector<IValue>& arguments,
                                    const std::vector<IValue>& results, bool host_waits);
@@ -246,12 +251,14 @@ struct KernelGuard {
   ~KernelGuard() { runs_kernel = previous; }
 };
 
-void run_on_cpu(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
+// Called instead of an operation; returns whether it takes care of it. See stream_order/defer.cpp.
+using Interceptor = bool (*)(const c10::OperatorHandle& op, Stack* stack, bool host_waits);
+std::atomic<Interceptor> interceptor{nullptr};
+
+// Runs an operation with the kernel of the CPU.
+void compute(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
-  const auto overload = schema.overload_name();
-  const auto name = schema.name() + (overload.empty() ? "" : "." + overload);
-  const auto arguments = torch::jit::last(*stack, schema.arguments().size()).vec();
-  const bool host_waits = report_synchronization(name, arguments);
+  const auto name = name_of(schema);
   Call call;
   for (auto i = stack->size() - schema.arguments().size(); i < stack->size(); ++i) {
     IValue& value = (*stack)[i];
@@ -281,6 +288,16 @@ void run_on_cpu(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
       return call.to_cuda(has_copies ? result.clone() : result);
     });
   call.update_arguments();
+}
+
+void run_on_cpu(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
+  const auto& schema = op.schema();
+  const auto name = name_of(schema);
+  const auto arguments = torch::jit::last(*stack, schema.arguments().size()).vec();
+  const bool host_waits = report_synchronization(name, arguments);
+  const auto intercept = interceptor.load();
+  if (intercept && intercept(op, stack, host_waits)) return;
+  compute(op, stack);
   if (const auto observe = operation_observer.load())
     observe(op, arguments, torch::jit::last(*stack, schema.returns().size()).vec(), host_waits);
 }
@@ -379,6 +396,8 @@ void resize_storage(const Tensor& tensor, int64_t size) {
 
 extern "C" {
 void simulated_observe_operations(OperationObserver observe) { operation_observer = observe; }
+void simulated_intercept_operations(Interceptor intercept) { interceptor = intercept; }
+void simulated_compute(const c10::OperatorHandle& op, Stack* stack) { compute(op, stack); }
 bool simulated_runs_kernel() { return runs_kernel; }
 }
 
