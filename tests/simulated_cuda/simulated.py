@@ -14,8 +14,8 @@ import hostnccl
 import torch
 import torch.distributed as dist
 from planted import plant
-from stream_order.deferring import defer_if_asked
-from stream_order.tracing import check_if_asked
+from stream_order.deferring import defer_if_requested
+from stream_order.tracing import check_if_requested
 from synchronizations import record_synchronizations
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -48,16 +48,16 @@ def simulate_values(device: str = DEVICE, count: int = NUM_DEVICES) -> None:
     torch.UntypedStorage.clone = _clone_storage
     torch.Tensor.record_stream = _record_stream
     record_synchronizations()
-    check_if_asked()
-    defer_if_asked()
+    check_if_requested()
+    defer_if_requested()
 
 
 def _choose_backend(device: str | torch.device) -> str:
     if torch.device(device).type != "cuda":
         return _default_backend(device)
     plant()
-    check_if_asked()
-    defer_if_asked()
+    check_if_requested()
+    defer_if_requested()
     return os.environ.get(BACKEND, "gloo")
 
 

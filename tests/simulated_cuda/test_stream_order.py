@@ -24,23 +24,23 @@ def findings_of_programs(_env: object) -> dict[str, list[dict[str, str]]]:
     def findings_of(program: Callable[[], None]) -> list[dict[str, str]]:
         findings.clear()
         program()
-        found = [asdict(each) for each in findings]
+        result = [asdict(each) for each in findings]
         torch.cuda.synchronize(0)
         torch.cuda.synchronize(1)
-        return found
+        return result
 
     correct = (*RIGHT.values(), *WRONG, *PROGRAMS.values())
-    found = {program.__name__: findings_of(program) for program in correct}
+    result = {program.__name__: findings_of(program) for program in correct}
     for name, program in PROGRAMS.items():
         STREAM_FAULTS[name].replacement.apply()
-        found[name] = findings_of(program)
-    return found
+        result[name] = findings_of(program)
+    return result
 
 
 @pytest.fixture(scope="module")
 def findings() -> dict[str, list[dict[str, str]]]:
-    (found,) = run_ranks(findings_of_programs, 1, init_process_group=False)
-    return found
+    (result,) = run_ranks(findings_of_programs, 1, init_process_group=False)
+    return result
 
 
 @pytest.mark.parametrize("name", [*RIGHT, *(each.__name__ for each in PROGRAMS.values())])

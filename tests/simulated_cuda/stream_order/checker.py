@@ -17,7 +17,7 @@ MISSING_WAIT = "missing wait"
 FREED = "freed too early"
 PINNED = "pinned memory used too early by the host"
 #: Memory has as many accesses at most before those that the host has waited for are dropped.
-_MANY = 16
+_MAX_ACCESSES = 16
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class StreamOrderChecker:
                 earlier for earlier in block.accesses if not self._replaces(access, earlier)
             ]
             block.accesses.append(access)
-            if len(block.accesses) > _MANY:
+            if len(block.accesses) > _MAX_ACCESSES:
                 block.accesses = [each for each in block.accesses if not self._is_host_after(each)]
 
     @staticmethod

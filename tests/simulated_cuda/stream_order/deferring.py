@@ -16,7 +16,7 @@ SOURCE = Path(__file__).with_name("defer.cpp")
 _is_deferring = False
 
 
-def defer_if_asked() -> None:
+def defer_if_requested() -> None:
     seed = os.environ.get(VARIABLE)
     if seed is not None and not _is_deferring:
         defer(1000 * int(seed) + int(os.environ.get("RANK", 0)))

@@ -64,7 +64,7 @@ _OBSERVER = ctypes.CFUNCTYPE(
 
 
 # -- this process
-def check_if_asked() -> None:
+def check_if_requested() -> None:
     """Check this process from now on, if the environment names a folder."""
     folder = os.environ.get(VARIABLE)
     if folder is not None and CHECKER is None:
