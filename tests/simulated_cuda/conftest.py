@@ -6,6 +6,8 @@ from cpu_reference import Reference, make_reference
 from device_runs import VARIABLES
 from simulated import VALUES
 from simulation_cache import build_libraries, compile_shared
+from stream_order.deferring import SOURCE as DEFERRING
+from stream_order.tracing import OBSERVER
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,7 +15,7 @@ def simulated_cuda(pytestconfig: pytest.Config) -> None:
     """Compile the simulation, unless an earlier session has compiled it."""
     from paceline.simulation.cuda import SHIM
 
-    compile_shared(pytestconfig, lambda: build_libraries(SHIM, VALUES))
+    compile_shared(pytestconfig, lambda: build_libraries(SHIM, VALUES, OBSERVER, DEFERRING))
     SERVERS.append(CommandServer(VARIABLES))
 
 

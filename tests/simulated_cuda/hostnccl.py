@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 from nccl_operations import DTYPES, FLOAT8, OPERATIONS, Operation, synchronize
 from nccl_orders import LOG, check_orders
+from stream_order.clocks import Clock
+from stream_order.tracing import hidden, issue_collective, wait_for_collective
 from torch._C._distributed_c10d import PythonCallbackWork
 
 NAME = "hostnccl"
@@ -51,6 +53,8 @@ class Call:
         self.ready: torch.Event | None = None
         self.is_done = threading.Event()
         self.error: BaseException | None = None
+        #: For the checker of streams: what is done when the call is done.
+        self.end: Clock | None = None
         self.versions = [
             (tensor, tensor._version)
             for operation in operations
@@ -77,6 +81,12 @@ class Call:
             required = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
             if tensor.numel() and required > tensor.untyped_storage().nbytes():
                 raise RuntimeError(f"memory of a collective was freed before it ended: {self}")
+
+    def release(self) -> None:
+        """Release the tensors."""
+        self.versions = []
+        for operation in self.operations:
+            operation.inputs = operation.outputs = operation.sources = operation.targets = []
 
     def check_unmodified(self) -> None:
         """Raise if a tensor was modified since the issue, other than by this backend."""
@@ -108,6 +118,8 @@ class HostNccl(dist.ProcessGroupGloo):
         self._queue: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         #: Calls whose results no stream has waited for.
         self.pending: deque[Call] = deque()
+        #: Calls whose results were written. As in torch, their tensors are freed after the wait.
+        self._stash: deque[Call] = deque()
         self._random = random.Random(f"{os.environ.get(SEED, 0)} {self.label} {self.rank()}")
         # The destructor joins threads while it holds the GIL.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
@@ -213,14 +225,28 @@ class HostNccl(dist.ProcessGroupGloo):
         with self._lock:
             timeout_s = timeout_s or self.timeout.total_seconds()
             call = Call(next(self._numbers), operations, timeout_s)
-            call.ready = torch.accelerator.current_stream(self.device).record_event()
+            with hidden():
+                call.ready = torch.accelerator.current_stream(self.device).record_event()
+            self._announce(call)
             LOG.add({"group": self.label, "ranks": self.ranks, "operations": call.summaries})
             self.pending.append(call)
             self._queue.put(call)
         return call
 
+    def _announce(self, call: Call) -> None:
+        """Tell the checker of streams, if there is one, that a call is issued."""
+        assert self.device is not None
+        for operation in call.operations:
+            call.end = issue_collective(
+                operation.name, self.label, operation.inputs, operation.outputs, self.device
+            )
+
     # -- run
     def _run(self) -> None:
+        with hidden():
+            self._run_calls()
+
+    def _run_calls(self) -> None:
         error: BaseException | None = None
         while (call := self._queue.get()) is not None:
             try:
@@ -263,10 +289,14 @@ class HostNccl(dist.ProcessGroupGloo):
         call.is_done.wait()
         if call.error is not None:
             raise RuntimeError(f"{self._place}: {call.error}") from call.error
-        with self._lock:
+        assert self.device is not None
+        wait_for_collective(call.end, self.device)
+        with self._lock, hidden():
             self._publish(call.number)
             if self._published is not None:
                 torch.accelerator.current_stream(self.device).wait_event(self._published)
+            while self._stash and self._stash[0].number <= call.number:
+                self._stash.popleft().release()
         return True
 
     def _publish(self, last: int) -> None:
@@ -281,9 +311,7 @@ class HostNccl(dist.ProcessGroupGloo):
                     for output, target in zip(operation.outputs, operation.targets, strict=True):
                         _write(output, target)
             self._published = self._stream.record_event()
-            call.versions = []
-            for operation in call.operations:
-                operation.inputs = operation.outputs = []
+            self._stash.append(call)
 
 
 def host_nccl_of(group: dist.ProcessGroup) -> HostNccl | None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from stream_order.checker import FREED, MISSING_WAIT, PINNED
+
 VARIABLE = "PACELINE_TEST_FAULT"
 _SLOW_RANK_ZERO = Path(__file__).parents[1] / "rank_zero_task.py"
 
@@ -178,7 +180,133 @@ NCCL_FAULTS: dict[str, Fault] = {
         "Watchdog caught collective operation timeout",
     ),
 }  # fmt: skip
-FAULTS = NCCL_FAULTS
+
+
+@dataclass(frozen=True)
+class StreamFault:
+    """A fault that does not change the values of simulated devices, and what the checker of streams
+    finds.
+
+    Args:
+        args: settings of the run, in addition to those of the model; None: the fault is found in a
+            program of ``stream_programs.PROGRAMS``, because in the runs something else waits.
+        kind: the kind of the finding; see :mod:`stream_order.checker`.
+        site: a part of a finding of this kind.
+    """
+
+    replacement: Replacement
+    args: tuple[str, ...] | None
+    kind: str
+    site: str
+
+
+_OFFLOADS_STATE = _ddp("parallel.cpu_offload=optimizer")
+_OFFLOADS_ACTIVATIONS = _ddp("parallel.cpu_offload=activations")
+
+#: Faults that the checker of streams finds.
+STREAM_FAULTS: dict[str, StreamFault] = {
+    # -- a wait is missing
+    "an update does not wait for the optimizer's state": StreamFault(
+        Replacement(
+            "paceline.train.optimizers.host_state",
+            "_Copies.wait_for_fetch",
+            {"self._to_device.wait(self._fetching[1])": "pass"},
+        ),
+        _OFFLOADS_STATE,
+        MISSING_WAIT,
+        "train/optimizers/host_state.py",
+    ),
+    "the thread of the reducer does not wait for the gradients": StreamFault(
+        Replacement(
+            "paceline.distributed.comm_thread", "_run", {"stream.wait_event(ready)": "pass"}
+        ),
+        _ddp("compression.method=topk", "compression.ratio=0.1"),
+        MISSING_WAIT,
+        "parallel/compression/reducer.py",
+    ),
+    # -- an event is on the wrong stream
+    "the event of a copy to the host is on the current device's stream": StreamFault(
+        Replacement(
+            "paceline.distributed.host_copies",
+            "HostCopy.__init__",
+            {
+                "torch.accelerator.current_stream(tensor.device)": (
+                    "torch.accelerator.current_stream()"
+                )
+            },
+        ),
+        None,
+        PINNED,
+        "Tensor.tolist",
+    ),
+    "the mark of a copy is on the current stream": StreamFault(
+        Replacement(
+            "paceline.distributed.host_copies",
+            "CopyStream.mark",
+            {
+                "self._stream.record_event()": (
+                    "torch.accelerator.current_stream(self.device).record_event()"
+                )
+            },
+        ),
+        _OFFLOADS_ACTIVATIONS,
+        FREED,
+        "distributed/host_copies.py",
+    ),
+    # -- memory is freed too early
+    "the optimizer's state is freed while it is copied": StreamFault(
+        Replacement(
+            "paceline.train.optimizers.host_state",
+            "_Copies.wait_for_store",
+            {"self._to_host.wait(event)": "pass"},
+        ),
+        _OFFLOADS_STATE,
+        FREED,
+        "distributed/host_copies.py",
+    ),
+    "activations are freed while they are copied": StreamFault(
+        Replacement(
+            "paceline.models.transforms.activation_offloading",
+            "ActivationOffloader.run",
+            {"self._stream.wait(previous.copied)": "pass"},
+        ),
+        _OFFLOADS_ACTIVATIONS,
+        FREED,
+        "distributed/host_copies.py",
+    ),
+    # -- pinned memory is used again too early
+    "a checkpoint is written while it is copied": StreamFault(
+        Replacement(
+            "paceline.checkpoint.staging",
+            "StagingBuffer.copy",
+            {"torch.accelerator.synchronize(self.device)": "pass"},
+        ),
+        None,
+        PINNED,
+        "Tensor.numpy",
+    ),
+    "figures are read while they are copied": StreamFault(
+        Replacement(
+            "paceline.distributed.host_copies",
+            "HostCopy.read",
+            {"self._event.synchronize()": "pass"},
+        ),
+        _ddp("logging_steps=1"),
+        PINNED,
+        "distributed/host_copies.py",
+    ),
+    "the optimizer's state is copied back while it is copied to the host": StreamFault(
+        Replacement(
+            "paceline.train.optimizers.host_state",
+            "_Copies.wait_for_store",
+            {"event.synchronize()": "pass", "self._to_host.wait(event)": "pass"},
+        ),
+        _OFFLOADS_STATE,
+        MISSING_WAIT,
+        "distributed/host_copies.py",
+    ),
+}
+FAULTS: dict[str, Fault | StreamFault] = NCCL_FAULTS | STREAM_FAULTS
 _applied: set[str] = set()
 
 

@@ -14,7 +14,10 @@ import hostnccl
 import torch
 import torch.distributed as dist
 from planted import plant
+from stream_order.deferring import defer_if_requested
+from stream_order.tracing import check_if_requested
 from synchronizations import record_synchronizations
+from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.planner.devices import find_device
 from paceline.simulation.cuda import load_library, simulate_cuda, use_math_attention
@@ -43,14 +46,24 @@ def simulate_values(device: str = DEVICE, count: int = NUM_DEVICES) -> None:
     dist.get_default_backend_for_device = _choose_backend
     torch.UntypedStorage.resize_ = _resize_storage
     torch.UntypedStorage.clone = _clone_storage
+    torch.Tensor.record_stream = _record_stream
     record_synchronizations()
+    check_if_requested()
+    defer_if_requested()
 
 
 def _choose_backend(device: str | torch.device) -> str:
     if torch.device(device).type != "cuda":
         return _default_backend(device)
     plant()
+    check_if_requested()
+    defer_if_requested()
     return os.environ.get(BACKEND, "gloo")
+
+
+def _record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    if not isinstance(tensor, FakeTensor):
+        torch.ops.aten.record_stream(tensor, stream)
 
 
 def _as_tensor(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -13,17 +13,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
-from types import FrameType
 
 import torch.distributed as dist
+from call_sites import find_sites
 
-import paceline
 from paceline.distributed.progress import PROGRESS
 from paceline.simulation.cuda import observe_synchronizations
 
 VARIABLE = "PACELINE_TEST_SYNCHRONIZATIONS"
-_SOURCE = os.path.dirname(paceline.__file__) + os.sep
-_PACKAGES = os.path.dirname(os.path.dirname(dist.__path__[0])) + os.sep
 _OBJECT_COLLECTIVES = (
     "all_gather_object",
     "broadcast_object_list",
@@ -87,30 +84,14 @@ def _record(name: str, recorded_at: float | None) -> None:
     folder = os.environ.get(VARIABLE)
     if folder is None:
         return
-    frames = [*_frames(sys._getframe(1))]
-    site = next((frame for frame in frames if frame.f_code.co_filename.startswith(_SOURCE)), None)
-    innermost = frames[0] if frames and frames[0] is not site else None
+    site, library = find_sites(sys._getframe(1), (__file__,))
     record = Synchronization(
         name=name,
         step=PROGRESS.step,
         phase=PROGRESS.phase,
-        site="" if site is None else _line(site),
-        library="" if innermost is None else _line(innermost),
+        site=site,
+        library=library,
         is_late=recorded_at is not None and recorded_at < PROGRESS._step_at,
     )
     with open(Path(folder) / f"{os.getpid()}.jsonl", "a") as file:
         file.write(json.dumps(asdict(record)) + "\n")
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frames that called, innermost first, without those of the recording."""
-    excluded = (__file__, f"{_SOURCE}simulation{os.sep}")
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(excluded):
-            yield frame
-        frame = frame.f_back
-
-
-def _line(frame: FrameType) -> str:
-    path = frame.f_code.co_filename.removeprefix(_SOURCE).removeprefix(_PACKAGES)
-    return f"{path}:{frame.f_lineno} {frame.f_code.co_name}"

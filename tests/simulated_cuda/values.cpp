@@ -19,6 +19,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <set>
 #include <string>
@@ -131,20 +132,24 @@ bool has_blocking_index(const std::string& name, const std::vector<IValue>& argu
   return false;
 }
 
+// A copy that may wait: the host may continue before the device has the values.
+constexpr const char* STAGED_COPY = "copy of unpinned memory to the device";
+
 // The name of a copy that waits: one that is not asynchronous, or whose host memory is not pinned.
 const char* blocking_copy(const Tensor& target, const Tensor& source, bool non_blocking) {
   if (target.is_cuda() == source.is_cuda() || source.numel() == 0) return nullptr;
   const bool is_pinned = (target.is_cuda() ? source : target).is_pinned();
   if (target.is_cuda())
     return !non_blocking ? "copy to the device"
-           : !is_pinned  ? "copy of unpinned memory to the device"
+           : !is_pinned  ? STAGED_COPY
                          : nullptr;
   return !non_blocking ? "copy to the host"
          : !is_pinned  ? "copy to unpinned memory of the host"
                        : nullptr;
 }
 
-void report_synchronization(const std::string& name, const std::vector<IValue>& arguments) {
+// Returns whether the host waits until the operation is done.
+bool report_synchronization(const std::string& name, const std::vector<IValue>& arguments) {
   const char* what = nullptr;
   if (name == "aten::copy_") {
     what = blocking_copy(arguments[0].toTensor(), arguments[1].toTensor(), arguments[2].toBool());
@@ -156,6 +161,7 @@ void report_synchronization(const std::string& name, const std::vector<IValue>& 
     what = name.c_str();
   }
   if (what) paceline_report_synchronization(what);
+  return what && what != STAGED_COPY;
 }
 
 // The tensors of one call of an operation.
@@ -229,11 +235,30 @@ IValue map_tensors(const IValue& value, Function function) {
 // the kernel of a GPU converts them in registers. Only their results count.
 bool copies_operands(const std::string& name) { return name == "aten::_foreach_norm.Scalar"; }
 
-void run_on_cpu(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
-  const auto& schema = op.schema();
+std::string name_of(const c10::FunctionSchema& schema) {
   const auto overload = schema.overload_name();
-  const auto name = schema.name() + (overload.empty() ? "" : "." + overload);
-  report_synchronization(name, torch::jit::last(*stack, schema.arguments().size()).vec());
+  return schema.name() + (overload.empty() ? "" : "." + overload);
+}
+
+// Called after each operation on CUDA tensors; see stream_order/observe.cpp.
+using OperationObserver = void (*)(const c10::OperatorHandle& op, const std::vector<IValue>& arguments,
+                                   const std::vector<IValue>& results, bool host_waits);
+std::atomic<OperationObserver> operation_observer{nullptr};
+// Whether this thread runs a kernel of the CPU for a device.
+thread_local bool runs_kernel = false;
+struct KernelGuard {
+  const bool previous = std::exchange(runs_kernel, true);
+  ~KernelGuard() { runs_kernel = previous; }
+};
+
+// Called instead of an operation; returns whether it takes care of it. See stream_order/defer.cpp.
+using Interceptor = bool (*)(const c10::OperatorHandle& op, Stack* stack, bool host_waits);
+std::atomic<Interceptor> interceptor{nullptr};
+
+// Runs an operation with the kernel of the CPU.
+void compute(const c10::OperatorHandle& op, Stack* stack) {
+  const auto& schema = op.schema();
+  const auto name = name_of(schema);
   Call call;
   for (auto i = stack->size() - schema.arguments().size(); i < stack->size(); ++i) {
     IValue& value = (*stack)[i];
@@ -254,6 +279,7 @@ void run_on_cpu(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   const bool is_collective = name.rfind("c10d::", 0) == 0, has_copies = copies_operands(name);
   {
     CountingGuard guard(is_collective || has_copies ? c10::DeviceIndex(-1) : index);
+    KernelGuard runs;
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
   }
   for (auto i = stack->size() - schema.returns().size(); i < stack->size(); ++i)
@@ -262,6 +288,18 @@ void run_on_cpu(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
       return call.to_cuda(has_copies ? result.clone() : result);
     });
   call.update_arguments();
+}
+
+void run_on_cpu(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
+  const auto& schema = op.schema();
+  const auto name = name_of(schema);
+  const auto arguments = torch::jit::last(*stack, schema.arguments().size()).vec();
+  const bool host_waits = report_synchronization(name, arguments);
+  const auto intercept = interceptor.load();
+  if (intercept && intercept(op, stack, host_waits)) return;
+  compute(op, stack);
+  if (const auto observe = operation_observer.load())
+    observe(op, arguments, torch::jit::last(*stack, schema.returns().size()).vec(), host_waits);
 }
 
 torch::CppFunction fallback() { return torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>(); }
@@ -345,13 +383,23 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
                      source.strides());
 }
 
-void record_stream(Tensor&, at::Stream) {}
+void record_stream(Tensor& self, at::Stream stream) {
+  c10::impl::getDeviceGuardImpl(c10::kCUDA)
+      ->recordDataPtrOnStream(self.storage().data_ptr(), stream);
+}
 
 void resize_storage(const Tensor& tensor, int64_t size) {
   reallocate(tensor.storage(), size_t(size));
 }
 
 }  // namespace
+
+extern "C" {
+void simulated_observe_operations(OperationObserver observe) { operation_observer = observe; }
+void simulated_intercept_operations(Interceptor intercept) { interceptor = intercept; }
+void simulated_compute(const c10::OperatorHandle& op, Stack* stack) { compute(op, stack); }
+bool simulated_runs_kernel() { return runs_kernel; }
+}
 
 // torch warns that the collectives below replace those of torch.
 struct SilentHandler final : c10::WarningHandler {

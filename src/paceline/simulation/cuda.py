@@ -41,7 +41,12 @@ _BFLOAT16_CAPABILITY = (8, 0)
 _swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 _shim: ctypes.CDLL | None = None
 _OBSERVER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_double)
-_observer: object = None  # kept alive, because the shim calls it
+_ORDER_OBSERVER = ctypes.CFUNCTYPE(
+    None, ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+)
+# Kept alive, because the shim calls them.
+_observer: object = None
+_order_observer: object = None
 
 
 def simulate_cuda(device: Device, count: int) -> None:
@@ -128,6 +133,28 @@ def observe_synchronizations(observe: Callable[[str, float | None], None]) -> No
 
     _observer = _OBSERVER(call)
     _shim.paceline_observe_synchronizations(_observer)
+
+
+def observe_order(observe: Callable[[str, int, int, int | None], None] | None) -> None:
+    """Call ``observe`` for each call that orders the work of streams, or stop calling it.
+
+    Args:
+        observe: receives what is done, the device, the number of the stream, and the address of an
+            event or of memory: ``event.record``, ``event.wait``, ``event.synchronize``,
+            ``event.destroy``, ``stream.synchronize``, ``device.synchronize``, ``memory.allocate``,
+            ``memory.record_stream`` and ``memory.free``, which includes pinned memory. It is called
+            in the thread that does it.
+    """
+    global _order_observer
+    assert _shim is not None, "simulate_cuda has not been called"
+    previous = _order_observer  # until the shim does not call it any more
+    if observe is None:
+        _order_observer = None
+    else:
+        call = observe
+        _order_observer = _ORDER_OBSERVER(lambda what, *values: call(what.decode(), *values))
+    _shim.paceline_observe_order(_order_observer)
+    del previous
 
 
 class _Stream(torch.Stream):

@@ -4,7 +4,8 @@
 //   2. CUDA hooks:   whether CUDA is available, the number of devices, random generators;
 //   3. allocator:    memory of the host, counted as that of a device, with a limit;
 //   4. attention:    which kernel scaled_dot_product_attention selects;
-//   5. synchronizations: calls for which the host of a GPU would wait for the device.
+//   5. synchronizations: calls for which the host of a GPU would wait for the device;
+//   6. order of streams: what streams, events and memory are used for, for a checker of the tests.
 // Under FakeTensorMode, the kernels of the meta device compute the shapes, so torch never looks up
 // a CUDA kernel.
 #include <ATen/CPUGeneratorImpl.h>
@@ -52,6 +53,19 @@ void report(const char* name, double recorded_at = -1) {
   if (Observer call = observer.load()) call(name, recorded_at);
 }
 
+// Called for what orders the work of streams: events, waits, and the memory of devices and pinned
+// memory. `object` is the address of an event or of memory.
+using OrderObserver = void (*)(const char* what, int device, int64_t stream, const void* object);
+std::atomic<OrderObserver> order_observer{nullptr};
+
+void report_order(const char* what, const Stream& stream, const void* object = nullptr) {
+  if (OrderObserver call = order_observer.load())
+    call(what, stream.device_index(), stream.id(), object);
+}
+void report_order(const char* what, const void* object) {
+  if (OrderObserver call = order_observer.load()) call(what, -1, -1, object);
+}
+
 // -- 1. the device guard
 struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   using Clock = std::chrono::steady_clock;
@@ -88,23 +102,45 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     current_stream[next.device_index()] = next.id();
     return previous;
   }
-  bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream&) const override { report("stream.synchronize"); }
-  void synchronizeDevice(const DeviceIndex) const override { report("device.synchronize"); }
+  // The work of a stream is done when it has been issued, so the host may rely on it.
+  bool queryStream(const Stream& stream) const override {
+    report_order("stream.synchronize", stream);
+    return true;
+  }
+  void synchronizeStream(const Stream& stream) const override {
+    report("stream.synchronize");
+    report_order("stream.synchronize", stream);
+  }
+  void synchronizeDevice(const DeviceIndex index) const override {
+    report("device.synchronize");
+    report_order("device.synchronize", stream(Device(CUDA, index), 0));
+  }
 
   // An event is the host's time at which it was recorded, so elapsed_time() measures the host.
-  void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const Stream& stream, const DeviceIndex,
+              const c10::EventFlag) const override {
     if (!*event) *event = new Time;
     *static_cast<Time*>(*event) = Clock::now();
+    report_order("event.record", stream, *event);
   }
-  void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
+  void block(void* event, const Stream& stream) const override {
+    report_order("event.wait", stream, event);
+  }
+  bool queryEvent(void* event) const override {
+    report_order("event.synchronize", event);
+    return true;
+  }
   void synchronizeEvent(void* event) const override {
     const auto recorded_at = static_cast<Time*>(event)->time_since_epoch();
     report("event.synchronize", std::chrono::duration<double>(recorded_at).count());
+    report_order("event.synchronize", event);
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
+    report_order("event.destroy", event);
     delete static_cast<Time*>(event);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
+    report_order("memory.record_stream", stream, data.get());
   }
   double elapsedTime(void* start, void* end, const DeviceIndex) const override {
     const auto elapsed = *static_cast<Time*>(end) - *static_cast<Time*>(start);
@@ -133,6 +169,7 @@ struct PinnedAllocator final : c10::Allocator {
     return known;
   }
   static void release(void* data) {
+    report_order("memory.free", data);
     {
       const std::lock_guard lock(mutex());
       addresses().erase(data);
@@ -237,8 +274,11 @@ struct Allocator final : c10::DeviceAllocator {
   }
 
   c10::DataPtr allocate(size_t size) override {
+    const Device device(CUDA, current_device);
     void* data = size ? add_block(current_device, size) : nullptr;
-    return {data, data, &release, Device(CUDA, current_device)};
+    if (data && order_observer.load())
+      report_order("memory.allocate", DeviceGuard().getStream(device), data);
+    return {data, data, &release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* target, const void* source, size_t size) const override {
@@ -254,8 +294,13 @@ struct Allocator final : c10::DeviceAllocator {
     count(block, [](Stat& stat, size_t by) { stat.increase(by); });
     return data;
   }
+  bool has_block(const void* data) {
+    const std::lock_guard lock(mutex);
+    return blocks.count(data) > 0;
+  }
   // Returns false if the memory is not of this allocator.
   bool release_block(void* data) {
+    if (order_observer.load() && has_block(data)) report_order("memory.free", data);
     const std::lock_guard lock(mutex);
     const auto found = blocks.find(data);
     if (found == blocks.end()) return false;
@@ -290,7 +335,9 @@ struct Allocator final : c10::DeviceAllocator {
 
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr&, Stream) override {}
+  void recordStream(const c10::DataPtr& data, Stream stream) override {
+    report_order("memory.record_stream", stream, data.get());
+  }
 
   template <typename Reset>
   void reset(DeviceIndex index, Reset reset) {
@@ -357,6 +404,7 @@ double paceline_memory_fraction(int index) { return Allocator::instance().fracti
 // Real tensors need this: the fused kernels of CUDA have no counterpart on a CPU.
 void paceline_use_math_attention() { has_fused_attention = false; }
 void paceline_observe_synchronizations(Observer call) { observer = call; }
+void paceline_observe_order(OrderObserver call) { order_observer = call; }
 // For operations of real tensors, which values.cpp of the tests runs.
 bool paceline_release(void* data) { return Allocator::instance().release_block(data); }
 void paceline_report_synchronization(const char* name) { report(name); }
