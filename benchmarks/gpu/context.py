@@ -3,8 +3,9 @@
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from cases import Skipped
@@ -30,6 +31,12 @@ class Context:
         """Skip the case if the device is simulated."""
         if self.is_simulated:
             raise Skipped(f"needs a GPU: {reason}")
+
+    def needs_packages(self, names: Sequence[str]) -> None:
+        """Skip the case if a package is not installed."""
+        missing = [name for name in names if find_spec(name) is None]
+        if missing:
+            raise Skipped(f"the package {', '.join(missing)} is not installed")
 
     def needs_capability(self, major: int, minor: int, feature: str) -> None:
         """Skip the case if the compute capability of the device is lower."""

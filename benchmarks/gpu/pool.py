@@ -30,7 +30,8 @@ class Settings:
     Args:
         num_slots: number of ranks that run at the same time. A case with more ranks runs alone.
         environment: environment variables of the processes.
-        preloads: whether the processes import torch and Paceline before their first case.
+        device: type of the device, ``cuda`` or ``cpu``; ``none`` for cases that use neither torch
+            nor Paceline, so that the processes do not import them in advance.
     """
 
     prepared: Path
@@ -38,7 +39,7 @@ class Settings:
     num_slots: int
     is_simulated: bool
     environment: Mapping[str, str]
-    preloads: bool = True
+    device: str = "cuda"
 
 
 class Worker:
@@ -51,8 +52,7 @@ class Worker:
         read_end, write_end = os.pipe()
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(WORKER), str(write_end),
-                 "preload" if settings.preloads else "bare"],
+                [sys.executable, str(WORKER), str(write_end), settings.device],
                 stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True,
                 pass_fds=[write_end], env=dict(settings.environment), start_new_session=True,
             )  # fmt: skip

@@ -41,7 +41,7 @@ def main() -> int:
         NUM_SIMULATED_SLOTS if args.simulated else NUM_SLOTS,
         args.simulated,
         _environment(args, output),
-        preloads=args.cases is None,
+        device="cuda" if args.cases is None else "none",
     )
     results: list[Result] = []
     with open(output / "results.jsonl", "w", encoding="utf-8", buffering=1) as file:

@@ -36,12 +36,12 @@ PRELOADED = (
 
 def main() -> None:
     channel = os.fdopen(int(sys.argv[1]), "w", buffering=1)
-    with_imports = sys.argv[2] == "preload"
+    device = sys.argv[2]  # "cuda", "cpu", or "none", with which nothing is imported in advance
     try:
-        if with_imports:
+        if device != "none":
             for name in PRELOADED:
                 importlib.import_module(name)
-        _write(channel, {"card": device_name() if with_imports else "none"})
+        _write(channel, {"card": gpu_name() if device == "cuda" else device})
     except BaseException as error:
         traceback.print_exc()
         _write(channel, {"error": reason_of(error)})
@@ -57,7 +57,7 @@ def _write(channel: Any, message: dict[str, Any]) -> None:
     channel.flush()
 
 
-def device_name() -> str:
+def gpu_name() -> str:
     import torch
 
     if not torch.cuda.is_available():
