@@ -69,6 +69,7 @@ def train(
     options = TrainOptions(saves_state=saves_state, allow_config_change=allow_config_change)
     store = _start_ranks(context, port)
     result = api.run(loaded, options, time.time())
+    _close_ranks()
     del store
     if result.exit_code != 0 or result.report is None:
         raise RuntimeError(f"the run ended with exit code {result.exit_code}")
@@ -94,6 +95,16 @@ def _start_ranks(context: Context, port: int | None) -> Any:
     # different numbers of calls, and each call has a store of its own.
     rounds._num_calls = 0
     return store
+
+
+def _close_ranks() -> None:
+    """Destroy the process group. Under torchrun, it remains for a later call in the process."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        # The thread of Gloo needs the GIL to release the tensors of the last collective.
+        time.sleep(0.1)
+        dist.destroy_process_group()
 
 
 def use_host_backend() -> None:
