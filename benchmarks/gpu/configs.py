@@ -79,7 +79,7 @@ def one_rank_trainings() -> list[Training]:
     """Pair the modes of one rank with precisions, packing, checkpointing and optimizers."""
     no_kernels = "the kernels of the package are for GPUs"
     no_compiler = "the compiler generates code for GPUs"
-    trainings = [
+    return [
         *(_train(mode) for mode in ("single", "dp", "ddp", "zero1", "zero2", "zero3")),
         _train("tensor", PADDED),
         _train("pipeline", FULL),
@@ -120,7 +120,6 @@ def one_rank_trainings() -> list[Training]:
                  packages=("torchao",), needs_gpu=no_kernels, capability=(8, 9))
           for name in ("tensorwise", "rowwise")),
     ]  # fmt: skip
-    return trainings
 
 
 def several_rank_trainings() -> list[Training]:
@@ -150,7 +149,7 @@ def several_rank_trainings() -> list[Training]:
         _train_apart("diloco", 2, {"local_sgd.num_fragments": 2, "local_sgd.outer_dtype": "int8"},
                      tolerance=QUANTIZED),
     ]  # fmt: skip
-    return trainings
+    return sorted(trainings, key=lambda training: training.num_ranks)
 
 
 def _train(

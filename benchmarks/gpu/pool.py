@@ -126,7 +126,9 @@ class Pool:
     ) -> None:
         self.settings, self.report, self.deadline = settings, report, deadline
         self.card = ""
-        self._idle: list[Worker] = []
+        #: Processes that run cases together. They stay together, because ranks must have made the
+        #: same calls: torch and Paceline number groups and phases.
+        self._idle: list[list[Worker]] = []
         self._running: list[Running] = []
         self._num_workers = self._num_cases = 0
         self._section_starts: dict[str, float] = {}
@@ -137,7 +139,8 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         for running in self._running:
             self._kill(running.workers)
-        self._kill(self._idle)
+        for workers in self._idle:
+            self._kill(workers)
 
     def run(self, sections: list[Section]) -> None:
         """Run all cases in their order, and report a result for each."""
@@ -178,13 +181,7 @@ class Pool:
         return num_ranks + case.num_ranks <= self.settings.num_slots
 
     def _start(self, section: Section, case: Case) -> None:
-        if case.is_timing:  # other processes hold memory of the device
-            while len(self._idle) > 1:
-                self._kill([self._idle.pop()])
-        while len(self._idle) < case.num_ranks:
-            self._idle.append(Worker(self.settings, self._num_workers))
-            self._num_workers += 1
-        workers = [self._idle.pop(0) for _ in range(case.num_ranks)]
+        workers = self._take_workers(case)
         scratch = self.settings.output / "scratch" / f"{self._num_cases:03d}"
         self._num_cases += 1
         scratch.mkdir(parents=True, exist_ok=True)
@@ -192,6 +189,23 @@ class Pool:
         self._running.append(running)
         if all(worker.is_ready for worker in workers):
             self._send(running)
+
+    def _take_workers(self, case: Case) -> list[Worker]:
+        """Return the processes of a case. Idle ones that cannot run it are ended if it needs new
+        ones, or if it is timed, because they hold memory of the device."""
+        suitable = [workers for workers in self._idle if len(workers) == case.num_ranks]
+        chosen = suitable[0] if suitable else None
+        if chosen is None or case.is_timing:
+            for workers in self._idle:
+                if workers is not chosen and (case.is_timing or len(workers) != case.num_ranks):
+                    self._kill(workers)
+            self._idle = [] if case.is_timing else suitable
+        if chosen is not None:
+            self._idle = [workers for workers in self._idle if workers is not chosen]
+            return chosen
+        first = self._num_workers
+        self._num_workers += case.num_ranks
+        return [Worker(self.settings, first + rank) for rank in range(case.num_ranks)]
 
     def _send(self, running: Running) -> None:
         """Send a case to its processes, which are all ready."""
@@ -267,7 +281,7 @@ class Pool:
         if status in ("failed", "timeout"):
             self._kill(running.workers)
         else:
-            self._idle += running.workers
+            self._idle.append(running.workers)
             shutil.rmtree(running.scratch, ignore_errors=True)
 
     def _report(
