@@ -83,6 +83,8 @@ def make_work(
     """
     from paceline.config.load import load_config
     from paceline.data.text.prepare import prepare_tokens
+    from paceline.data.text.token_dataset import TokenDataset
+    from paceline.models.builtin import resolve_model
 
     model = Path(config_file)
     if model.is_file():
@@ -100,7 +102,8 @@ def make_work(
         "parallel.mode": "single",
         **({"lora.enable": True, "lora.rank": LORA_RANK, "lora.dropout": 0} if lora else {}),
     }
-    tokens = prepare_tokens(load_config(None, settings).config, "sft").train_dataset
+    prepared = prepare_tokens(load_config(None, settings).config, "sft", resolve_model)
+    tokens = TokenDataset(prepared.train_folder, prepared.train_indices)
     samples = [tokens[index] for index in range(len(tokens))]
     rows = torch.tensor(np.stack([sample["input_ids"] for sample in samples])).long()
     if rows.shape[1] != row_tokens:

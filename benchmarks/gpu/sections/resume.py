@@ -34,15 +34,15 @@ def section(is_simulated: bool) -> Section:
     """Return the section."""
     limit_s = 120.0 if is_simulated else 60.0
     cases = [
+        Case(f"asynchronous save: {mode}", "sections.resume:save_asynchronously",
+             {"settings": complete({"parallel.mode": mode}, 1)}, limit_s=limit_s)
+        for mode in ("single", "zero3")
+    ]  # fmt: skip
+    cases += [
         Case(f"resume: {name}", "sections.resume:resume", {"settings": complete(settings, ranks)},
              num_ranks=ranks, limit_s=limit_s)
         for ranks, configs in ((1, RESUMED), (2, TWO_RANKS))
         for name, settings in configs.items()
-    ]  # fmt: skip
-    cases += [
-        Case(f"asynchronous save: {mode}", "sections.resume:save_asynchronously",
-             {"settings": complete({"parallel.mode": mode}, 1)}, limit_s=limit_s)
-        for mode in ("single", "zero3")
     ]  # fmt: skip
     return Section("resume", 400 if is_simulated else 60, cases)
 
