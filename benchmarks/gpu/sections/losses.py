@@ -51,7 +51,9 @@ def compare(context: Context, training: dict[str, Any], port: int | None = None)
     context.needs_packages(training["packages"])
     if not context.is_simulated:
         context.needs_capability(*training["capability"], training["name"])
-    run = train(context, "run", training["complete"], port=port)
+    # The last averaging of a delayed exchange ends with the save after training.
+    is_delayed = "local_sgd.fragment_sync_delay" in training["settings"]
+    run = train(context, "run", training["complete"], port=port, saves_state=is_delayed)
     if context.rank > 0:
         return {}
     reference = json.loads((context.prepared / "references.json").read_text())
@@ -87,4 +89,6 @@ def record(context: Context, settings: dict[str, Any], port: int | None = None) 
     run = train(context, "run", settings, device="cpu", port=port, saves_state=True)
     if context.rank > 0:
         return {}
+    if len(run.losses) != settings["max_steps"]:
+        raise AssertionError(f"{len(run.losses)} losses of {settings['max_steps']} steps")
     return {"losses": run.losses, "digest": run.digest(), "torch": version("torch")}
