@@ -253,7 +253,8 @@ class Pool:
             self._finish(running, "failed", reason)
         elif not worker.is_ready:
             worker.is_ready = True
-            self.card = self.card or message["card"]
+            prefix = "simulated " if self.settings.is_simulated else ""
+            self.card = self.card or prefix + message["card"]
             if all(each.is_ready for each in running.workers):
                 self._send(running)
         else:

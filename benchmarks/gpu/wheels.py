@@ -30,7 +30,7 @@ def download_wheels(folder: Path, constraints: Path) -> dict[str, str]:
             command = [
                 sys.executable, "-m", "pip", "download", name, "--dest", scratch, "--no-deps",
                 "--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp",
-                *(word for platform in PLATFORMS for word in ("--platform", platform)),
+                *(argument for platform in PLATFORMS for argument in ("--platform", platform)),
                 "--constraint", str(constraints), "--quiet", "--disable-pip-version-check",
                 "--retries", "1",
             ]  # fmt: skip
@@ -40,13 +40,13 @@ def download_wheels(folder: Path, constraints: Path) -> dict[str, str]:
                 lines = done.stderr.strip().splitlines() or ["pip downloaded no wheel"]
                 missing[name] = lines[-1]
             elif name == "bitsandbytes":
-                keep_one_library(files[0], folder / files[0].name)
+                drop_other_libraries(files[0], folder / files[0].name)
             else:
                 shutil.move(files[0], folder / files[0].name)
     return missing
 
 
-def keep_one_library(wheel: Path, target: Path) -> None:
+def drop_other_libraries(wheel: Path, target: Path) -> None:
     """Copy the wheel of bitsandbytes with one library for CUDA and the library for the CPU.
 
     Raises:

@@ -50,7 +50,7 @@ def section(is_simulated: bool) -> Section:
 def resume(context: Context, settings: dict[str, Any], port: int | None = None) -> dict[str, Any]:
     """Compare the weights of an interrupted run, bit by bit, with those of an uninterrupted one."""
     settings = settings | DETERMINISTIC
-    whole = train(context, "whole", settings | {"max_steps": NUM_STEPS}, port=port,
+    uninterrupted = train(context, "uninterrupted", settings | {"max_steps": NUM_STEPS}, port=port,
                   saves_state=True)  # fmt: skip
     for number, steps in enumerate((INTERRUPTED_AT, NUM_STEPS), start=1):
         resumed = train(
@@ -62,8 +62,8 @@ def resume(context: Context, settings: dict[str, Any], port: int | None = None) 
         return {}
     if resumed.report["resumed_from_step"] != INTERRUPTED_AT:
         raise AssertionError(f"resumed from step {resumed.report['resumed_from_step']}")
-    _check_equal(resumed.digest(), whole.digest(), "the resumed run")
-    return {"digest": whole.digest(), "loss": whole.losses[-1]}
+    _check_equal(resumed.digest(), uninterrupted.digest(), "the resumed run")
+    return {"digest": uninterrupted.digest(), "loss": uninterrupted.losses[-1]}
 
 
 def save_asynchronously(context: Context, settings: dict[str, Any]) -> dict[str, Any]:

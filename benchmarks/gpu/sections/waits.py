@@ -52,12 +52,12 @@ def train_without_waits(context: Context, settings: dict[str, Any]) -> dict[str,
         train(context, "run", settings)
     finally:
         del os.environ[VARIABLE]
-    found = list(read_synchronizations(records))
-    if not any(record.step == NUM_STEPS for record in found):
+    recorded = list(read_synchronizations(records))
+    if not any(record.step == NUM_STEPS for record in recorded):
         raise AssertionError("the wait of the logged last step was not recorded")
     waits = [
         str(record)
-        for record in found
+        for record in recorded
         if record.step is not None and FIRST <= record.step < LAST and not record.is_late
     ]
     if waits:
