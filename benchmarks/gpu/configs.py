@@ -132,7 +132,7 @@ def several_rank_trainings() -> list[Training]:
             *(_train("ddp", {"parallel.all_reduce_algorithm": name}, num_ranks=size)
               for name in ALGORITHMS),
             *(_compress(name, size) for name in COMPRESSIONS),
-            *(_train_apart(mode, size) for mode in ("local_sgd", "diloco")),
+            *(_train_replicas(mode, size) for mode in ("local_sgd", "diloco")),
         ]  # fmt: skip
     trainings += [
         _train("ddp", BF16, LORA, num_ranks=2),
@@ -142,12 +142,12 @@ def several_rank_trainings() -> list[Training]:
         _train("tensor", {"parallel.sequence_parallel": True}, num_ranks=2),
         *(_train("pipeline", {"parallel.pipeline_schedule": name}, num_ranks=2)
           for name in SCHEDULES),
-        *(_train("hybrid", {f"parallel.{one}": 2, f"parallel.{other}": 2}, num_ranks=4)
-          for one, other in (("data", "shard"), ("data", "tensor"), ("data", "pipeline"),
+        *(_train("hybrid", {f"parallel.{first}": 2, f"parallel.{second}": 2}, num_ranks=4)
+          for first, second in (("data", "shard"), ("data", "tensor"), ("data", "pipeline"),
                              ("shard", "tensor"), ("shard", "pipeline"),
                              ("tensor", "pipeline"))),
-        _train_apart("diloco", 2, {"local_sgd.fragment_sync_delay": 1}),
-        _train_apart("diloco", 2, {"local_sgd.num_fragments": 2, "local_sgd.outer_dtype": "int8"},
+        _train_replicas("diloco", 2, {"local_sgd.fragment_sync_delay": 1}),
+        _train_replicas("diloco", 2, {"local_sgd.num_fragments": 2, "local_sgd.outer_dtype": "int8"},
                      tolerance=QUANTIZED),
     ]  # fmt: skip
     return sorted(trainings, key=lambda training: training.num_ranks)
@@ -201,7 +201,7 @@ def _compress(method: str, num_ranks: int) -> Training:
     )  # fmt: skip
 
 
-def _train_apart(mode: str, num_ranks: int, *parts: Settings, **details: Any) -> Training:
+def _train_replicas(mode: str, num_ranks: int, *parts: Settings, **details: Any) -> Training:
     """Replicas that train independently are compared with as many replicas on the CPU."""
     settings: Settings = {"local_sgd.sync_every": 2, "max_steps": 6}
     for part in parts:

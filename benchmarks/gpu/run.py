@@ -21,7 +21,7 @@ from pool import Pool, Settings
 from table import make_table
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = Path(__file__).resolve().parent
+FOLDER_OF_SECTIONS = Path(__file__).resolve().parent
 SIMULATED = ROOT / "tests" / "simulated_cuda"
 #: Ranks that run at the same time on a GPU, and on the CPU.
 NUM_SLOTS, NUM_SIMULATED_SLOTS = 6, 2
@@ -128,7 +128,7 @@ def _chosen_sections(args: argparse.Namespace) -> list[Section]:
 def _environment(args: argparse.Namespace, output: Path) -> dict[str, str]:
     """Return the environment of the processes: no network, caches of their own, and Paceline, the
     sections and unpacked wheels on the path."""
-    path = [str(ROOT / "src"), str(HERE), str(SIMULATED)]
+    path = [str(ROOT / "src"), str(FOLDER_OF_SECTIONS), str(SIMULATED)]
     if args.simulated:
         path.insert(0, str(SIMULATED / "preload"))
     if args.cases is not None:
