@@ -142,8 +142,8 @@ def several_rank_trainings() -> list[Training]:
         _train("tensor", {"parallel.sequence_parallel": True}, num_ranks=2),
         *(_train("pipeline", {"parallel.pipeline_schedule": name}, num_ranks=2)
           for name in SCHEDULES),
-        *(_train("hybrid", {f"parallel.{first}": 2, f"parallel.{second}": 2}, num_ranks=4)
-          for first, second in (("data", "shard"), ("data", "tensor"), ("data", "pipeline"),
+        *(_train("hybrid", {f"parallel.{axis}": 2 for axis in axes}, num_ranks=4)
+          for axes in (("data", "shard"), ("data", "tensor"), ("data", "pipeline"),
                              ("shard", "tensor"), ("shard", "pipeline"),
                              ("tensor", "pipeline"))),
         _train_replicas("diloco", 2, {"local_sgd.fragment_sync_delay": 1}),
