@@ -147,7 +147,8 @@ def several_rank_trainings() -> list[Training]:
                              ("shard", "tensor"), ("shard", "pipeline"),
                              ("tensor", "pipeline"))),
         _train_replicas("diloco", 2, {"local_sgd.fragment_sync_delay": 1}),
-        _train_replicas("diloco", 2, {"local_sgd.num_fragments": 2, "local_sgd.outer_dtype": "int8"},
+        _train_replicas("diloco", 2,
+                        {"local_sgd.num_fragments": 2, "local_sgd.outer_dtype": "int8"},
                      tolerance=QUANTIZED),
     ]  # fmt: skip
     return sorted(trainings, key=lambda training: training.num_ranks)
