@@ -137,6 +137,7 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
             failure=restart["fault"] or request.options.fault,
             memory_fallback=restart["memory_fallback"],
             launcher_pid=member.agent_pid if member.can_restart else None,
+            saves_state=request.options.saves_state,
             reports_everywhere=True,
         )
         return run_guarded(spec, member.round.env, stop)

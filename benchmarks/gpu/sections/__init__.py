@@ -1,0 +1,23 @@
+"""The sections of the GPU benchmark. Correctness comes before speed, and several of its cases run
+at a time. Cases with more ranks come later, because they need new processes."""
+
+from pathlib import Path
+
+from cases import Section
+
+from sections import ceilings, kernels, losses, resume, speed, waits
+
+
+def make_sections(prepared: Path, is_simulated: bool) -> list[Section]:
+    """Return all sections, in the order in which they run."""
+    return [
+        ceilings.section(is_simulated),
+        losses.one_rank_section(prepared, is_simulated),
+        waits.waits_section(is_simulated),
+        waits.sanitizer_section(is_simulated),
+        kernels.section(is_simulated),
+        resume.section(is_simulated),
+        losses.several_ranks_section(prepared, is_simulated),
+        speed.fit_section(is_simulated),
+        speed.section(is_simulated),
+    ]
