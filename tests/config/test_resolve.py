@@ -67,7 +67,7 @@ def test_resolves_number_of_steps(args: dict[str, Any], steps: int) -> None:
         ({"warmup_steps": 3}, 3),
         ({"warmup_steps": 3, "warmup_ratio": 0.9}, 3),
         ({"warmup_steps": 0, "warmup_ratio": 0.9}, 0),
-        ({"warmup_steps": 100}, 39),
+        ({"warmup_steps": 100}, 100),
         ({"warmup_ratio": 1.0}, 39),
     ],
 )

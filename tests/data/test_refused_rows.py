@@ -321,3 +321,25 @@ def test_null_columns_of_arrow_are_ignored(tmp_path: Path) -> None:
         resolve_model,
     )
     assert (tokens.counts.kept, tokens.counts.excluded_turns) == (2, 0)
+
+
+def test_pairs_with_equal_answers_are_reported(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": "q", "chosen": "a", "rejected": "a"},
+        {"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]},
+        # They differ after `max_length`.
+        {"prompt": "q", "chosen": "word " * 40 + "a", "rejected": "word " * 40 + "b"},
+    ]
+
+    def notices_of(name: str, rows: list[Any]) -> list[str]:
+        tokens = prepare(tmp_path / name, rows, "pairs", train_args={"max_length": 16})
+        assert tokens.num_train == len(rows)
+        return [text for _, text in tokens.notices if "with the same tokens" in text]
+
+    (text,) = notices_of("rows.jsonl", rows)
+    assert text.startswith("3 pairs of answers with the same tokens (first: ")
+    assert "line 2" in text
+    (text,) = notices_of("two.jsonl", rows[:2])
+    assert text.startswith("1 pair of answers")
+    assert notices_of("one.jsonl", rows[:1]) == []

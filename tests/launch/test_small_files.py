@@ -58,6 +58,14 @@ def test_warns_if_batch_exceeds_dataset() -> None:
     assert "padding only" not in text
 
 
+def test_warns_of_warm_up_longer_than_the_training() -> None:
+    assert sizes(8, 2, max_steps=6, warmup_steps=6) == []
+    ((level, text),) = sizes(8, 2, max_steps=6, warmup_steps=500)
+    assert level == "warning"
+    assert "warm-up of 500 steps is longer than the training of 6 steps" in text
+    assert "only reaches about 1e-06 of 0.0001" in text
+
+
 def test_warns_about_replicas_without_samples() -> None:
     ((_, text),) = sizes(1, 2)
     assert "the only training sample" in text

@@ -1,11 +1,13 @@
 """Compare the losses of each config on the device with the losses of a float32 run on the CPU."""
 
 import json
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from cases import Case, Section
+from configs import FLOAT32, complete
 from context import Context
 from training import train
 
@@ -14,7 +16,9 @@ LIMIT_S, SIMULATED_LIMIT_S = 60.0, 180.0
 
 
 def one_rank_section(prepared: Path, is_simulated: bool) -> Section:
-    return _section("losses", 130, prepared, is_simulated, several=False)
+    section = _section("losses", 130, prepared, is_simulated, several=False)
+    repeated = Case("reference on this CPU", "sections.losses:repeat_reference", limit_s=LIMIT_S)
+    return replace(section, cases=[repeated, *section.cases])
 
 
 def several_ranks_section(prepared: Path, is_simulated: bool) -> Section:
@@ -82,6 +86,23 @@ def check_losses(losses: list[float], expected: list[float], tolerance: float) -
             f" step: {shown}"
         )
     return max(differences)
+
+
+def repeat_reference(context: Context) -> dict[str, Any]:
+    """Train the reference of most configs again, on the CPU of this machine. Its digest is the
+    prepared one if the machine has the same release of torch and the same kind of CPU; its losses
+    must agree in any case, or the device is compared with something else."""
+    known = json.loads((context.prepared / "references.json").read_text())
+    trainings = json.loads((context.prepared / "configs.json").read_text())
+    plain = next(each for each in trainings if not each["reference"])
+    expected = known[plain["reference_key"]]
+    found = record(context, complete(plain["reference"], 1))
+    return {
+        "largest_difference": check_losses(found["losses"], expected["losses"], FLOAT32),
+        "has_same_digest": found["digest"] == expected["digest"],
+        "torch": found["torch"],
+        "torch_of_reference": expected["torch"],
+    }
 
 
 def record(context: Context, settings: dict[str, Any], port: int | None = None) -> dict[str, Any]:

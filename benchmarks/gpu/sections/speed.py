@@ -15,6 +15,7 @@ MODELS = {"1.5B full": ("qwen2.5-1.5b.json", False), "3B LoRA": ("qwen2.5-3b.jso
 VARIANTS: dict[str, dict[str, Any]] = {
     "Paceline": {},
     "Paceline, compiled": {"torch_compile": True},
+    "Paceline, Liger": {"use_liger_kernel": True},
     "Paceline, full recomputation": {"gradient_checkpointing": "full"},
 }
 FULL_VARIANTS: dict[str, dict[str, Any]] = {
@@ -67,6 +68,8 @@ def time_paceline(
 
     if settings.get("lora.quantize"):
         context.needs_packages(["bitsandbytes"])
+    if settings.get("use_liger_kernel"):
+        context.needs_packages(["liger_kernel", "triton"])
     made = speed_work.make_work(context, **work)
     chosen = made.settings | settings
     planned = speed_work.skip_unless_planned(chosen) if not context.is_simulated else {}

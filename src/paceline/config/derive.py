@@ -139,7 +139,7 @@ def derive(
         steps_per_epoch=per_epoch,
         steps=steps,
         epochs=None if per_epoch is None else steps / per_epoch,
-        warmup_steps=min(warmup, steps),
+        warmup_steps=warmup,
         learning_rate=rate,
         tokens_per_step=tokens,
         eval_every_steps=eval_every if num_eval else 0,

@@ -243,7 +243,7 @@ def sharing_text(config: Config, derived: ResolvedValues) -> str | None:
 
 
 def check_sizes(derived: ResolvedValues, samples: int | None, mode: str) -> list[Notice]:
-    """Check that every replica gets part of the run's global batch.
+    """Check that every replica gets part of the run's global batch, and that the warm-up ends.
 
     Args:
         mode: name of the strategy.
@@ -284,8 +284,9 @@ def check_sizes(derived: ResolvedValues, samples: int | None, mode: str) -> list
                 " new run"
             ),
         )
+    warm_up = _warm_up_notices(derived)
     if derived.global_batch_size <= samples:
-        return []
+        return warm_up
     all_samples = (
         "the only training sample" if samples == 1 else f"all {samples:,} training samples"
     )
@@ -301,4 +302,17 @@ def check_sizes(derived: ResolvedValues, samples: int | None, mode: str) -> list
             f". {counted(idle, 'replica')} of {derived.replicas} {'gets' if idle == 1 else 'get'}"
             f" padding only; {counted(samples, 'replica')} would train on the same samples"
         )
+    return [*warm_up, Notice("warning", text)]
+
+
+def _warm_up_notices(derived: ResolvedValues) -> list[Notice]:
+    warmup, steps = derived.warmup_steps, derived.steps
+    if warmup <= steps:
+        return []
+    last = derived.learning_rate * (steps - 1) / warmup  # the first step of a warm-up has rate 0
+    text = (
+        f"the warm-up of {warmup:,} steps is longer than the training of {counted(steps, 'step')},"
+        f" so the learning rate only reaches about {last:.2g} of {derived.learning_rate:g}; lower"
+        " `train_args.warmup_steps`, or train longer"
+    )
     return [Notice("warning", text)]

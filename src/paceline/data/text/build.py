@@ -11,6 +11,7 @@ from typing import NotRequired, TypedDict
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.events import DataFigures
+from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.data.preference.dataset import PreferenceWriter
 from paceline.data.progress import Progress
@@ -369,6 +370,12 @@ def _row_notices(
     warnings = [
         (dropped, f"{dropped:,} of {counts.read:,} rows dropped. {_drop_reasons(counts)}"),
         (counts.truncated, f"{counts.truncated:,} samples truncated to max_length {limit:,}"),
+        (
+            counts.equal_pairs,
+            f"{counted(counts.equal_pairs, 'pair')} of answers with the same tokens (first:"
+            f" {counts.first_equal_pair}): no preference can be learned from them. If the answers"
+            " differ only after `max_length`, raise it",
+        ),
         (
             facts["unplaced"],
             f"{facts['unplaced']:,} assistant turns are changed by the chat template and carry no"

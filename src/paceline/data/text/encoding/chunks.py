@@ -47,10 +47,13 @@ AnyConverter = RowConverter | LabelConverter | PairConverter | AnswerConverter
 
 @dataclass
 class RowCounts(DataCounts):
-    """Row counts, with the place of the first dropped row for each reason."""
+    """Row counts, with the place of the first dropped row for each reason, and of the first of the
+    ``equal_pairs``, whose answers have the same tokens."""
 
     documents_cut: int = 0
     lone_tokens: int = 0
+    equal_pairs: int = 0
+    first_equal_pair: Place | None = None
     shortest_overlong: int | None = None
     dropped: Counter[str] = field(default_factory=Counter)
     first: dict[str, Place] = field(default_factory=dict)
@@ -61,6 +64,8 @@ class RowCounts(DataCounts):
         if isinstance(other, RowCounts):
             self.documents_cut += other.documents_cut
             self.lone_tokens += other.lone_tokens
+            self.equal_pairs += other.equal_pairs
+            self.first_equal_pair = self.first_equal_pair or other.first_equal_pair
             lengths = (self.shortest_overlong, other.shortest_overlong)
             self.shortest_overlong = min((length for length in lengths if length), default=None)
             self.first = {**other.first, **self.first}
@@ -212,6 +217,9 @@ class EncodedChunk:
             return
         counts.kept += 1
         counts.truncated += longest > limit
+        if len(parts) == 2 and np.array_equal(*(ids[part] for part in parts)):
+            counts.equal_pairs += 1
+            counts.first_equal_pair = counts.first_equal_pair or place
         self.chosen_lengths.append(min(chosen_length, limit))
         self.margins.append(encoded.margin)
         self._append(
