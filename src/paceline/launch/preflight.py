@@ -308,6 +308,7 @@ def _resolve_sizes(
         replicas=layout.axes.replicas,
         global_batch_size=global_batch_size,
     )
+    task.check_batch(derived.global_batch_size)
     num_rows = data.rows_per_epoch(config, derived.global_batch_size)
     log_notices(logger, check_sizes(derived, num_rows, layout.strategy))
     shared = sharing_text(config, derived)

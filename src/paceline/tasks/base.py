@@ -186,6 +186,13 @@ class Task:
             counts=DataCounts(read=len(train), kept=len(train)),
         )
 
+    def check_batch(self, global_batch_size: int) -> None:
+        """Check the number of samples of a global batch. Called before any rank exists.
+
+        Raises:
+            ConfigError: the loss cannot be computed with so few samples.
+        """
+
     # -- on every rank
     #: Type of device that the run trains on. Set before ``setup`` is called, when the model may
     #: still be on the CPU.

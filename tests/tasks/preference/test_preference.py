@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import run
 from torch.nn import functional
 
 from paceline.config.schema import Config
@@ -238,10 +239,25 @@ def test_prompt_of_kto_with_the_answer_of_the_row_before(tmp_path: Path) -> None
     def answer(sample: Any) -> list[int]:
         return sample["input_ids"][sample["labels_mask"]].tolist()
 
-    partners = [1, 0, 3, 2, 4]  # groups of two rows; the last one is alone
+    partners = [1, 0, 3, 2, 3]  # groups of two rows; the last one has no other row in its group
     for index, partner in enumerate(partners):
         assert answer(dataset[index]["mismatched"]) == answer(dataset[partner])
     assert [dataset[index]["chosen_length"] > 0 for index in range(5)] == [True, False] * 2 + [True]
+
+
+def test_kto_needs_two_samples_in_a_global_batch(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "completion": f"{n}", "label": n > 1} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = [
+        "model=builtin:qwen2-micro", f"dataset={tmp_path / 'rows.jsonl'}", "parallel.device=cpu",
+        "parallel.num_gpus=1", "per_device_train_batch_size=1",
+        f"output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    error = run(*args, "task=kto", "--dry-run", expect=2).stderr
+    assert "`task: kto` with a global batch of 1 sample cannot train" in error
+    assert "Allowed: a global batch of at least 2 samples" in error
+    run(*args, "task=kto", "preference.loss_type=apo_zero_unpaired", "--dry-run")
+    run(*args, "task=kto", "gradient_accumulation_steps=2", "--dry-run")
 
 
 def test_settings_that_do_not_fit(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class PreferenceDataset(TokenDataset):
         folder, indices: as in :class:`TokenDataset`.
         mismatch_size: size of the groups of consecutive samples within which each prompt is also
             paired with the answer of the sample before, and the first one with that of the last;
-            0 for none.
+            0 for none. A last group of a single sample takes the answer of the sample before it.
         max_length: number of tokens to which these sequences are truncated.
 
     Attributes:
@@ -90,7 +90,8 @@ class PreferenceDataset(TokenDataset):
     def _mismatched(self, sample: TokenSample, index: int) -> TokenSample:
         first = index - index % self.mismatch_size
         last = min(first + self.mismatch_size, len(self)) - 1
-        other = super().__getitem__(last if index == first else index - 1)
+        is_alone = first == last
+        other = super().__getitem__(last if index == first and not is_alone else max(index - 1, 0))
         prompt = sample["input_ids"][~sample["labels_mask"]]
         answer = other["input_ids"][other["labels_mask"]]
         ids = np.concatenate([prompt, answer])[: self.max_length]

@@ -19,11 +19,14 @@ def reference_key(config: Config, dataset: PreferenceDataset) -> str | None:
     if folder is None or config.trust_remote_code:
         return None
     args, lora = config.train_args, config.lora
+    # Earlier versions paired a sample that is alone in the last group with itself.
+    size = dataset.mismatch_size
+    lone = ["paired with the sample before"] if size and len(dataset) % size == 1 else []
     return key_of(
         {
             "tokens": dataset.folder.name,
             "samples": None if dataset.indices is None else dataset.indices.tolist(),
-            "mismatched": [dataset.mismatch_size, dataset.max_length],
+            "mismatched": [dataset.mismatch_size, dataset.max_length, *lone],
             "model": _files(folder),
             # Weights that no file has are drawn from the seed.
             "seed": None if weight_files(folder) and not config.adds_tokens else args.seed,

@@ -97,6 +97,20 @@ class PreferenceTask(LanguageTask):
                     fix=f"leave `train_args.{setting.partition(':')[0]}` out",
                 )
 
+    def check_batch(self, global_batch_size: int) -> None:
+        super().check_batch(global_batch_size)
+        if self._has_mismatched and global_batch_size < 2:
+            raise ConfigError(
+                "`task: kto` with a global batch of 1 sample cannot train: the divergence from the"
+                " reference is estimated on the answers to other prompts of the batch",
+                allowed="a global batch of at least 2 samples",
+                fix=(
+                    "raise `train_args.per_device_train_batch_size` or"
+                    " `train_args.gradient_accumulation_steps`, or set"
+                    " `preference.loss_type: apo_zero_unpaired`"
+                ),
+            )
+
     def prepare(self) -> Prepared:
         """Tokenize the answers, or find them in the token cache."""
         tokens = prepare_tokens(

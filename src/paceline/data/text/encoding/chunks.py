@@ -217,7 +217,7 @@ class EncodedChunk:
             return
         counts.kept += 1
         counts.truncated += longest > limit
-        if len(parts) == 2 and np.array_equal(*(ids[part] for part in parts)):
+        if len(parts) == 2 and np.array_equal(ids[parts[0]], ids[parts[1]]):
             counts.equal_pairs += 1
             counts.first_equal_pair = counts.first_equal_pair or place
         self.chosen_lengths.append(min(chosen_length, limit))
