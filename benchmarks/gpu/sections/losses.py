@@ -96,11 +96,11 @@ def repeat_reference(context: Context) -> dict[str, Any]:
     trainings = json.loads((context.prepared / "configs.json").read_text())
     plain = next(each for each in trainings if not each["reference"])
     expected = known[plain["reference_key"]]
-    found = record(context, complete(plain["reference"], 1))
+    result = record(context, complete(plain["reference"], 1))
     return {
-        "largest_difference": check_losses(found["losses"], expected["losses"], FLOAT32),
-        "has_same_digest": found["digest"] == expected["digest"],
-        "torch": found["torch"],
+        "largest_difference": check_losses(result["losses"], expected["losses"], FLOAT32),
+        "has_same_digest": result["digest"] == expected["digest"],
+        "torch": result["torch"],
         "torch_of_reference": expected["torch"],
     }
 
