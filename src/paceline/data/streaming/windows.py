@@ -232,4 +232,8 @@ class PackedStream:
             of_source.samples = of_source.tokens = of_source.label_tokens = 0
         meta = {"counts": counts.state()}
         (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
-        shutil.rmtree(self.folder / str(number - _KEPT), ignore_errors=True)
+        old = self.folder / str(number - _KEPT)
+        # A window that is being removed is no window, or `_open` would look for its files until
+        # the last one is removed.
+        (old / _META).unlink(missing_ok=True)
+        shutil.rmtree(old, ignore_errors=True)
