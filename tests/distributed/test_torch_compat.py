@@ -347,7 +347,7 @@ class Choice(nn.Module):
 
 
 def use_different_layers(world, accumulation):
-    """Return the gradients of two micro-batches, of which each rank uses another layer in turn."""
+    """Return the gradients after micro-batches in which the two ranks use different layers."""
     mesh = DeviceMesh("cpu", range(world.size), mesh_dim_names=("shard",))
     model = Choice()
     for unit in (model.last, model):

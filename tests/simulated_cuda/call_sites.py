@@ -27,7 +27,7 @@ def find_sites(frame: FrameType | None, excluded: tuple[str, ...]) -> tuple[str,
 
 
 def _frames(frame: FrameType | None, excluded: tuple[str, ...]) -> Iterator[FrameType]:
-    """Yield the frames that called, innermost first, without those of the recording."""
+    """Yield the frames that called, innermost first, without the frames of the recorder."""
     while frame is not None:
         if not frame.f_code.co_filename.startswith(excluded):
             yield frame

@@ -188,7 +188,7 @@ class StreamFault:
     finds.
 
     Args:
-        args: settings of the run, in addition to those of the model; None: the fault is found in a
+        args: settings of the run, in addition to the settings of the model; None: the fault is found in a
             program of ``stream_programs.PROGRAMS``, because in the runs something else waits.
         kind: the kind of the finding; see :mod:`stream_order.checker`.
         site: a part of a finding of this kind.

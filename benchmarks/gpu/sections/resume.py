@@ -48,7 +48,7 @@ def section(is_simulated: bool) -> Section:
 
 
 def resume(context: Context, settings: dict[str, Any], port: int | None = None) -> dict[str, Any]:
-    """Compare the weights of an interrupted run, bit by bit, with those of an uninterrupted one."""
+    """Check that an interrupted and an uninterrupted run end with the same bits in all weights."""
     settings = settings | DETERMINISTIC
     uninterrupted = train(context, "uninterrupted", settings | {"max_steps": NUM_STEPS}, port=port,
                   saves_state=True)  # fmt: skip
@@ -67,8 +67,8 @@ def resume(context: Context, settings: dict[str, Any], port: int | None = None) 
 
 
 def save_asynchronously(context: Context, settings: dict[str, Any]) -> dict[str, Any]:
-    """Compare checkpoints that were written while training went on with those of a run that waited
-    for each."""
+    """Check that checkpoints that were written while training went on have the same bits as the
+    checkpoints of a run that waited for each."""
     settings = settings | DETERMINISTIC | {"save_steps": 1, "max_steps": 8}
     runs = [
         train(context, name, settings | {"async_save": name == "asynchronous"}, saves_state=True)

@@ -1,8 +1,7 @@
 """Read configs of other tools for preference training: which task they request, and their keys.
 
 Most configs of TRL do not name their method, because the script that reads them chooses the
-trainer. The method is then the only one that has all keys, or the one that the names of the run
-mention.
+trainer. The method is then the only one that has most of the keys.
 """
 
 from collections.abc import Mapping
