@@ -60,7 +60,7 @@ class Fault:
 
     Args:
         replacement: the change of the source.
-        args: settings of the run, in addition to those of the model.
+        args: settings of the run, in addition to the settings of the model.
         finding: a part of the run's standard error, or of the error of
             :func:`nccl_orders.compare_orders`; None: the losses are not those without the fault.
         fails: whether the run fails.
@@ -188,8 +188,9 @@ class StreamFault:
     finds.
 
     Args:
-        args: settings of the run, in addition to the settings of the model; None: the fault is found in a
-            program of ``stream_programs.PROGRAMS``, because in the runs something else waits.
+        args: settings of the run, in addition to the settings of the model; None: the fault is
+            found in a program of ``stream_programs.PROGRAMS``, because in the runs something else
+            waits.
         kind: the kind of the finding; see :mod:`stream_order.checker`.
         site: a part of a finding of this kind.
     """
