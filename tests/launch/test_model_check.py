@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from adapter_families import write_config
 from safetensors.numpy import save_file
 
@@ -15,6 +16,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
 from paceline.launch import model_check
+from paceline.models.checks.step import check_adapted_step
 from paceline.models.language import language_model_on_meta
 from paceline.parallel.registry import ParallelLayout
 
@@ -102,8 +104,6 @@ def test_check_stages_traces_model_once(tmp_path: Path) -> None:
 
 
 def test_dry_run_partitions_model_into_stages(tmp_path: Path) -> None:
-    # The forward pass of mixtral needs real values and fails on the meta device, which is not an
-    # error.
     for kind in ("gpt2", "mixtral"):
         config = Config(
             model=str(write_config(kind, tmp_path / kind)),
@@ -117,3 +117,89 @@ def test_dry_run_partitions_model_into_stages(tmp_path: Path) -> None:
     model = language_model_on_meta(Config(model=str(tmp_path / "gpt2"), dataset="d"))
     with pytest.raises(ConfigError, match="pipeline"):
         model_check.check_stages(model, config, 8)
+
+
+def small_config(folder: Path, **settings: Any) -> Config:
+    """Return a config for a model of 256 positions."""
+    data = {"dataset": "user/texts", "train_args": {"max_length": 64}}
+    return Config(model=str(folder), **data, **settings)
+
+
+@pytest.mark.parametrize(("kind", "stages"), [("gemma3n_text", 2), ("zamba2", 3)])
+def test_dry_run_refuses_stages_that_need_the_embeddings(
+    kind: str, stages: int, tmp_path: Path
+) -> None:
+    # Gemma 3n has embeddings of each block, and Zamba 2 concatenates the embeddings to the input of
+    # some blocks.
+    config = small_config(write_config(kind, tmp_path / kind))
+    layout = ParallelLayout("pipeline", ParallelDims(pipeline=stages), stages)
+    with pytest.raises(ConfigError, match="its embeddings reach block") as caught:
+        model_check.check_model(config, layout)
+    assert "mode: zero3" in caught.value.paragraph()
+
+
+@pytest.mark.parametrize("kind", ["phimoe", "llama4_text"])
+@pytest.mark.parametrize("method", ["lora", "vera"])
+def test_routers_that_return_a_tuple_get_no_adapter(kind: str, method: str, tmp_path: Path) -> None:
+    folder = write_config(kind, tmp_path / kind)
+    config = small_config(folder, lora={"enable": True, "method": method})
+    notices = model_check.check_model(config, ParallelLayout("single", ParallelDims(), 1))
+    assert any("no adapter on" in text and "router" in text for _, text in notices)
+    for targets in (["q_proj", "router"], r".*\.router"):
+        lora = {"enable": True, "target_modules": targets}
+        named = small_config(folder, lora=lora)
+        with pytest.raises(ConfigError, match="router, which cannot have adapters"):
+            language_model_on_meta(named)
+
+
+@pytest.mark.parametrize("task", ["reward", "classify"])
+def test_dry_run_checks_the_adapters_of_classifiers(task: str, tmp_path: Path) -> None:
+    folder = write_config("qwen3_moe", tmp_path / "model")
+    save_file({}, folder / "model.safetensors")
+    lora = {"enable": True, "target_modules": ["wq"]}
+    config = small_config(folder, task=task, lora=lora)
+    with pytest.raises(ConfigError, match="`wq`"):
+        model_check.check_model(config, ParallelLayout("single", ParallelDims(), 1))
+
+
+@pytest.mark.parametrize("fails_alone", [False, True])
+def test_step_with_adapters_runs_before_training(fails_alone: bool, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = Config(model=str(write_config("mixtral", tmp_path / "model")), dataset="d")
+    model: Any = language_model_on_meta(config)
+    attention = model.model.layers[0].self_attn
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "gate"]))
+    check_adapted_step(adapted)
+    attention.q_proj.lora_B.default = torch.nn.Linear(8, 7, device="meta")
+    if fails_alone:
+        attention.k_proj = torch.nn.Linear(3, 7, device="meta")
+        check_adapted_step(adapted)  # the adapters are not the cause
+        return
+    with pytest.raises(ConfigError, match=r"the adapter on self_attn\.q_proj cannot be trained"):
+        check_adapted_step(adapted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected"),
+    [
+        ("mixtral", {"output_router_logits": True}, "coefficient 0.001"),
+        ("qwen3_moe", {"output_router_logits": True, "router_aux_loss_coef": 0.02}, "0.02"),
+        ("bamba", {"z_loss_coefficient": 0.5}, "z-loss (`z_loss_coefficient: 0.5`)"),
+        ("deepseek_v3", {"num_nextn_predict_layers": 1}, "`num_nextn_predict_layers: 1`"),
+        ("mixtral", {}, None),
+    ],
+)
+def test_what_the_model_asks_for_and_is_left_out_is_reported(
+    kind: str, settings: dict[str, Any], expected: str | None, tmp_path: Path
+) -> None:
+    folder = write_config(kind, tmp_path / "model")
+    file = folder / "config.json"
+    content = json.loads(file.read_text())
+    content.pop("num_nextn_predict_layers", None)
+    file.write_text(json.dumps({**content, **settings}))
+    config = small_config(folder)
+    notices = model_check.check_model(config, ParallelLayout("single", ParallelDims(), 1))
+    warnings = [text for level, text in notices if level == "warning"]
+    assert len(warnings) == (expected is not None)
+    assert expected is None or expected in warnings[0]

@@ -7,8 +7,8 @@ lacks a name, the wrapper raises a ConfigError with the supported range, or loop
 functions that compute the same numbers.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -308,9 +308,30 @@ def without_fake_tensors() -> AbstractContextManager[None]:
     return _find(fake, "unset_fake_temporarily")()  # type: ignore[no-any-return]
 
 
+@contextmanager
+def runs_on_meta() -> Iterator[None]:
+    """Let operations run on the meta device within the block that torch refuses there: ``nonzero``
+    finds all elements, and autocast does nothing."""
+    settings = _find(_import("torch.fx.experimental"), "_config")
+    autocast = torch.autocast
+
+    def autocast_or_nothing(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return nullcontext() if device_type == "meta" else autocast(device_type, *args, **kwargs)
+
+    torch.autocast = autocast_or_nothing  # type: ignore[assignment, misc]
+    try:
+        with settings.patch(meta_nonzero_assume_all_nonzero=True):
+            yield
+    finally:
+        torch.autocast = autocast  # type: ignore[misc]
+
+
 def is_mutable_op(op: Any) -> bool:
-    """Return whether an operation in ``__torch_dispatch__`` modifies one of its arguments."""
-    return _find(op, "_schema.is_mutable")  # type: ignore[no-any-return]
+    """Return whether an operation in ``__torch_dispatch__`` modifies the values of one of its
+    arguments. ``Tensor.set_``, with which a parametrization gives a parameter back its own storage,
+    does not."""
+    is_set = _find(op, "overloadpacket") is torch.ops.aten.set_
+    return _find(op, "_schema.is_mutable") and not is_set
 
 
 def is_item_op(op: Any) -> bool:

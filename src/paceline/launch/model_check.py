@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config
-from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.files import Scratch, write_json_atomic
 from paceline.core.log import Notice
@@ -25,6 +24,7 @@ from paceline.core.processes import end_with_parent, hidden_main
 from paceline.core.stop import polling
 from paceline.models.builtin import config_numbers
 from paceline.models.checks.cache import StoredCheck, check_of_config
+from paceline.tasks import uses_transformers
 
 if TYPE_CHECKING:
     from paceline.parallel.registry import ParallelLayout
@@ -40,7 +40,7 @@ def check_model(config: Config, layout: ParallelLayout) -> list[Notice]:
     Raises:
         ConfigError: if the ranks would reject the model, its adapters or its layout.
     """
-    if config.task not in CAUSAL_TASKS:
+    if not uses_transformers(config):
         return []
     stored = _stored(config, layout)
     if (result := stored.read()) is not None:
@@ -51,13 +51,20 @@ def check_model(config: Config, layout: ParallelLayout) -> list[Notice]:
 
 
 def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
-    from paceline.models.adapters.lora import adapter_notices
+    from paceline.models.checks.step import check_adapted_step
     from paceline.models.language import language_model_on_meta
+    from paceline.models.notices import model_notices
     from paceline.models.positions import check_length
     from paceline.models.transforms.activation_offloading import reduce_activations
     from paceline.models.transforms.parameters import parameter_settings
 
-    model: Any = language_model_on_meta(config)
+    kind = None
+    if config.task in ("classify", "reward"):
+        from paceline.models.classifiers.texts import REWARD_SETTINGS
+        from paceline.models.kinds import text_classifier
+
+        kind = text_classifier(REWARD_SETTINGS, has_new_head=True)  # any classes: the data has them
+    model: Any = language_model_on_meta(config, kind=kind)
     check_length(config, model.config.to_dict())
     parameter_settings(model, config, 0.0)
     reduce_activations(model, config)
@@ -70,9 +77,9 @@ def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
         )
     if layout.axes.pipeline > 1:
         check_stages(model, config, layout.axes.pipeline)
-    if not config.lora.enable:
-        return []
-    return [Notice(*entry) for entry in adapter_notices(model, config)]
+    if config.lora.enable:
+        check_adapted_step(model)
+    return [Notice(*entry) for entry in model_notices(model, config)]
 
 
 def check_stages(model: Any, config: Config, num_ranks: int) -> None:
@@ -107,6 +114,7 @@ def _stored(config: Config, layout: ParallelLayout) -> StoredCheck:
     return check_of_config(
         "model on the meta device",
         config,
+        config.task,
         content,
         args.max_length,
         [args.recomputation, parallel.offloads_activations],
@@ -120,7 +128,7 @@ def _stored(config: Config, layout: ParallelLayout) -> StoredCheck:
 def checking_in_background(config: Config, layout: ParallelLayout) -> Iterator[None]:
     """Check the model in another process within the block. If it cannot be trained, functions that
     poll raise the error. The fork server must have been started for this config."""
-    if config.task not in CAUSAL_TASKS:
+    if not uses_transformers(config):
         yield
         return
     check = _BackgroundCheck(config, layout)

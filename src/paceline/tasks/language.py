@@ -33,7 +33,6 @@ from paceline.data.text.templates import save_template
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
 from paceline.models import attention, language
 from paceline.models.adapters.check import check_adapters
-from paceline.models.adapters.lora import adapter_notices
 from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.checks.packing import choose_packing
@@ -41,6 +40,7 @@ from paceline.models.files import check_files, check_hub
 from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
 from paceline.models.head.softmax import IGNORED, LogitTransform, weighted_sum
 from paceline.models.head.transform import choose_transform, output_head
+from paceline.models.notices import model_notices
 from paceline.models.qwen import CONVERTED_KEY, module_notice
 from paceline.models.shape.loss_chunks import NO_CHUNKS, choose_loss_chunks
 from paceline.models.transforms.embedding_noise import add_embedding_noise, noisy_embeddings
@@ -130,7 +130,7 @@ class LanguageTask(Task):
     def setup(self, model: Any) -> list[Notice]:
         """Choose between packed and padded rows by a test on the model. Called with the model on
         its device, before training."""
-        notices = adapter_notices(model, self.config) if self.config.lora.enable else []
+        notices = model_notices(model, self.config)
         base = base_model(model)
         self.picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         if getattr(getattr(base, "config", None), CONVERTED_KEY, None):

@@ -17,12 +17,12 @@ from paceline.data.sources.resolve import check_hub_sources
 from paceline.data.text.prepare import PreparedTokens
 from paceline.models import attention
 from paceline.models.adapters.check import check_adapters
-from paceline.models.adapters.lora import adapter_notices
 from paceline.models.blocks import base_model
 from paceline.models.classifiers.texts import load_text_classifier
 from paceline.models.files import check_files, check_hub
 from paceline.models.kinds import HeadSettings, save_classes
 from paceline.models.language import save_language_model
+from paceline.models.notices import model_notices
 from paceline.tasks.base import Notice, Task
 
 
@@ -88,7 +88,7 @@ class SequenceClassifierTask(Task):
         num_types = int(getattr(base.config, "type_vocab_size", 0) or 0)
         self._has_types = "token_type_ids" in parameters and num_types > 1
         attention.install_requested(base, self.config)
-        return adapter_notices(model, self.config) if self.config.lora.enable else []
+        return model_notices(model, self.config)
 
     def num_tokens(self, batch: Any) -> int:
         return int(batch["num_tokens"])

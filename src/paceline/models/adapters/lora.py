@@ -13,6 +13,7 @@ from paceline.models.adapters.initialization import add_initial_buffers, correct
 from paceline.models.adapters.quantize import expert_weights
 from paceline.models.adapters.targets import (
     WHY_BYPASSED,
+    WHY_SPECIAL,
     adapter_layers,
     bypassed_modules,
     check_names,
@@ -21,6 +22,7 @@ from paceline.models.adapters.targets import (
     pattern_of,
     selects_all_linear,
     short_names,
+    special_linear_modules,
     target_names,
 )
 from paceline.models.kinds import frozen_parts
@@ -138,8 +140,10 @@ def _peft_config(model: Any, config: Config) -> Any:
 
     lora = config.lora
     targets, init = lora.target_modules, lora.init_lora_weights
-    bypassed = bypassed_modules(model) if selects_all_linear(config) else []
-    excluded = [pattern_of(bypassed)] if bypassed else []
+    left_out: list[str] = []
+    if selects_all_linear(config):
+        left_out = [*bypassed_modules(model), *special_linear_modules(model)]
+    excluded = [pattern_of(left_out)] if left_out else []
     excluded += [rf"(?:.*\.)?{part}\..*" for part in frozen_parts(config)]
     embeddings = embedding_names(model) if config.adds_tokens else []
     shared: dict[str, Any] = {
@@ -150,8 +154,8 @@ def _peft_config(model: Any, config: Config) -> Any:
         "task_type": "SEQ_CLS" if config.task in ("classify", "reward") else "CAUSAL_LM",
     }
     if lora.method == "vera":
-        if bypassed:  # VeraConfig cannot exclude modules
-            targets = pattern_of(name for name in linear_modules(model) if name not in bypassed)
+        if left_out:  # VeraConfig cannot exclude modules
+            targets = pattern_of(name for name in linear_modules(model) if name not in left_out)
         # The random matrices are the same for the same key, so checkpoints need not contain them.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Specified to not save vera_A")
@@ -265,6 +269,8 @@ def _left_out(base: Any, saved: list[str]) -> list[Notice]:
     bypassed = bypassed_modules(base)
     if bypassed:
         notices.append(("info", f"LoRA: no adapter on {short_names(bypassed)}: {WHY_BYPASSED}"))
+    if special := special_linear_modules(base):
+        notices.append(("info", f"LoRA: no adapter on {short_names(special)}: {WHY_SPECIAL}"))
     inside = tuple(
         f"{name}." for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)
     )

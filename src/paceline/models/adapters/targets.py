@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
+from torch.func import functional_call
 
 from paceline.config.schema import Config
 from paceline.config.schema.lora import ALL_LINEAR
@@ -15,6 +17,12 @@ from paceline.core.errors import ConfigError, did_you_mean
 #: Code that computes with a weight instead of calling its module, so that an adapter has no effect.
 _READS_WEIGHT = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size|data)\b|\[)")
 
+#: Where the classes of models are defined: those of transformers, and code of the model's own.
+_OWN_CLASSES = ("transformers.models.", "transformers_modules.")
+#: class → whether it is a plain linear layer, for classes with a forward of their own.
+_PLAIN_KINDS: dict[type, bool] = {}
+
+WHY_SPECIAL = "these modules return something else than the product with their weight"
 WHY_BYPASSED = "the model's code reads these weights instead of calling the modules"
 
 #: Names of an expert's router and projections that peft supports.
@@ -37,16 +45,53 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def linear_modules(model: Any) -> dict[str, nn.Module]:
     """Return the linear modules except the output head, by name: those that ``all-linear``
-    selects."""
+    selects. Modules of :func:`special_linear_modules` are not among them."""
+    return {name: module for name, module in _linear_modules(model) if _is_plain(module)}
+
+
+def special_linear_modules(model: Any) -> list[str]:
+    """Return the names of modules that inherit from ``nn.Linear`` and compute something else, such
+    as a router that returns scores and logits (Llama 4, Phi-3.5-MoE). An adapter or a quantized
+    layer in their place fails in the first step."""
+    return [name for name, module in _linear_modules(model) if not _is_plain(module)]
+
+
+def _linear_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     kinds = (nn.Linear, Conv1D)
-    return {
-        name: module
+    return (
+        (name, module)
         for name, module in model.named_modules()
         if isinstance(module, kinds) and module is not head
-    }
+    )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a linear module maps vectors of its input size to vectors of its output size,
+    as an adapter does."""
+    kind = type(module)
+    is_own_class = kind.__module__.startswith(_OWN_CLASSES) and isinstance(module, nn.Linear)
+    if not is_own_class or kind.forward is nn.Linear.forward:
+        return True
+    assert isinstance(module, nn.Linear)
+    return _maps_vectors(kind, module)
+
+
+def _maps_vectors(kind: type[nn.Module], module: nn.Linear) -> bool:
+    known = _PLAIN_KINDS.get(kind)
+    if known is None:
+        inputs = torch.empty((1, 2, module.in_features), device="meta", dtype=module.weight.dtype)
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        on_meta = {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
+        try:
+            out: Any = functional_call(module, on_meta, (inputs,))
+            known = isinstance(out, torch.Tensor) and out.shape == (1, 2, module.out_features)
+        except Exception:  # a model's own code raises anything
+            known = False
+        _PLAIN_KINDS[kind] = known
+    return known
 
 
 def target_names(model: Any) -> list[str]:
@@ -97,6 +142,8 @@ def check_names(model: Any, config: Config) -> None:
                 f" name such as {example}"
             ),
         )
+    if not selects_all_linear(config):
+        _check_special(targets, special_linear_modules(model), allowed)
     if absent := _missing(lora.modules_to_save, paths):
         leaves = list(
             dict.fromkeys(path.rpartition(".")[2] for path in paths if not path[-1].isdigit())
@@ -106,6 +153,25 @@ def check_names(model: Any, config: Config) -> None:
             f" {_quoted(absent)}",
             allowed="the last parts of names of modules, such as " + ", ".join(leaves[:12]),
             fix=did_you_mean(absent[0], leaves),
+        )
+
+
+def _check_special(targets: str | list[str], special: list[str], allowed: str) -> None:
+    """Raise ConfigError if a module that is no plain linear layer is selected by name or by a
+    regular expression."""
+    if isinstance(targets, str):
+        selected = [name for name in special if re.fullmatch(targets, name)]
+    else:
+        selected = [
+            name
+            for name in special
+            if any(name == target or name.endswith(f".{target}") for target in targets)
+        ]
+    if selected:
+        raise ConfigError(
+            f"`lora.target_modules: {targets}` selects {short_names(selected)}, which cannot have"
+            f" adapters: {WHY_SPECIAL}",
+            allowed=f"all-linear, a regular expression, or some of: {allowed}",
         )
 
 

@@ -20,7 +20,7 @@ from paceline.models.hub_configs import config_folder
 logger = logging.getLogger(__name__)
 
 #: Increased when a check changes, so that earlier results are not used.
-_LAYOUT = 2
+_LAYOUT = 3
 _PACKAGES = ("paceline", "torch", "transformers", "peft")
 
 

@@ -19,7 +19,7 @@ from paceline.models import attention
 from paceline.models.blocks import base_model, evaluation_mode, find_blocks
 
 BEFORE, INSIDE, BETWEEN, AFTER = "before", "inside", "between", "after"
-_ERRORS = (
+TRACE_ERRORS = (
     TypeError,
     ValueError,
     RuntimeError,
@@ -41,6 +41,9 @@ class Trace:
         order: indices of the blocks, in the order in which they ran.
         outputs: index of a block → length of the tuple that it returned; 0 for a tensor.
         altered: indices of the blocks whose input was not the output of the previous block.
+        bypassing: indices of the blocks after the first, in or after which the model used a value
+            that it had computed from parameters before its blocks, other than by the hidden states
+            that pass through the blocks.
         written: parameters that the forward pass changed in place.
         error: why the forward pass failed, or None.
     """
@@ -49,6 +52,7 @@ class Trace:
     order: list[int] = field(default_factory=list)
     outputs: dict[int, int] = field(default_factory=dict)
     altered: list[int] = field(default_factory=list)
+    bypassing: list[int] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
     error: str | None = None
 
@@ -57,12 +61,48 @@ def trace(model: nn.Module, run: Callable[[nn.Module], object]) -> Trace:
     """Call ``run(model)`` once, in evaluation mode and without gradients, and record when it uses
     which parameters. The model may be on the meta device."""
     recorder = _Recorder(model)
-    with evaluation_mode(model), recorder.hooks(), torch.no_grad(), recorder:
+    with (
+        evaluation_mode(model),
+        recorder.hooks(),
+        torch.no_grad(),
+        runs_on_its_device(model),
+        recorder,
+    ):
         try:
             run(model)
-        except _ERRORS as error:
+        except TRACE_ERRORS as error:
             recorder.trace.error = f"{type(error).__name__}: {first_line(error)}"
     return recorder.trace
+
+
+@contextmanager
+def runs_on_its_device(model: nn.Module) -> Iterator[None]:
+    """On the meta device, let the model run as far as possible within the block: with the
+    implementation of experts that has no data-dependent shapes and takes every dtype there."""
+    base = base_model(model)
+    experts = None
+    if not on_meta(model):
+        yield
+        return
+    if getattr(base, "_can_set_experts_implementation", bool)():
+        experts = base.get_experts_implementation()
+        base.set_experts_implementation("batched_mm")
+    try:
+        with torch_compat.runs_on_meta(), _MetaNumbers():
+            yield
+    finally:
+        if experts is not None:
+            base.set_experts_implementation(experts)
+
+
+class _MetaNumbers(TorchDispatchMode):
+    """Answers when a model reads a number from a tensor on the meta device: as if nothing is padded
+    or packed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch_compat.is_item_op(func) and args[0].device.type == "meta":
+            return args[0].dtype.is_floating_point or args[0].dtype == torch.bool
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):
@@ -89,6 +129,8 @@ class _Recorder(TorchDispatchMode):
         self._active: list[int] = []  # modules outside the blocks that are running
         self._depth = 0
         self._last: object = None
+        # Values before the blocks that depend on parameters, such as embeddings.
+        self._early: dict[int, torch.Tensor] = {}
 
     @property
     def _phase(self) -> str:
@@ -99,7 +141,8 @@ class _Recorder(TorchDispatchMode):
         return AFTER if len(self.trace.order) == len(self.blocks) else BETWEEN
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in find_tensors((args, kwargs)):
+        tensors = list(find_tensors((args, kwargs)))
+        for tensor in tensors:
             names = self.names.get(id(tensor))
             if names is not None:
                 users = [names[module] for module in self._active if module in names]
@@ -108,10 +151,20 @@ class _Recorder(TorchDispatchMode):
                 ).add(self._phase)
         if args and id(args[0]) in self.all_names and torch_compat.is_mutable_op(func):
             self.trace.written.append(self.all_names[id(args[0])])
-        if torch_compat.is_item_op(func) and args[0].device.type == "meta":
-            # Assume that nothing is padded or packed.
-            return args[0].dtype.is_floating_point or args[0].dtype == torch.bool
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self._follow_early(tensors, result)
+        return result
+
+    def _follow_early(self, tensors: list[torch.Tensor], result: object) -> None:
+        """Follow the values that were computed from parameters before the blocks."""
+        depends = any(id(tensor) in self._early for tensor in tensors)
+        if depends and len(self.trace.order) > 1:
+            number = self.trace.order[-1] + (0 if self._depth else 1)
+            if number not in self.trace.bypassing:
+                self.trace.bypassing.append(number)
+        is_before = not self.trace.order
+        if depends or (is_before and any(id(tensor) in self.all_names for tensor in tensors)):
+            self._early |= {id(tensor): tensor for tensor in find_tensors((result,))}
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -145,6 +198,8 @@ class _Recorder(TorchDispatchMode):
         self._last = out[0] if is_tuple else out
         self.trace.outputs[number] = len(out) if is_tuple else 0
         self._depth -= 1
+        if isinstance(self._last, torch.Tensor):
+            self._early.pop(id(self._last), None)  # the next block may use it
 
 
 def made_up_inputs(model: nn.Module) -> dict[str, object] | None:

@@ -68,6 +68,23 @@ def check_trace(model: nn.Module, blocks: list[tuple[str, nn.Module]], trace: Tr
             raise _unsupported(f"`{names[0]}` lies outside the blocks and is used {place}")
 
 
+def check_bypasses(trace: Trace | None, num_first_blocks: int) -> None:
+    """Check that the stages after the first need only the hidden states of the stage before.
+
+    Args:
+        num_first_blocks: number of blocks of the first stage.
+
+    Raises:
+        ConfigError: a later stage uses another value that is computed before the blocks.
+    """
+    later = [number for number in trace.bypassing if number >= num_first_blocks] if trace else []
+    if later:
+        raise _unsupported(
+            f"its embeddings reach block {min(later)} and the blocks after it other than through"
+            " the blocks before, and only the output of a block is sent to the next stage"
+        )
+
+
 def _unsupported(reason: str) -> ConfigError:
     return ConfigError(
         f"`parallel.pipeline` is not supported with this model: {reason}",

@@ -22,7 +22,7 @@ from paceline.models.blocks import evaluation_mode, find_blocks, tied_names
 from paceline.models.shape.trace import Trace
 from paceline.models.weights import converted_weights
 from paceline.parallel.base import MicroStep
-from paceline.parallel.pipeline.check import check_blocks
+from paceline.parallel.pipeline.check import check_blocks, check_bypasses
 from paceline.parallel.pipeline.partition import PartitionedModel, drop, partition_error
 from paceline.parallel.pipeline.schedule import (
     DynamicStage,
@@ -315,8 +315,13 @@ def divide_model(
     num_stages: int,
     trace: Trace | None = None,
 ) -> StagePlan:
-    """Assign the blocks of a full model to stages."""
-    return divide(
+    """Assign the blocks of a full model to stages.
+
+    Raises:
+        ConfigError: if there are too few blocks, or if a later stage needs more than the hidden
+            states of the stage before it.
+    """
+    division = divide(
         {name: parameter.numel() for name, parameter in model.named_parameters()},
         [name for name, _ in blocks],
         num_stages,
@@ -324,3 +329,5 @@ def divide_model(
         [name for name, _ in model.named_buffers(remove_duplicate=False)],
         trace.phases if trace else None,
     )
+    check_bypasses(trace, division.blocks[0][1])
+    return division

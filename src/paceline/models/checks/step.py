@@ -1,0 +1,73 @@
+"""Check that a model with adapters runs forward and backward, on the meta device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from paceline.core.errors import ConfigError, first_line
+from paceline.models.adapters.targets import adapter_layers, short_names
+from paceline.models.shape.trace import TRACE_ERRORS, made_up_inputs, runs_on_its_device
+
+
+def check_adapted_step(adapted: Any) -> None:
+    """Run a step over made-up tokens on a model on the meta device.
+
+    A model that also fails without its adapters passes: some cannot run on the meta device.
+
+    Raises:
+        ConfigError: the step fails because of the adapters.
+    """
+    failure = _failure(adapted)
+    if failure is None:
+        return
+    layer, error = failure
+    with adapted.disable_adapter():
+        if _failure(adapted) is not None:
+            return
+    place = f"the adapter on {short_names([layer])}" if layer else "a model with these adapters"
+    raise ConfigError(
+        f"{place} cannot be trained: {type(error).__name__}: {first_line(error)}",
+        fix="list other modules in `lora.target_modules`, such as [q_proj, k_proj, v_proj, o_proj]",
+    )
+
+
+def _failure(adapted: Any) -> tuple[str | None, Exception] | None:
+    """Return the adapter layer that a step fails in and the error, or None if it does not fail."""
+    inputs = made_up_inputs(adapted)
+    if inputs is None:
+        return None
+    active: list[str] = []
+    was_training = adapted.training
+    try:
+        with runs_on_its_device(adapted), _following(adapted, active):
+            logits = adapted.train()(**inputs).logits
+            if logits.requires_grad:
+                logits.float().sum().backward()
+    except TRACE_ERRORS as error:
+        return (active[-1] if active else None), error
+    finally:
+        adapted.train(was_training)
+        adapted.zero_grad(set_to_none=True)
+    return None
+
+
+@contextmanager
+def _following(adapted: nn.Module, active: list[str]) -> Iterator[None]:
+    """Keep the names of the adapter layers that are running in ``active`` within the block."""
+    handles: list[Any] = []
+    for name, layer in adapter_layers(adapted):
+
+        def enter(*_: object, name: str = name) -> None:
+            active.append(name)
+
+        def leave(*_: object) -> None:
+            active.pop()
+
+        handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
