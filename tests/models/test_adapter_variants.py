@@ -161,7 +161,7 @@ def test_merge_adds_the_update_to_the_quantized_weights(tmp_path: Path) -> None:
     (run / "model").mkdir(parents=True)
     save_language_model(model, resolve_model("builtin:qwen2-micro"), run / "model")
     (run / "config.yaml").write_text(to_yaml(config))
-    merged = load_model(export(run, merge=True))[0]
+    merged = load_model(export(run, merge=True).path)[0]
     assert not list(scale_tensors(merged))
     torch.testing.assert_close(logits(merged), logits(model), rtol=1e-3, atol=1e-4)
     (run / "config.yaml").unlink()  # on the weights of the files the adapter computes other logits

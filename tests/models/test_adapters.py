@@ -103,7 +103,7 @@ def test_default_lora_trains_reloads_and_merges(kind: str, tmp_path: Path) -> No
     torch.testing.assert_close(
         logits(load_model(tmp_path / "run")[0]), expected, rtol=1e-4, atol=1e-4
     )
-    merged = load_model(export(tmp_path / "run", merge=True))[0]
+    merged = load_model(export(tmp_path / "run", merge=True).path)[0]
     torch.testing.assert_close(logits(merged), expected, rtol=1e-3, atol=1e-3)
     text = " ".join(text for _, text in notices)
     assert ("peft cannot apply dropout" in text) == (kind in EXPERTS)

@@ -214,7 +214,7 @@ def test_export_rounds_to_the_same_bits(
     forget()
     loaded = load_model(run)[0].get_base_model()
     forget()
-    merged = load_model(export(run, merge=True, dtype="bfloat16"))[0]
+    merged = load_model(export(run, merge=True, dtype="bfloat16").path)[0]
     assert len(quantized) == (0 if has_cache else 2 * NUM_LAYERS)
     for name, module in model.get_base_model().named_modules():
         if hasattr(module, "quant_state"):

@@ -189,7 +189,7 @@ def test_adapters_save_generate_and_merge_as_qwen2(checkpoint: Path, tmp_path: P
         expected = trained(input_ids=ids).logits
         base = reference_logits(checkpoint, ids[0])
     assert not torch.allclose(expected[0], base, atol=1e-2)
-    merged = export(run, merge=True, output=str(tmp_path / "merged"))
+    merged = export(run, merge=True, output=str(tmp_path / "merged")).path
     assert json.loads((merged / "config.json").read_text())["model_type"] == "qwen2"
     for folder in (run, merged):
         model, tokenizer = load_model(folder, "float32")

@@ -214,7 +214,7 @@ def test_adapters_are_exported_with_the_head(tmp_path: Path) -> None:
     (tmp_path / "run" / "model").mkdir(parents=True)
     task.save_model(model, tmp_path / "run" / "model")
     merged = AutoModelForSequenceClassification.from_pretrained(
-        export(tmp_path / "run", merge=True)
+        export(tmp_path / "run", merge=True).path
     )
     assert merged.config.id2label == {0: "x", 1: "y"}
     ids = torch.tensor([[5, 6, 7]])

@@ -236,7 +236,7 @@ def test_frozen_parts_and_adapters(family: str, models: dict[str, Path], tmp_pat
                 value.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
     (tmp_path / "run" / "model").mkdir(parents=True)
     task.save_model(model, tmp_path / "run" / "model")
-    merged = export(tmp_path / "run", merge=True)
+    merged = export(tmp_path / "run", merge=True).path
     loaded = AutoModelForImageTextToText.from_pretrained(merged)
     assert type(AutoProcessor.from_pretrained(merged)).__name__.lower().startswith(family)
     batch = task.collate([task.build_datasets()[0][0]])

@@ -47,14 +47,18 @@ def run(args: Namespace) -> int:
 
     if args.private and args.push is None:
         raise ConfigError("`--private` is not supported without `--push`", fix="omit it")
-    result: dict[str, str] = {}
+    result: dict[str, str | float] = {}
+    comparison = None
     with contextlib.redirect_stdout(sys.stderr):
         if args.push is not None:
             check_repository(args.push, f"`--push {args.push}`")
         folder = None
         if args.push is None or args.merge or args.output is not None:
-            folder = export(args.run_dir, merge=args.merge, output=args.output, dtype=args.dtype)
+            exported = export(args.run_dir, merge=args.merge, output=args.output, dtype=args.dtype)
+            folder, comparison = exported.path, exported.comparison
             result["path"] = str(folder)
+            if comparison is not None:
+                result["max_logit_difference"] = comparison.max_difference
         if args.push is not None:
             repository, url = push(args.run_dir, args.push, folder, args.private or None)
             result |= {"repository": repository, "url": url}
@@ -63,6 +67,8 @@ def run(args: Namespace) -> int:
         return EXIT_DONE
     if folder is not None:
         print(f"wrote {folder}")
+    if comparison is not None:
+        print(f"checked: {comparison.text()}")
     if args.push is not None:
         print(f"uploaded to {result['repository']}: {result['url']}")
     return EXIT_DONE

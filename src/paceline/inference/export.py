@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -10,17 +11,38 @@ from paceline.checkpoint.writer import reason_of
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import replace_dir
 from paceline.inference.generate import load_model, model_folder
+from paceline.inference.merge import (
+    LogitComparison,
+    compare_logits,
+    load_merged,
+    merge_adapters,
+    some_logits,
+)
 from paceline.launch.after_training.hub_upload import upload_model
 from paceline.models.language import copy_processor
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+@dataclass(frozen=True)
+class Exported:
+    """A model that was written.
+
+    Args:
+        path: folder of the model.
+        comparison: how its logits differ from the logits before the merge; None without a merge.
+    """
+
+    path: Path
+    comparison: LogitComparison | None
+
+
 def export(
     run: Path, *, merge: bool = False, output: str | None = None, dtype: str = "auto"
-) -> Path:
+) -> Exported:
     """Write the model of ``run`` to ``output`` (default: ``RUN/exported``), in the form that
-    ``from_pretrained`` loads.
+    ``from_pretrained`` loads. A merged model is loaded again and compared to the model with its
+    adapters.
 
     Args:
         merge: add the adapters into the base model's weights.
@@ -28,6 +50,8 @@ def export(
 
     Raises:
         ConfigError: there is no model, nothing to merge, or the target exists.
+        RunError: the model cannot be written, or a merged model differs by more than the rounding
+            of its weights explains.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"unknown `--dtype {dtype}`", allowed=", ".join(_DTYPES))
@@ -46,14 +70,20 @@ def export(
     if final.exists():
         raise ConfigError(f"{final} already exists", fix="give another folder with --output DIR")
     model, tokenizer = load_model(run, dtype)
+    expected = some_logits(model) if adapted else None
     if adapted:
-        model = model.merge_and_unload()
+        model = merge_adapters(model)
+    comparison = None
     staging_dir = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     try:
         staging_dir.mkdir(parents=True)
         model.save_pretrained(str(staging_dir))
         tokenizer.save_pretrained(str(staging_dir))
         copy_processor(source, staging_dir)
+        if expected is not None:
+            kind = type(model)
+            del model  # so that only one model is in memory
+            comparison = compare_logits(expected, load_merged(kind, staging_dir))
         replace_dir(staging_dir, final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(staging_dir, ignore_errors=True)
@@ -61,7 +91,10 @@ def export(
             f"{final} could not be written: {reason_of(error)}",
             fix="free some space, or give another folder with --output DIR",
         ) from error
-    return final
+    except RunError:
+        shutil.rmtree(staging_dir, ignore_errors=True)
+        raise
+    return Exported(final, comparison)
 
 
 def push(

@@ -88,7 +88,7 @@ def runs_on_its_device(model: nn.Module) -> Iterator[None]:
         experts = base.get_experts_implementation()
         base.set_experts_implementation("batched_mm")
     try:
-        with torch_compat.runs_on_meta(), _MetaNumbers():
+        with torch_compat.runs_on_meta(), _MetaNumbers():  # type: ignore[no-untyped-call]
             yield
     finally:
         if experts is not None:
