@@ -1,5 +1,5 @@
-"""`paceline export --merge` with adapters on the embeddings or the head of a model that shares their
-weight."""
+"""`paceline export --merge` with adapters on the embeddings or the head of a model that shares
+their weight."""
 
 import json
 from pathlib import Path

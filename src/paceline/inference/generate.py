@@ -108,6 +108,10 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
 
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # as peft does it
+        if (
+            folder / "generation_config.json"
+        ).is_file():  # what the adapters were trained to end with
+            model.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))
         model = PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
     return model.eval(), tokenizer
 

@@ -14,6 +14,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.hub import go_offline_if_unreachable
 from paceline.models import qwen
+from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import (
     config_folder,
@@ -27,7 +28,7 @@ from paceline.models.kinds import ModelKind, frozen_parts, kind_of
 from paceline.models.positions import check_length
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import torch
     from torch import nn
@@ -300,9 +301,21 @@ def qwen_folder(name: str) -> Path | None:
             ) from error
 
 
+def add_stop_tokens(model: Any, tokens: Iterable[int]) -> None:
+    """Let generation also end at these tokens, in ``generation_config.json``."""
+    settings = getattr(base_model(model), "generation_config", None)
+    if settings is None:
+        return
+    known = settings.eos_token_id
+    known = [] if known is None else known if isinstance(known, list) else [known]
+    if added := [token for token in dict.fromkeys(tokens) if token not in known]:
+        ends = [*known, *added]
+        settings.eos_token_id = ends[0] if len(ends) == 1 else ends
+
+
 def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) -> None:
-    """Write weights, config and tokenizer in the format that ``transformers`` (or, with adapters,
-    ``peft``) loads."""
+    """Write weights, config, settings of generation and tokenizer in the format that
+    ``transformers`` (or, with adapters, ``peft``) loads."""
     use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = True
     try:
@@ -314,6 +327,8 @@ def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) ->
                 # has changed. If it has, its
                 # embeddings are among the modules that are trained in full.
                 model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
+            if (settings := getattr(base_model(model), "generation_config", None)) is not None:
+                settings.to_json_file(folder / "generation_config.json")
         else:
             model.save_pretrained(str(folder))
     finally:

@@ -29,8 +29,9 @@ from paceline.data.order.build import SourceSize
 from paceline.data.sources.resolve import check_hub_sources
 from paceline.data.streaming.choice import try_stream
 from paceline.data.text.prepare import PreparedTokens, TextTask, prepare_tokens
-from paceline.data.text.templates import save_template
+from paceline.data.text.templates import final_token, save_template
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
+from paceline.data.text.tokenizer import load_tokenizer
 from paceline.models import attention, language
 from paceline.models.adapters.check import check_adapters
 from paceline.models.blocks import base_model
@@ -302,9 +303,19 @@ class LanguageTask(Task):
 
     def save_model(self, model: Any, folder: Path) -> None:
         tokenizer = None if self.prepared is None else self.prepared.handle.tokenizer_path
+        if tokenizer is not None:
+            language.add_stop_tokens(model, self._stop_tokens(Path(tokenizer)))
         language.save_language_model(model, tokenizer, folder)
         if tokenizer is not None and self.config.chat_template is not None:
             save_template(self.config, folder)
+
+    def _stop_tokens(self, folder: Path) -> list[int]:
+        """Return the tokens that the model was trained to end its answers with."""
+        tokenizer = load_tokenizer(folder, self.config.trust_remote_code)
+        ends = [tokenizer.eos_token_id]
+        if self.config.task != "pretrain":
+            ends.append(final_token(self.config, tokenizer))
+        return [end for end in ends if end is not None]
 
 
 def _prepared_stream(config: Config, stream: PreparedStream) -> Prepared:

@@ -457,3 +457,19 @@ def save_template(config: Config, folder: Path) -> None:
     source, _ = template_choice(config).choose(tokenizer)
     if source is not None and source != tokenizer.chat_template:
         (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+
+
+def final_token(config: Config, tokenizer: LoadedTokenizer) -> int | None:
+    """Return the special token that the chat template in use writes after the last answer of a
+    chat, which a trained model ends its answers with; None if there is none."""
+    source, _ = template_choice(config).choose(tokenizer)
+    if source is None:
+        return None
+    chat = _PROBES[0]
+    try:
+        text = ChatTemplate(source, tokenizer.special_tokens).render(chat)
+    except TemplateRefused:
+        return None
+    _, found, tail = text.rpartition(chat[-1]["content"])
+    ids = tokenizer.encode_batch([tail], add_special_tokens=False)[0] if found else []
+    return next((token for token in ids if token in tokenizer.special_ids), None)
