@@ -72,7 +72,7 @@ def run(loaded: Loaded, options: TrainOptions, started_at: float) -> TrainResult
     from paceline.core.log import configure_logging, recorded_notices
     from paceline.core.run_dir import LaunchLock, RunDir
     from paceline.distributed.environment import outer_launcher, scheduled_host, with_scheduler
-    from paceline.models.positions import fit_length
+    from paceline.models.files import fit_to_model
 
     outer = outer_launcher()
     if outer is not None and not options.dry_run:
@@ -81,7 +81,7 @@ def run(loaded: Loaded, options: TrainOptions, started_at: float) -> TrainResult
         return run_under_agent(loaded, options, started_at)
     configure_logging()
     scheduled = scheduled_host() if outer is None else None
-    loaded = fit_length(loaded.with_parallel(with_scheduler(loaded.config.parallel, scheduled)))
+    loaded = fit_to_model(loaded.with_parallel(with_scheduler(loaded.config.parallel, scheduled)))
     if outer is None and not options.dry_run:
         from paceline.launch.fork_server import start_fork_server
 

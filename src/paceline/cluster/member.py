@@ -59,7 +59,7 @@ from paceline.launch.preflight import (
     result_of,
 )
 from paceline.launch.restart import RestartPolicy
-from paceline.models.positions import fit_length
+from paceline.models.files import fit_to_model
 from paceline.parallel.registry import ParallelLayout
 from paceline.planner.search.trials import Setting
 from paceline.tasks import load_task
@@ -446,7 +446,7 @@ def run_under_agent(
         configure_logging()
     else:
         mute_console()
-    loaded = fit_length(loaded)
+    loaded = fit_to_model(loaded)
     with recorded_notices() as recorder:
         log_and_check(loaded)
     request = RunRequest(loaded, options, started_at, printed=frozenset(recorder.messages))

@@ -427,9 +427,9 @@ def load_fitted_config(args: argparse.Namespace) -> Loaded:
     Raises:
         ConfigError: the config is invalid.
     """
-    from paceline.models.positions import fit_length
+    from paceline.models.files import fit_to_model
 
-    return fit_length(load_job_config(args))
+    return fit_to_model(load_job_config(args))
 
 
 def load_job_config(args: argparse.Namespace, builtin: Sequence[str] = ()) -> Loaded:

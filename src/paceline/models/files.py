@@ -5,11 +5,14 @@ import re
 from pathlib import Path
 from typing import Any, TypedDict
 
+from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.hub import FIX, go_offline, is_hub_id, unreachable
+from paceline.models.adapters.check import fit_adapter
 from paceline.models.hub_configs import cached_file
 from paceline.models.json_config import JsonObject
+from paceline.models.positions import fit_length
 
 _WEIGHTS = (
     "*.safetensors",
@@ -24,6 +27,16 @@ MIN_CONVERTED_BYTES = 1 << 30
 _STORED_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 #: Weights of a single expert.
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def fit_to_model(loaded: Loaded) -> Loaded:
+    """Give the config what the files of the model determine: the largest length, and the settings
+    of an adapter whose training continues.
+
+    Raises:
+        ConfigError: a configured length exceeds a fixed limit of the model.
+    """
+    return fit_adapter(fit_length(loaded))
 
 
 def check_files(config: Config) -> None:

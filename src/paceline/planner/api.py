@@ -20,7 +20,7 @@ from paceline.distributed.devices import (
     resolve,
     without_idle_offload,
 )
-from paceline.models.positions import fit_length
+from paceline.models.files import fit_to_model
 from paceline.models.transforms.float8_check import check_float8
 from paceline.parallel.deepspeed.config import stage_of
 from paceline.parallel.registry import ParallelLayout, layout, mode_of
@@ -385,7 +385,7 @@ def plan(
         if isinstance(config, Mapping)
         else load_config(config, overrides)
     )
-    fitted = fit_length(loaded).config
+    fitted = fit_to_model(loaded).config
     prices = map(str, price)
     options = parse_options(search, budget, deadline, prices, network, storage, restart_time)
     planned = make_plan(

@@ -1,9 +1,72 @@
 """Check the section `lora` of a config before the model is built. Imports no torch."""
 
+from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
+from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.log import Notice
+from paceline.models.json_config import JsonObject, read_object
+
+#: Field of `lora` → key of peft's adapter_config.json.
+_PEFT_KEYS = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+    "target_modules": "target_modules",
+    "modules_to_save": "modules_to_save",
+}
+_VERA_KEYS = {**_PEFT_KEYS, "dropout": "vera_dropout"}
+
+
+def fit_adapter(loaded: Loaded) -> Loaded:
+    """Give the config the settings of the adapter that ``lora.adapter`` continues: its rank and
+    scaling cannot change. Settings of the config that differ are reported.
+
+    An adapter of the hub is not read here; see :mod:`paceline.models.adapters.lora`.
+    """
+    lora = loaded.config.lora
+    if not lora.enable or lora.adapter is None:
+        return loaded
+    content = read_object(Path(lora.adapter).expanduser() / "adapter_config.json")
+    if content is None:  # reported by the check of the model's files
+        return loaded
+    values = adapter_settings(content)
+    now = lora.model_dump()
+    changed = {name: value for name, value in values.items() if now[name] != value}
+    ignored = [name for name in changed if name in lora.model_fields_set]
+    notices: list[tuple[str, str]] = []
+    if ignored:
+        listed = ", ".join(
+            f"`lora.{name}: {now[name]}` (it has {values[name]})" for name in ignored
+        )
+        text = f"lora.adapter: it keeps its own settings, so these are not used: {listed}"
+        notices.append(Notice("warning", text))
+    if "rank" in values:
+        text = f"lora.adapter: rank {values['rank']}, alpha {values.get('alpha', 'none')}"
+        notices.append(Notice("info", text))
+    config = loaded.config.model_copy(update={"lora": lora.model_copy(update=changed)})
+    return replace(loaded, config=config, notices=[*loaded.notices, *notices])
+
+
+def adapter_settings(content: JsonObject) -> dict[str, object]:
+    """Return the fields of `lora` that an adapter_config.json determines."""
+    is_vera = content.get("peft_type") == "VERA"
+    keys = _VERA_KEYS if is_vera else _PEFT_KEYS
+    values: dict[str, object] = {"method": "vera" if is_vera else "lora"}
+    for name, key in keys.items():
+        value = content.get(key)
+        if name == "modules_to_save":
+            values[name] = value if isinstance(value, list) else []
+        elif name == "target_modules" and isinstance(value, list):
+            values[name] = sorted(str(item) for item in value)
+        elif value is not None:
+            values[name] = value
+    return values
 
 
 def check_adapters(config: Config) -> None:

@@ -11,6 +11,7 @@ from paceline.core.errors import ConfigError, first_line
 from paceline.models import qwen
 from paceline.models.adapters.initialization import add_initial_buffers, correct_rounding
 from paceline.models.adapters.quantize import expert_weights
+from paceline.models.adapters.stored import check_stored_adapter
 from paceline.models.adapters.targets import (
     WHY_BYPASSED,
     WHY_SPECIAL,
@@ -65,24 +66,35 @@ def add_adapters(model: Any, config: Config, read_weights: bool = True) -> nn.Mo
 
 
 def _load_adapters(model: Any, config: Config, read_weights: bool) -> Any:
-    from peft import PeftConfig, PeftModel, get_peft_model
+    from peft import PeftConfig, get_peft_model
 
     lora = config.lora
+    key = f"`lora.adapter: {lora.adapter}`"
     folder = str(Path(str(lora.adapter)).expanduser())
+    absent: list[str] = []
     try:
+        settings = PeftConfig.from_pretrained(folder)
+        if settings.peft_type not in ("LORA", "VERA"):
+            raise ConfigError(
+                f"{key} is an adapter of the type {str(settings.peft_type).rpartition('.')[2]}",
+                allowed="an adapter of LoRA, with or without DoRA, or of VeRA",
+            )
+        settings.inference_mode = False
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path`")
+            adapted = get_peft_model(model, settings)
+        check_stored_adapter(adapted, folder, key)
         if read_weights:
             # By default peft reads the weights to the first GPU, in every process.
-            adapted = PeftModel.from_pretrained(
-                model, folder, is_trainable=True, torch_device="cpu"
-            )
-        else:
-            settings = PeftConfig.from_pretrained(folder)
-            settings.inference_mode = False
-            adapted = get_peft_model(model, settings)
+            result = adapted.load_adapter(folder, _ADAPTER, is_trainable=True, torch_device="cpu")
+            absent = list(result.missing_keys)
     except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{key} cannot be loaded: {first_line(error)}") from error
+    if absent:
         raise ConfigError(
-            f"`lora.adapter: {lora.adapter}` cannot be loaded: {first_line(error)}"
-        ) from error
+            f"{key} does not fit the model: its file has no weights for {short_names(absent)}",
+            fix="give the adapter of this model",
+        )
     if any(not _supports_dropout(layer) for _, layer in adapter_layers(adapted)):
         # Such an adapter is saved without its dropout, because peft would not load it otherwise.
         set_dropout(adapted, lora.dropout)
