@@ -101,7 +101,8 @@ def test_adapter_determines_rank_and_targets(tmp_path: Path) -> None:
     assert lora.target_modules == ["q_proj", "v_proj"]
     texts = [text for _, text in fitted.notices if text.startswith("lora.adapter")]
     assert texts == [
-        "lora.adapter: it keeps its own settings, so these are not used: `lora.rank: 64` (it has 4)",
+        "lora.adapter: it keeps its own settings, so these are not used: `lora.rank: 64`"
+        " (it has 4)",
         "lora.adapter: rank 4, alpha 6",
     ]
     model: Any = load_language_model(fitted.config)

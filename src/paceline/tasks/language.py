@@ -46,6 +46,7 @@ from paceline.models.qwen import CONVERTED_KEY, module_notice
 from paceline.models.shape.loss_chunks import NO_CHUNKS, choose_loss_chunks
 from paceline.models.transforms.embedding_noise import add_embedding_noise, noisy_embeddings
 from paceline.tasks.base import Notice, Prepared, Task
+from paceline.tasks.token_ids import check_token_ids, token_notices
 
 if TYPE_CHECKING:
     from paceline.data.streaming.build import StreamRows
@@ -86,6 +87,7 @@ class LanguageTask(Task):
         task: TextTask = "pretrain" if self.config.task == "pretrain" else "sft"
         stream, notices = try_stream(self.config, task, resolve_model)
         if stream is not None:
+            stream.notices += token_notices(self.config, stream.tokenizer_path)
             return _prepared_stream(self.config, stream)
         tokens = prepare_tokens(self.config, task, resolve_model, self.num_prepare_workers)
         tokens.notices = [*notices, *tokens.notices]
@@ -94,6 +96,7 @@ class LanguageTask(Task):
         return prepared
 
     def _prepared_from(self, tokens: PreparedTokens) -> Prepared:
+        check_token_ids(self.config, tokens)
         return Prepared(
             num_train=tokens.num_train,
             num_eval=tokens.num_eval,

@@ -21,6 +21,7 @@ from paceline.models.classifiers.texts import class_settings, known_classes
 from paceline.models.kinds import HeadSettings
 from paceline.tasks.base import Notice, Prepared
 from paceline.tasks.sequence_classifier import PaddedTexts, SequenceClassifierTask
+from paceline.tasks.token_ids import check_token_ids
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class TextClassifyTask(SequenceClassifierTask):
             ConfigError: the data, the tokenizer or the labels are invalid.
         """
         tokens = prepare_tokens(self.config, "classify", resolve_model, self.num_prepare_workers)
+        check_token_ids(self.config, tokens)
         stored = read_labels(tokens.train_folder)
         known = self.config.classify.labels or known_classes(self.config.model)
         classes = class_names(stored, known)

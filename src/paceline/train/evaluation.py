@@ -1,6 +1,7 @@
 """Evaluation over all ranks. Sums and counts are added up over the ranks and divided once, so that
 the result is exact even if ranks have different numbers of rows."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from paceline.tasks.base import Task
 from paceline.train.answers.generation import AnswerGenerator
 from paceline.train.answers.metrics import answer_metrics
 from paceline.train.precision import Precision
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -97,6 +100,12 @@ def evaluate(
     loss = means.pop("loss")
     if "perplexity" in config.evaluation.metrics:
         means["perplexity"] = _perplexity(loss)
+    if not math.isfinite(loss):
+        logger.warning(
+            f"evaluation: the loss is {loss}: the model's outputs for the evaluation rows are not"
+            " finite. Its weights have diverged, or a value exceeds the range of"
+            f" `train_args.precision: {args.precision}`"
+        )
     answered_rows = 0
     generated = generated_metrics(config.evaluation.metrics)
     if generated:

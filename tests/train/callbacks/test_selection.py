@@ -10,7 +10,7 @@ from scripted_task import config_of, final_weight, prepare, run_here, run_on_ran
 
 from paceline.checkpoint.format import step_of
 from paceline.checkpoint.store import committed
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, RunError
 from paceline.core.stop import StopFlag
 from paceline.train.callbacks.selection import Selection
 
@@ -53,6 +53,21 @@ def test_model_has_the_best_weights_and_their_checkpoint_is_kept(tmp_path: Path)
     assert [event["best_step"] for event in events(tmp_path, "eval")] == [2, 4, 4, 4]
     page = (tmp_path / "report.html").read_text()
     assert "Best evaluation" in page
+
+
+def test_early_stopping_on_a_loss_that_is_not_finite_is_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nan = float("nan")
+    config = config_of(
+        tmp_path, LOSSES | {6: nan, 8: nan}, train_args__early_stopping={"patience": 2}
+    )
+    with pytest.raises(RunError, match="loss is nan at step 8, so training has diverged") as caught:
+        run_here(config)
+    assert "the best evaluation was at step 4" in caught.value.paragraph()
+    assert not (tmp_path / "model").exists()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("not finite" in text for text in warnings) == 2
 
 
 def test_early_stopping_by_a_metric_ends_the_run_which_is_then_complete(tmp_path: Path) -> None:

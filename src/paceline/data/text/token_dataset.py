@@ -122,6 +122,10 @@ class TokenDataset:
             sample["weight"] = float(self.loss_weights[index])
         return sample
 
+    def largest_token(self) -> int:
+        """Return the largest token id of the entry, including samples of other datasets."""
+        return int(self._tokens.max(initial=0))
+
     def subset(self, indices: Any) -> TokenDataset:
         """Return the samples at ``indices`` as a dataset over the same files."""
         chosen = np.asarray(indices, dtype=np.int64)

@@ -18,6 +18,7 @@ from paceline.models.kinds import HeadSettings
 from paceline.models.transforms.parameters import disable_dropout
 from paceline.tasks.base import Prepared
 from paceline.tasks.sequence_classifier import PaddedTexts, SequenceClassifierTask
+from paceline.tasks.token_ids import check_token_ids
 
 #: The metrics of TRL's RewardTrainer.
 _METRICS = ("accuracy", "margin", "min_reward", "mean_reward", "max_reward")
@@ -76,6 +77,7 @@ class RewardTask(SequenceClassifierTask):
             ConfigError: the data or the tokenizer is invalid.
         """
         tokens = prepare_tokens(self.config, "reward", resolve_model, self.num_prepare_workers)
+        check_token_ids(self.config, tokens)
         return Prepared(
             num_train=tokens.num_train,
             num_eval=tokens.num_eval,

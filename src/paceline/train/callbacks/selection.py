@@ -111,6 +111,8 @@ class ModelSelection(Callback):
                 self.request_save()
             num_bad = selection.num_without_improvement
             if early_stopping is not None and num_bad >= early_stopping.patience:
+                if not math.isfinite(value):
+                    raise self._diverged(state.step, value)
                 self.request_stop(self._stop_reason())
         result.best_step = selection.best_step
 
@@ -134,6 +136,20 @@ class ModelSelection(Callback):
         if selection.best_value is None:
             return reason
         return f"{reason}; best: {figure_text(selection.best_value)} at step {selection.best_step}"
+
+    def _diverged(self, step: int, value: float) -> RunError:
+        """Return the error that ends a run instead of early stopping: its weights are no model."""
+        best = self._selection.best_step
+        saved = f"; the best evaluation was at step {best}" if best is not None else ""
+        return RunError(
+            f"early stopping: {self.metric} is {value} at step {step}, so training has"
+            f" diverged{saved}",
+            fix=(
+                "lower `train_args.learning_rate` or warm it up for longer, and resume an earlier"
+                " checkpoint with `resume: RUN/checkpoints/…`; with `fp16-mixed`, set"
+                " `train_args.precision: bf16-mixed`"
+            ),
+        )
 
     def on_train_end(self, state: TrainState) -> None:
         """Load the weights of the best evaluation. A collective."""
