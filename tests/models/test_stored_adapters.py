@@ -41,8 +41,8 @@ def of_another_model(tensors: Tensors) -> Tensors:
 
 
 def with_more_layers(tensors: Tensors) -> Tensors:
-    more = {name.replace(".1.", ".2."): value.clone() for name, value in tensors.items()}
-    return tensors | more
+    third_layer = {name.replace(".1.", ".2."): value.clone() for name, value in tensors.items()}
+    return tensors | third_layer
 
 
 def of_another_rank(tensors: Tensors) -> Tensors:

@@ -470,6 +470,6 @@ def final_token(config: Config, tokenizer: LoadedTokenizer) -> int | None:
         text = ChatTemplate(source, tokenizer.special_tokens).render(chat)
     except TemplateRefused:
         return None
-    _, found, tail = text.rpartition(chat[-1]["content"])
-    ids = tokenizer.encode_batch([tail], add_special_tokens=False)[0] if found else []
+    _, separator, tail = text.rpartition(chat[-1]["content"])
+    ids = tokenizer.encode_batch([tail], add_special_tokens=False)[0] if separator else []
     return next((token for token in ids if token in tokenizer.special_ids), None)

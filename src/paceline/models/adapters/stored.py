@@ -88,5 +88,5 @@ def _plain(name: str) -> str:
 
 def _listed(names: Iterable[str]) -> str:
     names = [_plain(name) for name in names]
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more
+    rest = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + rest

@@ -157,7 +157,7 @@ def check_names(model: Any, config: Config) -> None:
 
 
 def _check_special(targets: str | list[str], special: list[str], allowed: str) -> None:
-    """Raise ConfigError if a module that is no plain linear layer is selected by name or by a
+    """Raise ConfigError if a module that is not a plain linear layer is selected by name or by a
     regular expression."""
     if isinstance(targets, str):
         selected = [name for name in special if re.fullmatch(targets, name)]
