@@ -91,6 +91,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "doge": {"head_dim": 8},
     "phimoe": _MOE,
     "llama4_text": {
         **_MOE,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_families import write_config
+from adapter_families import FAMILIES, write_config
 from safetensors.numpy import save_file
 
 import paceline
@@ -203,3 +203,17 @@ def test_what_the_model_asks_for_and_is_left_out_is_reported(
     warnings = [text for level, text in notices if level == "warning"]
     assert len(warnings) == (expected is not None)
     assert expected is None or expected in warnings[0]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_dry_run_runs_a_step_with_split_layers(kind: str, tmp_path: Path) -> None:
+    config = small_config(write_config(kind, tmp_path / kind))
+    layout = ParallelLayout("tensor", ParallelDims(tensor=2), 2)
+    if kind == "doge":  # the code of its attention takes the number of heads from its config
+        with pytest.raises(ConfigError, match="DogeForCausalLM: with its layers split over 2"):
+            model_check.check_model(config, layout)
+        return
+    try:
+        model_check.check_model(config, layout)
+    except ConfigError as error:
+        assert "a step fails" not in error.what

@@ -68,18 +68,16 @@ def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
     check_length(config, model.config.to_dict())
     parameter_settings(model, config, 0.0)
     reduce_activations(model, config)
-    if layout.axes.tensor > 1:
-        from paceline.models.tensor_plan.plan import find_tensor_plan
-        from paceline.parallel.tensor.shard import check_plan_sizes
-
-        check_plan_sizes(
-            model, find_tensor_plan(model, config.parallel.tensor_plan), layout.axes.tensor
-        )
     if layout.axes.pipeline > 1:
         check_stages(model, config, layout.axes.pipeline)
     if config.lora.enable:
         check_adapted_step(model)
-    return [Notice(*entry) for entry in model_notices(model, config)]
+    notices = [Notice(*entry) for entry in model_notices(model, config)]
+    if layout.axes.tensor > 1:
+        from paceline.parallel.tensor.check import check_split_step
+
+        check_split_step(model, config, layout.axes.tensor)  # splits the layers in place
+    return notices
 
 
 def check_stages(model: Any, config: Config, num_ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Check that a model with adapters runs forward and backward, on the meta device."""
+"""Run a model forward and backward on the meta device, to find out whether it can be trained."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +19,12 @@ def check_adapted_step(adapted: Any) -> None:
     Raises:
         ConfigError: the step fails because of the adapters.
     """
-    failure = _failure(adapted)
+    failure = step_failure(adapted)
     if failure is None:
         return
     layer, error = failure
     with adapted.disable_adapter():
-        if _failure(adapted) is not None:
+        if step_failure(adapted) is not None:
             return
     place = f"the adapter on {short_names([layer])}" if layer else "a model with these adapters"
     raise ConfigError(
@@ -33,23 +33,24 @@ def check_adapted_step(adapted: Any) -> None:
     )
 
 
-def _failure(adapted: Any) -> tuple[str | None, Exception] | None:
-    """Return the adapter layer that a step fails in and the error, or None if it does not fail."""
-    inputs = made_up_inputs(adapted)
+def step_failure(model: Any) -> tuple[str | None, Exception] | None:
+    """Run a step over made-up tokens on a model on the meta device. Return the error and the
+    adapter layer that it occurred in, if it was in one; None if the step does not fail."""
+    inputs = made_up_inputs(model)
     if inputs is None:
         return None
     active: list[str] = []
-    was_training = adapted.training
+    was_training = model.training
     try:
-        with runs_on_its_device(adapted), _following(adapted, active):
-            logits = adapted.train()(**inputs).logits
+        with runs_on_its_device(model), _following(model, active):
+            logits = model.train()(**inputs).logits
             if logits.requires_grad:
                 logits.float().sum().backward()
     except TRACE_ERRORS as error:
         return (active[-1] if active else None), error
     finally:
-        adapted.train(was_training)
-        adapted.zero_grad(set_to_none=True)
+        model.train(was_training)
+        model.zero_grad(set_to_none=True)
     return None
 
 

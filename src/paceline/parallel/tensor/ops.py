@@ -157,6 +157,6 @@ def low_precision(x: torch.Tensor) -> torch.Tensor:
     """Cast ``x`` to the dtype in which autocast's linear layers compute, which halves the
     traffic."""
     kind = x.device.type
-    if x.is_floating_point() and torch.is_autocast_enabled(kind):
+    if x.is_floating_point() and kind != "meta" and torch.is_autocast_enabled(kind):
         return x.to(torch.get_autocast_dtype(kind))
     return x
