@@ -3,6 +3,7 @@ computed in the same way for all contenders."""
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,14 +61,16 @@ class SpeedWork:
         labels = float((self.labels[:, 1:] != -100).sum()) / len(self.rows) * self.batch_rows
         return flops.utilization(flops.per_device(labels, self.tokens_per_step) / step_s)
 
-    def figures(self, times_s: list[float], peak_bytes: int, trace: Path | None) -> dict[str, Any]:
-        """Return the figures of a contender from the seconds of its measured steps."""
-        step_s = float(np.median(times_s))
+    def figures(self, step_s: float, peak_bytes: int, trace: Path | None) -> dict[str, Any]:
+        """Return the figures of a contender.
+
+        Args:
+            step_s: mean seconds of a measured step.
+        """
         result = {
             "tokens_s": self.tokens_per_step / step_s,
             "mfu": self.mfu(step_s),
             "step_s": step_s,
-            "slowest_step_s": max(times_s),
             "peak_bytes": peak_bytes,
         }
         return result | (kernel_figures(trace, NUM_PROFILED) if trace is not None else {})
@@ -170,28 +173,50 @@ def skip_unless_planned(settings: dict[str, Any]) -> dict[str, Any]:
     return {"planned_bytes": mode["memory_bytes"]["total"]}
 
 
-def measure(
-    step: Callable[[int], Any], work: SpeedWork, folder: Path, synchronize: Callable[[], Any]
-) -> tuple[list[float], Path]:
-    """Run the steps of a hand-written loop; return the seconds of the measured steps, and a trace
-    of the profiled ones."""
-    import time
+class StepClock:
+    """Measures the steps of every contender in the same way: from the end of the warm-up to the end
+    of the measured steps, with the device idle at both, and without a wait in between.
 
+    Args:
+        synchronize: function that waits for the device.
+    """
+
+    def __init__(self, synchronize: Callable[[], object]) -> None:
+        self._synchronize = synchronize
+        self._started_at = self._ended_at = 0.0
+
+    def after_step(self, num_steps: int) -> None:
+        """Record that this many steps have been made."""
+        if num_steps == NUM_WARM_UP:
+            self._synchronize()
+            self._started_at = time.perf_counter()
+        elif num_steps == NUM_WARM_UP + NUM_MEASURED:
+            self._synchronize()
+            self._ended_at = time.perf_counter()
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a measured step."""
+        if not self._ended_at > self._started_at > 0.0:
+            raise RuntimeError("the measured steps were not made")
+        return (self._ended_at - self._started_at) / NUM_MEASURED
+
+
+def measure(
+    step: Callable[[int], Any], folder: Path, synchronize: Callable[[], Any]
+) -> tuple[float, Path]:
+    """Run the steps of a hand-written loop; return the mean seconds of a measured step, and a trace
+    of the profiled ones."""
     from torch.profiler import profile
 
-    times = []
-    for number in range(NUM_WARM_UP):
+    clock = StepClock(synchronize)
+    for number in range(NUM_WARM_UP + NUM_MEASURED):
         step(number)
-    synchronize()
-    for number in range(NUM_WARM_UP, NUM_WARM_UP + NUM_MEASURED):
-        started_at = time.perf_counter()
-        step(number)
-        synchronize()
-        times.append(time.perf_counter() - started_at)
+        clock.after_step(number + 1)
     with profile() as profiler:  # of all activities that this build of torch supports
         for number in range(NUM_PROFILED):
             step(NUM_WARM_UP + NUM_MEASURED + number)
         synchronize()
     path = folder / "trace.json"
     profiler.export_chrome_trace(str(path))
-    return times, path
+    return clock.step_s, path

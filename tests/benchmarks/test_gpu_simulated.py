@@ -88,3 +88,47 @@ def test_reference_that_differs_fails_the_benchmark(prepared: Path, tmp_path: Pa
         assert each["status"] == "failed"
         assert "a loss differs from the CPU's by more than 0.001" in each["reason"]
     assert done.returncode == 1
+
+
+SPEED = """
+import json, sys
+from pathlib import Path
+from context import Context
+from sections import speed
+
+model, prepared, scratch = map(Path, sys.argv[1:])
+work = {"config_file": str(model), "batch_rows": 2, "row_tokens": 64}
+for lora in (False, True):
+    for name, make, arguments in (
+        ("paceline", speed.time_paceline, {"settings": {}}),
+        ("loop", speed.time_loop, {"is_compiled": False}),
+    ):
+        folder = scratch / f"{name}-{lora}"
+        folder.mkdir()
+        context = Context(prepared, folder, 0, 1, is_simulated=True)
+        figures = make(context, {**work, "lora": lora}, **arguments)
+        print(json.dumps({"name": name, "lora": lora, **figures}))
+"""
+
+
+def test_contenders_train_on_the_same_tokens(prepared: Path, tmp_path: Path) -> None:
+    from paceline.models.builtin import resolve_model
+
+    model = resolve_model("builtin:qwen2-micro")
+    path = [
+        ROOT / "tests" / "simulated_cuda" / "preload", GPU, ROOT / "src", ROOT / "tests",
+        ROOT / "tests" / "simulated_cuda",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run(
+        [sys.executable, "-c", SPEED, model, str(prepared), str(tmp_path)],
+        capture_output=True, text=True, timeout=600, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    assert [line["name"] for line in lines] == ["paceline", "loop"] * 2
+    for ours, loop in (lines[:2], lines[2:]):
+        assert ours["losses"][0] == pytest.approx(loop["losses"][0], rel=1e-2)
+        for line in (ours, loop):
+            assert line["step_s"] > 0
+            assert line["tokens_s"] == pytest.approx(128 / line["step_s"])

@@ -64,6 +64,7 @@ def time_paceline(
 ) -> dict[str, Any]:
     """Train with Paceline, and return its figures."""
     import speed_work
+    from speed_callback import ClockCallback
     from speed_work import NUM_MEASURED, NUM_PROFILED, NUM_WARM_UP
 
     if settings.get("lora.quantize"):
@@ -75,12 +76,18 @@ def time_paceline(
     planned = speed_work.skip_unless_planned(chosen) if not context.is_simulated else {}
     first_profiled = NUM_WARM_UP + NUM_MEASURED + 1
     profile = {"start_step": first_profiled, "num_steps": NUM_PROFILED}
-    run = train(context, "run", chosen | {"logging_steps": 1, "profile": profile})
+    callbacks = ["speed_callback:ClockCallback"]
+    run = train(
+        context,
+        "run",
+        chosen | {"logging_steps": 1, "profile": profile, "callbacks": callbacks},
+    )
     steps = run.events("step")
-    # The times of the host between steps: a logged step is read one step later.
-    times = [each["step_time_s"] for each in steps[NUM_WARM_UP : NUM_WARM_UP + NUM_MEASURED]]
+    step_s = ClockCallback.latest.step_s
     traces = sorted((run.folder / "profile").glob("*.json"))
-    figures = made.figures(times, run.report["peak_memory_bytes"][0], traces[0] if traces else None)
+    figures = made.figures(
+        step_s, run.report["peak_memory_bytes"][0], traces[0] if traces else None
+    )
     step_time = run.report["step_time_s"] or {}
     return figures | planned | {
         "mfu_of_event": steps[NUM_WARM_UP + NUM_MEASURED - 1]["mfu"],
@@ -120,8 +127,8 @@ def time_loop(context: Context, work: dict[str, Any], is_compiled: bool) -> dict
         losses.append(loss.detach())
 
     torch.cuda.reset_peak_memory_stats()
-    times, trace = speed_work.measure(step, made, context.scratch, torch.cuda.synchronize)
-    figures = made.figures(times, torch.cuda.max_memory_allocated(), trace)
+    step_s, trace = speed_work.measure(step, context.scratch, torch.cuda.synchronize)
+    figures = made.figures(step_s, torch.cuda.max_memory_allocated(), trace)
     torch._dynamo.reset()
     return figures | {"losses": [float(loss) for loss in losses[:3]]}
 
@@ -146,8 +153,6 @@ def load_by_hand(work: Any, lora: bool, device: str) -> Any:
 
 def time_trainer(context: Context, work: dict[str, Any]) -> dict[str, Any]:
     """Train with the Trainer of transformers."""
-    import time
-
     import speed_work
     import torch
     from speed_work import NUM_MEASURED, NUM_PROFILED, NUM_WARM_UP
@@ -160,20 +165,17 @@ def time_trainer(context: Context, work: dict[str, Any]) -> dict[str, Any]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         os.environ.pop(name, None)
     model = load_by_hand(made, work["lora"], "cuda")
-    trace, times, started = context.scratch / "trace.json", [], [0.0]
+    trace, clock = context.scratch / "trace.json", speed_work.StepClock(torch.cuda.synchronize)
     profiler = torch.profiler.profile()
     first_profiled = NUM_WARM_UP + NUM_MEASURED
 
     class Timer(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            torch.cuda.synchronize()
             if state.global_step == first_profiled:
                 profiler.start()
-            started[0] = time.perf_counter()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - started[0])
+            clock.after_step(state.global_step)
 
     num_steps = NUM_WARM_UP + NUM_MEASURED + NUM_PROFILED
     batches = [made.batch(step) for step in range(num_steps)]
@@ -194,8 +196,7 @@ def time_trainer(context: Context, work: dict[str, Any]) -> dict[str, Any]:
     trainer.train()
     profiler.stop()
     profiler.export_chrome_trace(str(trace))
-    measured = times[NUM_WARM_UP:first_profiled]
-    return made.figures(measured, torch.cuda.max_memory_allocated(), trace)
+    return made.figures(clock.step_s, torch.cuda.max_memory_allocated(), trace)
 
 
 def train_largest_batch(context: Context, config_file: str) -> dict[str, Any]:
