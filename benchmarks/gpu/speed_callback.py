@@ -7,8 +7,7 @@ from speed_work import StepClock
 
 from paceline import Callback
 from paceline.config.schema import Config
-from paceline.train.callbacks.base import StepResult
-from paceline.train.state import TrainState
+from paceline.train.state import StepResult, TrainState
 
 
 class ClockCallback(Callback):
