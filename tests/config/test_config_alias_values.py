@@ -22,6 +22,15 @@ def config_value(loaded: Loaded, key: str) -> Any:
     ("text", "key", "value"),
     [
         ("lora_r: 16", "lora.rank", 16),
+        ("metric_for_best_model: rouge-l", "train_args.metric_for_best_model", "rougeL"),
+        ("metric_for_best_model: eval_rouge-2", "train_args.metric_for_best_model", "rouge2"),
+        ("metric_for_best_model: token_acc", "evaluation.metrics", ["token_accuracy"]),
+        ("stage: sft\ncallbacks: [early_stop, ./a.py:B]", "callbacks", ["./a.py:B"]),
+        (
+            "packing: true\npacking_strategy: ffd\nstage: sft",
+            "train_args.packing_strategy",
+            "bfd",
+        ),
         ("lora_rank: 16", "lora.rank", 16),
         ("lora: {r: 16}", "lora.rank", 16),
         ("lora: {lora_r: 16}", "lora.rank", 16),

@@ -300,6 +300,28 @@ def test_split_cli_separates_file_and_overrides(tmp_path: Path) -> None:
     assert load_config(*split_cli([file, "--dataset", "a", "b#5"])).config.dataset == ["a", "b#5"]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "override"),
+    [
+        (["--loss_scale", "ignore_empty_think"], "loss_scale=ignore_empty_think"),
+        (["--loss_scale", "all"], "loss_scale=all"),
+        (["--adapter", "qlora"], "adapter=qlora"),
+        (["--padding_free", "auto"], "padding_free=auto"),
+        (["--use_dora"], "use_dora=true"),
+        (["--no_gradient_checkpointing"], "gradient_checkpointing=false"),
+        (["--no_cuda"], "no_cuda=true"),
+    ],
+)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_split_cli_separates_values_of_foreign_options_from_the_file(
+    tmp_path: Path, tokens: list[str], override: str, is_last: bool
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(BASE)
+    arguments = [*tokens, str(path)] if is_last else [str(path), *tokens]
+    assert split_cli(arguments) == (path, [override])
+
+
 def test_split_cli_rejects_invalid_arguments(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(BASE)
     (tmp_path / "b.yaml").write_text(BASE)

@@ -165,7 +165,7 @@ WARNING_KEYS = """
 xformers_attention liger_kernel_config liger_cross_entropy
 lora_mlp_kernel use_unsloth
 eval_packing dataset_weights
-quant_config target_parameters lora_ga_batch_size adalora_init_r
+target_parameters lora_ga_batch_size adalora_init_r
 use_galore galore_rank badam_mode optim_args
 rope_scaling eot_tokens tool_format enable_thinking
 chat_template_kwargs model_init_kwargs model_kwargs max_memory

@@ -191,6 +191,23 @@ def test_resolves_names_in_dataset_dir(load: Load, tmp_path: Path) -> None:
     assert loaded.config.sources()[1].columns == {"conversations": "conv"}
 
 
+def test_validation_data_is_found_by_name_if_the_dataset_is_overridden(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.jsonl").write_text("")
+    _write_dataset_info(
+        tmp_path / "data", mine={"file_name": "m.json"}, test={"file_name": "t.json"}
+    )
+    text = "model: m\nstage: sft\ndataset: mine\neval_dataset: test\n"
+    for folder in ("", "dataset_dir: data\n"):
+        config = load(text + folder, ["dataset=own.jsonl"]).config
+        assert [source.path for source in config.sources()] == ["own.jsonl"]
+        assert [source.path for source in config.sources(validation=True)] == ["data/t.json"]
+        config = load(text + folder, ["dataset=test"]).config
+        assert [source.path for source in config.sources()] == ["data/t.json"]
+
+
 def test_dataset_override_discards_the_split(load: Load) -> None:
     text = "model: m\ndataset_name: a\ndataset_train_split: s\ndataset_test_split: t\n"
     assert load(text).config.sources(validation=True)[0].split == "t"

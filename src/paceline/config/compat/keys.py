@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from paceline.config.compat import conversion, datasets, llamafactory, values
+from paceline.config.compat import conversion, datasets, llamafactory_v1, values
 from paceline.config.compat.conversion import Convert, by_case, read_table
 from paceline.config.compat.parallel import values as parallel_values
 from paceline.config.schema.tasks import ANSWER_TASKS
@@ -25,7 +25,7 @@ from paceline.config.schema.tasks import ANSWER_TASKS
 _CONVERTERS = {
     "": conversion,
     "datasets": datasets,
-    "llamafactory": llamafactory,
+    "llamafactory_v1": llamafactory_v1,
     "parallel.values": parallel_values,
     "values": values,
 }

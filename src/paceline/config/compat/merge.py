@@ -1,8 +1,11 @@
 """Merge the entries of a config into one value for each native key: conversion, disagreement, and
 precedence (file < overrides)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from paceline.config.compat.binding import KeyBinding, unknown_key
 from paceline.config.compat.conversion import Notice, UnsupportedValue, is_off
@@ -160,7 +163,7 @@ class Merge:
 
     def _check_agreement(self, assignments: list[Assignment]) -> None:
         for other in assignments[1:]:
-            if not _agree(assignments[0].value, other.value):
+            if not _same_setting(other.target, assignments[0].value, other.value):
                 sets = f"both set `{other.target.lstrip('_')}`"
                 self.add_disagreement(assignments[0].entry, other.entry, f": {sets}")
                 return
@@ -213,6 +216,24 @@ class Merge:
         winner = self.winners.get(target)
         return None if winner is None or winner.value is RESET else winner.value
 
+    def set_winner(self, target: str, value: Any, by: Assignment) -> None:
+        """Let the key of ``by`` set a target, after precedence is resolved."""
+        self.winners[target] = Assignment(target, value, by.entry)
+
+    def is_overridden(self, target: str, by: Assignment) -> bool:
+        """Return whether another key with higher precedence sets the target."""
+        layer = self.layer_of(target)
+        return layer is not None and layer > by.entry.layer
+
+    def attempt(self, act: "Action", by: Assignment) -> Notice | None:
+        """Apply an action. An unsupported value becomes a problem."""
+        try:
+            return act(self, by)
+        except UnsupportedValue as error:
+            what = f"{by.entry.shown()}: {error.why}"
+            self.problems.append(Problem(what, by.entry, fix=error.fix))
+            return None
+
     def notices(self) -> list[Notice]:
         """Return one notice for each key of another tool, in the order of the config."""
         lines = sorted(
@@ -258,6 +279,24 @@ class Merge:
         return winner.entry is not assigned.entry and not _agree(winner.value, assigned.value)
 
 
+#: Applies a ``_`` target to the winners, and returns the notice about it.
+Action = Callable[[Merge, Assignment], Notice]
+
+
 def _agree(first: Any, second: Any) -> bool:
     """Return whether two values are equal, without treating true as 1."""
     return isinstance(first, bool) == isinstance(second, bool) and bool(first == second)
+
+
+def _same_setting(target: str, first: Any, second: Any) -> bool:
+    """Return whether two values of a native key mean the same, such as true and ``full``."""
+    if _agree(first, second):
+        return True
+    info = KEYS.get(target)
+    if info is None or not {type(first), type(second)} <= {bool, int, float, str}:
+        return False
+    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[info.annotation, info])
+    try:
+        return _agree(adapter.validate_python(first), adapter.validate_python(second))
+    except ValidationError:
+        return False

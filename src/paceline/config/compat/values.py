@@ -155,6 +155,21 @@ def tracker_project(logger: str) -> Convert:
     return convert
 
 
+def callbacks(value: Any) -> Conversion:
+    """Convert ms-swift's names of callbacks beside those of the user, ``./file.py:Class``."""
+    names = as_names(value) if isinstance(value, str | list) else value
+    if not isinstance(names, list):
+        return Conversion({"callbacks": value})
+    own: list[YamlValue] = [name for name in names if re.search(r"[:./]", name)]
+    sets: dict[str, YamlValue] = {"callbacks": own}
+    if "activation_cpu_offload" in names:
+        sets["_activation_offload"] = True
+    rest = [name for name in names if name not in own and name != "activation_cpu_offload"]
+    if not rest:
+        return Conversion(sets)
+    return warning(f"{quoted_names(rest)}: a callback is given as ./file.py:Class", sets)
+
+
 def axolotl_metrics(value: Any) -> Conversion:
     """Convert axolotl's names of metrics of generated text."""
     names = ["bleu" if name == "sacrebleu" else name for name in as_names(value)]
