@@ -38,7 +38,7 @@ def test_key_tables_are_complete_and_disjoint() -> None:
         *TABLES.shared_if_foreign.values(),
     ]:
         assert alias.target in KEYS or not alias.target
-        assert set(alias.tools) <= set("slatc")
+        assert set(alias.tools) <= set("slatcu")
 
 
 # The fields of TrainingArguments in transformers 5, and some of version 4. They are listed here

@@ -345,6 +345,11 @@ def check_kind(tree: Mapping[str, YamlValue], file: Path) -> None:
                 f"`paceline sft CONFIG.yaml --deepspeed {file}`"
             ),
         )
+    if ("provider" in tree and "gpu" in tree) or {"gpu", "gpu_count", "secrets"} <= tree.keys():
+        raise ConfigError(
+            f"{file} is a config of axolotl for a provider of GPUs, not a training config",
+            fix="pass the training config, and start Paceline on the machine itself",
+        )
     if any(
         "_component_" in str(key) or (isinstance(value, Mapping) and "_component_" in value)
         for key, value in tree.items()

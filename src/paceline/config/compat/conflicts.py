@@ -24,6 +24,9 @@ _TARGETS = {
     "_saves_per_epoch": "train_args.save_steps",
     "_evals_per_epoch": "train_args.eval_steps",
 }
+#: Projections of attention and of the MLP, as most models name them.
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
 _OVERRIDDEN: Notice = ("info", "is overridden by the command line")
 
 
@@ -189,6 +192,34 @@ def _packing_strategy(merge: Merge, by: Assignment) -> Notice:
     return "info", f"is read as `train_args.packing_strategy: {by.value}`"
 
 
+def _skip_modules(merge: Merge, by: Assignment, names: tuple[str, ...]) -> Notice:
+    """Leave the projections of attention or of the MLP out of the modules with adapters."""
+    if merge.is_overridden("lora.target_modules", by):
+        return _OVERRIDDEN
+    others = _MLP if names is _ATTENTION else _ATTENTION[:4]
+    listed = merge.value_of("lora.target_modules")
+    kept = [name for name in listed if name not in names] if isinstance(listed, list) else others
+    if not kept:
+        raise UnsupportedValue("no module would be trained", "list the modules in `lora`")
+    merge.set_winner("lora.target_modules", list(kept), by)
+    return "info", f"is read as `lora.target_modules: {short(list(kept))}`"
+
+
+def _cosine_min_lr(merge: Merge, by: Assignment, name: str) -> Notice:
+    """Apply the lowest learning rate of axolotl's cosine schedule, which is its default."""
+    kind, target = "train_args.lr_scheduler_type", "train_args.lr_scheduler_kwargs"
+    if merge.value_of(kind) not in (None, "cosine", "cosine_with_min_lr"):
+        return "info", f"has no effect with `lr_scheduler_type: {merge.value_of(kind)}`"
+    if merge.is_overridden(kind, by):
+        return _OVERRIDDEN
+    if any(f"{target}.{key}" in merge.winners for key in ("min_lr", "min_lr_rate")):
+        return "info", "is overridden by `lr_scheduler_kwargs`"
+    merge.set_winner(kind, "cosine_with_min_lr", by)
+    merge.set_winner(f"{target}.{name}", by.value, by)
+    settings = f"`{kind}: cosine_with_min_lr` with `{name}: {short(by.value)}`"
+    return "info", f"is read as {settings}"
+
+
 def _pairs(merge: Merge, by: Assignment) -> Notice:
     """Check that the task trains on the pairs of answers of LLaMA-Factory's `converter: pair`."""
     tasks = [task for task in ANSWER_TASKS if task != "kto"]
@@ -208,6 +239,10 @@ _ACTIONS: dict[str, Action] = {
     "_jinja": _jinja,
     "_regression": _regression,
     "_pairs": _pairs,
+    "_cosine_min_lr_rate": partial(_cosine_min_lr, name="min_lr_rate"),
+    "_cosine_min_lr": partial(_cosine_min_lr, name="min_lr"),
+    "_skip_attention": partial(_skip_modules, names=_ATTENTION),
+    "_skip_mlp": partial(_skip_modules, names=_MLP),
     "_save_strategy": _save_strategy,
     "_saves_per_epoch": partial(_per_epoch, target="train_args.save_steps"),
     "_evals_per_epoch": partial(_per_epoch, target="train_args.eval_steps"),
@@ -265,7 +300,7 @@ def _lora(merge: Merge, notices: list[Notice]) -> None:
     if "lora.enable" in merge.winners or not settings:
         return
     entry, scores = settings[0].entry, merge.scores
-    trains_lora = max(scores["s"], scores["l"]) > max(scores["a"], scores["t"])
+    trains_lora = max(scores[tool] for tool in "slu") > max(scores["a"], scores["t"])
     is_foreign_key = entry.name.split(".")[-1].startswith(("lora_", "target_modules"))
     if merge.foreign and is_foreign_key and trains_lora:
         merge.set_winner("lora.enable", True, settings[0])

@@ -187,6 +187,11 @@ def _negated(value: Any) -> Any:
     return not flag if isinstance(flag, bool) else value
 
 
+def unless_off(target: str) -> Convert:
+    """Return a converter for a number of which 0 sets nothing."""
+    return lambda value: Conversion({} if is_off(value) else {target: value})
+
+
 def weakly(target: str) -> Convert:
     return lambda value: Conversion(weak={target: value})
 

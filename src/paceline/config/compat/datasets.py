@@ -80,6 +80,11 @@ def train_sources(value: Any) -> Conversion:
     return _all(value, "dataset")
 
 
+def train_sources_if_any(value: Any) -> Conversion:
+    """Convert one of two keys with the training data, which may be empty."""
+    return Conversion() if value in ([], "") else train_sources(value)
+
+
 def eval_sources(value: Any) -> Conversion:
     """Convert any tool's specification of the validation data; an empty list means none."""
     return Conversion() if value in ([], "") else _all(value, "val_dataset")

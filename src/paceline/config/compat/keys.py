@@ -19,6 +19,7 @@ from typing import Any
 from paceline.config.compat import conversion, datasets, llamafactory_v1, values
 from paceline.config.compat.conversion import Convert, by_case, read_table
 from paceline.config.compat.parallel import values as parallel_values
+from paceline.config.entries import FOREIGN_SECTIONS
 from paceline.config.schema.tasks import ANSWER_TASKS
 
 #: Modules with the functions that ``convert`` names in ``aliases.yaml``.
@@ -30,7 +31,14 @@ _CONVERTERS = {
     "values": values,
 }
 
-TOOLS = {"s": "ms-swift", "l": "LLaMA-Factory", "a": "axolotl", "t": "TRL", "c": "Accelerate"}
+TOOLS = {
+    "s": "ms-swift",
+    "l": "LLaMA-Factory",
+    "a": "axolotl",
+    "t": "TRL",
+    "c": "Accelerate",
+    "u": "Unsloth",
+}
 
 
 @dataclass(frozen=True)
@@ -118,8 +126,10 @@ def alias_of(section: str, key: str) -> Alias | None:
     Aliases are read at the top level, under ``train_args``, and in the section of their target.
     """
     tables = alias_tables()
-    alias = tables.sections.get(f"{section}.{key}") or tables.aliases.get(key)
-    if alias is None or section in ("", "train_args") or not alias.target:
+    if f"{section}.{key}" in tables.sections:
+        return tables.sections[f"{section}.{key}"]
+    alias = tables.aliases.get(key)
+    if alias is None or section in ("", "train_args", *FOREIGN_SECTIONS) or not alias.target:
         return alias
     return alias if alias.target.startswith(f"{section}.") else None
 

@@ -213,6 +213,7 @@ ACTIONS: dict[str, Action] = {
     "_dataset_dir": _dataset_dir,
     "_listed_configs": _listed_configs,
     "_listed_splits": _listed_splits,
+    "_columns": partial(_set_field, name="columns"),
     "_name": partial(_set_field, name="name"),
     "_test_split": _test_split,
     "_split": partial(_set_field, name="split"),
