@@ -22,6 +22,13 @@ def config_value(loaded: Loaded, key: str) -> Any:
     ("text", "key", "value"),
     [
         ("lora_r: 16", "lora.rank", 16),
+        ("activation_cpu_offload: true", "parallel.cpu_offload", "activations"),
+        ("train_iters: 7", "train_args.max_steps", 7),
+        ("lr_warmup_fraction: 0.1", "train_args.warmup_ratio", 0.1),
+        ("min_lr: 1e-6", "train_args.lr_scheduler_kwargs", {"min_lr": 1e-6}),
+        ("lr_decay_style: linear\nmin_lr: 1e-6", "train_args.lr_scheduler_kwargs", {}),
+        ("recompute_granularity: selective", "train_args.gradient_checkpointing", "selective"),
+        ("recompute_granularity: none", "train_args.gradient_checkpointing", "none"),
         ("metric_for_best_model: rouge-l", "train_args.metric_for_best_model", "rougeL"),
         ("metric_for_best_model: eval_rouge-2", "train_args.metric_for_best_model", "rouge2"),
         ("metric_for_best_model: token_acc", "evaluation.metrics", ["token_accuracy"]),

@@ -208,6 +208,13 @@ def test_validation_data_is_found_by_name_if_the_dataset_is_overridden(
         assert [source.path for source in config.sources()] == ["data/t.json"]
 
 
+def test_a_mixture_overrides_the_name_of_a_dataset(load: Load) -> None:
+    text = "model: m\ndataset_name: a\ndataset_mixture: {datasets: [{id: b, weight: 1}]}\n"
+    loaded = load(text)
+    assert [source.path for source in loaded.config.sources()] == ["b"]
+    assert any("`dataset_name: a` (TRL) is overridden by" in notice for _, notice in loaded.notices)
+
+
 def test_dataset_override_discards_the_split(load: Load) -> None:
     text = "model: m\ndataset_name: a\ndataset_train_split: s\ndataset_test_split: t\n"
     assert load(text).config.sources(validation=True)[0].split == "t"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.config.compat.binding import is_opposite
+from paceline.config.compat.binding import is_opposite, num_edits
 from paceline.config.load import Loaded
 from paceline.core.errors import ConfigError
 
@@ -21,8 +21,8 @@ Load = Callable[..., Loaded]
         ("num_train_epoch: 3", "num_train_epochs"),
         ("context_parapllel_size: 2", "context_parallel_size"),
         ("rank: 3", "compression.rank` or `lora.rank"),
-        ("enable_gradient_checkpointing: true", "gradient_checkpointing"),
         ("gradient_checkpoint: true", "gradient_checkpointing"),
+        ("enable_gradient_checkpointing: true", "use_gradient_checkpointing"),
     ],
 )
 def test_suggests_a_similar_key_of_the_same_kind(load: Load, text: str, suggested: str) -> None:
@@ -37,6 +37,7 @@ def test_suggests_a_similar_key_of_the_same_kind(load: Load, text: str, suggeste
         "tune_vision_layers: true",  # freeze_vision_tower means the opposite
         "unfreeze_vision_tower: true",
         "enable_shuffling: true",  # disable_shuffling
+        "vision_model: true",  # revision_of_model
         "streamin: {a: 1}",  # not a mapping
         "sed: [1]",  # not a list
         "learning_rates: {a: 1}",
@@ -67,3 +68,17 @@ def test_suggests_no_key_of_another_kind_or_of_the_opposite_meaning(load: Load, 
 )
 def test_names_of_opposite_meaning(first: str, second: str, expected: bool) -> None:
     assert is_opposite(first, second) is is_opposite(second, first) is expected
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ("", "abc", 3),
+        ("abc", "abc", 0),
+        ("abc", "acb", 1),
+        ("rnk", "rank", 1),
+        ("kitten", "sitting", 3),
+    ],
+)
+def test_number_of_edits(first: str, second: str, expected: int) -> None:
+    assert num_edits(first, second) == num_edits(second, first) == expected

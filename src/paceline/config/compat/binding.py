@@ -121,7 +121,7 @@ def _nearest_key(entry: ConfigEntry) -> str | None:
         siblings += list(SECTIONS) if isinstance(entry.value, dict) else []
     foreign = [key for key in all_foreign() if _is_same_kind(key, entry.value)]
     candidates = [
-        nearest(name, [key for key in names if not is_opposite(name, key)], _MIN_SIMILARITY)
+        nearest(name, [key for key in names if _is_close(name, key)], _MIN_SIMILARITY)
         for names in (siblings, by_last, foreign)
     ]
 
@@ -135,6 +135,28 @@ def _nearest_key(entry: ConfigEntry) -> str | None:
     if best in siblings:
         return prefix + best
     return by_last[best][0] if best in by_last else best
+
+
+def _is_close(name: str, key: str) -> bool:
+    """Return whether a name differs from a key in at most a fifth of its letters, and does not mean
+    the opposite."""
+    return not is_opposite(name, key) and num_edits(name, key) <= max(1, len(name) // 5)
+
+
+def num_edits(first: str, second: str) -> int:
+    """Return the number of letters to insert, delete or replace, or of neighbors to swap
+    (Damerau, 1964)."""
+    before: list[int] = []
+    row = list(range(len(second) + 1))
+    for i, letter in enumerate(first, 1):
+        previous, row = row, [i]
+        for j, other in enumerate(second, 1):
+            edits = min(previous[j] + 1, row[-1] + 1, previous[j - 1] + (letter != other))
+            if i > 1 and j > 1 and first[i - 2 : i] == second[j - 2 : j][::-1]:
+                edits = min(edits, before[j - 2] + 1)
+            row.append(edits)
+        before = previous
+    return row[-1]
 
 
 def _is_same_kind(key: str, value: Any) -> bool:

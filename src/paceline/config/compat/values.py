@@ -205,8 +205,8 @@ def tracker_project(logger: str) -> Convert:
 
 def callbacks(value: Any) -> Conversion:
     """Convert ms-swift's names of callbacks beside those of the user, ``./file.py:Class``."""
-    names = as_names(value) if isinstance(value, str | list) else value
-    if not isinstance(names, list):
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return Conversion({"callbacks": value})
     own: list[YamlValue] = [name for name in names if re.search(r"[:./]", name)]
     sets: dict[str, YamlValue] = {"callbacks": own}
