@@ -143,7 +143,7 @@ def config_value(loaded: Loaded, key: str) -> Any:
         ("lr_scheduler: cosine", "train_args.lr_scheduler_type", "cosine"),
         ("lr_scheduler_type: LINEAR", "train_args.lr_scheduler_type", "linear"),
         (
-            "lr_scheduler_kwargs: '{\"min_lr\": 1e-6}'",
+            "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: '{\"min_lr\": 1e-6}'",
             "train_args.lr_scheduler_kwargs",
             {"min_lr": 1e-6},
         ),

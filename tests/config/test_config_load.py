@@ -129,7 +129,9 @@ def test_override_replaces_conflicting_keys(load: Load) -> None:
 
 def test_merges_mappings_and_sources(load: Load) -> None:
     text = (
-        BASE + "task_args: {a: 1, b: {c: 2}}\ntrain_args:\n  lr_scheduler_kwargs: {min_lr: 1e-6}\n"
+        BASE
+        + "task_args: {a: 1, b: {c: 2}}\ntrain_args:\n  lr_scheduler_type: cosine_with_min_lr\n"
+        "  lr_scheduler_kwargs: {min_lr: 1e-6}\n"
     )
     config = load(
         text,
@@ -388,7 +390,7 @@ def _random_config(rng: random.Random) -> Config:
                 "max_steps": rng.choice([None, 5]),
                 "warmup_steps": rng.choice([None, 0, 5]),
                 "packing": rng.choice(["auto", True, False]),
-                "lr_scheduler_kwargs": rng.choice([{}, {"min_lr": 1e-7}]),
+                "lr_scheduler_kwargs": rng.choice([{}, {"num_cycles": 0.25}]),
             },
             "report_to": rng.choice([[], ["tensorboard"]]),
         }

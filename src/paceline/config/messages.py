@@ -63,6 +63,8 @@ def _reason(value: Any, types: list[str]) -> str:
         return "is out of range"
     if set(types) <= {"literal_error", "list_type"} and isinstance(value, str | list):
         return "is not one of the accepted values"
+    if "finite_number" in types:
+        return "is not a finite number"
     if "int_from_float" in types:
         return "is not a whole number"
     if isinstance(value, list | dict):

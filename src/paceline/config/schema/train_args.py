@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from paceline.config.schema.base import Auto, Patterns, Section, Text
+from paceline.config.schema.schedules import ScheduleArguments
 from paceline.config.schema.train_args_sections import (
     AttentionName,
     EarlyStopping,
@@ -74,7 +75,7 @@ class TrainArgs(Section):
     lr_scheduler_type: LearningRateSchedule = Field(
         "cosine", description="Learning rate schedule (transformers' schedules)."
     )
-    lr_scheduler_kwargs: dict[str, float | int | str] = Field(
+    lr_scheduler_kwargs: ScheduleArguments = Field(
         default_factory=dict,
         description="Additional arguments of the schedule, e.g. `{min_lr: 1e-6}`.",
     )
