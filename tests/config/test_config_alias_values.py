@@ -22,6 +22,9 @@ def config_value(loaded: Loaded, key: str) -> Any:
     ("text", "key", "value"),
     [
         ("lora_r: 16", "lora.rank", 16),
+        ("eval_strategy: 'no'\nval_dataset: v", "train_args.eval_steps", "never"),
+        ("eval_strategy: no\nval_size: 0.1\neval_steps: 5", "train_args.eval_steps", "never"),
+        ("eval_strategy: 'no'", "train_args.eval_steps", 0),
         ("activation_cpu_offload: true", "parallel.cpu_offload", "activations"),
         ("train_iters: 7", "train_args.max_steps", 7),
         ("lr_warmup_fraction: 0.1", "train_args.warmup_ratio", 0.1),

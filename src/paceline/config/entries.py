@@ -10,6 +10,8 @@ from paceline.config.fields import MAPPINGS, SECTIONS, SOURCE_KEYS
 from paceline.config.yaml_read import KeyPath, YamlValue, kind_of
 
 FILE, OVERRIDE = 0, 1
+#: Beginnings of top-level keys that are not read.
+EXTENSIONS = ("x-", "_", ".")
 #: Sections of other tools (Unsloth Studio), whose keys are read one by one.
 FOREIGN_SECTIONS = ("training", "data", "logging")
 
@@ -75,10 +77,15 @@ class EntryCollector:
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
     entries: list[ConfigEntry] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    extensions: list[str] = field(default_factory=list)
 
     def add_tree(self, tree: Mapping[str, YamlValue]) -> None:
-        """Add an entry for each key of a nested mapping."""
+        """Add an entry for each key of a nested mapping, except keys such as `x-common` that only
+        hold anchors, as in Docker Compose."""
         for key, value in tree.items():
+            if str(key).startswith(EXTENSIONS):
+                self.extensions.append(str(key))
+                continue
             self.add(split_key(str(key)), value, source=(key,))
 
     def add(self, path: tuple[str, ...], value: Any, source: KeyPath = (), token: str = "") -> None:

@@ -349,7 +349,10 @@ def _resolve_sizes(
 
 
 def _check_selection_is_off(args: TrainArgs) -> None:
-    """Raise ConfigError for settings that require validation data, which there is none of."""
+    """Raise ConfigError for settings that require evaluations, if there are none."""
+    is_off = args.eval_steps == "never"
+    why = "`train_args.eval_steps: never` is set" if is_off else "there is no validation data"
+    fix = "set `train_args.eval_steps`" if is_off else "set `val_dataset` or `split_dataset_ratio`"
     settings = {
         "load_best_model_at_end": args.load_best_model_at_end,
         "save_best": args.save_best,
@@ -358,11 +361,11 @@ def _check_selection_is_off(args: TrainArgs) -> None:
     names = [f"`train_args.{name}`" for name, is_set in settings.items() if is_set]
     if names:
         raise ConfigError(
-            f"{' and '.join(names)} compare evaluations, and there is no validation data",
-            fix="set `val_dataset` or `split_dataset_ratio`, or remove these settings",
+            f"{' and '.join(names)} compare evaluations, and {why}",
+            fix=f"{fix}, or remove these settings",
         )
     if args.metric_for_best_model is not None:
-        logger.warning("`train_args.metric_for_best_model` has no effect without validation data")
+        logger.warning(f"`train_args.metric_for_best_model` has no effect: {why}")
 
 
 def _warn_about_idle_settings(

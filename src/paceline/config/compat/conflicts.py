@@ -177,9 +177,18 @@ def _eval_strategy(merge: Merge, by: Assignment) -> Notice:
             return _OVERRIDDEN
         merge.set_winner("train_args.eval_steps", 0, by)
         return "info", "is read as `train_args.eval_steps: 0`: at the end of each epoch"
-    if sources.has_validation_data(merge):
-        return "warning", "evaluation runs on the validation data; remove the data to skip it"
-    return "info", "is the default without validation data"
+    return _no_evaluation(merge, by)
+
+
+def _no_evaluation(merge: Merge, by: Assignment) -> Notice:
+    """Turn evaluation off, unless an override sets the validation data or the interval."""
+    keys = [key for key in ("val_dataset", "split_dataset_ratio") if merge.value_of(key)]
+    if not keys:
+        return "info", "is the default without validation data"
+    if any(merge.is_overridden(key, by) for key in (*keys, "train_args.eval_steps")):
+        return _OVERRIDDEN
+    merge.set_winner("train_args.eval_steps", "never", by)
+    return "info", "is read as `train_args.eval_steps: never`"
 
 
 def _packing_strategy(merge: Merge, by: Assignment) -> Notice:

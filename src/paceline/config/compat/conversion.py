@@ -2,6 +2,7 @@
 :class:`Conversion`. Converters that need no code are in ``values.yaml``."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -150,6 +151,16 @@ def as_bool(value: Any) -> Any:
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     return value
+
+
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+def as_number(value: Any) -> Any:
+    """Convert a number that is passed as text; return anything else unchanged."""
+    if not isinstance(value, str) or not _NUMBER.fullmatch(value.strip()):
+        return value
+    return int(value) if re.fullmatch(r"\s*[-+]?\d+\s*", value) else float(value)
 
 
 def as_names(value: Any) -> list[str]:

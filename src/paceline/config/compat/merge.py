@@ -8,10 +8,16 @@ from typing import Annotated, Any
 from pydantic import TypeAdapter, ValidationError
 
 from paceline.config.compat.binding import KeyBinding, unknown_key
-from paceline.config.compat.conversion import Notice, UnsupportedValue, is_off
+from paceline.config.compat.conversion import (
+    Notice,
+    UnsupportedValue,
+    as_bool,
+    as_number,
+    is_off,
+)
 from paceline.config.compat.keys import DATA_KEYS, Alias, alias_tables, named_method, tool_names
 from paceline.config.entries import FILE, OVERRIDE, ConfigEntry, Problem, short
-from paceline.config.fields import KEYS, MAPPINGS, takes_none
+from paceline.config.fields import KEYS, MAPPINGS, literals, takes, takes_none
 
 #: The value of a key that an override resets to its default.
 RESET: Any = object()
@@ -138,6 +144,7 @@ class Merge:
                 for key, item in value.items()
             ]
             return [leaf for part in parts for leaf in self._assign(part)]
+        assignment.value = _without_quotes(target, value)
         self.assigned.append(assignment)
         return [assignment]
 
@@ -277,6 +284,28 @@ class Merge:
     def _has_lost(self, assigned: Assignment) -> bool:
         winner = self.winners[assigned.target]
         return winner.entry is not assigned.entry and not _agree(winner.value, assigned.value)
+
+
+#: ``_`` targets whose value is a number.
+_NUMBERS = (
+    "_max_samples", "_num_processes", "_cosine_min_lr", "_cosine_min_lr_rate",
+    "_embedding_lr_scale", "_trainable_layers",
+)  # fmt: skip
+
+
+def _without_quotes(target: str, value: Any) -> Any:
+    """Return true, false or the number that text stands for, if the target takes it and no text."""
+    if not isinstance(value, str):
+        return value
+    if target in _NUMBERS:
+        return as_number(value)
+    if target.startswith("_"):
+        return as_bool(value)
+    info = KEYS.get(target)
+    if info is None or takes(info, str) or value in literals(info):
+        return value
+    value = as_bool(value) if takes(info, bool) else value
+    return as_number(value) if takes(info, int, float) else value
 
 
 #: Applies a ``_`` target to the winners, and returns the notice about it.

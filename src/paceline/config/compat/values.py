@@ -20,6 +20,7 @@ from paceline.config.compat.conversion import (
     Convert,
     UnsupportedValue,
     as_names,
+    as_number,
     by_case,
     info,
     is_off,
@@ -67,6 +68,7 @@ def scheduler_args(value: Any) -> Conversion:
 
 
 def warmup_steps(value: Any) -> Conversion:
+    value = as_number(value)
     if isinstance(value, float) and 0 < value < 1:
         return info("below 1 it is a fraction of the steps", {"train_args.warmup_ratio": value})
     return Conversion({"train_args.warmup_steps": value})
@@ -82,6 +84,7 @@ def profiler_steps(value: Any) -> Conversion:
 
 def profiler_start(value: Any) -> Conversion:
     """Convert axolotl's first step to profile, which is counted from 0."""
+    value = as_number(value)
     if is_off(value) or not isinstance(value, int):
         return Conversion()
     return Conversion({"train_args.profile.start_step": value + 1})
@@ -98,12 +101,14 @@ def early_stopping(name: str) -> Convert:
 
 def ratio(value: Any) -> Conversion:
     """Convert a fraction of the rows (below 1) or a number of rows."""
+    value = as_number(value)
     is_count = isinstance(value, float) and value >= 1 and value == int(value)
     return Conversion({"split_dataset_ratio": int(value) if is_count else value})
 
 
 def percentage(value: Any) -> Conversion:
     """Convert a percentage of the rows."""
+    value = as_number(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UnsupportedValue(f"`{value}` is not a percentage", "write a number such as 5")
     return Conversion({"split_dataset_ratio": value / 100})
@@ -153,6 +158,7 @@ def per_epoch(target: str) -> Convert:
     with the number of epochs."""
 
     def convert(value: Any) -> Conversion:
+        value = as_number(value)
         if is_off(value):
             return Conversion()
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
@@ -368,6 +374,7 @@ def name_prefixes(value: Any) -> Conversion:
 
 def frozen_share(value: Any) -> Conversion:
     """Convert ms-swift's share of the parameters that are frozen, from the first one on."""
+    value = as_number(value)
     if is_off(value):
         return Conversion()
     if value != 1:

@@ -309,9 +309,11 @@ class TrainArgs(Section):
     save_total_limit: int | None = Field(
         3, ge=1, description="Number of checkpoints to keep; null keeps all."
     )
-    eval_steps: Annotated[int, Field(ge=0)] | ShareOfSteps = Field(
+    eval_steps: Annotated[int, Field(ge=0)] | ShareOfSteps | Literal["never"] = Field(
         0,
-        description="Steps between evaluations; below 1: a fraction of all steps; 0: each epoch.",
+        description=(
+            "Steps between evaluations; below 1: a fraction of all steps; 0: each epoch; `never`."
+        ),
     )
     metric_for_best_model: Text | None = Field(
         None,
