@@ -179,7 +179,7 @@ _OPPOSITES = ("un", "dis", "no_", "non_", "not_", "skip_", "without_", "inverse_
 def is_opposite(first: str, second: str) -> bool:
     """Return whether two similar names differ by a word that negates, such as ``disable_x`` and
     ``enable_x``."""
-    if {"enable", "disable"} <= {word for name in (first, second) for word in name.split("_")}:
+    if {"enable", "disable"} <= {*first.split("_"), *second.split("_")}:
         return True
     shorter, longer = sorted((first, second), key=len)
     return any(

@@ -324,7 +324,8 @@ def _same_setting(target: str, first: Any, second: Any) -> bool:
     info = KEYS.get(target)
     if info is None or not {type(first), type(second)} <= {bool, int, float, str}:
         return False
-    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[info.annotation, info])
+    field_type: Any = Annotated[info.annotation, info]
+    adapter: TypeAdapter[Any] = TypeAdapter(field_type)
     try:
         return _agree(adapter.validate_python(first), adapter.validate_python(second))
     except ValidationError:

@@ -214,11 +214,11 @@ def callbacks(value: Any) -> Conversion:
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return Conversion({"callbacks": value})
-    own: list[YamlValue] = [name for name in names if re.search(r"[:./]", name)]
-    sets: dict[str, YamlValue] = {"callbacks": own}
+    classes: list[YamlValue] = [name for name in names if re.search(r"[:./]", name)]
+    sets: dict[str, YamlValue] = {"callbacks": classes}
     if "activation_cpu_offload" in names:
         sets["_activation_offload"] = True
-    rest = [name for name in names if name not in own and name != "activation_cpu_offload"]
+    rest = [name for name in names if name not in classes and name != "activation_cpu_offload"]
     if not rest:
         return Conversion(sets)
     return warning(f"{quoted_names(rest)}: a callback is given as ./file.py:Class", sets)

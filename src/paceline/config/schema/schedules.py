@@ -14,8 +14,8 @@ ArgumentValue = float | int | str
 class _Argument:
     """An argument of a schedule: a number within bounds, or one of ``names``."""
 
-    least: float = 0
-    most: float | None = None
+    minimum: float = 0
+    maximum: float | None = None
     is_whole: bool = False
     names: tuple[str, ...] = ()
 
@@ -24,18 +24,18 @@ class _Argument:
             return value in self.names
         if isinstance(value, str) or (self.is_whole and value != int(value)):
             return False
-        return value >= self.least and (self.most is None or value <= self.most)
+        return value >= self.minimum and (self.maximum is None or value <= self.maximum)
 
     @property
     def description(self) -> str:
         if self.names:
             return f"one of {', '.join(self.names)}"
         kind = "a whole number" if self.is_whole else "a number"
-        between = f"at least {self.least:g}"
-        return f"{kind} of {between}" + ("" if self.most is None else f", at most {self.most:g}")
+        limit = "" if self.maximum is None else f" and at most {self.maximum:g}"
+        return f"{kind} of at least {self.minimum:g}{limit}"
 
 
-_RATE, _SHARE, _COUNT = _Argument(), _Argument(most=1), _Argument(least=1, is_whole=True)
+_RATE, _SHARE, _COUNT = _Argument(), _Argument(maximum=1), _Argument(minimum=1, is_whole=True)
 _SHAPE = _Argument(names=("linear", "cosine", "1-sqrt"))
 #: ``train_args.lr_scheduler_type`` → its arguments.
 ARGUMENTS: dict[str, dict[str, _Argument]] = {
