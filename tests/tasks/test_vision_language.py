@@ -167,12 +167,16 @@ def test_images_in_parquet_and_urls(models: dict[str, Path], tmp_path: Path) -> 
     text = base64.b64encode(content.getvalue()).decode()
     parts = [{"type": "image", "base64": text}, {"type": "text", "text": "Which?"}]
     url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}
+    # LLaMA-Factory v1.
+    path = {"type": "image_url", "value": str(tmp_path / "a.png")}
+    question = {"type": "text", "value": "Which?"}
     expected = stored.build_datasets()[0][0]
     for number, row in enumerate(
         (
             chat("Which?", image=str(tmp_path / "a.png")),
             chat(parts),
             chat([url, parts[1]]),
+            chat([path, question]),
         )
     ):
         file = write_rows(tmp_path / f"{number}.jsonl", [row])
