@@ -22,6 +22,12 @@ def config_value(loaded: Loaded, key: str) -> Any:
     ("text", "key", "value"),
     [
         ("lora_r: 16", "lora.rank", 16),
+        (
+            "train_type: lora\nquant_method: bnb\nbatch_size: 3",
+            "train_args.per_device_train_batch_size",
+            3,
+        ),
+        ("sequence_len: 16\nbatch_size: 3", "train_args.per_device_train_batch_size", 4),
         ("eval_strategy: 'no'\nval_dataset: v", "train_args.eval_steps", "never"),
         ("eval_strategy: no\nval_size: 0.1\neval_steps: 5", "train_args.eval_steps", "never"),
         ("eval_strategy: 'no'", "train_args.eval_steps", 0),

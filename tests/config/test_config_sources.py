@@ -208,6 +208,13 @@ def test_validation_data_is_found_by_name_if_the_dataset_is_overridden(
         assert [source.path for source in config.sources()] == ["data/t.json"]
 
 
+def test_field_of_a_chat_names_its_column(load: Load) -> None:
+    text = "model: m\ndatasets: [{path: a, type: sharegpt, field: talk}]\n"
+    assert load(text).config.sources()[0].columns == {"conversations": "talk"}
+    text = text.replace("sharegpt", "chat_template").replace("talk", "messages")
+    assert load(text).config.sources()[0].columns == {}
+
+
 def test_a_mixture_overrides_the_name_of_a_dataset(load: Load) -> None:
     text = "model: m\ndataset_name: a\ndataset_mixture: {datasets: [{id: b, weight: 1}]}\n"
     loaded = load(text)

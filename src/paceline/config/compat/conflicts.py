@@ -229,6 +229,20 @@ def _cosine_min_lr(merge: Merge, by: Assignment, name: str) -> Notice:
     return "info", f"is read as {settings}"
 
 
+def _batch_size(merge: Merge, by: Assignment) -> Notice:
+    """Apply ms-swift's size of a micro-batch. In axolotl, the key is the global batch size of which
+    the accumulation follows."""
+    target = "train_args.per_device_train_batch_size"
+    if merge.scores["s"] <= merge.scores["a"] or target in merge.winners:
+        return (
+            "warning",
+            "set `per_device_train_batch_size` and `gradient_accumulation_steps`; times the number"
+            " of ranks, they give the global batch size",
+        )
+    merge.set_winner(target, by.value, by)
+    return "info", f"is read as `{target}: {short(by.value)}`"
+
+
 def _pairs(merge: Merge, by: Assignment) -> Notice:
     """Check that the task trains on the pairs of answers of LLaMA-Factory's `converter: pair`."""
     tasks = [task for task in ANSWER_TASKS if task != "kto"]
@@ -248,6 +262,7 @@ _ACTIONS: dict[str, Action] = {
     "_jinja": _jinja,
     "_regression": _regression,
     "_pairs": _pairs,
+    "_batch_size": _batch_size,
     "_cosine_min_lr_rate": partial(_cosine_min_lr, name="min_lr_rate"),
     "_cosine_min_lr": partial(_cosine_min_lr, name="min_lr"),
     "_skip_attention": partial(_skip_modules, names=_ATTENTION),

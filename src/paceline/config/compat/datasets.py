@@ -234,6 +234,10 @@ def _mapping(item: dict[str, Any], notices: list[Notice]) -> list[Source]:
     columns = _columns(item)
     if item.get("type") is not None:
         _set_type(item["type"], source, columns, notices)
+    turns = {"sharegpt": "conversations", "messages": "messages"}.get(str(source.get("format")))
+    if turns is not None and "text" in columns:  # `field` of older configs
+        name = columns.pop("text")
+        columns |= {turns: name} if name != turns else {}
     if columns.get("role") == "from" and columns.get("content") == "value":
         source["format"] = "sharegpt"
         turns = columns.get("messages", "conversations")

@@ -288,7 +288,7 @@ class Merge:
 
 #: ``_`` targets whose value is a number.
 _NUMBERS = (
-    "_max_samples", "_num_processes", "_cosine_min_lr", "_cosine_min_lr_rate",
+    "_max_samples", "_num_processes", "_batch_size", "_cosine_min_lr", "_cosine_min_lr_rate",
     "_embedding_lr_scale", "_trainable_layers",
 )  # fmt: skip
 
