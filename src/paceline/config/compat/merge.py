@@ -199,6 +199,8 @@ class Merge:
         key that names its method (`rl: dpo`) is only overridden by a task on the command line.
         """
         task = self.winners.get("task")
+        if task is not None and task.entry.name == "pretraining_dataset":
+            task = None  # The data do not tell how axolotl trains on them.
         unsupported = []
         for binding in self.methods:
             entry = binding.entry

@@ -49,8 +49,11 @@ def train_patterns(merge: Merge, by: Assignment) -> Notice:
 def train_unfrozen(merge: Merge, by: Assignment) -> Notice:
     """Train only the parameters of axolotl's patterns. With LoRA, adapters are trained."""
     if merge.value_of("lora.enable") is True:
-        text = "has no effect with LoRA: `lora.target_modules` names the modules with adapters,"
-        return "warning", f"{text} and `vision` the parts of the model that have none"
+        return (
+            "warning",
+            "with LoRA, `lora.target_modules` names the modules with adapters, and `vision` the"
+            " parts of a vision-language model that have none",
+        )
     return _train_only(merge, by)
 
 
