@@ -155,3 +155,12 @@ def test_overrides_and_unknown_keys(load: Load) -> None:
     assert "audio is not supported" in caught.value.paragraph()
     assert "unknown key `training.learning_rat`" in caught.value.paragraph()
     assert "did you mean `learning_rate`?" in caught.value.paragraph()
+
+
+def test_reads_the_arguments_of_the_library(load: Load) -> None:
+    text = "model_name: m\ndataset: d\nrandom_state: 5\nfinetune_vision_layers: false\n"
+    loaded = load(text + "lora: {r: 4, bias: none, task_type: CAUSAL_LM, random_state: 5}")
+    config = loaded.config
+    assert (config.train_args.seed, config.lora.rank) == (5, 4)
+    assert config.vision.freeze_vision_tower
+    assert not any(level == "warning" and "bias" in notice for level, notice in loaded.notices)

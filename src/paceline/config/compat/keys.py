@@ -131,7 +131,9 @@ def alias_of(section: str, key: str) -> Alias | None:
     alias = tables.aliases.get(key)
     if alias is None or section in ("", "train_args", *FOREIGN_SECTIONS) or not alias.target:
         return alias
-    return alias if alias.target.startswith(f"{section}.") else None
+    is_inside = alias.target.startswith(f"{section}.")
+    # Unsloth's settings of vision models are in its section `lora`.
+    return alias if is_inside or (section == "lora" and alias.tools == "u") else None
 
 
 def ignored_of(key: str) -> Ignored | None:

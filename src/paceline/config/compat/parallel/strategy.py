@@ -35,7 +35,9 @@ def _num_processes(keys: StrategyKeys) -> None:
     key = keys.by_name.get("_num_processes")
     if key is None:
         return
-    if keys.value("_distributed_type") == "NO" and not _names_strategy(keys):
+    kind = keys.by_name.get("_distributed_type")
+    is_single = kind is not None and kind.value == "NO" and kind.entry.layer >= key.entry.layer
+    if is_single and not _names_strategy(keys):
         keys.add_notice(key.entry, "`distributed_type: NO` starts a single process")
         return
     hosts, count = keys.number("parallel.nnodes"), key.value
