@@ -258,7 +258,13 @@ def _columns(item: dict[str, Any]) -> dict[str, str]:
     columns = {
         ours: str(item[theirs]) for theirs, ours in _COLUMNS.items() if item.get(theirs) is not None
     }
-    for ours, theirs in (item.get("message_property_mappings") or {}).items():
+    renamed = item.get("message_property_mappings") or {}
+    if not isinstance(renamed, dict):
+        raise UnsupportedValue(
+            "`message_property_mappings` of a source is not a mapping",
+            "write message_property_mappings: {role: from, content: value}",
+        )
+    for ours, theirs in renamed.items():
         if ours in _PROPERTIES:
             columns[ours] = str(theirs)
     return {ours: theirs for ours, theirs in columns.items() if ours != theirs}

@@ -264,7 +264,7 @@ def methods_of(key: str, value: Any) -> tuple[str, ...]:
         return _methods_of_loss(value)
     if key in DATA_KEYS:
         return _methods_of_data(value)
-    if key == "pref_loss" and value in method_tables().methods:
+    if key == "pref_loss" and isinstance(value, str) and value in method_tables().methods:
         return (value,)
     entry = method_tables().keys.get(key)
     if entry is None or value in (None, "", [], {}):

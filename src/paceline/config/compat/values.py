@@ -102,7 +102,7 @@ def early_stopping(name: str) -> Convert:
 def ratio(value: Any) -> Conversion:
     """Convert a fraction of the rows (below 1) or a number of rows."""
     value = as_number(value)
-    is_count = isinstance(value, float) and value >= 1 and value == int(value)
+    is_count = isinstance(value, float) and value >= 1 and value.is_integer()
     return Conversion({"split_dataset_ratio": int(value) if is_count else value})
 
 
