@@ -113,7 +113,7 @@ MLP = ["gate_proj", "up_proj", "down_proj"]
         (
             {"finetune_mlp_modules": "false", "target_modules": "[all-linear]"},
             "lora.target_modules",
-            ATTENTION,
+            "all-linear",
         ),
         ({"finetune_vision_layers": "false"}, "vision.freeze_vision_tower", True),
         ({"gradient_checkpointing": "none"}, "train_args.gradient_checkpointing", "none"),

@@ -207,6 +207,8 @@ def _skip_modules(merge: Merge, by: Assignment, names: tuple[str, ...]) -> Notic
         return _OVERRIDDEN
     others = _MLP if names is _ATTENTION else _ATTENTION[:4]
     listed = merge.value_of("lora.target_modules")
+    if listed == ALL_LINEAR:
+        return "info", f"has no effect with `target_modules: {ALL_LINEAR}`"
     kept = [name for name in listed if name not in names] if isinstance(listed, list) else others
     if not kept:
         raise UnsupportedValue("no module would be trained", "list the modules in `lora`")
