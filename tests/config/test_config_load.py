@@ -127,9 +127,82 @@ def test_override_replaces_conflicting_keys(load: Load) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("train_args: {shuffle: 'false'}", "train_args.shuffle", False),
+        ("lora: {enable: 'True'}", "lora.enable", True),
+        ("use_wandb: 'true'", "report_to", ["wandb"]),
+        ("finetuning_type: lora\nuse_rslora: 'true'", "lora.use_rslora", True),
+        ("streaming: 'true'", "streaming", True),
+        ("streaming: auto", "streaming", "auto"),
+        ("run_name: 'true'", "train_args.run_name", "true"),
+        ("saves_per_epoch: '4'\nnum_epochs: '2'", "train_args.save_steps", 0.125),
+        ("max_samples: '5'", "dataset", "d#5"),
+        ("num_processes: '8'\nnum_machines: '2'", "parallel.num_gpus", 4),
+        ("warmup_steps: '0.1'", "train_args.warmup_ratio", 0.1),
+        ("val_size: '100.0'", "split_dataset_ratio", 100),
+        ("deepspeed: zero2\nnum_train_epochs: '1.5'", "train_args.num_train_epochs", 1.5),
+    ],
+)
+def test_reads_values_in_quotes(load: Load, text: str, key: str, value: Any) -> None:
+    result: Any = load(BASE + text).config
+    for part in key.split("."):
+        result = getattr(result, part)
+    assert result == value
+    assert type(result) is type(value)
+
+
+def test_text_that_is_no_flag_is_rejected(load: Load) -> None:
+    for value in ("'yes, please'", "'1'", "'on'"):
+        assert "not true or false" in load_error(load, BASE + f"trust_remote_code: {value}\n")
+
+
+def test_keys_that_hold_anchors_are_not_read(load: Load) -> None:
+    text = (
+        BASE + "x-common: &common {learning_rate: 1e-3, seed: 7}\n.hidden: &lora {rank: 3}\n"
+        "train_args: {<<: *common, seed: 8}\nlora: {<<: *lora, alpha: 2}\n"
+    )
+    loaded = load(text)
+    args, lora = loaded.config.train_args, loaded.config.lora
+    assert (args.learning_rate, args.seed, lora.rank, lora.alpha) == (1e-3, 8, 3, 2)
+    assert any("`x-common`, `.hidden`" in notice for _, notice in loaded.notices)
+    assert "unknown key `train_args.x-common`" in load_error(
+        load, BASE + "train_args: {x-common: 1}\n"
+    )
+
+
+def test_number_of_checkpoints_with_the_best_one(load: Load) -> None:
+    text = "save_total_limit: 1\nval_dataset: v\n"
+    for key in ("save_best", "load_best_model_at_end"):
+        notices = load(BASE + text + f"{key}: true").notices
+        assert any(
+            f"`{key}: true` the best one, so there may be two" in text for _, text in notices
+        )
+    assert not any("there may be two" in notice for _, notice in load(BASE + text).notices)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragments"),
+    [
+        (["--init_weights", "lora-ga"], ["`--init_weights lora-ga`", "lora.init_lora_weights"]),
+        (["lora.init_lora_weights=eva"], ["`lora.init_lora_weights=eva`"]),
+        (["freeze=(a"], ["`freeze=(a`"]),
+    ],
+)
+def test_errors_of_a_single_key_name_it(
+    load: Load, overrides: list[str], fragments: list[str]
+) -> None:
+    message = load_error(load, BASE, overrides)
+    for fragment in fragments:
+        assert fragment in message
+
+
 def test_merges_mappings_and_sources(load: Load) -> None:
     text = (
-        BASE + "task_args: {a: 1, b: {c: 2}}\ntrain_args:\n  lr_scheduler_kwargs: {min_lr: 1e-6}\n"
+        BASE
+        + "task_args: {a: 1, b: {c: 2}}\ntrain_args:\n  lr_scheduler_type: cosine_with_min_lr\n"
+        "  lr_scheduler_kwargs: {min_lr: 1e-6}\n"
     )
     config = load(
         text,
@@ -300,6 +373,28 @@ def test_split_cli_separates_file_and_overrides(tmp_path: Path) -> None:
     assert load_config(*split_cli([file, "--dataset", "a", "b#5"])).config.dataset == ["a", "b#5"]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "override"),
+    [
+        (["--loss_scale", "ignore_empty_think"], "loss_scale=ignore_empty_think"),
+        (["--loss_scale", "all"], "loss_scale=all"),
+        (["--adapter", "qlora"], "adapter=qlora"),
+        (["--padding_free", "auto"], "padding_free=auto"),
+        (["--use_dora"], "use_dora=true"),
+        (["--no_gradient_checkpointing"], "gradient_checkpointing=false"),
+        (["--no_cuda"], "no_cuda=true"),
+    ],
+)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_split_cli_separates_values_of_foreign_options_from_the_file(
+    tmp_path: Path, tokens: list[str], override: str, is_last: bool
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(BASE)
+    arguments = [*tokens, str(path)] if is_last else [str(path), *tokens]
+    assert split_cli(arguments) == (path, [override])
+
+
 def test_split_cli_rejects_invalid_arguments(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(BASE)
     (tmp_path / "b.yaml").write_text(BASE)
@@ -366,7 +461,7 @@ def _random_config(rng: random.Random) -> Config:
                 "max_steps": rng.choice([None, 5]),
                 "warmup_steps": rng.choice([None, 0, 5]),
                 "packing": rng.choice(["auto", True, False]),
-                "lr_scheduler_kwargs": rng.choice([{}, {"min_lr": 1e-7}]),
+                "lr_scheduler_kwargs": rng.choice([{}, {"num_cycles": 0.25}]),
             },
             "report_to": rng.choice([[], ["tensorboard"]]),
         }

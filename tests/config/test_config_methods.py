@@ -281,3 +281,10 @@ def test_command_exits_with_2_and_writes_nothing(tmp_path: Path) -> None:
     )
     assert "`beta: 0.1`" in run(str(file), cwd=tmp_path, expect=2).stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dpo.yaml"]
+
+
+def test_the_data_of_a_diffusion_model_do_not_set_the_task(load: Load) -> None:
+    text = "base_model: m\npretraining_dataset: [{path: a}]\ndiffusion: {noise_schedule: cosine}\n"
+    with pytest.raises(ConfigError, match="diffusion language modeling"):
+        load(text)
+    assert load(text, ["task=pretrain"]).config.task == "pretrain"

@@ -13,6 +13,7 @@ from paceline.config.load import Loaded, load_config
 from paceline.config.schema.train_args import TrainArgs
 from paceline.config.schema.train_args_sections import Profile
 from paceline.config.yaml_read import parse_yaml
+from paceline.core.errors import ConfigError
 
 TABLES = alias_tables()
 IGNORED = ignored_tables().keys
@@ -38,7 +39,7 @@ def test_key_tables_are_complete_and_disjoint() -> None:
         *TABLES.shared_if_foreign.values(),
     ]:
         assert alias.target in KEYS or not alias.target
-        assert set(alias.tools) <= set("slatc")
+        assert set(alias.tools) <= set("slatcu")
 
 
 # The fields of TrainingArguments in transformers 5, and some of version 4. They are listed here
@@ -165,7 +166,7 @@ WARNING_KEYS = """
 xformers_attention liger_kernel_config liger_cross_entropy
 lora_mlp_kernel use_unsloth
 eval_packing dataset_weights
-quant_config target_parameters lora_ga_batch_size adalora_init_r
+target_parameters lora_ga_batch_size adalora_init_r
 use_galore galore_rank badam_mode optim_args
 rope_scaling eot_tokens tool_format enable_thinking
 chat_template_kwargs model_init_kwargs model_kwargs max_memory
@@ -214,3 +215,15 @@ def test_profiled_steps_of_axolotl_are_counted_from_1(load: Callable[[str], Load
     assert loaded.config.train_args.profile == Profile(start_step=1, num_steps=5)
     loaded = load(BASE + "profiler_steps_start: 7\nprofiler_steps: 5\n")
     assert loaded.config.train_args.profile == Profile(start_step=8, num_steps=5)
+
+
+@pytest.mark.parametrize("value", [".inf", "[a, {b: 1}]", "true", "1e999"])
+@pytest.mark.parametrize("key", ["val_size", "test_split_size", "pref_loss", "peft_config"])
+def test_values_of_another_kind_are_errors_of_the_config(load: Load, key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        load(f"{BASE}stage: dpo\n{key}: {value}")
+
+
+def test_a_mapping_of_properties_is_a_mapping(load: Load) -> None:
+    with pytest.raises(ConfigError, match="is not a mapping"):
+        load("model: m\ndatasets: [{path: a, message_property_mappings: [role]}]")

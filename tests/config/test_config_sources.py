@@ -191,6 +191,37 @@ def test_resolves_names_in_dataset_dir(load: Load, tmp_path: Path) -> None:
     assert loaded.config.sources()[1].columns == {"conversations": "conv"}
 
 
+def test_validation_data_is_found_by_name_if_the_dataset_is_overridden(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.jsonl").write_text("")
+    _write_dataset_info(
+        tmp_path / "data", mine={"file_name": "m.json"}, test={"file_name": "t.json"}
+    )
+    text = "model: m\nstage: sft\ndataset: mine\neval_dataset: test\n"
+    for folder in ("", "dataset_dir: data\n"):
+        config = load(text + folder, ["dataset=own.jsonl"]).config
+        assert [source.path for source in config.sources()] == ["own.jsonl"]
+        assert [source.path for source in config.sources(validation=True)] == ["data/t.json"]
+        config = load(text + folder, ["dataset=test"]).config
+        assert [source.path for source in config.sources()] == ["data/t.json"]
+
+
+def test_field_of_a_chat_names_its_column(load: Load) -> None:
+    text = "model: m\ndatasets: [{path: a, type: sharegpt, field: talk}]\n"
+    assert load(text).config.sources()[0].columns == {"conversations": "talk"}
+    text = text.replace("sharegpt", "chat_template").replace("talk", "messages")
+    assert load(text).config.sources()[0].columns == {}
+
+
+def test_a_mixture_overrides_the_name_of_a_dataset(load: Load) -> None:
+    text = "model: m\ndataset_name: a\ndataset_mixture: {datasets: [{id: b, weight: 1}]}\n"
+    loaded = load(text)
+    assert [source.path for source in loaded.config.sources()] == ["b"]
+    assert any("`dataset_name: a` (TRL) is overridden by" in notice for _, notice in loaded.notices)
+
+
 def test_dataset_override_discards_the_split(load: Load) -> None:
     text = "model: m\ndataset_name: a\ndataset_train_split: s\ndataset_test_split: t\n"
     assert load(text).config.sources(validation=True)[0].split == "t"

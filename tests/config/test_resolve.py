@@ -161,3 +161,9 @@ def test_intervals_may_be_fractions_of_all_steps() -> None:
         assert resolved.save_every_steps == resolved.steps_per_epoch
     assert resolve(save_steps=0).save_every_steps == 0
     assert resolve(save_steps=7).save_every_steps == 7
+
+
+@pytest.mark.parametrize(("every", "expected"), [("never", 0), (0, 13), (5, 5), (0.5, 20)])
+def test_resolves_interval_of_evaluations(every: float | str, expected: int) -> None:
+    assert resolve(num_eval=9, eval_steps=every).eval_every_steps == expected
+    assert resolve(num_eval=0, eval_steps=every).eval_every_steps == 0

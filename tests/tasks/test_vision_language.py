@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -167,12 +168,16 @@ def test_images_in_parquet_and_urls(models: dict[str, Path], tmp_path: Path) -> 
     text = base64.b64encode(content.getvalue()).decode()
     parts = [{"type": "image", "base64": text}, {"type": "text", "text": "Which?"}]
     url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}
+    # LLaMA-Factory v1.
+    path = {"type": "image_url", "value": str(tmp_path / "a.png")}
+    question = {"type": "text", "value": "Which?"}
     expected = stored.build_datasets()[0][0]
     for number, row in enumerate(
         (
             chat("Which?", image=str(tmp_path / "a.png")),
             chat(parts),
             chat([url, parts[1]]),
+            chat([path, question]),
         )
     ):
         file = write_rows(tmp_path / f"{number}.jsonl", [row])
@@ -289,7 +294,6 @@ def test_batches_without_images_give_gradients_to_every_part(
     ("keys", "message"),
     [
         ({"evaluation": {"metrics": ["bleu"]}}, r"`evaluation.metrics: \[bleu\]` is not supported"),
-        ({"train_args": {"packing": True}}, "`train_args.packing: true` is not supported"),
         ({"tokenizer": "builtin:qwen2-micro"}, "`tokenizer` is not supported"),
     ],
 )
@@ -298,6 +302,64 @@ def test_refused(
 ) -> None:
     data = write_rows(tmp_path / "rows.jsonl", [chat("Hello")])
     with pytest.raises(ConfigError, match=message):
+        prepare_task(models["llava"], data, **keys)
+
+
+TEMPLATE_FOR_TEXTS = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_for_texts_prints_the_image_token_of_the_model(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models["llava"], folder)
+    for file in folder.glob("*.json*"):
+        file.write_text(file.read_text().replace("<image>", "[IMG]"))
+    make_image(tmp_path / "a.png", 3)
+    row = chat("<image>Which?", images=[str(tmp_path / "a.png")])
+    data = write_rows(tmp_path / "rows.jsonl", [row])
+    expected = prepare_task(models["llava"], data, chat_template=TEMPLATE_FOR_TEXTS)
+    other = prepare_task(folder, data, chat_template=TEMPLATE_FOR_TEXTS)
+    assert AutoProcessor.from_pretrained(folder).image_token == "[IMG]"
+    samples = [task.build_datasets()[0][0]["input_ids"] for task in (expected, other)]
+    assert np.array_equal(*samples)
+    assert len(samples[0]) > 20
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("settings", [{"packing": True}, {"packing_strategy": "bfd"}])
+def test_texts_without_images_share_a_row(
+    family: str, settings: dict[str, Any], models: dict[str, Path], tmp_path: Path
+) -> None:
+    rows = [chat("Hello"), chat("What is it?", "A longer answer than that."), chat("Bye", "Yes.")]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    packed = prepare_task(models[family], data, train_args={"max_length": 200, **settings})
+    padded = prepare_task(models[family], data)
+    losses = []
+    for task in (packed, padded):
+        train, _ = task.build_datasets()
+        model = task.build_model()
+        task.setup(model)
+        batch = task.collate([train[index] for index in range(3)])
+        losses.append(task.loss(model, batch).item())
+        assert (len(batch["input_ids"]) == 1) is (task is packed)
+        assert "attention_mask" not in batch or task is padded
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("with_image", [True, False])
+def test_images_do_not_share_a_row(
+    with_image: bool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    make_image(tmp_path / "a.png", 3)
+    images = {"images": [str(tmp_path / "a.png")]} if with_image else {}
+    data = write_rows(tmp_path / "rows.jsonl", [chat("Hello"), chat("Which?", **images)])
+    keys = {"train_args": {"packing": True}, "vision": {"freeze_vision_tower": with_image}}
+    reason = "samples with images do not share" if with_image else "do not train the vision tower"
+    with pytest.raises(ConfigError, match=reason):
         prepare_task(models["llava"], data, **keys)
 
 

@@ -130,7 +130,9 @@ def derive(
     tokens = None
     if tokens_per_row is not None:
         tokens = round(tokens_per_row * (batch if num_rows is None else min(batch, num_rows)))
-    eval_every = count_of_steps(args.eval_steps, steps) or per_epoch or steps
+    eval_every = 0
+    if num_eval and args.eval_steps != "never":
+        eval_every = count_of_steps(args.eval_steps, steps) or per_epoch or steps
     return ResolvedValues(
         world_size=world_size,
         micro_batch_size=args.per_device_train_batch_size,
@@ -142,7 +144,7 @@ def derive(
         warmup_steps=warmup,
         learning_rate=rate,
         tokens_per_step=tokens,
-        eval_every_steps=eval_every if num_eval else 0,
+        eval_every_steps=eval_every,
         replicas=replicas,
         save_every_steps=count_of_steps(args.save_steps, steps),
         log_every_steps=count_of_steps(args.logging_steps, steps),

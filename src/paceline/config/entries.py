@@ -10,6 +10,10 @@ from paceline.config.fields import MAPPINGS, SECTIONS, SOURCE_KEYS
 from paceline.config.yaml_read import KeyPath, YamlValue, kind_of
 
 FILE, OVERRIDE = 0, 1
+#: Beginnings of top-level keys that are not read.
+EXTENSIONS = ("x-", "_", ".")
+#: Sections of other tools (Unsloth Studio), whose keys are read one by one.
+FOREIGN_SECTIONS = ("training", "data", "logging")
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +39,8 @@ class ConfigEntry:
 
     @property
     def section(self) -> str:
-        return self.path[0] if len(self.path) > 1 and self.path[0] in SECTIONS else ""
+        is_nested = len(self.path) > 1
+        return self.path[0] if is_nested and self.path[0] in (*SECTIONS, *FOREIGN_SECTIONS) else ""
 
     @property
     def name(self) -> str:
@@ -72,23 +77,30 @@ class EntryCollector:
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
     entries: list[ConfigEntry] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    extensions: list[str] = field(default_factory=list)
 
     def add_tree(self, tree: Mapping[str, YamlValue]) -> None:
-        """Add an entry for each key of a nested mapping."""
+        """Add an entry for each key of a nested mapping, except keys such as `x-common` that only
+        hold anchors, as in Docker Compose."""
         for key, value in tree.items():
+            if str(key).startswith(EXTENSIONS):
+                self.extensions.append(str(key))
+                continue
             self.add(split_key(str(key)), value, source=(key,))
 
     def add(self, path: tuple[str, ...], value: Any, source: KeyPath = (), token: str = "") -> None:
         if len(path) == 1 and path[0] in SECTIONS:
             self._section(path[0], value, source, token)
             return
+        if len(path) == 1 and path[0] in FOREIGN_SECTIONS and isinstance(value, Mapping):
+            self._add_keys(path[0], value, source, token)
+            return
         plain = _plain(value)
         self.entries.append(ConfigEntry(path, plain, self.layer, self.lines.get(source), token))
 
     def _section(self, name: str, value: Any, source: KeyPath, token: str) -> None:
         if isinstance(value, Mapping):
-            for key, item in value.items():
-                self.add((name, *str(key).split(".")), item, (*source, key), token)
+            self._add_keys(name, value, source, token)
         elif value is not None:
             entry = ConfigEntry((name,), value, self.layer, self.lines.get(source), token)
             first = next(iter(SECTIONS[name].model_fields))
@@ -102,12 +114,18 @@ class EntryCollector:
                 )
             )
 
+    def _add_keys(
+        self, name: str, section: Mapping[str, YamlValue], source: KeyPath, token: str
+    ) -> None:
+        for key, item in section.items():
+            self.add((name, *str(key).split(".")), item, (*source, key), token)
+
 
 def split_key(key: str) -> tuple[str, ...]:
     """Split ``lora.rank`` into (lora, rank). A key is not split unless its first part is a section
     or another key with nested keys."""
     first = key.split(".")[0]
-    nested = (*SECTIONS, *MAPPINGS, *SOURCE_KEYS)
+    nested = (*SECTIONS, *FOREIGN_SECTIONS, *MAPPINGS, *SOURCE_KEYS)
     has_nested_keys = first in nested or f"train_args.{first}" in nested
     return tuple(key.split(".")) if has_nested_keys else (key,)
 

@@ -84,6 +84,20 @@ def takes(info: FieldInfo, *kinds: type) -> bool:
     )
 
 
+def takes_value(info: FieldInfo, value: Any) -> bool:
+    """Return whether the field accepts values of this kind: true and false, a number, text, a list,
+    a mapping; any field accepts null."""
+    if isinstance(value, bool):
+        return takes(info, bool)
+    if isinstance(value, int | float):
+        return takes(info, int, float)
+    if isinstance(value, list):
+        return takes(info, list)
+    if isinstance(value, dict):
+        return _takes_mapping(info)
+    return True
+
+
 @dataclass(frozen=True)
 class Wording:
     """What :func:`describe` calls each type in one language."""

@@ -152,7 +152,9 @@ def _load(
         if not targets & {"model", "dataset"}:
             raise _error([accelerate_problem(file, merge), *merge.problems], file)
     config = _validate(merge, file)
-    notices = [*merge.notices(), *conflict_notices, *_summary(merge)]
+    extensions = [key for collector in collectors for key in collector.extensions]
+    summary = _summary(merge, config, extensions)
+    notices = [*merge.notices(), *conflict_notices, *summary]
     return Loaded(config, list(dict.fromkeys(notices)), file)
 
 
@@ -222,9 +224,18 @@ def _nested(merge: Merge) -> dict[str, YamlValue]:
     return data
 
 
-def _summary(merge: Merge) -> list[tuple[str, str]]:
+def _summary(merge: Merge, config: Config, extensions: list[str]) -> list[tuple[str, str]]:
     """Return the notices that cover several keys."""
     texts = []
+    args = config.train_args
+    if extensions:
+        texts.append(f"not read, as keys with anchors: {quoted_names(extensions)}")
+    if args.save_total_limit == 1 and (args.save_best or args.load_best_model_at_end):
+        best = "save_best" if args.save_best else "load_best_model_at_end"
+        texts.append(
+            f"`save_total_limit: 1` keeps the latest checkpoint and `{best}: true` the best one, so"
+            " there may be two"
+        )
     moved = [entry.key for entry in merge.moved if merge.foreign or entry.section]
     if moved:
         texts.append(f"read as keys of train_args or of the top level: {quoted_names(moved)}")
@@ -344,6 +355,11 @@ def check_kind(tree: Mapping[str, YamlValue], file: Path) -> None:
                 f"set `deepspeed: {file}` in your config, or pass it with the config: "
                 f"`paceline sft CONFIG.yaml --deepspeed {file}`"
             ),
+        )
+    if ("provider" in tree and "gpu" in tree) or {"gpu", "gpu_count", "secrets"} <= tree.keys():
+        raise ConfigError(
+            f"{file} is a config of axolotl for a provider of GPUs, not a training config",
+            fix="pass the training config, and start Paceline on the machine itself",
         )
     if any(
         "_component_" in str(key) or (isinstance(value, Mapping) and "_component_" in value)

@@ -39,9 +39,14 @@ def _describe(
         return Problem(
             f"`{key}` is missing", fix=f"{_EXAMPLES[key]} (or {key}=... on the command line)"
         )
-    if key not in KEYS or first["type"] == "value_error":
+    is_rule = first["type"] == "value_error" and len(first["loc"]) < len(key.split("."))
+    if key not in KEYS or is_rule:
         return _combination(key, first, find)
     value, entry = _lookup(data, key), find(key)
+    if first["type"] == "value_error":
+        message = str(first["msg"]).removeprefix("Value error, ")
+        shown = _shown(key, value, entry).removesuffix(",")
+        return Problem(f"{shown}: {message}", entry, target=key)
     if key in SOURCE_KEYS:
         return _source(key, value, errors, entry)
     return reject(key, value, entry, _reason(value, [details["type"] for details in errors]))
@@ -49,13 +54,17 @@ def _describe(
 
 def reject(key: str, value: Any, entry: ConfigEntry | None, reason: str) -> Problem:
     """Describe a value that a native key does not accept."""
-    info = KEYS[key]
-    shown = f"`{key}: {short(value)}`"
-    if entry is not None and (entry.key != key or entry.token):
-        same = entry.path[-1] == key.rpartition(".")[2]
-        shown = entry.shown() if same else f"{entry.shown()}, which sets `{key}`,"
+    info, shown = KEYS[key], _shown(key, value, entry)
     fix = did_you_mean(value.lower(), literals(info)) if isinstance(value, str) else None
     return Problem(f"{shown} {reason}", entry, allowed=describe(info), fix=fix)
+
+
+def _shown(key: str, value: Any, entry: ConfigEntry | None) -> str:
+    """Return a key with its value, as the user wrote them, and the native key they set."""
+    if entry is None or (entry.key == key and not entry.token):
+        return f"`{key}: {short(value)}`"
+    same = entry.path[-1] == key.rpartition(".")[2]
+    return entry.shown() if same else f"{entry.shown()}, which sets `{key}`,"
 
 
 def _reason(value: Any, types: list[str]) -> str:
@@ -63,6 +72,8 @@ def _reason(value: Any, types: list[str]) -> str:
         return "is out of range"
     if set(types) <= {"literal_error", "list_type"} and isinstance(value, str | list):
         return "is not one of the accepted values"
+    if "finite_number" in types:
+        return "is not a finite number"
     if "int_from_float" in types:
         return "is not a whole number"
     if isinstance(value, list | dict):

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.keys import alias_of
+from paceline.config.compat.conversion import UnsupportedValue
+from paceline.config.compat.keys import Alias, alias_of, ignored_of
 from paceline.config.fields import KEYS, takes
 from paceline.config.yaml_read import missing_file, parse_value
 from paceline.core.errors import ConfigError
@@ -108,12 +109,12 @@ def _option(token: str, rest: list[str]) -> tuple[str, list[str]]:
         )
     if equals:
         return key, [inline]
-    if not rest or _is_next(rest[0]) or (_is_flag(key) and rest[0].lower() not in _FLAG_VALUES):
+    if not rest or _is_next(rest[0]) or (_is_flag(key) and _is_config_file(rest[0])):
         if not _is_flag(key) and key != "config" and _target(key) is not None:
             raise ConfigError(f"`{token}` has no value", fix=f"write {token} VALUE")
         if key == "config":
             raise ConfigError("`--config` has no value", fix="write --config FILE.yaml")
-        return key, ["true"]
+        return _flag(key)
     values = [rest.pop(0)]
     while (
         _takes_several(key)
@@ -123,6 +124,30 @@ def _option(token: str, rest: list[str]) -> tuple[str, list[str]]:
     ):
         values.append(rest.pop(0))
     return key, values
+
+
+def _flag(key: str) -> tuple[str, list[str]]:
+    """Return an option without a value: true, or false for the form `--no_KEY` of transformers."""
+    negated = _negated(key)
+    return (key, ["true"]) if negated is None else (negated, ["false"])
+
+
+def _negated(key: str) -> str | None:
+    """Return KEY of an option `--no_KEY`; None for another option."""
+    positive = key.removeprefix("no_")
+    is_negation = positive != key and not _is_known(key) and _is_known(positive)
+    return positive if is_negation else None
+
+
+def _is_known(key: str) -> bool:
+    return _target(key) is not None or ignored_of(key) is not None
+
+
+def _is_config_file(token: str) -> bool:
+    """Return whether what follows a flag is the config file, not the value of the flag."""
+    if token.lower() in _FLAG_VALUES:
+        return False
+    return token.endswith((".yaml", ".yml")) or Path(token).is_file()
 
 
 def _joined(values: list[str]) -> str:
@@ -144,19 +169,33 @@ def _target(key: str) -> str | None:
 
 
 def _is_flag(key: str) -> bool:
+    """Return whether an option may have no value, which means true."""
     target = _target(key)
     name = key.removeprefix("train_args.")
-    if name in _FLAGS or not target:
-        return name in _FLAGS or key.startswith(
-            ("use_", "do_", "load_in_", "save_only_", "disable_")
-        )
-    last = key.rpartition(".")[2]
-    return takes(KEYS[target], bool) and last not in (
-        "finetuning_type",
-        "tuner_type",
-        "train_type",
-        "sft_type",
-    )
+    if name in _FLAGS or _negated(key) is not None:
+        return True
+    if not target:
+        return key.startswith(("use_", "do_", "load_in_", "save_only_", "disable_"))
+    section, _, last = key.rpartition(".")
+    alias = None if key in KEYS or f"train_args.{key}" in KEYS else alias_of(section, last)
+    return takes(KEYS[target], bool) if alias is None else _has_meaning_for_true(alias)
+
+
+def _has_meaning_for_true(alias: Alias) -> bool:
+    """Return whether a key of another tool sets something if its value is true."""
+    try:
+        result = alias.convert(True)
+    except UnsupportedValue:
+        return False
+    sets = result.sets | result.weak
+    return bool(sets) and all(_is_setting(key, setting) for key, setting in sets.items())
+
+
+def _is_setting(target: str, value: Any) -> bool:
+    """Return whether a value is more than the word that stands for an option without a value."""
+    if target not in KEYS:
+        return target == "_activation_offload" or target.startswith("_use_")
+    return "true" not in str(value).lower() or (value is True and takes(KEYS[target], bool))
 
 
 def _takes_several(key: str) -> bool:

@@ -44,12 +44,13 @@ def markdown() -> str:
         name: text for name, text in method_tables().methods.items() if not is_read(name)
     }
     mapped = {key: alias for key, alias in tables.aliases.items() if alias.target}
+    sections = {key: alias for key, alias in tables.sections.items() if alias.target}
     return (
         _environment()
         .get_template("config.md.jinja")
         .render(
             _schema(),
-            mapped=sorted((mapped | tables.sections).items()),
+            mapped=sorted((mapped | sections).items()),
             shared=sorted((tables.shared | tables.shared_if_foreign).items()),
             ignored=ignored,
             methods=unsupported,
@@ -88,7 +89,7 @@ def by_tool() -> str:
 def _keys_of(letter: str) -> dict[str, tuple[str, str]]:
     """Return (how it is read, conversion or reason) for each key of a tool."""
     rows = {}
-    for key, alias in alias_tables().aliases.items():
+    for key, alias in (alias_tables().aliases | alias_tables().sections).items():
         if letter in alias.tools:
             rows[key] = (f"`{alias.target}`" if alias.target else "by value", alias.meaning)
     for key, ignored in ignored_tables().keys.items():

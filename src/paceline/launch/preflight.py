@@ -22,6 +22,7 @@ from paceline.config.metrics.best import check_best_metric
 from paceline.config.metrics.evaluation import check_lm_eval, check_metrics, idle_notice
 from paceline.config.packages import check_loggers, check_optimizer_package
 from paceline.config.schema import Config
+from paceline.config.schema.schedules import schedule_problem
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import (
     EXIT_DONE,
@@ -283,10 +284,26 @@ def _check_global_batch(config: Config, resumed: int | None) -> None:
 
 
 def _read_data(task: Task, config: Config, layout: ParallelLayout, dry_run: bool) -> Prepared:
+    _check_schedule(config.train_args, task.default_learning_rate)
     # Under an outer launcher there is no fork server, and the ranks check the model themselves.
     can_check = not dry_run and not outer_launcher()
     with checking_in_background(config, layout) if can_check else contextlib.nullcontext():
         return task.prepare()
+
+
+def _check_schedule(args: TrainArgs, default_learning_rate: float) -> None:
+    """Raise ConfigError if the schedule does not fit the learning rate that the task determines. A
+    rate in the config is checked when the config is loaded."""
+    if args.learning_rate is not None:
+        return
+    problem = schedule_problem(
+        args.lr_scheduler_type, args.lr_scheduler_kwargs, default_learning_rate
+    )
+    if problem is not None:
+        raise ConfigError(
+            f"`train_args.lr_scheduler_kwargs`: {problem}",
+            fix="set `train_args.learning_rate`, or correct it",
+        )
 
 
 def _resolve_sizes(
@@ -328,17 +345,14 @@ def _resolve_sizes(
             f" {counted(derived.steps, 'step')}",
             fix="lower `profile.start_step` or `profile.num_steps`",
         )
-    if config.train_args.lr_scheduler_kwargs:
-        from paceline.train.optimizer import check_schedule
-
-        problem = check_schedule(config.train_args)
-        if problem:
-            raise ConfigError(f"`train_args.lr_scheduler_kwargs`: {problem}")
     return derived
 
 
 def _check_selection_is_off(args: TrainArgs) -> None:
-    """Raise ConfigError for settings that require validation data, which there is none of."""
+    """Raise ConfigError for settings that require evaluations, if there are none."""
+    is_off = args.eval_steps == "never"
+    why = "`train_args.eval_steps: never` is set" if is_off else "there is no validation data"
+    fix = "set `train_args.eval_steps`" if is_off else "set `val_dataset` or `split_dataset_ratio`"
     settings = {
         "load_best_model_at_end": args.load_best_model_at_end,
         "save_best": args.save_best,
@@ -347,11 +361,11 @@ def _check_selection_is_off(args: TrainArgs) -> None:
     names = [f"`train_args.{name}`" for name, is_set in settings.items() if is_set]
     if names:
         raise ConfigError(
-            f"{' and '.join(names)} compare evaluations, and there is no validation data",
-            fix="set `val_dataset` or `split_dataset_ratio`, or remove these settings",
+            f"{' and '.join(names)} compare evaluations, and {why}",
+            fix=f"{fix}, or remove these settings",
         )
     if args.metric_for_best_model is not None:
-        logger.warning("`train_args.metric_for_best_model` has no effect without validation data")
+        logger.warning(f"`train_args.metric_for_best_model` has no effect: {why}")
 
 
 def _warn_about_idle_settings(

@@ -10,9 +10,9 @@ from paceline.config.metrics.evaluation import generated_metrics
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.collate import TokenBatch, collate_padded
-from paceline.data.text.prepare import prepare_tokens
+from paceline.data.text.prepare import PreparedTokens, prepare_tokens
 from paceline.data.text.token_dataset import TokenSample
-from paceline.data.vision_language.dataset import ImageTextDataset
+from paceline.data.vision_language.dataset import ImageTextDataset, has_images
 from paceline.data.vision_language.images import ImageProcessor, ImageTextSample
 from paceline.models.builtin import resolve_model
 from paceline.models.kinds import frozen_parts, vision_family
@@ -25,7 +25,8 @@ class VisionLanguageTask(LanguageTask):
     """Trains a vision-language model of Hugging Face on chats with images, with loss on the
     answers.
 
-    Rows are padded, because the positions of images in a packed row depend on the model.
+    Rows are padded, because the positions of images in a packed row depend on the model. Samples
+    without images are packed if the config asks for it.
     """
 
     is_language_model = False  # its activations are not predicted
@@ -49,7 +50,6 @@ class VisionLanguageTask(LanguageTask):
                 f"`evaluation.metrics: [{', '.join(answer_metrics)}]`",
                 "remove these metrics: answers are not generated from images during training",
             ),
-            (args.packing is True, "`train_args.packing: true`", "leave `train_args.packing` out"),
             (
                 self.config.tokenizer,
                 "`tokenizer`",
@@ -82,10 +82,39 @@ class VisionLanguageTask(LanguageTask):
 
     def prepare(self) -> Prepared:
         tokens = prepare_tokens(self.config, "vision", resolve_model, self.num_prepare_workers)
+        self._check_packing(tokens)
         return self._prepared_from(tokens)
+
+    def _check_packing(self, tokens: PreparedTokens) -> None:
+        """Raise ConfigError if rows that are to be packed have images, or would have a blank
+        one."""
+        if not self._asks_for_packing:
+            return
+        folders = (tokens.train_folder, tokens.eval_folder)
+        why = fix = ""
+        if any(folder is not None and has_images(folder) for folder in folders):
+            why, fix = "samples with images do not share a row", "leave it out"
+        elif self._trains_vision:
+            why = "samples without images do not train the vision tower and the projector"
+            fix = "set `vision.freeze_vision_tower: true` and `freeze_multi_modal_projector: true`"
+        if why:
+            raise ConfigError(
+                f"`train_args.packing: true` is not supported with the vision-language model"
+                f" `{self.config.model}`: {why}",
+                fix=fix,
+            )
+
+    @property
+    def _asks_for_packing(self) -> bool:
+        """Whether samples without images are to share a row."""
+        args = self.config.train_args
+        return args.packing is True or args.packs_rows
 
     def build_datasets(self) -> tuple[Any, Any | None]:
         tokens = self._handle
+        if self._asks_for_packing:  # The data have no images.
+            self.packed = True
+            return super().build_datasets()
         processor = ImageProcessor(
             Path(tokens.tokenizer_path),
             self.config.vision.max_pixels,
@@ -103,6 +132,8 @@ class VisionLanguageTask(LanguageTask):
         If the vision tower or the projector is trained, a batch without images gets a row with a
         blank image and without label tokens, so that all ranks compute the same gradients.
         """
+        if self.packed:
+            return super().collate(samples)
         if self._trains_vision and not any(cast(ImageTextSample, row)["pixels"] for row in samples):
             samples = [*samples, self._processor.blank_sample()]
         rows = [cast(ImageTextSample, sample)["pixels"] for sample in samples]

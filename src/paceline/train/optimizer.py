@@ -1,6 +1,5 @@
 """Build the optimizer and the learning rate schedule (from transformers)."""
 
-import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from typing import NotRequired, TypedDict
@@ -14,19 +13,6 @@ from paceline.core.formatting import counted
 from paceline.models.shape.record import QUANTIZED_BLOCK, QUANTIZED_MINIMUM, OptimizerMemory
 from paceline.models.transforms.parameters import ParameterSettings
 from paceline.train.optimizers.rounding import StochasticRounding
-
-#: ``train_args.lr_scheduler_type`` → name of the function in transformers.
-_SCHEDULES = {
-    "linear": "get_linear_schedule_with_warmup",
-    "cosine": "get_cosine_schedule_with_warmup",
-    "cosine_with_restarts": "get_cosine_with_hard_restarts_schedule_with_warmup",
-    "cosine_with_min_lr": "get_cosine_with_min_lr_schedule_with_warmup",
-    "polynomial": "get_polynomial_decay_schedule_with_warmup",
-    "constant": "get_constant_schedule",
-    "constant_with_warmup": "get_constant_schedule_with_warmup",
-    "inverse_sqrt": "get_inverse_sqrt_schedule",
-    "warmup_stable_decay": "get_wsd_schedule",
-}
 
 
 class _ParamGroup(TypedDict):
@@ -238,18 +224,3 @@ def _schedule_arguments(args: TrainArgs, derived: ResolvedValues) -> dict[str, f
     if args.lr_scheduler_type == "warmup_stable_decay":
         arguments.setdefault("num_decay_steps", max(1, derived.steps // 10))
     return arguments
-
-
-def check_schedule(args: TrainArgs) -> str | None:
-    """Return a description of the problem with ``lr_scheduler_kwargs``, or None if they are
-    valid."""
-    from transformers import optimization
-
-    schedule = getattr(optimization, _SCHEDULES[args.lr_scheduler_type])
-    accepted = set(inspect.signature(schedule).parameters)
-    accepted -= {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
-    unknown = [key for key in args.lr_scheduler_kwargs if key not in accepted]
-    if not unknown:
-        return None
-    names = ", ".join(sorted(accepted)) or "no arguments"
-    return f"unknown keys {', '.join(unknown)}: `{args.lr_scheduler_type}` accepts {names}"

@@ -1,15 +1,19 @@
 """Bind each entry's key: native, another tool's, or unknown; and the errors for unknown keys and
 unsupported training methods."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from typing import Any
 
+from paceline.config.compat.conversion import UnsupportedValue
 from paceline.config.compat.keys import (
     Alias,
     Ignored,
     alias_of,
+    alias_tables,
     all_foreign,
     ignored_of,
     method_setting,
@@ -18,11 +22,13 @@ from paceline.config.compat.keys import (
     named_method,
     task_of_method,
 )
-from paceline.config.entries import ConfigEntry, Problem, quoted_names
-from paceline.config.fields import KEYS, MAPPINGS, SECTIONS, SOURCE_KEYS
+from paceline.config.entries import FOREIGN_SECTIONS, ConfigEntry, Problem, quoted_names
+from paceline.config.fields import KEYS, MAPPINGS, SECTIONS, SOURCE_KEYS, takes_value
 from paceline.core.errors import nearest
 
 _MAX_SHOWN = 4
+#: Similarity of a misspelt key to the key that is suggested (1: equal).
+_MIN_SIMILARITY = 0.8
 
 
 @dataclass
@@ -53,6 +59,10 @@ def bind_key(entry: ConfigEntry) -> KeyBinding:
     # Keys of other tools are read at the top level and under `train_args`.
     is_outside = len(entry.path) == 1 or (len(entry.path) == 2 and entry.section == "train_args")
     methods = methods_of(entry.name, entry.value) if is_outside else ()
+    if entry.section in FOREIGN_SECTIONS and len(entry.path) == 2:
+        alias = alias_tables().sections.get(entry.key)
+        if alias is not None:
+            return KeyBinding(entry, alias=alias)
     target = _native(entry)
     if target is not None:
         return KeyBinding(
@@ -67,13 +77,12 @@ def bind_key(entry: ConfigEntry) -> KeyBinding:
 
 def _native(entry: ConfigEntry) -> str | None:
     rest = entry.path[2:] if entry.section else entry.path[1:]
-    candidates = (
-        [f"{entry.section}.{entry.name}"]
-        if entry.section
-        else [entry.name, f"train_args.{entry.name}"]
-    )
-    if entry.section == "train_args":
-        candidates.append(entry.name)
+    if not entry.section or entry.section in FOREIGN_SECTIONS:
+        candidates = [entry.name, f"train_args.{entry.name}"]
+    elif entry.section == "train_args":
+        candidates = [f"train_args.{entry.name}", entry.name]
+    else:
+        candidates = [f"{entry.section}.{entry.name}"]
     for target in candidates:
         if target in KEYS and (not rest or target in MAPPINGS or target in SOURCE_KEYS):
             return ".".join((target, *rest))
@@ -84,38 +93,100 @@ def unknown_key(entry: ConfigEntry) -> Problem:
     """Describe an unknown key, with the nearest known one."""
     guess = _nearest_key(entry)
     fix = f"did you mean `{guess}`?" if guess else "remove it; docs/config.md lists all keys"
-    if not guess and entry.section:
+    if not guess and entry.section in SECTIONS:
         fix += f", and `{entry.section}` has {quoted_names(SECTIONS[entry.section].model_fields)}"
     return Problem(f"unknown key `{entry.key}`", entry, fix=fix)
 
 
 def _nearest_key(entry: ConfigEntry) -> str | None:
+    """Return the known key that an unknown one may be a misspelling of: it differs in a few
+    letters, takes such a value, and does not mean the opposite."""
     name = entry.path[-1]
     by_last: dict[str, list[str]] = {}
-    for key in KEYS:
-        by_last.setdefault(key.rpartition(".")[2], []).append(key)
+    for key, info in KEYS.items():
+        if takes_value(info, entry.value):
+            by_last.setdefault(key.rpartition(".")[2], []).append(key)
     if name in by_last:
         return "` or `".join(by_last[name])
-    prefix = f"{entry.section}." if entry.section else ""
+    prefix = f"{entry.section}." if entry.section in SECTIONS else ""
     siblings = [
         key.removeprefix(prefix)
-        for key in KEYS
-        if key.startswith(prefix) and "." not in key.removeprefix(prefix)
+        for key, info in KEYS.items()
+        if key.startswith(prefix)
+        and "." not in key.removeprefix(prefix)
+        and takes_value(info, entry.value)
     ]
-    if not entry.section:
-        siblings += list(SECTIONS) + list(SECTIONS["train_args"].model_fields)
-    nearest_keys = [nearest(name, siblings), nearest(name, by_last), nearest(name, all_foreign())]
+    if not prefix:
+        siblings += [key for key in SECTIONS["train_args"].model_fields if key in by_last]
+        siblings += list(SECTIONS) if isinstance(entry.value, dict) else []
+    foreign = [key for key in all_foreign() if _is_same_kind(key, entry.value)]
+    candidates = [
+        nearest(name, [key for key in names if _is_close(name, key)], _MIN_SIMILARITY)
+        for names in (siblings, by_last, foreign)
+    ]
 
     def likelihood(key: str) -> float:
         # A key of the same section is more likely than a slightly closer one of another section.
         return SequenceMatcher(None, name, key).ratio() + (0.1 if key in siblings else 0)
 
-    best = max((key for key in nearest_keys if key), key=likelihood, default=None)
+    best = max((key for key in candidates if key), key=likelihood, default=None)
     if best is None:
         return None
     if best in siblings:
         return prefix + best
     return by_last[best][0] if best in by_last else best
+
+
+def _is_close(name: str, key: str) -> bool:
+    """Return whether a name differs from a key in at most a fifth of its letters, and does not mean
+    the opposite."""
+    return not is_opposite(name, key) and num_edits(name, key) <= max(1, len(name) // 5)
+
+
+def num_edits(first: str, second: str) -> int:
+    """Return the number of letters to insert, delete or replace, or of neighbors to swap
+    (Damerau, 1964)."""
+    before: list[int] = []
+    row = list(range(len(second) + 1))
+    for i, letter in enumerate(first, 1):
+        previous, row = row, [i]
+        for j, other in enumerate(second, 1):
+            edits = min(previous[j] + 1, row[-1] + 1, previous[j - 1] + (letter != other))
+            if i > 1 and j > 1 and first[i - 2 : i] == second[j - 2 : j][::-1]:
+                edits = min(edits, before[j - 2] + 1)
+            row.append(edits)
+        before = previous
+    return row[-1]
+
+
+def _is_same_kind(key: str, value: Any) -> bool:
+    """Return whether a key of another tool takes such a value, as far as its target tells."""
+    alias = alias_of("", key)
+    if alias is None or alias.target not in KEYS or isinstance(value, str):
+        return not isinstance(value, dict)
+    try:
+        result = alias.convert(value)
+    except UnsupportedValue:
+        return False
+    sets = result.sets | result.weak
+    return all(takes_value(KEYS[target], item) for target, item in sets.items() if target in KEYS)
+
+
+#: Words of which one negates the other.
+_OPPOSITES = ("un", "dis", "no_", "non_", "not_", "skip_", "without_", "inverse_")
+
+
+def is_opposite(first: str, second: str) -> bool:
+    """Return whether two similar names differ by a word that negates, such as ``disable_x`` and
+    ``enable_x``."""
+    if {"enable", "disable"} <= {*first.split("_"), *second.split("_")}:
+        return True
+    shorter, longer = sorted((first, second), key=len)
+    return any(
+        longer.replace(prefix, "", 1) == shorter or longer.count(prefix) != shorter.count(prefix)
+        for prefix in _OPPOSITES
+        if re.search(rf"(^|_){prefix}", longer) or re.search(rf"(^|_){prefix}", shorter)
+    )
 
 
 def unsupported_method(bindings: Sequence[KeyBinding]) -> Problem:

@@ -2,6 +2,7 @@
 :class:`Conversion`. Converters that need no code are in ``values.yaml``."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -152,6 +153,16 @@ def as_bool(value: Any) -> Any:
     return value
 
 
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+def as_number(value: Any) -> Any:
+    """Convert a number that is passed as text; return anything else unchanged."""
+    if not isinstance(value, str) or not _NUMBER.fullmatch(value.strip()):
+        return value
+    return int(value) if re.fullmatch(r"\s*[-+]?\d+\s*", value) else float(value)
+
+
 def as_names(value: Any) -> list[str]:
     """Return a list, or comma-separated text, as a list of non-empty names."""
     items = value if isinstance(value, list) else str(value).split(",")
@@ -185,6 +196,11 @@ def weak_inverse(target: str) -> Convert:
 def _negated(value: Any) -> Any:
     flag = as_bool(value)
     return not flag if isinstance(flag, bool) else value
+
+
+def unless_off(target: str) -> Convert:
+    """Return a converter for a number of which 0 sets nothing."""
+    return lambda value: Conversion({} if is_off(value) else {target: value})
 
 
 def weakly(target: str) -> Convert:

@@ -80,6 +80,17 @@ def train_sources(value: Any) -> Conversion:
     return _all(value, "dataset")
 
 
+def weak_train_sources(value: Any) -> Conversion:
+    """Convert TRL's name of a dataset, which a mixture of datasets overrides."""
+    result = train_sources(value)
+    return Conversion(weak=result.sets, notices=result.notices)
+
+
+def train_sources_if_any(value: Any) -> Conversion:
+    """Convert one of two keys with the training data, which may be empty."""
+    return Conversion() if value in ([], "") else train_sources(value)
+
+
 def eval_sources(value: Any) -> Conversion:
     """Convert any tool's specification of the validation data; an empty list means none."""
     return Conversion() if value in ([], "") else _all(value, "val_dataset")
@@ -223,6 +234,10 @@ def _mapping(item: dict[str, Any], notices: list[Notice]) -> list[Source]:
     columns = _columns(item)
     if item.get("type") is not None:
         _set_type(item["type"], source, columns, notices)
+    turns = {"sharegpt": "conversations", "messages": "messages"}.get(str(source.get("format")))
+    if turns is not None and "text" in columns:  # `field` of older configs
+        name = columns.pop("text")
+        columns |= {turns: name} if name != turns else {}
     if columns.get("role") == "from" and columns.get("content") == "value":
         source["format"] = "sharegpt"
         turns = columns.get("messages", "conversations")
@@ -243,7 +258,13 @@ def _columns(item: dict[str, Any]) -> dict[str, str]:
     columns = {
         ours: str(item[theirs]) for theirs, ours in _COLUMNS.items() if item.get(theirs) is not None
     }
-    for ours, theirs in (item.get("message_property_mappings") or {}).items():
+    renamed = item.get("message_property_mappings") or {}
+    if not isinstance(renamed, dict):
+        raise UnsupportedValue(
+            "`message_property_mappings` of a source is not a mapping",
+            "write message_property_mappings: {role: from, content: value}",
+        )
+    for ours, theirs in renamed.items():
         if ours in _PROPERTIES:
             columns[ours] = str(theirs)
     return {ours: theirs for ours, theirs in columns.items() if ours != theirs}

@@ -16,21 +16,29 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from paceline.config.compat import conversion, datasets, llamafactory, values
+from paceline.config.compat import conversion, datasets, llamafactory_v1, values
 from paceline.config.compat.conversion import Convert, by_case, read_table
 from paceline.config.compat.parallel import values as parallel_values
+from paceline.config.entries import FOREIGN_SECTIONS
 from paceline.config.schema.tasks import ANSWER_TASKS
 
 #: Modules with the functions that ``convert`` names in ``aliases.yaml``.
 _CONVERTERS = {
     "": conversion,
     "datasets": datasets,
-    "llamafactory": llamafactory,
+    "llamafactory_v1": llamafactory_v1,
     "parallel.values": parallel_values,
     "values": values,
 }
 
-TOOLS = {"s": "ms-swift", "l": "LLaMA-Factory", "a": "axolotl", "t": "TRL", "c": "Accelerate"}
+TOOLS = {
+    "s": "ms-swift",
+    "l": "LLaMA-Factory",
+    "a": "axolotl",
+    "t": "TRL",
+    "c": "Accelerate",
+    "u": "Unsloth",
+}
 
 
 @dataclass(frozen=True)
@@ -118,10 +126,14 @@ def alias_of(section: str, key: str) -> Alias | None:
     Aliases are read at the top level, under ``train_args``, and in the section of their target.
     """
     tables = alias_tables()
-    alias = tables.sections.get(f"{section}.{key}") or tables.aliases.get(key)
-    if alias is None or section in ("", "train_args") or not alias.target:
+    if f"{section}.{key}" in tables.sections:
+        return tables.sections[f"{section}.{key}"]
+    alias = tables.aliases.get(key)
+    if alias is None or section in ("", "train_args", *FOREIGN_SECTIONS) or not alias.target:
         return alias
-    return alias if alias.target.startswith(f"{section}.") else None
+    is_inside = alias.target.startswith(f"{section}.")
+    # Unsloth's settings of vision models are in its section `lora`.
+    return alias if is_inside or (section == "lora" and alias.tools == "u") else None
 
 
 def ignored_of(key: str) -> Ignored | None:
@@ -252,7 +264,7 @@ def methods_of(key: str, value: Any) -> tuple[str, ...]:
         return _methods_of_loss(value)
     if key in DATA_KEYS:
         return _methods_of_data(value)
-    if key == "pref_loss" and value in method_tables().methods:
+    if key == "pref_loss" and isinstance(value, str) and value in method_tables().methods:
         return (value,)
     entry = method_tables().keys.get(key)
     if entry is None or value in (None, "", [], {}):

@@ -1,26 +1,12 @@
-"""LLaMA-Factory's own files and settings: ``dataset_info.json``, and of version 1 the datasets that
-a YAML file lists and `peft_config`. Each key is either read or an error."""
+"""LLaMA-Factory's ``dataset_info.json``: each key of it is either read or an error."""
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.config.chat_names import CALL, ROLES
-from paceline.config.compat.conversion import (
-    Conversion,
-    Convert,
-    Notice,
-    UnsupportedValue,
-    by_case,
-    is_off,
-    read_json_object,
-    to,
-)
-from paceline.config.compat.datasets import eval_sources, train_sources
-from paceline.config.compat.values import targets
+from paceline.config.compat.conversion import UnsupportedValue, read_json_object
 from paceline.config.schema.tasks import ANSWER_TASKS
-from paceline.config.yaml_read import YamlValue, parse_yaml
-from paceline.core.errors import ConfigError, did_you_mean
+from paceline.config.yaml_read import YamlValue
 
 FILE = "dataset_info.json"
 _SUFFIXES = ("", ".json", ".jsonl", ".csv", ".parquet", ".txt")
@@ -227,113 +213,3 @@ def _alpaca(entry: _Entry, pretrain: bool) -> tuple[str, dict[str, str]]:
         # LLaMA-Factory reads only the listed columns of an entry that lists columns.
         columns["input"] = ""
     return "alpaca", {ours: theirs for ours, theirs in columns.items() if ours != theirs}
-
-
-_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", None: "auto"}
-_KEYS = (
-    "path", "file_name", "hf_hub_url", "dataset_dir", "source", "converter", "size", "num_samples",
-    "weight", "split", "streaming",
-)  # fmt: skip
-
-
-def train_dataset(value: Any) -> Conversion:
-    """Convert `train_dataset`: a YAML file that lists datasets, a data file, or a hub id."""
-    return _dataset(value, "dataset", train_sources)
-
-
-def eval_dataset(value: Any) -> Conversion:
-    """Convert `eval_dataset`, which can also be a YAML file in LLaMA-Factory v1."""
-    return _dataset(value, "val_dataset", eval_sources)
-
-
-def _dataset(value: Any, key: str, convert: Callable[[Any], Conversion]) -> Conversion:
-    """Read the sources that a YAML file lists; ``convert`` reads any other value."""
-    if not isinstance(value, str) or not value.endswith((".yaml", ".yml")):
-        return convert(value)
-    fix = f"correct it, or write {key}: [{{path: ...}}]"
-    try:
-        tree = parse_yaml(Path(value).expanduser().read_text(encoding="utf-8"), value).value
-    except FileNotFoundError:
-        raise UnsupportedValue(f"file not found: {value}", fix) from None
-    except (ConfigError, OSError, UnicodeDecodeError) as error:
-        raise UnsupportedValue(f"cannot read {value}: {error}", fix) from None
-    is_list_of_datasets = isinstance(tree, Mapping) and all(
-        isinstance(entry, Mapping) for entry in tree.values()
-    )
-    if not tree or not is_list_of_datasets:
-        raise UnsupportedValue(
-            f"{value}: expected a mapping of names to datasets",
-            "write NAME: {path: FILE, converter: alpaca}",
-        )
-    sources = [_yaml_source(name, entry, value) for name, entry in tree.items()]
-    weighted = [name for name, entry in tree.items() if entry.get("weight") not in (None, 1)]
-    text = f"`weight` of {', '.join(weighted)}: every sample is used once per epoch"
-    return Conversion({key: sources}, notices=(("warning", text),) if weighted else ())
-
-
-def _yaml_source(name: str, entry: Mapping[str, YamlValue], file: str) -> dict[str, YamlValue]:
-    for key in entry:
-        if key not in _KEYS:
-            raise UnsupportedValue(
-                f"`{name}` in {file}: unknown key `{key}`",
-                did_you_mean(key, _KEYS, f"use {', '.join(_KEYS)}"),
-            )
-    path = entry.get("path") or entry.get("file_name") or entry.get("hf_hub_url")
-    if not path:
-        raise UnsupportedValue(
-            f"`{name}` in {file}: `path` is missing", "write path: FILE or a hub id"
-        )
-    if entry.get("dataset_dir") and entry.get("file_name"):
-        path = str(Path(str(entry["dataset_dir"])) / str(path))
-    converter = entry.get("converter")
-    if converter == "pair":
-        raise UnsupportedValue(
-            f"`{name}` in {file} is preference data (`converter: pair`)", "use supervised data"
-        )
-    if converter not in _FORMATS:
-        raise UnsupportedValue(
-            f"`{name}` in {file}: unsupported `converter: {converter}`",
-            "use alpaca or sharegpt, or remove it",
-        )
-    count = entry.get("size") or entry.get("num_samples")
-    source: dict[str, YamlValue] = {
-        "path": f"{path}#{count}" if count else str(path),
-        "format": _FORMATS[converter],
-    }
-    return source | ({"split": entry["split"]} if entry.get("split") else {})
-
-
-#: Keys of `peft_config` → their converters.
-_PEFT_CONFIG: dict[str, Convert] = {
-    "name": by_case("tuner"),
-    "r": to("lora.rank"),
-    "lora_rank": to("lora.rank"),
-    "lora_alpha": to("lora.alpha"),
-    "lora_dropout": to("lora.dropout"),
-    "target_modules": targets,
-    "adapter_name_or_path": to("lora.adapter"),
-}
-
-
-def peft_config(value: Any) -> Conversion:
-    """Convert `peft_config: {name: lora, r: 16, ...}`."""
-    if is_off(value):
-        return Conversion()
-    if not isinstance(value, Mapping):
-        raise UnsupportedValue("expected a mapping", "write peft_config: {name: lora, r: 16}")
-    sets: dict[str, YamlValue] = {}
-    weak: dict[str, YamlValue] = {}
-    notices: list[Notice] = []
-    settings = {"name": "lora"} | {key: item for key, item in value.items() if item is not None}
-    for key, convert in _PEFT_CONFIG.items():
-        if key in settings:
-            result = convert(settings[key])
-            sets |= result.sets
-            weak |= result.weak
-            notices += result.notices
-    ignored = [
-        key for key, item in settings.items() if key not in _PEFT_CONFIG and not is_off(item)
-    ]
-    if ignored:
-        notices.append(("warning", f"no effect: {', '.join(ignored)}"))
-    return Conversion(sets, weak, tuple(notices))

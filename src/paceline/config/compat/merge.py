@@ -1,14 +1,23 @@
 """Merge the entries of a config into one value for each native key: conversion, disagreement, and
 precedence (file < overrides)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from paceline.config.compat.binding import KeyBinding, unknown_key
-from paceline.config.compat.conversion import Notice, UnsupportedValue, is_off
+from paceline.config.compat.conversion import (
+    Notice,
+    UnsupportedValue,
+    as_bool,
+    as_number,
+    is_off,
+)
 from paceline.config.compat.keys import DATA_KEYS, Alias, alias_tables, named_method, tool_names
 from paceline.config.entries import FILE, OVERRIDE, ConfigEntry, Problem, short
-from paceline.config.fields import KEYS, MAPPINGS, takes_none
+from paceline.config.fields import KEYS, MAPPINGS, literals, takes, takes_none
 
 #: The value of a key that an override resets to its default.
 RESET: Any = object()
@@ -135,6 +144,7 @@ class Merge:
                 for key, item in value.items()
             ]
             return [leaf for part in parts for leaf in self._assign(part)]
+        assignment.value = _without_quotes(target, value)
         self.assigned.append(assignment)
         return [assignment]
 
@@ -160,7 +170,7 @@ class Merge:
 
     def _check_agreement(self, assignments: list[Assignment]) -> None:
         for other in assignments[1:]:
-            if not _agree(assignments[0].value, other.value):
+            if not _same_setting(other.target, assignments[0].value, other.value):
                 sets = f"both set `{other.target.lstrip('_')}`"
                 self.add_disagreement(assignments[0].entry, other.entry, f": {sets}")
                 return
@@ -189,6 +199,8 @@ class Merge:
         key that names its method (`rl: dpo`) is only overridden by a task on the command line.
         """
         task = self.winners.get("task")
+        if task is not None and task.entry.name == "pretraining_dataset":
+            task = None  # The data do not tell how axolotl trains on them.
         unsupported = []
         for binding in self.methods:
             entry = binding.entry
@@ -212,6 +224,24 @@ class Merge:
     def value_of(self, target: str) -> Any:
         winner = self.winners.get(target)
         return None if winner is None or winner.value is RESET else winner.value
+
+    def set_winner(self, target: str, value: Any, by: Assignment) -> None:
+        """Let the key of ``by`` set a target, after precedence is resolved."""
+        self.winners[target] = Assignment(target, value, by.entry)
+
+    def is_overridden(self, target: str, by: Assignment) -> bool:
+        """Return whether another key with higher precedence sets the target."""
+        layer = self.layer_of(target)
+        return layer is not None and layer > by.entry.layer
+
+    def attempt(self, act: "Action", by: Assignment) -> Notice | None:
+        """Apply an action. An unsupported value becomes a problem."""
+        try:
+            return act(self, by)
+        except UnsupportedValue as error:
+            what = f"{by.entry.shown()}: {error.why}"
+            self.problems.append(Problem(what, by.entry, fix=error.fix))
+            return None
 
     def notices(self) -> list[Notice]:
         """Return one notice for each key of another tool, in the order of the config."""
@@ -258,6 +288,47 @@ class Merge:
         return winner.entry is not assigned.entry and not _agree(winner.value, assigned.value)
 
 
+#: ``_`` targets whose value is a number.
+_NUMBERS = (
+    "_max_samples", "_num_processes", "_batch_size", "_cosine_min_lr", "_cosine_min_lr_rate",
+    "_embedding_lr_scale", "_trainable_layers",
+)  # fmt: skip
+
+
+def _without_quotes(target: str, value: Any) -> Any:
+    """Return true, false or the number that text stands for, if the target takes it and no text."""
+    if not isinstance(value, str):
+        return value
+    if target in _NUMBERS:
+        return as_number(value)
+    if target.startswith("_"):
+        return as_bool(value)
+    info = KEYS.get(target)
+    if info is None or takes(info, str) or value in literals(info):
+        return value
+    value = as_bool(value) if takes(info, bool) else value
+    return as_number(value) if takes(info, int, float) else value
+
+
+#: Applies a ``_`` target to the winners, and returns the notice about it.
+Action = Callable[[Merge, Assignment], Notice]
+
+
 def _agree(first: Any, second: Any) -> bool:
     """Return whether two values are equal, without treating true as 1."""
     return isinstance(first, bool) == isinstance(second, bool) and bool(first == second)
+
+
+def _same_setting(target: str, first: Any, second: Any) -> bool:
+    """Return whether two values of a native key mean the same, such as true and ``full``."""
+    if _agree(first, second):
+        return True
+    info = KEYS.get(target)
+    if info is None or not {type(first), type(second)} <= {bool, int, float, str}:
+        return False
+    field_type: Any = Annotated[info.annotation, info]
+    adapter: TypeAdapter[Any] = TypeAdapter(field_type)
+    try:
+        return _agree(adapter.validate_python(first), adapter.validate_python(second))
+    except ValidationError:
+        return False

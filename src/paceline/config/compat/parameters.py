@@ -2,7 +2,13 @@
 
 from paceline.config.compat.conversion import Notice, UnsupportedValue
 from paceline.config.compat.merge import Assignment, Merge
-from paceline.config.compat.values import FROZEN_SHARE, TRAINED_PATTERNS, embedding_group
+from paceline.config.compat.values import (
+    EXTRA_MODULES,
+    FROZEN_SHARE,
+    TRAINED_PATTERNS,
+    UNFROZEN,
+    embedding_group,
+)
 from paceline.config.entries import short
 
 _FREEZE, _TRAINABLE = "train_args.freeze", "train_args.trainable"
@@ -40,6 +46,31 @@ def train_patterns(merge: Merge, by: Assignment) -> Notice:
     return "info", f"excepts these parameters: `{_FREEZE}: {short(patterns)}`"
 
 
+def train_unfrozen(merge: Merge, by: Assignment) -> Notice:
+    """Train only the parameters of axolotl's patterns. With LoRA, adapters are trained."""
+    if merge.value_of("lora.enable") is True:
+        return (
+            "warning",
+            "with LoRA, `lora.target_modules` names the modules with adapters, and `vision` the"
+            " parts of a vision-language model that have none",
+        )
+    return _train_only(merge, by)
+
+
+def train_extra_modules(merge: Merge, by: Assignment) -> Notice:
+    """Train LLaMA-Factory's further modules, if its method trains some layers only."""
+    if not merge.value_of(_LAYERS):
+        return "info", "has no effect without `finetuning_type: freeze`"
+    return _train_only(merge, by)
+
+
+def _train_only(merge: Merge, by: Assignment) -> Notice:
+    if merge.is_overridden(_TRAINABLE, by):
+        return "info", "is overridden by the command line"
+    merge.set_winner(_TRAINABLE, by.value, by)
+    return "info", f"is read as `{_TRAINABLE}: {short(by.value)}`"
+
+
 def train_layers(merge: Merge, by: Assignment) -> Notice:
     """Set LLaMA-Factory's number of layers, if its method trains some layers only."""
     winner = merge.winners.get(_LAYERS)
@@ -70,5 +101,7 @@ ACTIONS = {
     FROZEN_SHARE: freeze_all,
     TRAINED_PATTERNS: train_patterns,
     "_trainable_layers": train_layers,
+    UNFROZEN: train_unfrozen,
+    EXTRA_MODULES: train_extra_modules,
     "_embedding_lr_scale": embedding_lr_scale,
 }

@@ -20,6 +20,7 @@ from paceline.config.compat.conversion import (
     Convert,
     UnsupportedValue,
     as_names,
+    as_number,
     by_case,
     info,
     is_off,
@@ -31,8 +32,10 @@ from paceline.config.schema.lora import ALL_LINEAR, is_regex
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import first_line
 
-#: Pseudo-targets: the share of frozen parameters, and the patterns of exceptions from them.
+#: Pseudo-targets: the share of frozen parameters, the patterns of exceptions from them, and the
+#: patterns of trained parameters of axolotl and of LLaMA-Factory.
 FROZEN_SHARE, TRAINED_PATTERNS = "_frozen_share", "_trained_patterns"
+UNFROZEN, EXTRA_MODULES = "_unfrozen", "_extra_modules"
 
 
 def adapter(value: Any) -> Conversion:
@@ -65,6 +68,7 @@ def scheduler_args(value: Any) -> Conversion:
 
 
 def warmup_steps(value: Any) -> Conversion:
+    value = as_number(value)
     if isinstance(value, float) and 0 < value < 1:
         return info("below 1 it is a fraction of the steps", {"train_args.warmup_ratio": value})
     return Conversion({"train_args.warmup_steps": value})
@@ -80,6 +84,7 @@ def profiler_steps(value: Any) -> Conversion:
 
 def profiler_start(value: Any) -> Conversion:
     """Convert axolotl's first step to profile, which is counted from 0."""
+    value = as_number(value)
     if is_off(value) or not isinstance(value, int):
         return Conversion()
     return Conversion({"train_args.profile.start_step": value + 1})
@@ -96,8 +101,56 @@ def early_stopping(name: str) -> Convert:
 
 def ratio(value: Any) -> Conversion:
     """Convert a fraction of the rows (below 1) or a number of rows."""
-    is_count = isinstance(value, float) and value >= 1 and value == int(value)
+    value = as_number(value)
+    is_count = isinstance(value, float) and value >= 1 and value.is_integer()
     return Conversion({"split_dataset_ratio": int(value) if is_count else value})
+
+
+def percentage(value: Any) -> Conversion:
+    """Convert a percentage of the rows."""
+    value = as_number(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UnsupportedValue(f"`{value}` is not a percentage", "write a number such as 5")
+    return Conversion({"split_dataset_ratio": value / 100})
+
+
+def packed_length(value: Any) -> Conversion:
+    """Convert axolotl's old length of packed rows."""
+    if is_off(value):
+        return Conversion()
+    weak: dict[str, YamlValue] = {
+        "train_args.packing_strategy": "bfd",
+        "train_args.max_length": value,
+    }
+    text = "whole samples are packed into rows of up to `max_length` tokens"
+    return Conversion({"train_args.packing": True}, weak, (("info", text),))
+
+
+#: ms-swift's names of columns → Paceline's.
+_SWIFT_COLUMNS = {
+    "query": "prompt", "response": "completion", "messages": "messages", "system": "system",
+    "images": "images", "tools": "tools", "label": "label", "history": "history",
+    "rejected_response": "rejected", "text": "text",
+}  # fmt: skip
+
+
+def column_names(value: Any) -> Conversion:
+    """Convert ms-swift's mapping of the columns of the data to its names."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+    if not isinstance(value, dict):
+        raise UnsupportedValue("expected a mapping", "write columns: {COLUMN: query}")
+    unknown = [name for name in value.values() if name not in _SWIFT_COLUMNS]
+    if unknown:
+        raise UnsupportedValue(
+            f"`{unknown[0]}` is not a column that is read",
+            f"use {', '.join(_SWIFT_COLUMNS)}, or set `columns` of the source",
+        )
+    columns: dict[str, YamlValue] = {_SWIFT_COLUMNS[name]: column for column, name in value.items()}
+    return Conversion({"_columns": columns} if columns else {})
 
 
 def per_epoch(target: str) -> Convert:
@@ -105,6 +158,7 @@ def per_epoch(target: str) -> Convert:
     with the number of epochs."""
 
     def convert(value: Any) -> Conversion:
+        value = as_number(value)
         if is_off(value):
             return Conversion()
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
@@ -153,6 +207,21 @@ def tracker_project(logger: str) -> Convert:
         return Conversion({f"_use_{logger}": True}, weak={"train_args.project": value})
 
     return convert
+
+
+def callbacks(value: Any) -> Conversion:
+    """Convert ms-swift's names of callbacks beside those of the user, ``./file.py:Class``."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return Conversion({"callbacks": value})
+    classes: list[YamlValue] = [name for name in names if re.search(r"[:./]", name)]
+    sets: dict[str, YamlValue] = {"callbacks": classes}
+    if "activation_cpu_offload" in names:
+        sets["_activation_offload"] = True
+    rest = [name for name in names if name not in classes and name != "activation_cpu_offload"]
+    if not rest:
+        return Conversion(sets)
+    return warning(f"{quoted_names(rest)}: a callback is given as ./file.py:Class", sets)
 
 
 def axolotl_metrics(value: Any) -> Conversion:
@@ -295,7 +364,7 @@ def _regex(target: str, text: str) -> Conversion:
 
 def module_names(value: Any) -> Conversion:
     """Convert names of modules to patterns of the names of their parameters."""
-    return _patterns("train_args.trainable", [re.escape(name) for name in _names(value)])
+    return _patterns(EXTRA_MODULES, [re.escape(name) for name in _names(value)])
 
 
 def name_prefixes(value: Any) -> Conversion:
@@ -305,6 +374,7 @@ def name_prefixes(value: Any) -> Conversion:
 
 def frozen_share(value: Any) -> Conversion:
     """Convert ms-swift's share of the parameters that are frozen, from the first one on."""
+    value = as_number(value)
     if is_off(value):
         return Conversion()
     if value != 1:
@@ -337,7 +407,7 @@ def unfrozen(value: Any) -> Conversion:
             f"`{partial[0]}`: training a range of rows is not supported",
             "remove the range, which trains the whole parameter",
         )
-    return _patterns("train_args.trainable", [f"^(?:{pattern})" for pattern in patterns])
+    return _patterns(UNFROZEN, [f"^(?:{pattern})" for pattern in patterns])
 
 
 def _names(value: Any) -> list[str]:

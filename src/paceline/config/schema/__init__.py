@@ -18,6 +18,7 @@ from paceline.config.schema.lora import Lora
 from paceline.config.schema.parallel import LocalSgd, Parallel, ParameterServer
 from paceline.config.schema.preference import LOSSES, REWARD_KEYS, Preference
 from paceline.config.schema.recovery import RecoveryConfig
+from paceline.config.schema.schedules import schedule_problem
 from paceline.config.schema.tasks import ANSWER_TASKS, Classify, Recommend
 from paceline.config.schema.train_args import TrainArgs
 from paceline.config.schema.vision import Vision
@@ -237,6 +238,13 @@ class Config(Section):
             raise ValueError("dataset is an empty list")
         self._check_mixing()
         self._check_preference()
+        problem = schedule_problem(
+            self.train_args.lr_scheduler_type,
+            self.train_args.lr_scheduler_kwargs,
+            self.train_args.learning_rate,
+        )
+        if problem is not None:
+            raise ValueError(f"lr_scheduler_kwargs: {problem}")
         if self.train_args.packs_rows and self.train_args.packing is False:
             raise ValueError(
                 f"packing_strategy: {self.train_args.packing_strategy} is not supported with"

@@ -53,7 +53,9 @@ Patterns = Annotated[list[Text], BeforeValidator(_as_list), AfterValidator(_chec
 class Section(BaseModel):
     """A section of the config. Unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
     def with_derived(self, values: Mapping[str, object]) -> Self:
         """Return a copy with values that Paceline determined. They do not count as set by the

@@ -109,7 +109,7 @@ class Lora(Section):
     @field_validator("init_lora_weights", mode="after")
     @classmethod
     def _check_init(cls, value: str) -> str:
-        value = value.lower()
+        value = value.lower().replace("-", "_")
         if value in _DATA_INITS:
             raise ValueError(
                 f"{value} decomposes activations or gradients of the training data, which are not"

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from paceline.config.schema.base import Auto, Patterns, Section, Text
+from paceline.config.schema.schedules import ScheduleArguments
 from paceline.config.schema.train_args_sections import (
     AttentionName,
     EarlyStopping,
@@ -74,7 +75,7 @@ class TrainArgs(Section):
     lr_scheduler_type: LearningRateSchedule = Field(
         "cosine", description="Learning rate schedule (transformers' schedules)."
     )
-    lr_scheduler_kwargs: dict[str, float | int | str] = Field(
+    lr_scheduler_kwargs: ScheduleArguments = Field(
         default_factory=dict,
         description="Additional arguments of the schedule, e.g. `{min_lr: 1e-6}`.",
     )
@@ -308,9 +309,11 @@ class TrainArgs(Section):
     save_total_limit: int | None = Field(
         3, ge=1, description="Number of checkpoints to keep; null keeps all."
     )
-    eval_steps: Annotated[int, Field(ge=0)] | ShareOfSteps = Field(
+    eval_steps: Annotated[int, Field(ge=0)] | ShareOfSteps | Literal["never"] = Field(
         0,
-        description="Steps between evaluations; below 1: a fraction of all steps; 0: each epoch.",
+        description=(
+            "Steps between evaluations; below 1: a fraction of all steps; 0: each epoch; `never`."
+        ),
     )
     metric_for_best_model: Text | None = Field(
         None,

@@ -252,7 +252,7 @@ def _as_text(content: Any, role: str) -> str:
         for part in content:
             if part["type"] not in TEXT_PARTS:
                 raise other_part(part["type"])
-        texts = [part.get("text") for part in content]
+        texts = [part.get("text", part.get("value")) for part in content]  # LLaMA-Factory v1
         if not all(isinstance(text, str) or text is None for text in texts):
             raise MalformedRow(_NOT_TEXT)
         return "".join(text or "" for text in texts)

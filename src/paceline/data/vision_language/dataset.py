@@ -23,6 +23,12 @@ _SOURCES, _ENDS, _ARE_PATHS, _SAMPLE_ENDS = (
 )
 
 
+def has_images(folder: Path) -> bool:
+    """Return whether a folder of tokenized chats has an image."""
+    ends = np.load(folder / _SAMPLE_ENDS, mmap_mode="r")
+    return bool(len(ends) and ends[-1])
+
+
 class ImageTextDataset(TokenDataset):
     """Map-style dataset of tokenized chats with images, which are read and processed on demand.
 

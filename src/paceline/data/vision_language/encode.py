@@ -19,14 +19,28 @@ from paceline.data.vision_language.rows import IMAGE_MARK, PLACEHOLDER
 
 class ImageChatTemplate(ChatTemplate):
     """The chat template of a vision-language model, to which the contents of messages are lists of
-    texts and images. Templates that accept only texts get the placeholder of an image in them."""
+    texts and images. Templates that accept only texts get the model's token of an image in them.
 
-    _has_parts: bool | None = None
+    Args:
+        image_token: text of that token.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        for_tools: str | None = None,
+        *,
+        image_token: str = PLACEHOLDER,
+    ) -> None:
+        super().__init__(source, special_tokens, for_tools)
+        self._image_token = image_token
+        self._has_parts: bool | None = None
 
     def _converted(self, messages: list[Message]) -> Sequence[object]:
         if self._has_parts is None:
             self._has_parts = self._accepts_parts()
-        convert = _parts if self._has_parts else _with_placeholders
+        convert = _parts if self._has_parts else self._with_tokens
         return [{**message, "content": convert(message["content"])} for message in messages]
 
     def _accepts_parts(self) -> bool:
@@ -36,9 +50,8 @@ class ImageChatTemplate(ChatTemplate):
             return False
         return "{" not in text  # a template for texts prints the list
 
-
-def _with_placeholders(text: str) -> object:
-    return text.replace(IMAGE_MARK, PLACEHOLDER)
+    def _with_tokens(self, text: str) -> object:
+        return text.replace(IMAGE_MARK, self._image_token)
 
 
 def _parts(text: str) -> object:

@@ -50,6 +50,7 @@ class ImageProcessor:
                 str(folder), trust_remote_code=trust_remote_code
             )
             self.token_id = int(processor.image_token_id)
+            self.token = str(processor.image_token)
         except (OSError, ValueError, ImportError, AttributeError) as error:
             raise ConfigError(
                 f"the processor in `{folder}` cannot be loaded: {first_line(error)}",

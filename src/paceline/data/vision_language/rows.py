@@ -21,7 +21,8 @@ _COLUMNS = ("images", "image")
 PLACEHOLDER = "<image>"
 #: A Unicode noncharacter, which does not occur in text, marks the place of an image in a message.
 IMAGE_MARK = "\ufdd2"
-_SOURCE_KEYS = ("image", "image_url", "path", "url", "bytes")
+#: Keys of a part of a message with an image; `value` as in LLaMA-Factory v1.
+_SOURCE_KEYS = ("image", "image_url", "path", "url", "bytes", "value")
 #: What a data URL with an image has before the comma.
 _BASE64 = "data:image;base64"
 _IMAGE_PARTS = ("image", "image_url", "input_image")

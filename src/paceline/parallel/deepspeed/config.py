@@ -39,7 +39,10 @@ def check_json(config: Config, num_ranks: int) -> None:
     args = config.train_args
     batch_size = content.get("train_batch_size", "auto")
     expected = args.per_device_train_batch_size * args.gradient_accumulation_steps * num_ranks
-    if batch_size not in ("auto", None, expected):
+    is_accumulation_set = "gradient_accumulation_steps" in args.model_fields_set
+    if batch_size not in ("auto", None, expected) and (
+        is_accumulation_set or args.global_batch_size != batch_size
+    ):
         problems.append(
             f"train_batch_size: {batch_size}; the config makes {expected}:"
             f" `train_args.per_device_train_batch_size: {args.per_device_train_batch_size}` ×"

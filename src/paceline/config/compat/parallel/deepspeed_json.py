@@ -47,6 +47,12 @@ class Rule:
     keys: str
     off_values: Sequence[YamlValue] = ()
 
+    def is_off(self, value: Any) -> bool:
+        """Return whether a value leaves the feature off. Where true does so, false does not."""
+        if any(off is True for off in self.off_values):
+            return value is True or value in (None, "auto")
+        return is_off(value) or value in self.off_values
+
 
 def _rules(section: str) -> dict[str, Rule]:
     rules = [Rule(**group) for group in read_table("parallel/deepspeed.yaml")[section]]
@@ -128,8 +134,9 @@ class DeepSpeedJson:
             self._check_type(name, value, HONORED_ZERO[SHORT_NAMES.get(key, key)])
         elif plain in REFUSED:
             refused = REFUSED[plain]
-            if not is_off(value) and value not in refused.off_values:
-                self.problems.append(f"{name}: {refused.reason.replace('{value}', str(value))}")
+            if not refused.is_off(value):
+                shown = f"{name}: false" if value is False else name
+                self.problems.append(f"{shown}: {refused.reason.replace('{value}', str(value))}")
         elif plain in IGNORED:
             if IGNORED[plain].reason and not is_off(value):
                 self._ignore(name, IGNORED[plain].reason)

@@ -43,7 +43,8 @@ _WITHOUT_EFFECT = (
 )  # fmt: skip
 _READ = (
     "sharding_strategy", "reshard_after_forward", "offload_params", "cpu_offload", "offload",
-    "activation_checkpointing", "mixed_precision", "mixed_precision_policy", "xla",
+    "activation_checkpointing", "activation_cpu_offload", "mixed_precision",
+    "mixed_precision_policy", "xla",
 )  # fmt: skip
 _NAME = re.compile(r"^fsdp2?(?:_(zero[23]))?(_offload)?$")
 
@@ -62,6 +63,7 @@ class FsdpPlan:
     hybrid: bool = False
     offload: bool = False
     checkpointing: bool = False
+    offloads_activations: bool = False
     precision: str | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -93,6 +95,7 @@ def fsdp_plan(flags: list[str], config: Mapping[str, YamlValue]) -> FsdpPlan:
         _is_on(settings.get(key)) for key in ("offload_params", "cpu_offload", "offload")
     )
     plan.checkpointing = _is_on(settings.get("activation_checkpointing"))
+    plan.offloads_activations = _is_on(settings.get("activation_cpu_offload"))
     plan.precision = _precision(settings)
     inert = [
         key
@@ -209,6 +212,9 @@ def use_fsdp(keys: StrategyKeys, names: list[str]) -> None:
                 # With FSDP, activation_checkpointing takes the place of gradient_checkpointing.
                 assigned.weak |= assigned.value in (False, "none")
         keys.assign(by, "train_args.gradient_checkpointing", "full")
+    if plan.offloads_activations:
+        offload = Assignment("_activation_offload", True, by)
+        keys.by_name.setdefault("_activation_offload", offload)
     if plan.precision is not None:
         entry = nested_entry(by, "mixed_precision", plan.precision, by.key)
         target = BF16 if plan.precision == "bf16" else FP16

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.config.compat.conversion import as_number
 from paceline.config.compat.merge import Assignment, Merge, SourceLine
 from paceline.config.entries import FILE, ConfigEntry, Problem
 from paceline.config.yaml_read import YamlValue
@@ -76,7 +77,7 @@ class StrategyKeys:
     def number(self, target: str, default: int = 1) -> int:
         """Return the value of a native key if it is a positive integer, else the default."""
         assigned = self.native(target)
-        value = None if assigned is None else assigned.value
+        value = None if assigned is None else as_number(assigned.value)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         return default

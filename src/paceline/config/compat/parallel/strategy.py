@@ -35,6 +35,11 @@ def _num_processes(keys: StrategyKeys) -> None:
     key = keys.by_name.get("_num_processes")
     if key is None:
         return
+    kind = keys.by_name.get("_distributed_type")
+    is_single = kind is not None and kind.value == "NO" and kind.entry.layer >= key.entry.layer
+    if is_single and not _names_strategy(keys):
+        keys.add_notice(key.entry, "`distributed_type: NO` starts a single process")
+        return
     hosts, count = keys.number("parallel.nnodes"), key.value
     if hosts == 1 or not isinstance(count, int) or isinstance(count, bool):
         keys.assign(key.entry, "parallel.num_gpus", count)
@@ -44,6 +49,14 @@ def _num_processes(keys: StrategyKeys) -> None:
     else:
         keys.assign(key.entry, "parallel.num_gpus", count // hosts)
         keys.add_notice(key.entry, f"{count} processes on {hosts} hosts")
+
+
+def _names_strategy(keys: StrategyKeys) -> bool:
+    """Return whether a key besides `distributed_type` chooses a strategy."""
+    names = ("_deepspeed", "_fsdp")
+    native = keys.native("parallel.mode")
+    is_named = native is not None and not native.weak
+    return is_named or any(not is_off(keys.value(name)) for name in names)
 
 
 def _activation_offload(keys: StrategyKeys) -> None:

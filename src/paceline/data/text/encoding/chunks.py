@@ -313,11 +313,12 @@ def make_encoder(
     kind: Callable[..., Encoder] = Encoder
     if task in ("pairs", "answers", "reward"):
         kind = partial(PreferenceEncoder, has_pairs=task != "answers")
-    template_kind = ChatTemplate
+    template_kind: Callable[..., ChatTemplate] = ChatTemplate
     if task == "vision":
         assert folder is not None
         images = ImageProcessor(folder, config.vision.max_pixels, config.trust_remote_code)
-        kind, template_kind = partial(ImageEncoder, images=images), ImageChatTemplate
+        kind = partial(ImageEncoder, images=images)
+        template_kind = partial(ImageChatTemplate, image_token=images.token)
     return kind(
         tokenizer,
         template_kind(template, tokenizer.special_tokens, for_tools) if template else None,

@@ -1,0 +1,116 @@
+"""The arguments of each learning rate schedule, which are those of transformers."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+ArgumentValue = float | int | str
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """An argument of a schedule: a number within bounds, or one of ``names``."""
+
+    minimum: float = 0
+    maximum: float | None = None
+    is_whole: bool = False
+    names: tuple[str, ...] = ()
+
+    def accepts(self, value: ArgumentValue) -> bool:
+        if self.names:
+            return value in self.names
+        if isinstance(value, str) or (self.is_whole and value != int(value)):
+            return False
+        return value >= self.minimum and (self.maximum is None or value <= self.maximum)
+
+    @property
+    def description(self) -> str:
+        if self.names:
+            return f"one of {', '.join(self.names)}"
+        kind = "a whole number" if self.is_whole else "a number"
+        limit = "" if self.maximum is None else f" and at most {self.maximum:g}"
+        return f"{kind} of at least {self.minimum:g}{limit}"
+
+
+_RATE, _SHARE, _COUNT = _Argument(), _Argument(maximum=1), _Argument(minimum=1, is_whole=True)
+_SHAPE = _Argument(names=("linear", "cosine", "1-sqrt"))
+#: ``train_args.lr_scheduler_type`` → its arguments.
+ARGUMENTS: dict[str, dict[str, _Argument]] = {
+    "linear": {},
+    "cosine": {"num_cycles": _RATE},
+    "cosine_with_restarts": {"num_cycles": _COUNT},
+    "cosine_with_min_lr": {"num_cycles": _RATE, "min_lr": _RATE, "min_lr_rate": _SHARE},
+    "polynomial": {"lr_end": _RATE, "power": _RATE},
+    "constant": {},
+    "constant_with_warmup": {},
+    "inverse_sqrt": {"timescale": _COUNT},
+    "warmup_stable_decay": {
+        "num_decay_steps": _COUNT,
+        "num_stable_steps": _Argument(is_whole=True),
+        "warmup_type": _SHAPE,
+        "decay_type": _SHAPE,
+        "min_lr_ratio": _SHARE,
+        "num_cycles": _RATE,
+    },
+}
+#: transformers' default of ``lr_end``.
+_LR_END = 1e-7
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+def _without_text(value: object) -> object:
+    """Convert numbers that are written as text, and leave out what has no value."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _as_number(item) for key, item in value.items() if item is not None}
+
+
+def _as_number(value: object) -> object:
+    if not isinstance(value, str) or not _NUMBER.fullmatch(value.strip()):
+        return value
+    number = float(value)
+    return int(number) if number.is_integer() and "e" not in value.lower() else number
+
+
+#: The type of ``train_args.lr_scheduler_kwargs``.
+ScheduleArguments = Annotated[dict[str, ArgumentValue], BeforeValidator(_without_text)]
+
+
+def schedule_problem(
+    kind: str, arguments: Mapping[str, ArgumentValue], learning_rate: float | None
+) -> str | None:
+    """Return what is wrong with the arguments of a schedule, or None.
+
+    Args:
+        kind: a key of :data:`ARGUMENTS`.
+        learning_rate: the peak of the schedule; None if the task determines it.
+    """
+    known = ARGUMENTS[kind]
+    unknown = [key for key in arguments if key not in known]
+    if unknown:
+        names = ", ".join(known) or "no arguments"
+        hint = ""
+        if {"min_lr", "min_lr_rate"} & set(unknown):
+            hint = "; `cosine_with_min_lr` has a lowest learning rate"
+        return f"unknown keys {', '.join(unknown)}: `{kind}` accepts {names}{hint}"
+    for key, value in arguments.items():
+        if not known[key].accepts(value):
+            return f"{key}: {value} is not {known[key].description}"
+    if "min_lr" in arguments and "min_lr_rate" in arguments:
+        return "min_lr and min_lr_rate both set the lowest learning rate; keep one of them"
+    return None if learning_rate is None else _rate_problem(kind, arguments, learning_rate)
+
+
+def _rate_problem(
+    kind: str, arguments: Mapping[str, ArgumentValue], learning_rate: float
+) -> str | None:
+    lowest = arguments.get("min_lr", 0)
+    if not isinstance(lowest, str) and lowest > learning_rate:
+        return f"min_lr: {lowest:g} is above the learning rate of {learning_rate:g}"
+    end = arguments.get("lr_end", _LR_END)
+    if kind == "polynomial" and not isinstance(end, str) and end >= learning_rate:
+        return f"lr_end: {end:g} must be below the learning rate of {learning_rate:g}"
+    return None
