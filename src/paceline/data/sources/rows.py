@@ -34,14 +34,21 @@ def is_missing(value: Any) -> bool:
 
 
 def holds_nothing(value: Any) -> bool:
-    """Return whether a value is empty at every level: Arrow fills absent structures with nulls, and
-    CSV files have the text ``[]``."""
+    """Return whether the value of a column of lists or objects is empty at every level: Arrow fills
+    absent structures with nulls, and CSV files have the text ``[]``. Not for columns of texts: the
+    text ``null`` may be an answer."""
     if isinstance(value, str):
         return value.strip() in ("", "[]", "{}", "null", "None")
+    return _is_hollow(value)
+
+
+def _is_hollow(value: Any) -> bool:
+    if isinstance(value, str):
+        return not value.strip()
     if isinstance(value, dict):
-        return all(holds_nothing(item) for item in value.values())
+        return all(_is_hollow(item) for item in value.values())
     if isinstance(value, list | tuple):
-        return all(holds_nothing(item) for item in value)
+        return all(_is_hollow(item) for item in value)
     return not value or value != value
 
 
