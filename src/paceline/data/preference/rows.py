@@ -177,8 +177,8 @@ class PairConverter(_PreferenceConverter):
             text = None if question is None else str(others.pop(question))
             return partial(self._after_question, others, text)
         if question is not None:
-            text = others.pop(question)
-            return lambda answer: {**others, "prompt": text, "completion": answer}
+            prompt_text = others.pop(question)
+            return lambda answer: {**others, "prompt": prompt_text, "completion": answer}
         start = _shared_start(chosen, rejected)
         return lambda answer: {
             **others,

@@ -190,9 +190,10 @@ class LabelEncoder:
         results: list[Encoded | str] = []
         self.facts[LABEL_LISTS] += sum(sample.has_list for sample in samples)
         for sample, (ids, types, is_truncated) in zip(samples, encode(samples), strict=True):
+            part = self.tokenizer.added_once(ids)
             encoded = Encoded(
-                np.array(ids, dtype=np.int32),
-                np.array(types, dtype=np.int8) > 0,
+                np.array(ids[part], dtype=np.int32),
+                np.array(types[part], dtype=np.int8) > 0,
                 labels=sample.labels,
                 is_truncated=is_truncated,
             )
