@@ -401,8 +401,8 @@ class RowConverter:
         """Return the turns of a prompt and an answer if one of them is a chat, else None."""
         keys = self.turn_keys
         prompt, answer = keys.unpack(prompt), keys.unpack(answer)
-        lists = [value for value in (prompt, answer) if isinstance(value, list)]
-        if not lists or not all(map(keys.are_messages, lists)):
+        lists = [value for value in (prompt, answer) if isinstance(value, list) and value]
+        if not lists or not all(isinstance(turn, dict) for turns in lists for turn in turns):
             return None
         if isinstance(prompt, str) and prompt.strip():
             prompt = [self.turn("user", prompt)]
