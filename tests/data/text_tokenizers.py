@@ -8,7 +8,10 @@ SENTENCES = [
     "What is the sum of 12 and 30? It is 42.", "Is 7 > 0? Yes, it is 7.", "good day, hello world",
     "the answer is bad; the answer is good", "One line\nand another line\n  with spaces",
 ] * 20  # fmt: skip
-SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>"]
+SPECIAL = [
+    "<unk>", "<s>", "</s>", "<|user|>", "<|end|>", "<|start|>", "<|call|>", "<|assistant|>",
+    "<|tool|>",
+]  # fmt: skip
 #: Kinds that write a space before a text: of Llama 2, of its later files, and of T5 and XLNet.
 SENTENCE_PIECE_KINDS = ("prepend", "metaspace", "first", "unigram")
 KINDS = (*SENTENCE_PIECE_KINDS, "bytes")

@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing
 from paceline.data.text.chat_template import ChatTemplate
+from paceline.data.text.chats.turns import first_value
 from paceline.data.text.columns import check_columns
 from paceline.data.text.formats import CHAT, FORMATS, LOSS_WEIGHT, RowConverter, chat_turns
 from paceline.data.text.sample import Sample
-from paceline.data.text.turns import first_value
 
 _QUESTIONS = ("prompt", "question", "query")
 #: Other names of `chosen` and `rejected`: axolotl's, and those of OpenAI's API.

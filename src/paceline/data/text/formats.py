@@ -9,6 +9,7 @@ from typing import Any
 from paceline.data.sources.readers import DOCUMENT
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing, is_missing
 from paceline.data.text.chat_template import ChatTemplate
+from paceline.data.text.chats.turns import TurnKeys, unpack_list
 from paceline.data.text.columns import check_columns
 from paceline.data.text.messages import (
     Chat,
@@ -31,7 +32,6 @@ from paceline.data.text.refused_rows import (
 )
 from paceline.data.text.sample import Sample, as_chat, exchange
 from paceline.data.text.tool_calls import Message, read_tools
-from paceline.data.text.turns import TurnKeys, unpack_list
 
 #: Accepted names of each column, the usual one first.
 CHAT = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")

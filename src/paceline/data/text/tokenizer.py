@@ -1,6 +1,7 @@
 """Find tokenizers in a folder or on the hub, and load them without transformers if possible."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ _PATTERNS = (
     "*.tiktoken", "chat_template*", "additional_chat_templates/*", "tokenization_*.py",
 )  # fmt: skip
 _HUB_TIMEOUT_S = 10.0
+#: How tokens are written that are not text.
+_CONTROL = re.compile(r"<[|｜].+[|｜]>")
 
 
 @dataclass
@@ -44,6 +47,17 @@ class LoadedTokenizer:
     special_ids: frozenset[int] = field(default_factory=frozenset)
     start_ids: tuple[int, ...] = ()
     end_ids: tuple[int, ...] = ()
+
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        """The texts of the special tokens, and of added tokens that look like them: some tokenizers
+        do not declare ``<|im_end|>`` special."""
+        if self.backend is not None:
+            added = [token.content for token in self.backend.get_added_tokens_decoder().values()]
+        else:
+            added = list(self.python.get_added_vocab())
+        special = filter(None, map(self.token, self.special_ids))
+        return frozenset({*special, *filter(_CONTROL.fullmatch, added)})
 
     def missing_start(self, ids: list[int]) -> list[int]:
         """Return the special tokens to put before a text: those that the tokenizer adds, unless the

@@ -318,9 +318,13 @@ def make_encoder(
         assert folder is not None
         images = ImageProcessor(folder, config.vision.max_pixels, config.trust_remote_code)
         kind, template_kind = partial(ImageEncoder, images=images), ImageChatTemplate
+    chat_template = None
+    if template:
+        special, control = tokenizer.special_tokens, tokenizer.control_tokens
+        chat_template = template_kind(template, special, for_tools, control)
     return kind(
         tokenizer,
-        template_kind(template, tokenizer.special_tokens, for_tools) if template else None,
+        chat_template,
         pretrain=task == "pretrain",
         train_on_inputs=config.train_args.train_on_inputs,
         last_turn_only=config.train_args.train_on_turns == "last",
