@@ -50,8 +50,8 @@ def test_chat_that_ends_with_an_answer_is_not_the_prompt(
     column: str, answers: dict[str, Any], answer: dict[str, str], kind: type[PairConverter]
 ) -> None:
     row = {column: [QUESTION, answer], **answers}
-    for whole in (row, {**row, column: json.dumps(row[column])}):
-        sample = kind("data")(whole)
+    for variant in (row, {**row, column: json.dumps(row[column])}):
+        sample = kind("data")(variant)
         assert turns(sample) == ["q", "good"]
         assert turns(sample.rejected) == ["q", "bad"]
 

@@ -153,9 +153,9 @@ def make_python_tokenizer(folder: Path) -> Path:
     """Save a tokenizer that is written in Python, has no offsets and writes a space before a
     text."""
     folder.mkdir()
-    words = {f"▁{word}" for sentence in SENTENCES for word in sentence.split()}
+    spaced = {f"▁{part}" for sentence in SENTENCES for part in sentence.split()}
     letters = {letter for sentence in SENTENCES for letter in sentence} | {"▁", "[", "]"}
-    names = [*SPECIAL, *sorted(words), *sorted(letters - words)]
+    names = [*SPECIAL, *sorted(spaced), *sorted(letters - spaced)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     (folder / "vocab.json").write_text(json.dumps(numbers), encoding="utf-8")
     (folder / "tokenization_spaced.py").write_text(_CODE, encoding="utf-8")

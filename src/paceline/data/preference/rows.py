@@ -221,7 +221,7 @@ class PairConverter(_PreferenceConverter):
             before = keys.without_answer(turns)
             if before and all(keys.are_answers(answer) for answer in (chosen, rejected)):
                 shared.append((before, has_answer))
-        return max(shared, key=lambda found: found[1], default=(None, False))
+        return max(shared, key=lambda candidate: candidate[1], default=(None, False))
 
     def _question(self, rest: Row, has_instruction: bool) -> str | None:
         """Return the column with the text of the prompt: the one that `columns` names comes

@@ -68,8 +68,8 @@ def _has_struct(kind: Any) -> bool:
 
 
 def without_added_nulls(row: Row, columns: frozenset[str]) -> Row:
-    """Return a row of an Arrow table without the null entries of its structures, which are not told
-    apart from those that the data had.
+    """Return a row of an Arrow table without the null entries of its structures: a null of the
+    data cannot be distinguished from one that Arrow added.
 
     Args:
         columns: result of :func:`struct_columns`.

@@ -267,8 +267,8 @@ class ChatTemplate:
         chat: list[Message] = [
             {"role": role, "content": text} for role, text in zip(roles, PROBE, strict=True)
         ]
-        probe, asked = self._try(chat, False, None) or "", self._try(chat[:1], False, None) or ""
-        header = (self._try(chat[:1], True, None) or "").removeprefix(asked)
+        probe, question = self._try(chat, False, None) or "", self._try(chat[:1], False, None) or ""
+        header = (self._try(chat[:1], True, None) or "").removeprefix(question)
         tokens = tokens_in(self._control_tokens, self._source, probe)
         return TurnEnds(tokens, probe, header)
 

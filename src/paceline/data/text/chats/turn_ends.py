@@ -73,17 +73,17 @@ class TurnEnds:
         next_start = self.probe.find(following, answer_end)
         if not self.tokens or first < 0 or answer_end < first or next_start < 0:
             return "", frozenset()
-        between = self._found(self.probe[answer_end:next_start])
-        of_answers = self._found(self.header)
+        between = self._tokens_of(self.probe[answer_end:next_start])
+        of_answers = self._tokens_of(self.header)
         if not between or between[0] in of_answers:
             return "", frozenset()
         # A token before the first question too, and directly before its text, begins questions.
-        begins = self._found(_shared_end(self.probe[:first], self.probe[answer_end:next_start]))
+        begins = self._tokens_of(_shared_end(self.probe[:first], self.probe[answer_end:next_start]))
         if len(between) == 1 and between[0] in begins:
             return "", frozenset()
         return between[0], frozenset({*of_answers, *between[1:]} - {between[0]})
 
-    def _found(self, text: str) -> list[str]:
+    def _tokens_of(self, text: str) -> list[str]:
         return [match[1] for match in self._next.finditer(text)]
 
 

@@ -246,8 +246,8 @@ class Encoder:
     def _splits_at_lines(self) -> bool:
         """Whether the tokenizer gives each line the same tokens alone as after another one. Those
         of the SentencePiece type write a space before a text."""
-        whole, first, second = self._encode(["".join(_LINES), *_LINES])
-        return whole == first + second
+        full, first, second = self._encode(["".join(_LINES), *_LINES])
+        return full == first + second
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer.encode_batch(texts, add_special_tokens=False)

@@ -85,7 +85,7 @@ class _TextWithoutOffsets:
     tokenizer: LoadedTokenizer
     text: str
     ids: list[int]
-    _found: dict[int, tuple[int, bool]] = field(default_factory=lambda: {0: (0, True)})
+    _known: dict[int, tuple[int, bool]] = field(default_factory=lambda: {0: (0, True)})
 
     def token_at(self, char: int) -> int:
         return self._before(char)[0]
@@ -99,22 +99,22 @@ class _TextWithoutOffsets:
         """Return the number of tokens before a character, and whether none extends past it."""
         if char >= len(self.text):
             return len(self.ids), True
-        if char not in self._found:
+        if char not in self._known:
             known = max(
-                place for place, (_, is_exact) in self._found.items() if is_exact and place < char
+                place for place, (_, is_exact) in self._known.items() if is_exact and place < char
             )
-            start = self._found[known][0]
+            start = self._known[known][0]
             part = self._encode(self.text[known:char])
             if self.ids[start : start + len(part)] == part:
-                self._found[char] = start + len(part), True
+                self._known[char] = start + len(part), True
             else:
                 part = self._encode(self.text[:char])
                 pairs = takewhile(
                     lambda pair: pair[0] == pair[1], zip(part, self.ids, strict=False)
                 )
                 shared = sum(1 for _ in pairs)
-                self._found[char] = shared, shared == len(part)
-        return self._found[char]
+                self._known[char] = shared, shared == len(part)
+        return self._known[char]
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode_batch([text], add_special_tokens=False)[0]
