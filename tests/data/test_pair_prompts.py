@@ -154,6 +154,19 @@ def test_marked_answer_may_repeat_the_prompt(mark: bool) -> None:
         assert turns(RowConverter("data")(row)) == ["q", "good"]
 
 
+@pytest.mark.parametrize("answers", [FULL, TEXTS, SINGLE])
+def test_columns_that_are_not_read(answers: dict[str, Any]) -> None:
+    row = {"messages": [turn("user", "other")], "prompt": "q", **answers}
+    for settings in ({"columns": {"messages": ""}}, {"ignore_columns": ["messages"]}):
+        converter = PairConverter("data", **settings)  # type: ignore[arg-type]
+        sample = converter(row)
+        assert (turns(sample), turns(sample.rejected)) == (["q", "good"], ["q", "bad"])
+        assert converter.ignored.keys() == set(settings.get("ignore_columns", ()))
+    row = {"prompt": "other", "messages": [QUESTION], **answers}
+    sample = PairConverter("data", ignore_columns=["prompt"])(row)
+    assert (turns(sample), turns(sample.rejected)) == (["q", "good"], ["q", "bad"])
+
+
 def test_loss_of_a_pair_with_its_chat(tmp_path: Path) -> None:
     """Only the answers carry loss, once in each sequence."""
     rows = [{"prompt": "q", "messages": [QUESTION, GOOD], **FULL}]

@@ -168,6 +168,21 @@ def test_special_token_in_a_turn_is_not_its_end() -> None:
     assert spans(source, chat)[0] in ("First.", "First.<|tool|>news<|end|>")
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_end_of_turn_in_an_answer_is_not_doubled(name: str) -> None:
+    source, end, last = TEMPLATES[name]
+    written = {text.strip() for text in (end, last) if text and text != "<|end|></s>"}
+    for token in written:
+        chat = [
+            {**turn, "content": turn["content"] + token} if turn["role"] == "assistant" else turn
+            for turn in CHAT
+        ]
+        assert spans(source, chat) == spans(source, CHAT)
+    # Other tokens stay.
+    chat = [CHAT[0], {"role": "assistant", "content": "First.<|call|>"}]
+    assert "First.<|call|>" in spans(source, chat)[0]
+
+
 @pytest.mark.parametrize("kind", ["metaspace", "bytes"])
 @pytest.mark.parametrize("name", ["Olmo 3", "two tokens at the end", "marks around the content"])
 def test_loss_on_every_end_of_turn(name: str, kind: str, tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ _QUESTIONS = ("prompt", "question", "query")
 _PAIRS = (("chosen_response", "rejected_response"), ("preferred_output", "non_preferred_output"))
 _REJECTED = ("rejected_response", "rejected_messages")
 _LABELS = ("label", "kto_tag", "kto_label")
+#: The columns of the rows with one answer that are made of a pair.
+_MADE = ("messages", "prompt", "completion", "output")
 _ANSWERS = ("response", "output", "completion", "answer")
 _MARKS = {
     "true": True, "1": True, "desirable": True,
@@ -61,13 +63,17 @@ class _PreferenceConverter:
         taken = {name: of for name, of in self.columns.items() if name in self._names}
         check_columns(self.label, taken, self.ignore_columns, self.own_columns)
         columns = {name: of for name, of in self.columns.items() if name not in taken}
+        # The converter of rows with one answer gets columns of these names in any case.
+        disabled = {name for name in _MADE if columns.get(name) == ""}
+        self._hidden = disabled | {name for name in self.ignore_columns if name in _MADE}
+        columns = {name: of for name, of in columns.items() if name not in disabled}
         make = partial(
             RowConverter,
             self.label,
             self.row_format,
             columns,
             self.system,
-            ignore_columns=self.ignore_columns,
+            ignore_columns=[name for name in self.ignore_columns if name not in _MADE],
             roles=self.roles,
             template=self.template,
         )
@@ -93,7 +99,8 @@ class _PreferenceConverter:
             for name, column in self._names.items()
             if column in row and column not in ignored and not _is_empty(row[column])
         }
-        taken = set(self._names.values())
+        self.ignored.update(name for name in ignored & self._hidden if name in row)
+        taken = {*self._names.values(), *self._hidden}
         return marks, {name: value for name, value in row.items() if name not in taken}
 
     def _column(self, name: str) -> str:

@@ -71,7 +71,8 @@ class ChatTemplate:
         if for_tools is not None:
             self._for_tools = ChatTemplate(for_tools, special_tokens, None, control_tokens)
         self._source = source
-        self._control_tokens = {*control_tokens, special_tokens.get("eos_token", "")}
+        self._control_tokens = {*control_tokens, special_tokens.get("eos_token", "")} - {""}
+        self._last_characters = frozenset(token[-1] for token in self._control_tokens)
         self._template, self._identifiers = _compile(source)
         self._variables = {"bos_token": "", "eos_token": "", **special_tokens}
         self._marked = re.search(r"{%-?\s*generation\b", source) is not None
@@ -110,7 +111,22 @@ class ChatTemplate:
         return raw.replace(_OPEN, "").replace(_CLOSE, "")
 
     def _raw(self, messages: list[Message], add_generation_prompt: bool, tools: Tools) -> str:
+        messages = self._without_ends(messages)
         return self._run(self._converted(messages), add_generation_prompt, tools)
+
+    def _without_ends(self, messages: list[Message]) -> list[Message]:
+        """Return the messages without end-of-turn tokens of their own, in place of which the
+        template writes one."""
+        return [
+            {**message, "content": self._without_end(message["content"])}
+            if message["role"] == "assistant" and message["content"][-1:] in self._last_characters
+            else message
+            for message in messages
+        ]
+
+    def _without_end(self, content: str) -> str:
+        token = next(filter(content.endswith, self._turn_ends.added), "")
+        return content.removesuffix(token)
 
     def _converted(self, messages: list[Message]) -> Sequence[object]:
         """Return the messages as the template gets them."""
@@ -171,6 +187,7 @@ class ChatTemplate:
         """
         if (template := self.select(messages, tools)) is not self:
             return template.render_with_spans(messages, tools, excluded)
+        messages = self._without_ends(messages)
         has_calls = has_marks = False
         for message in messages:
             content = message["content"]

@@ -56,6 +56,16 @@ class TurnEnds:
         return shorter
 
     @cached_property
+    def added(self) -> frozenset[str]:
+        """The tokens that the template writes directly after an answer."""
+        matches = (
+            self._next.match(self.probe, self.probe.find(answer) + len(answer))
+            for answer in PROBE[1::2]
+            if answer in self.probe
+        )
+        return frozenset(match[1] for match in matches if match is not None)
+
+    @cached_property
     def _sorted(self) -> tuple[str, ...]:
         return tuple(sorted(self.tokens, key=len, reverse=True))
 
