@@ -13,21 +13,25 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from math import isinf
+from math import isfinite, nan
 from typing import Any, ClassVar
 
-from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing
+from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing, is_missing
 from paceline.data.text.chat_template import ChatTemplate
 from paceline.data.text.chats.turns import first_value
 from paceline.data.text.columns import check_columns
 from paceline.data.text.formats import CHAT, FORMATS, LOSS_WEIGHT, RowConverter, chat_turns
+from paceline.data.text.messages import as_text
 from paceline.data.text.sample import Sample
+from paceline.data.text.tool_calls import Message
 
 _QUESTIONS = ("prompt", "question", "query")
 #: Other names of `chosen` and `rejected`: axolotl's, and those of OpenAI's API.
 _PAIRS = (("chosen_response", "rejected_response"), ("preferred_output", "non_preferred_output"))
 _REJECTED = ("rejected_response", "rejected_messages")
 _LABELS = ("label", "kto_tag", "kto_label")
+#: Own columns that are not texts.
+_VALUES = (*_LABELS, "margin")
 #: The columns of the rows with one answer that are made of a pair.
 _MADE = ("messages", "prompt", "completion", "output")
 _ANSWERS = ("response", "output", "completion", "answer")
@@ -95,7 +99,9 @@ class _PreferenceConverter:
             raise MalformedRow("not an object with columns")
         ignored = set(self.ignore_columns)
         marks = {
-            name: self._convert.turn_keys.unpack(row[column])
+            name: row[column]
+            if name in _VALUES
+            else self._convert.turn_keys.unpack(as_text(row[column]))
             for name, column in self._names.items()
             if column in row and column not in ignored and not _is_empty(row[column])
         }
@@ -144,6 +150,7 @@ class PairConverter(_PreferenceConverter):
             raise MalformedRow("the row has no pair of answers")
         sample = _answered(self._convert(chosen))
         sample.rejected = _answered(self._convert_second(rejected))
+        _check_prompts(sample.messages or [], sample.rejected.messages or [])
         return sample
 
     def _check_kind(self, marks: Row, rest: Row) -> None:
@@ -181,7 +188,7 @@ class PairConverter(_PreferenceConverter):
         if has_instruction and self._is_single(chosen) and self._is_single(rejected):
             return lambda answer: {**others, self._column("output"): self._text_of(answer)}
         if not isinstance(chosen, str):
-            text = None if question is None else str(others.pop(question))
+            text = None if question is None else as_text(others.pop(question))
             return partial(self._after_question, others, text)
         if question is not None:
             prompt_text = others.pop(question)
@@ -236,7 +243,7 @@ class PairConverter(_PreferenceConverter):
         names = _QUESTIONS if has_instruction else (*_QUESTIONS, "input")
         ordered = sorted(names, key=lambda name: name not in self._convert.columns)
         columns = map(self._column, ordered)
-        return next((name for name in columns if isinstance(rest.get(name), str)), None)
+        return next((name for name in columns if _is_text(rest.get(name))), None)
 
     def _with_rejected(self, rest: Row, marks: Row) -> Row:
         """Return the row with its answer replaced by the rejected one."""
@@ -299,10 +306,14 @@ class MarginConverter(PairConverter):
             Unsupported: the dataset needs another kind of training.
         """
         sample = super().__call__(row)
-        margin = self._take(row)[0].get("margin", 0.0)
-        if isinstance(margin, bool) or not isinstance(margin, int | float) or isinf(margin):
+        margin: Any = self._take(row)[0].get("margin", 0.0)
+        try:
+            number = nan if isinstance(margin, bool) else float(margin)
+        except (TypeError, ValueError):
+            number = nan
+        if not isfinite(number):
             raise MalformedRow("`margin` is not a number")
-        sample.margin = float(margin)
+        sample.margin = number
         return sample
 
 
@@ -335,7 +346,7 @@ class AnswerConverter(_PreferenceConverter):
             self.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow("the row does not mark its answer as good or bad")
         value = marks[name]
-        mark = _MARKS.get(str(value).strip().lower())
+        mark = _MARKS.get(str(value).strip().lower().removesuffix(".0"))
         if mark is None:
             raise MalformedRow(f"`{name}` is neither true nor false")
         sample = _answered(self._convert(rest))
@@ -352,6 +363,23 @@ def _answered(sample: Sample) -> Sample:
             fix=f"set `ignore_columns: [{LOSS_WEIGHT}]`",
         )
     return sample
+
+
+def _check_prompts(chosen: list[Message], rejected: list[Message]) -> None:
+    """Check that two chats first differ in an answer.
+
+    Raises:
+        MalformedRow: they differ in a question or a system message.
+    """
+    for turns in zip(chosen, rejected, strict=False):
+        if turns[0] != turns[1]:
+            if all(turn["role"] in ("user", "system") for turn in turns):
+                raise MalformedRow("chosen and rejected have different prompts")
+            return
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(as_text(value), str) and not is_missing(value)
 
 
 def _is_empty(value: Any) -> bool:

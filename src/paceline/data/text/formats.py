@@ -14,6 +14,7 @@ from paceline.data.text.columns import check_columns
 from paceline.data.text.messages import (
     Chat,
     MessageReader,
+    as_text,
     earlier_turns,
     read_optional_text,
     read_text,
@@ -153,7 +154,8 @@ class RowConverter:
         unused: number of rows by column or key that is not empty and not used.
         unmatched: number of rows that match no format, by their columns.
         ignored: number of occurrences of columns and keys of `ignore_columns`.
-        binary_labels: number of rows with an integer `label` besides an answer: "0", "1", "other".
+        binary_labels: number of rows with a whole number as `label` besides an answer: "0", "1",
+            "other".
     """
 
     label: str
@@ -305,8 +307,9 @@ class RowConverter:
                 kind is None and any(answer in row for answer in _ANSWER)
             ):
                 check_label(row, name)
-                if isinstance(row[name], int):
-                    self.binary_labels[str(row[name]) if row[name] in (0, 1) else "other"] += 1
+                number = str(row[name]).strip().removesuffix(".0")
+                if number.removeprefix("-").isdecimal():
+                    self.binary_labels[number if number in ("0", "1") else "other"] += 1
         for name in plan.media:
             check_column(name, row[name])
         if kind is None:
@@ -400,7 +403,7 @@ class RowConverter:
     def _turns_of_pair(self, prompt: Any, answer: Any) -> list[Any] | None:
         """Return the turns of a prompt and an answer if one of them is a chat, else None."""
         keys = self.turn_keys
-        prompt, answer = keys.unpack(prompt), keys.unpack(answer)
+        prompt, answer = keys.unpack(as_text(prompt)), keys.unpack(as_text(answer))
         lists = [value for value in (prompt, answer) if isinstance(value, list) and value]
         if not lists or not all(isinstance(turn, dict) for turns in lists for turn in turns):
             return None

@@ -226,7 +226,7 @@ class MessageReader:
 
     def _add_exchange(self, turn: Row, chat: Chat) -> None:
         for keys, role in ((ASKS, "user"), (ANSWERS, "assistant")):
-            text = first_value(turn, keys)
+            text = as_text(first_value(turn, keys))
             if not isinstance(text, str) and not is_missing(text):
                 raise MalformedRow(_NOT_TEXT)
             if role == "user" and self._checks_text and text:
@@ -239,6 +239,8 @@ def _as_text(content: Any, role: str) -> str:
     message, or the result of a tool."""
     if is_missing(content):
         return ""
+    if isinstance(text := as_text(content), str):
+        return text
     if isinstance(content, list) and all(
         isinstance(part, dict) and "type" in part for part in content
     ):
@@ -327,15 +329,22 @@ def earlier_turns(row: Row) -> list[Message]:
         elif (
             isinstance(turn, list | tuple)
             and len(turn) == 2
-            and all(isinstance(text, str) for text in turn)
+            and all(isinstance(as_text(text), str) for text in turn)
         ):
             messages += [
-                {"role": "user", "content": turn[0]},
-                {"role": "assistant", "content": turn[1]},
+                {"role": "user", "content": as_text(turn[0])},
+                {"role": "assistant", "content": as_text(turn[1])},
             ]
         else:
             raise malformed
     return messages
+
+
+def as_text(value: Any) -> Any:
+    """Return a number or a truth value as the text that JSON has for it; other values as is."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int | float) else value
 
 
 def read_text(row: Row, keys: tuple[str, ...], what: str) -> str:
@@ -347,9 +356,7 @@ def read_text(row: Row, keys: tuple[str, ...], what: str) -> str:
     key = next((key for key in keys if key in row and not is_missing(row[key])), None)
     if key is None:
         raise MalformedRow(f"empty {what}")
-    value = row[key]
-    if isinstance(value, int | float):
-        value = str(value)
+    value = as_text(row[key])
     if not isinstance(value, str):
         if (
             what == "answer"
@@ -369,6 +376,7 @@ def read_optional_text(row: Row, keys: tuple[str, ...]) -> str | None:
     value = next((row[key] for key in keys if not is_missing(row.get(key))), None)
     if value is None:
         return None
-    if not isinstance(value, str | int | float):
+    text = as_text(value)
+    if not isinstance(text, str):
         raise MalformedRow(f"{keys[0]} is not text")
-    return str(value)
+    return text
