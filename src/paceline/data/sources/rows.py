@@ -39,7 +39,7 @@ def holds_nothing(value: Any) -> bool:
     text ``null`` may be an answer."""
     if isinstance(value, str):
         return value.strip() in ("", "[]", "{}", "null", "None")
-    return _is_hollow(value)
+    return not value or _is_hollow(value)
 
 
 def _is_hollow(value: Any) -> bool:
@@ -49,7 +49,7 @@ def _is_hollow(value: Any) -> bool:
         return all(_is_hollow(item) for item in value.values())
     if isinstance(value, list | tuple):
         return all(_is_hollow(item) for item in value)
-    return not value or value != value
+    return value is None or value != value
 
 
 def struct_columns(schema: Any) -> frozenset[str]:

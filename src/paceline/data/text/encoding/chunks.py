@@ -336,7 +336,8 @@ def make_converter(source: ResolvedSource, encoder: AnyEncoder, config: Config) 
     """Return the converter from rows of ``source`` to samples for ``encoder``."""
     spec = source.spec
     if isinstance(encoder, LabelEncoder):
-        return LabelConverter(source.label, spec.columns, spec.ignore_columns)
+        classes = config.classify.labels
+        return LabelConverter(source.label, spec.columns, spec.ignore_columns, classes)
     kind: Callable[..., RowConverter | PairConverter | AnswerConverter] = RowConverter
     if isinstance(encoder, ImageEncoder):
         kind = partial(ImageRowConverter, max_images=config.vision.max_images)
