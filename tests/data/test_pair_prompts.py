@@ -63,6 +63,7 @@ def test_layout_of_ultrafeedback() -> None:
     assert turns(sample.rejected) == ["q", "bad"]
     assert {"messages", "score_chosen"} <= set(converter.unused)
     sample = PairConverter("data")({"prompt": "q", "messages": [QUESTION, GOOD], **TEXTS})
+    assert sample.pair is not None  # texts need no chat template
     assert (turns(sample), turns(sample.rejected)) == (["q", "good"], ["q", "bad"])
 
 

@@ -181,6 +181,9 @@ class PairConverter(_PreferenceConverter):
         if question in named:  # `columns` names the prompt
             candidates = {name: turns for name, turns in chats.items() if name in named}
         prompt, is_exact = self._prompt_chat(candidates, self._turns(chosen), self._turns(rejected))
+        single = [] if question is None else [self._convert.turn("user", others[question])]
+        if isinstance(chosen, str) and self._convert.turn_keys.are_same(prompt or [], single):
+            is_exact = False  # the chat has only the text of the prompt
         if prompt is not None and (is_exact or (question is None and not has_instruction)):
             self.unused.update(name for name, turns in chats.items() if turns is not prompt)
             return lambda answer: {**others, "messages": self._join(prompt, answer)}

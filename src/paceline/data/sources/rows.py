@@ -49,7 +49,7 @@ def _is_hollow(value: Any) -> bool:
         return all(_is_hollow(item) for item in value.values())
     if isinstance(value, list | tuple):
         return all(_is_hollow(item) for item in value)
-    return value is None or value != value
+    return value is None or value != value or value == b""
 
 
 def struct_columns(schema: Any) -> frozenset[str]:

@@ -107,11 +107,14 @@ class ChatTemplate:
         Raises:
             TemplateRefused: the template raised an error.
         """
-        raw = self.select(messages, tools)._raw(messages, add_generation_prompt, tools)
+        template = self.select(messages, tools)
+        return template._plain(template._without_ends(messages), add_generation_prompt, tools)
+
+    def _plain(self, messages: list[Message], add_generation_prompt: bool, tools: Tools) -> str:
+        raw = self._raw(messages, add_generation_prompt, tools)
         return raw.replace(_OPEN, "").replace(_CLOSE, "")
 
     def _raw(self, messages: list[Message], add_generation_prompt: bool, tools: Tools) -> str:
-        messages = self._without_ends(messages)
         return self._run(self._converted(messages), add_generation_prompt, tools)
 
     def _without_ends(self, messages: list[Message]) -> list[Message]:
@@ -205,7 +208,7 @@ class ChatTemplate:
                 indices = self._marked_indices(messages, tools, raw)
                 if indices is not None:
                     return _exclude(rendered, indices, excluded)
-        full = self.render(messages, tools=tools)
+        full = self._plain(messages, False, tools)
         spans: list[Span] = []
         excluded_spans: list[Span] = []
         unplaced = 0
@@ -306,7 +309,7 @@ class ChatTemplate:
         self, messages: list[Message], add_generation_prompt: bool, tools: Tools
     ) -> str | None:
         try:
-            return self.render(messages, add_generation_prompt, tools) if messages else None
+            return self._plain(messages, add_generation_prompt, tools) if messages else None
         except TemplateRefused:
             return None
 
