@@ -10,7 +10,7 @@ from prepared_tokens import MODEL, PAIRS, notice_text, save
 
 from paceline.config.schema import Config
 from paceline.data.preference.rows import AnswerConverter, MarginConverter, PairConverter
-from paceline.data.sources.rows import MalformedRow
+from paceline.data.sources.rows import MalformedRow, Unsupported
 from paceline.data.text.formats import RowConverter
 from paceline.data.text.labels import LabelConverter
 from paceline.data.text.prepare import prepare_tokens
@@ -45,6 +45,12 @@ def test_marks_of_answers(name: str, value: Any, mark: bool) -> None:
 def test_other_marks_are_dropped(value: Any) -> None:
     with pytest.raises(MalformedRow, match=r"neither true nor false|does not mark its answer"):
         AnswerConverter("data")({"prompt": "q", "completion": "a", "label": value})
+
+
+@pytest.mark.parametrize("value", [True, 0, 1.0, "0.0", "desirable"])
+def test_marked_answers_are_no_pairs(value: Any) -> None:
+    with pytest.raises(Unsupported, match="single answers"):
+        PairConverter("data")({"prompt": "q", "completion": "a", "label": value})
 
 
 @pytest.mark.parametrize("value", [0.5, "0.5", " 0.5 "])

@@ -160,7 +160,7 @@ class PairConverter(_PreferenceConverter):
             Unsupported: the row has a mark.
         """
         for name in _LABELS:
-            if isinstance(marks.get(name), bool):
+            if _mark_of(marks.get(name)) is not None:
                 raise Unsupported(
                     f"the rows mark single answers as good or bad (`{name}`), and this task trains"
                     " on pairs of answers",
@@ -180,12 +180,12 @@ class PairConverter(_PreferenceConverter):
         candidates = chats
         if question in named:  # `columns` names the prompt
             candidates = {name: turns for name, turns in chats.items() if name in named}
-        prompt, is_exact = self._prompt_chat(candidates, self._turns(chosen), self._turns(rejected))
+        column, prompt, is_exact = self._prompt_chat(candidates, chosen, rejected)
         single = [] if question is None else [self._convert.turn("user", others[question])]
         if isinstance(chosen, str) and self._convert.turn_keys.are_same(prompt or [], single):
             is_exact = False  # the chat has only the text of the prompt
         if prompt is not None and (is_exact or (question is None and not has_instruction)):
-            self.unused.update(name for name, turns in chats.items() if turns is not prompt)
+            self.unused.update(name for name in chats if name != column)
             return lambda answer: {**others, "messages": self._join(prompt, answer)}
         self.unused.update(chats)
         if has_instruction and self._is_single(chosen) and self._is_single(rejected):
@@ -217,28 +217,26 @@ class PairConverter(_PreferenceConverter):
         return chats
 
     def _prompt_chat(
-        self, chats: dict[str, list[Any]], chosen: list[Any], rejected: list[Any]
-    ) -> tuple[list[Any] | None, bool]:
-        """Return the prompt among the chats of a row, and whether it is known to be one; else it
-        may precede another answer than those of the row.
+        self, chats: dict[str, list[Any]], chosen: Any, rejected: Any
+    ) -> tuple[str | None, list[Any] | None, bool]:
+        """Return the column with the prompt among the chats of a row, the prompt, and whether it is
+        known to be one; else it may precede another answer than those of the row.
 
         A chat that ends with an answer is not a prompt, unless `columns` names it and its answer is
         not one of the row's. If the answers are no chats of their own, the prompt is what precedes
         its answer.
         """
         keys, named = self._convert.turn_keys, set(self._convert.columns.values())
-        shared: list[tuple[list[Any], bool]] = []
+        answers = [self._turns(chosen), self._turns(rejected)]
+        shared: list[tuple[str, list[Any], bool]] = []
         for name, turns in chats.items():
-            ends = keys.ends_with_answer(turns)
-            has_answer = any(
-                keys.are_same(turns[-1:], answer[-1:]) for answer in (chosen, rejected)
-            )
-            if not ends or (name in named and not has_answer):
-                return turns, True
+            has_answer = any(keys.are_same(turns[-1:], answer[-1:]) for answer in answers)
+            if not keys.ends_with_answer(turns) or (name in named and not has_answer):
+                return name, turns, True
             before = keys.without_answer(turns)
-            if before and all(keys.are_answers(answer) for answer in (chosen, rejected)):
-                shared.append((before, has_answer))
-        return max(shared, key=lambda candidate: candidate[1], default=(None, False))
+            if before and all(map(keys.are_answers, answers)):
+                shared.append((name, before, has_answer))
+        return max(shared, key=lambda candidate: candidate[2], default=(None, None, False))
 
     def _question(self, rest: Row, has_instruction: bool) -> str | None:
         """Return the column with the text of the prompt: the one that `columns` names comes
@@ -349,7 +347,7 @@ class AnswerConverter(_PreferenceConverter):
             self.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow("the row does not mark its answer as good or bad")
         value = marks[name]
-        mark = _MARKS.get(str(value).strip().lower().removesuffix(".0"))
+        mark = _mark_of(value)
         if mark is None:
             raise MalformedRow(f"`{name}` is neither true nor false")
         sample = _answered(self._convert(rest))
@@ -366,6 +364,11 @@ def _answered(sample: Sample) -> Sample:
             fix=f"set `ignore_columns: [{LOSS_WEIGHT}]`",
         )
     return sample
+
+
+def _mark_of(value: Any) -> bool | None:
+    """Return whether a label marks an answer as good, or None if it does neither."""
+    return _MARKS.get(str(value).strip().lower().removesuffix(".0"))
 
 
 def _check_prompts(chosen: list[Message], rejected: list[Message]) -> None:
