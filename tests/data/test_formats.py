@@ -170,7 +170,7 @@ def test_configured_format_must_match_columns(name: str) -> None:
         ({"messages": [{"role": "wizard", "content": "q"}, CHAT[1]]}, "unknown role"),
         ({"messages": [{"content": "q"}, CHAT[1]]}, "unknown role"),
         (
-            {"messages": [CHAT[0], {"role": "assistant", "content": 3.5}]},
+            {"messages": [CHAT[0], {"role": "assistant", "content": {"a": 1}}]},
             "a message is not text",
         ),
         (

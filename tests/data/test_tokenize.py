@@ -38,7 +38,8 @@ def test_system_message_and_template_file(tmp_path: Path) -> None:
 
 def test_prompt_and_completion_without_a_template(tmp_path: Path, bare_tokenizer: str) -> None:
     tokens = prepare(save(tmp_path / "a.jsonl", PAIRS), tokenizer=bare_tokenizer)
-    assert loss_segments(tokens, 5) == [(False, "Q5: "), (True, "answer number 5<|im_end|>")]
+    # The space between them and the answer are one token, which carries loss.
+    assert loss_segments(tokens, 5) == [(False, "Q5:"), (True, " answer number 5<|im_end|>")]
     assert "are concatenated" in notice_text(tokens)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from paceline.data.text.chat_template import TemplateRefused
 from paceline.data.text.encoding.encoder import Encoded, Encoder
+from paceline.data.text.encoding.positions import TokenizedText, tokenize
 from paceline.data.text.sample import Sample, as_chat
 from paceline.data.text.tool_calls import Message
 
@@ -15,8 +16,8 @@ from paceline.data.text.tool_calls import Message
 class PreferenceEncoder(Encoder):
     """Encode answers with preferences. Every token after the prompt carries loss.
 
-    The prompt is what the tokens of the prompt alone, with the generation prompt, have in common
-    with those of the prompt and each answer.
+    The prompt of a chat is the text that its prompt, with the generation prompt, has in common with
+    the chat. A token that has characters of both carries loss, in all answers of the sample.
 
     Args:
         has_pairs: whether samples are pairs.
@@ -33,29 +34,29 @@ class PreferenceEncoder(Encoder):
         """
         results: list[Encoded | str] = []
         texts: list[str] = []
-        kept: list[tuple[int, Sample, int]] = []
+        kept: list[tuple[int, Sample, list[int]]] = []
         for index, sample in enumerate(samples):
             results.append("rejected by the chat template")
             try:
-                rendered = self._texts_of(sample)
+                prompt, answers = self._texts_of(sample)
             except TemplateRefused as error:
                 self.refusals[str(error).splitlines()[0][:200]] += 1
                 continue
-            kept.append((index, sample, len(rendered)))
-            texts += rendered
-        # The tokenizer's special tokens are in the text of a chat already.
-        ids = iter(self.tokenizer.encode_batch(texts, add_special_tokens=self.template is None))
-        for index, sample, count in kept:
-            results[index] = self._encode([next(ids) for _ in range(count)], sample)
+            kept.append((index, sample, [_shared_length(prompt, answer) for answer in answers]))
+            texts += answers
+        tokenized = iter(tokenize(self.tokenizer, texts))
+        for index, sample, lengths in kept:
+            answered = [(next(tokenized), length) for length in lengths]
+            results[index] = self._join(answered, sample)
         return results
 
-    def _texts_of(self, sample: Sample) -> list[str]:
-        """Return the texts of the prompt, and of the prompt with each answer."""
+    def _texts_of(self, sample: Sample) -> tuple[str, list[str]]:
+        """Return the text of the prompt, and the texts of the prompt with each answer."""
         answers = [sample] if sample.rejected is None else [sample, sample.rejected]
         self.facts["trailing_turns"] += any(answer.trailing_turns > 0 for answer in answers)
         if self.template is None and sample.pair is not None:
             prompt = sample.pair[0]
-            return [prompt, *("".join(answer.pair or ()) for answer in answers)]
+            return prompt, ["".join(answer.pair or ()) for answer in answers]
         if self.template is None:
             self._render(sample)  # raises: there is no chat template
         chats = [
@@ -65,17 +66,25 @@ class PreferenceEncoder(Encoder):
         assert self.template is not None
         template = self.template.select(chats[0], sample.tools)
         prompt_turns = chats[0][: _num_prompt_turns(chats)]
-        return [
+        return (
             template.render(prompt_turns, add_generation_prompt=True, tools=sample.tools),
-            *(template.render(chat, tools=sample.tools) for chat in chats),
-        ]
+            [template.render(chat, tools=sample.tools) for chat in chats],
+        )
 
-    def _encode(self, ids: list[list[int]], sample: Sample) -> Encoded:
-        prompt, *answers = ids
-        if self.template is None:
-            answers = [self._ended(answer) for answer in answers]
-        length = min(_shared_length(prompt, answer) for answer in answers)
-        masks = [np.arange(len(answer)) >= length for answer in answers]
+    def _join(self, texts: list[tuple[TokenizedText, int]], sample: Sample) -> Encoded:
+        """Return the tokens of the texts, one after the other.
+
+        Args:
+            texts: the text of each answer, with the number of characters of its prompt.
+        """
+        # The tokenizer's special tokens are in the text of a chat already.
+        is_chat = self.template is not None
+        parts = [
+            (text.ids, text.token_at(length)) if is_chat else self._complete(text, length)
+            for text, length in texts
+        ]
+        answers, start = [ids for ids, _ in parts], min(start for _, start in parts)
+        masks = [np.arange(len(answer)) >= start for answer in answers]
         chosen_length = len(answers[0])
         if len(answers) == 1:
             chosen_length = chosen_length if sample.is_desirable else 0
@@ -85,10 +94,6 @@ class PreferenceEncoder(Encoder):
             chosen_length=chosen_length,
             margin=sample.margin,
         )
-
-    def _ended(self, ids: list[int]) -> list[int]:
-        eos = self._eos()
-        return ids if ids[-1:] == eos else [*ids, *eos]
 
 
 def _num_prompt_turns(chats: Sequence[list[Message]]) -> int:
@@ -100,7 +105,10 @@ def _num_prompt_turns(chats: Sequence[list[Message]]) -> int:
     return count
 
 
-def _shared_length(first: list[int], second: list[int]) -> int:
+def _shared_length(first: str, second: str) -> int:
+    """Return the number of characters that two texts begin with."""
+    if second.startswith(first):
+        return len(first)
     pairs = enumerate(zip(first, second, strict=False))
     shorter = min(len(first), len(second))
     return next((number for number, (left, right) in pairs if left != right), shorter)

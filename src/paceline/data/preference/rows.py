@@ -3,7 +3,8 @@
 A pair is in the columns `chosen` and `rejected` (or the names of other tools), whose prompt is
 explicit (`prompt`, `question`, `instruction`, `input`, `messages` or `conversations`) or implicit
 (what both have in common); or the rejected answer is in `rejected_response` or `rejected_messages`,
-beside a usual row. A single answer is a usual row with a `label` or `kto_tag`.
+beside a usual row. A chat that ends with an answer is not a prompt: many datasets have the entire
+preferred chat in `messages` too. A single answer is a usual row with a `label` or `kto_tag`.
 """
 
 from __future__ import annotations
@@ -12,22 +13,27 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from math import isinf
+from math import isfinite, nan
 from typing import Any, ClassVar
 
-from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing
+from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing, is_missing
 from paceline.data.text.chat_template import ChatTemplate
+from paceline.data.text.chats.turns import first_value
 from paceline.data.text.columns import check_columns
-from paceline.data.text.formats import FORMATS, LOSS_WEIGHT, RowConverter
-from paceline.data.text.messages import unpack_list
+from paceline.data.text.formats import CHAT, FORMATS, LOSS_WEIGHT, RowConverter, chat_turns
+from paceline.data.text.messages import as_text
 from paceline.data.text.sample import Sample
+from paceline.data.text.tool_calls import Message
 
-_PROMPT_CHATS = ("messages", "conversations", "prompt")
 _QUESTIONS = ("prompt", "question", "query")
 #: Other names of `chosen` and `rejected`: axolotl's, and those of OpenAI's API.
 _PAIRS = (("chosen_response", "rejected_response"), ("preferred_output", "non_preferred_output"))
 _REJECTED = ("rejected_response", "rejected_messages")
 _LABELS = ("label", "kto_tag", "kto_label")
+#: Own columns that are not texts.
+_VALUES = (*_LABELS, "margin")
+#: The columns of the rows with one answer that are made of a pair.
+_MADE = ("messages", "prompt", "completion", "output")
 _ANSWERS = ("response", "output", "completion", "answer")
 _MARKS = {
     "true": True, "1": True, "desirable": True,
@@ -61,13 +67,17 @@ class _PreferenceConverter:
         taken = {name: of for name, of in self.columns.items() if name in self._names}
         check_columns(self.label, taken, self.ignore_columns, self.own_columns)
         columns = {name: of for name, of in self.columns.items() if name not in taken}
+        # The converter of rows with one answer gets columns of these names in any case.
+        disabled = {name for name in _MADE if columns.get(name) == ""}
+        self._hidden = disabled | {name for name in self.ignore_columns if name in _MADE}
+        columns = {name: of for name, of in columns.items() if name not in disabled}
         make = partial(
             RowConverter,
             self.label,
             self.row_format,
             columns,
             self.system,
-            ignore_columns=self.ignore_columns,
+            ignore_columns=[name for name in self.ignore_columns if name not in _MADE],
             roles=self.roles,
             template=self.template,
         )
@@ -89,13 +99,14 @@ class _PreferenceConverter:
             raise MalformedRow("not an object with columns")
         ignored = set(self.ignore_columns)
         marks = {
-            name: unpack_list(row[column])
+            name: row[column]
+            if name in _VALUES
+            else self._convert.turn_keys.unpack(as_text(row[column]))
             for name, column in self._names.items()
-            if column in row
-            and column not in ignored
-            and (isinstance(row[column], bool | int) or not holds_nothing(row[column]))
+            if column in row and column not in ignored and not _is_empty(row[column])
         }
-        taken = set(self._names.values())
+        self.ignored.update(name for name in ignored & self._hidden if name in row)
+        taken = {*self._names.values(), *self._hidden}
         return marks, {name: value for name, value in row.items() if name not in taken}
 
     def _column(self, name: str) -> str:
@@ -139,6 +150,7 @@ class PairConverter(_PreferenceConverter):
             raise MalformedRow("the row has no pair of answers")
         sample = _answered(self._convert(chosen))
         sample.rejected = _answered(self._convert_second(rejected))
+        _check_prompts(sample.messages or [], sample.rejected.messages or [])
         return sample
 
     def _check_kind(self, marks: Row, rest: Row) -> None:
@@ -148,7 +160,7 @@ class PairConverter(_PreferenceConverter):
             Unsupported: the row has a mark.
         """
         for name in _LABELS:
-            if isinstance(marks.get(name), bool):
+            if _mark_of(marks.get(name)) is not None:
                 raise Unsupported(
                     f"the rows mark single answers as good or bad (`{name}`), and this task trains"
                     " on pairs of answers",
@@ -160,30 +172,30 @@ class PairConverter(_PreferenceConverter):
         """Return the function that makes a row with one answer from `chosen` or `rejected`."""
         if isinstance(chosen, str) != isinstance(rejected, str):
             raise MalformedRow("chosen and rejected are of different types")
-        chat = next(
-            (
-                name
-                for name in map(self._column, _PROMPT_CHATS)
-                if isinstance(unpack_list(rest.get(name)), list)
-            ),
-            None,
-        )
+        chats = self._chats(rest)
+        others = {name: value for name, value in rest.items() if name not in chats}
         has_instruction = self._column("instruction") in rest
-        questions = _QUESTIONS if has_instruction else (*_QUESTIONS, "input")
-        question = next(
-            (name for name in map(self._column, questions) if isinstance(rest.get(name), str)),
-            None,
-        )
-        others = {name: value for name, value in rest.items() if name not in (chat, question)}
-        if chat is not None:
-            return partial(_after_turns, others, unpack_list(rest[chat]))
-        if has_instruction and isinstance(chosen, str | dict):
-            return lambda answer: {**rest, self._column("output"): _text_of(answer)}
+        question = self._question(others, has_instruction)
+        named = set(self._convert.columns.values())
+        candidates = chats
+        if question in named:  # `columns` names the prompt
+            candidates = {name: turns for name, turns in chats.items() if name in named}
+        column, prompt, is_exact = self._prompt_chat(candidates, chosen, rejected)
+        single = [] if question is None else [self._convert.turn("user", others[question])]
+        if isinstance(chosen, str) and self._convert.turn_keys.are_same(prompt or [], single):
+            is_exact = False  # the chat has only the text of the prompt
+        if prompt is not None and (is_exact or (question is None and not has_instruction)):
+            self.unused.update(name for name in chats if name != column)
+            return lambda answer: {**others, "messages": self._join(prompt, answer)}
+        self.unused.update(chats)
+        if has_instruction and self._is_single(chosen) and self._is_single(rejected):
+            return lambda answer: {**others, self._column("output"): self._text_of(answer)}
         if not isinstance(chosen, str):
-            text = None if question is None else str(rest[question])
-            return partial(_after_question, others, text)
+            text = None if question is None else as_text(others.pop(question))
+            return partial(self._after_question, others, text)
         if question is not None:
-            return lambda answer: {**others, "prompt": rest[question], "completion": answer}
+            prompt_text = others.pop(question)
+            return lambda answer: {**others, "prompt": prompt_text, "completion": answer}
         start = _shared_start(chosen, rejected)
         return lambda answer: {
             **others,
@@ -191,21 +203,95 @@ class PairConverter(_PreferenceConverter):
             "completion": answer[start:],
         }
 
+    def _chats(self, rest: Row) -> dict[str, list[Any]]:
+        """Return the columns with chats: those that `columns` names come first."""
+        names = ("prompt", *CHAT)
+        ordered = sorted(names, key=lambda name: name not in self._convert.columns)
+        chats: dict[str, list[Any]] = {}
+        for name in ordered:
+            column = self._column(name)
+            value = self._convert.turn_keys.unpack(rest.get(column))
+            turns = chat_turns(value) if name in CHAT else value
+            if isinstance(turns, list) and turns:
+                chats.setdefault(column, turns)
+        return chats
+
+    def _prompt_chat(
+        self, chats: dict[str, list[Any]], chosen: Any, rejected: Any
+    ) -> tuple[str | None, list[Any] | None, bool]:
+        """Return the column with the prompt among the chats of a row, the prompt, and whether it is
+        known to be one; else it may precede another answer than those of the row.
+
+        A chat that ends with an answer is not a prompt, unless `columns` names it and its answer is
+        not one of the row's. If the answers are no chats of their own, the prompt is what precedes
+        its answer.
+        """
+        keys, named = self._convert.turn_keys, set(self._convert.columns.values())
+        answers = [self._turns(chosen), self._turns(rejected)]
+        shared: list[tuple[str, list[Any], bool]] = []
+        for name, turns in chats.items():
+            has_answer = any(keys.are_same(turns[-1:], answer[-1:]) for answer in answers)
+            if not keys.ends_with_answer(turns) or (name in named and not has_answer):
+                return name, turns, True
+            before = keys.without_answer(turns)
+            if before and all(map(keys.are_answers, answers)):
+                shared.append((name, before, has_answer))
+        return max(shared, key=lambda candidate: candidate[2], default=(None, None, False))
+
+    def _question(self, rest: Row, has_instruction: bool) -> str | None:
+        """Return the column with the text of the prompt: the one that `columns` names comes
+        first."""
+        names = _QUESTIONS if has_instruction else (*_QUESTIONS, "input")
+        ordered = sorted(names, key=lambda name: name not in self._convert.columns)
+        columns = map(self._column, ordered)
+        return next((name for name in columns if _is_text(rest.get(name))), None)
+
     def _with_rejected(self, rest: Row, marks: Row) -> Row:
         """Return the row with its answer replaced by the rejected one."""
+        keys = self._convert.turn_keys
+        chats = {
+            name: turns for name, turns in self._chats(rest).items() if keys.ends_with_answer(turns)
+        }
         if isinstance(messages := marks.get("rejected_messages"), list):
-            names = {self._column(name) for name in _PROMPT_CHATS}
-            others = {name: value for name, value in rest.items() if name not in names}
+            others = {name: value for name, value in rest.items() if name not in self._chats(rest)}
+            turns = next(iter(chats.values()), [])
+            if keys.are_answers(messages):
+                messages = [*keys.without_answer(turns), *messages]
             return {**others, "messages": messages}
         answer = marks.get("rejected_response")
-        for name in map(self._column, _PROMPT_CHATS):
-            turns = unpack_list(rest.get(name))
-            if isinstance(turns, list) and turns and isinstance(turns[-1], dict):
-                return {**rest, name: [*turns[:-1], *_turns_of(answer)]}
+        for name, turns in chats.items():
+            return {**rest, name: [*turns[:-1], *self._turns(answer)]}
         for name in map(self._column, _ANSWERS):
             if name in rest:
-                return {**rest, name: _text_of(answer)}
+                return {**rest, name: self._text_of(answer)}
         raise MalformedRow("the row has a rejected answer and no other answer")
+
+    def _turns(self, answer: Any) -> list[Any]:
+        """Return an answer as turns."""
+        if isinstance(answer, str):
+            return [self._convert.turn("assistant", answer)]
+        return answer if isinstance(answer, list) else [answer]
+
+    def _is_single(self, answer: Any) -> bool:
+        """Return whether an answer is a text or a single turn."""
+        turns = self._turns(answer)
+        return len(turns) == 1 and isinstance(turns[0], dict)
+
+    def _text_of(self, answer: Any) -> Any:
+        """Return the text of an answer that may be a single turn."""
+        turn = self._turns(answer)[0]
+        is_object = isinstance(turn, dict)
+        return first_value(turn, self._convert.turn_keys.content) if is_object else turn
+
+    def _join(self, prompt: list[Any], answer: Any) -> list[Any]:
+        return self._convert.turn_keys.join(prompt, self._turns(answer))
+
+    def _after_question(self, others: Row, question: str | None, answer: Any) -> Row:
+        """Return a chat of the question and the answer, which may contain the question."""
+        turns = self._turns(answer)
+        if question is not None and self._convert.turn_keys.are_answers(turns):
+            turns = [self._convert.turn("user", question), *turns]
+        return {**others, "messages": turns}
 
 
 class MarginConverter(PairConverter):
@@ -221,10 +307,14 @@ class MarginConverter(PairConverter):
             Unsupported: the dataset needs another kind of training.
         """
         sample = super().__call__(row)
-        margin = self._take(row)[0].get("margin", 0.0)
-        if isinstance(margin, bool) or not isinstance(margin, int | float) or isinf(margin):
+        margin: Any = self._take(row)[0].get("margin", 0.0)
+        try:
+            number = nan if isinstance(margin, bool) else float(margin)
+        except (TypeError, ValueError):
+            number = nan
+        if not isfinite(number):
             raise MalformedRow("`margin` is not a number")
-        sample.margin = float(margin)
+        sample.margin = number
         return sample
 
 
@@ -257,7 +347,7 @@ class AnswerConverter(_PreferenceConverter):
             self.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow("the row does not mark its answer as good or bad")
         value = marks[name]
-        mark = _MARKS.get(str(value).strip().lower())
+        mark = _mark_of(value)
         if mark is None:
             raise MalformedRow(f"`{name}` is neither true nor false")
         sample = _answered(self._convert(rest))
@@ -276,35 +366,35 @@ def _answered(sample: Sample) -> Sample:
     return sample
 
 
-def _text_of(answer: Any) -> Any:
-    """Return the text of an answer that may be a message."""
-    if isinstance(answer, list) and len(answer) == 1:
-        answer = answer[0]
-    if isinstance(answer, dict):
-        return answer.get("content", answer.get("value"))
-    return answer
+def _mark_of(value: Any) -> bool | None:
+    """Return whether a label marks an answer as good, or None if it does neither."""
+    return _MARKS.get(str(value).strip().lower().removesuffix(".0"))
 
 
-def _turns_of(answer: Any) -> list[Any]:
-    if isinstance(answer, str):
-        return [{"role": "assistant", "content": answer}]
-    return answer if isinstance(answer, list) else [answer]
+def _check_prompts(chosen: list[Message], rejected: list[Message]) -> None:
+    """Check that two chats first differ in an answer.
+
+    Raises:
+        MalformedRow: they differ in a question or a system message.
+    """
+    for turns in zip(chosen, rejected, strict=False):
+        if turns[0] != turns[1]:
+            if all(turn["role"] in ("user", "system") for turn in turns):
+                raise MalformedRow("chosen and rejected have different prompts")
+            return
 
 
-def _after_turns(others: Row, prompt: list[Any], answer: Any) -> Row:
-    """Return a chat of the prompt's turns and the answer, which may repeat the prompt."""
-    turns = _turns_of(answer)
-    if turns[: len(prompt)] != prompt or len(turns) <= len(prompt):
-        turns = [*prompt, *turns]
-    return {**others, "messages": turns}
+def _is_text(value: Any) -> bool:
+    return isinstance(as_text(value), str) and not is_missing(value)
 
 
-def _after_question(others: Row, question: str | None, answer: Any) -> Row:
-    """Return a chat of the question and the answer, which may contain the question."""
-    turns = _turns_of(answer)
-    if len(turns) == 1 and question is not None:
-        turns = [{"role": "user", "content": question}, *turns]
-    return {**others, "messages": turns}
+def _is_empty(value: Any) -> bool:
+    """Return whether a mark is empty. A text such as `[]` or `None` is an answer."""
+    if isinstance(value, str):
+        return not value.strip()
+    if isinstance(value, bool | int | float):
+        return value != value
+    return holds_nothing(value)
 
 
 def _shared_start(chosen: str, rejected: str) -> int:

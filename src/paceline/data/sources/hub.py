@@ -13,7 +13,7 @@ from paceline.core.errors import ConfigError, first_line
 from paceline.core.files import cache_dir, write_json_atomic
 from paceline.core.hub import FIX, go_offline, unreachable
 from paceline.core.log import Notice
-from paceline.data.sources.rows import Row
+from paceline.data.sources.rows import Row, struct_columns, without_added_nulls
 
 MODELSCOPE_PREFIX = "modelscope:"
 _TIMEOUT_S = 10.0
@@ -108,10 +108,11 @@ class HubDataset:
         """
         if self._loaded is None:
             self._loaded = self._load()
+        columns = struct_columns(self._loaded.features.arrow_schema)
         for batch in self._loaded.iter(batch_size=1000):
             names = list(batch)
             for values in zip(*batch.values(), strict=True):
-                yield dict(zip(names, values, strict=True))
+                yield without_added_nulls(dict(zip(names, values, strict=True)), columns)
 
     def files(self) -> list[str]:
         """Return the URLs of the split's files, ``hf://datasets/…``. Downloads none of them.

@@ -26,7 +26,7 @@ from paceline.data.sources.opening import (
     read_text,
     text_lines,
 )
-from paceline.data.sources.rows import Row, parse_json
+from paceline.data.sources.rows import Row, parse_json, struct_columns, without_added_nulls
 from paceline.data.sources.tar import TAR_SUFFIX, tar_rows
 
 NumberedRows = Iterator[tuple[int, Any]]
@@ -364,9 +364,10 @@ def _parquet(path: Path, position: Position) -> NumberedRows:
             number, total = 0, max(1, file.metadata.num_rows)
             position.follow(lambda: number / total)
             for batch in file.iter_batches(batch_size=1024):
+                columns = struct_columns(batch.schema)
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, row
+                    yield number, without_added_nulls(row, columns)
     except (pa.ArrowInvalid, OSError) as error:
         raise _unreadable(path, "Parquet", error) from error
 
@@ -387,9 +388,10 @@ def _arrow(path: Path, position: Position) -> NumberedRows:
                 position.follow(lambda: current / max(1, file.num_record_batches))
             number = current = 0
             for current, batch in enumerate(batches, 1):  # noqa: B007
+                columns = struct_columns(batch.schema)
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, row
+                    yield number, without_added_nulls(row, columns)
     except (pa.ArrowInvalid, OSError) as error:
         raise _unreadable(path, "Arrow", error) from error
 

@@ -34,23 +34,57 @@ def is_missing(value: Any) -> bool:
 
 
 def holds_nothing(value: Any) -> bool:
-    """Return whether a value is empty at every level: Arrow fills absent structures with nulls, and
-    CSV files have the text ``[]``."""
+    """Return whether the value of a column of lists or objects is empty at every level: Arrow fills
+    absent structures with nulls, and CSV files have the text ``[]``. Not for columns of texts: the
+    text ``null`` may be an answer."""
     if isinstance(value, str):
         return value.strip() in ("", "[]", "{}", "null", "None")
+    return not value or _is_hollow(value)
+
+
+def _is_hollow(value: Any) -> bool:
+    if isinstance(value, str):
+        return not value.strip()
     if isinstance(value, dict):
-        return all(holds_nothing(item) for item in value.values())
+        return all(_is_hollow(item) for item in value.values())
     if isinstance(value, list | tuple):
-        return all(holds_nothing(item) for item in value)
-    return not value or value != value
+        return all(_is_hollow(item) for item in value)
+    return value is None or value != value or value == b""
 
 
-def without_nulls(value: Any) -> Any:
-    """Return the value without the null entries of its mappings, because Arrow adds the keys of all
-    rows to each structure."""
+def struct_columns(schema: Any) -> frozenset[str]:
+    """Return the columns of an Arrow schema whose values have structures. Arrow gives each of these
+    the keys of all rows, with null for the keys that a row does not have."""
+    return frozenset(field.name for field in schema if _has_struct(field.type))
+
+
+def _has_struct(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    if types.is_struct(kind):
+        return True
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return is_list and _has_struct(kind.value_type)
+
+
+def without_added_nulls(row: Row, columns: frozenset[str]) -> Row:
+    """Return a row of an Arrow table without the null entries of its structures: a null of the
+    data cannot be distinguished from one that Arrow added.
+
+    Args:
+        columns: result of :func:`struct_columns`.
+    """
+    if not columns:
+        return row
+    return {
+        name: _without_nulls(value) if name in columns else value for name, value in row.items()
+    }
+
+
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 #: The escape of a surrogate in JSON.

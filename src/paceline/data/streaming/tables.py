@@ -28,6 +28,7 @@ from paceline.data.sources.readers import (
     csv_delimiter,
     first_char,
 )
+from paceline.data.sources.rows import struct_columns, without_added_nulls
 from paceline.data.streaming.line_index import LineIndex, open_index
 from paceline.data.streaming.order import StreamOrder, StreamShuffle
 
@@ -144,7 +145,8 @@ class _GroupTable:
     def row(self, number: int) -> RawRow:
         group = int(np.searchsorted(self._starts, number, side="right")) - 1
         rows = self._group(group).slice(number - int(self._starts[group]), 1)
-        return f"row {number + 1} of {self.path}", rows.to_pylist()[0]
+        row = without_added_nulls(rows.to_pylist()[0], struct_columns(rows.schema))
+        return f"row {number + 1} of {self.path}", row
 
     def _group(self, group: int) -> Any:
         if group in self._groups:

@@ -31,7 +31,7 @@ from paceline.data.text.encoding.chunks import (
 )
 from paceline.data.text.encoding.workers import encode_chunks, start_workers
 from paceline.data.text.formats import matching_formats
-from paceline.data.text.labels import LABEL_LISTS
+from paceline.data.text.labels import LABEL_LISTS, NEGATIVE_LABEL
 from paceline.data.text.refused_rows import MEDIA
 from paceline.data.text.templates import TemplateChoice
 from paceline.data.text.token_dataset import LabelWriter, TokenWriter
@@ -115,6 +115,13 @@ def build_entry(
         finally:
             progress.close()
             writers.close(has_lists=encoder.facts[LABEL_LISTS] > 0)
+    if writers.labels is not None and writers.labels.labels == {1}:
+        dropped = sum(result.counts.dropped[NEGATIVE_LABEL] for result in results)
+        if dropped and "-1" not in config.classify.labels:  # the classes are -1 and 1
+            signed = config.model_copy(
+                update={"classify": config.classify.model_copy(update={"labels": ["-1", "1"]})}
+            )
+            return build_entry(folder, sources, signed, task, tokenizer_folder, template, workers)
     return _entry_meta(results, notices, writers.tokens, encoder, config, tokenizer.pad_token_id)
 
 

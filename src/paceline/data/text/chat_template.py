@@ -7,10 +7,12 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.data.sources.rows import Row
+from paceline.data.text.chats.turn_ends import PROBE, TurnEnds, tokens_in
 from paceline.data.text.tool_calls import Message, with_arguments_as_text, with_short_ids
 
 Span = tuple[int, int]
@@ -51,15 +53,26 @@ class ChatTemplate:
         special_tokens: name to text, given to the template as variables.
         for_tools: another template, for chats with tools, tool calls or reasoning that this one
             does not support.
+        control_tokens: the texts of the tokenizer's special tokens, among which are those that end
+            a turn.
 
     Raises:
         ConfigError: the template is not valid Jinja.
     """
 
     def __init__(
-        self, source: str, special_tokens: dict[str, str], for_tools: str | None = None
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        for_tools: str | None = None,
+        control_tokens: Collection[str] = (),
     ) -> None:
-        self._for_tools = None if for_tools is None else ChatTemplate(for_tools, special_tokens)
+        self._for_tools = None
+        if for_tools is not None:
+            self._for_tools = ChatTemplate(for_tools, special_tokens, None, control_tokens)
+        self._source = source
+        self._control_tokens = {*control_tokens, special_tokens.get("eos_token", "")} - {""}
+        self._last_characters = frozenset(token[-1] for token in self._control_tokens)
         self._template, self._identifiers = _compile(source)
         self._variables = {"bos_token": "", "eos_token": "", **special_tokens}
         self._marked = re.search(r"{%-?\s*generation\b", source) is not None
@@ -94,11 +107,29 @@ class ChatTemplate:
         Raises:
             TemplateRefused: the template raised an error.
         """
-        raw = self.select(messages, tools)._raw(messages, add_generation_prompt, tools)
+        template = self.select(messages, tools)
+        return template._plain(template._without_ends(messages), add_generation_prompt, tools)
+
+    def _plain(self, messages: list[Message], add_generation_prompt: bool, tools: Tools) -> str:
+        raw = self._raw(messages, add_generation_prompt, tools)
         return raw.replace(_OPEN, "").replace(_CLOSE, "")
 
     def _raw(self, messages: list[Message], add_generation_prompt: bool, tools: Tools) -> str:
         return self._run(self._converted(messages), add_generation_prompt, tools)
+
+    def _without_ends(self, messages: list[Message]) -> list[Message]:
+        """Return the messages without end-of-turn tokens of their own, in place of which the
+        template writes one."""
+        return [
+            {**message, "content": self._without_end(message["content"])}
+            if message["role"] == "assistant" and message["content"][-1:] in self._last_characters
+            else message
+            for message in messages
+        ]
+
+    def _without_end(self, content: str) -> str:
+        token = next(filter(content.endswith, self._turn_ends.added), "")
+        return content.removesuffix(token)
 
     def _converted(self, messages: list[Message]) -> Sequence[object]:
         """Return the messages as the template gets them."""
@@ -159,6 +190,7 @@ class ChatTemplate:
         """
         if (template := self.select(messages, tools)) is not self:
             return template.render_with_spans(messages, tools, excluded)
+        messages = self._without_ends(messages)
         has_calls = has_marks = False
         for message in messages:
             content = message["content"]
@@ -170,13 +202,13 @@ class ChatTemplate:
             raw = self._raw(messages, False, tools)
             if _OPEN in raw:
                 num_answers = sum(message["role"] == "assistant" for message in messages)
-                rendered = _from_marks(raw, self._variables["eos_token"], num_answers)
+                rendered = self._from_marks(raw, num_answers)
                 if not excluded:
                     return rendered
                 indices = self._marked_indices(messages, tools, raw)
                 if indices is not None:
                     return _exclude(rendered, indices, excluded)
-        full = self.render(messages, tools=tools)
+        full = self._plain(messages, False, tools)
         spans: list[Span] = []
         excluded_spans: list[Span] = []
         unplaced = 0
@@ -241,15 +273,43 @@ class ChatTemplate:
             start = content[0]
         else:
             return None
-        if upto is not None and len(upto) > start and full.startswith(upto):
-            return start, _trimmed(full, start, len(upto), messages[index]["content"])
-        return (start, content[1]) if content else None
+        end = content[1] if content else None
+        if upto is not None and len(upto) > start:
+            if full.startswith(upto):
+                end = _trimmed(full, start, len(upto), messages[index]["content"])
+            elif full.startswith(body := self._turn_ends.without_end(upto)) and len(body) > start:
+                end = len(body)
+        return None if end is None else (start, self._turn_ends.end_of(full, start, end))
+
+    @cached_property
+    def _turn_ends(self) -> TurnEnds:
+        roles = ("user", "assistant") * (len(PROBE) // 2)
+        chat: list[Message] = [
+            {"role": role, "content": text} for role, text in zip(roles, PROBE, strict=True)
+        ]
+        probe, question = self._try(chat, False, None) or "", self._try(chat[:1], False, None) or ""
+        header = (self._try(chat[:1], True, None) or "").removeprefix(question)
+        tokens = tokens_in(self._control_tokens, self._source, probe)
+        return TurnEnds(tokens, probe, header)
+
+    def _from_marks(self, raw: str, num_answers: int) -> Rendered:
+        text, eos = "", self._variables["eos_token"]
+        spans: list[Span] = []
+        for number, part in enumerate(re.split(f"[{_OPEN}{_CLOSE}]", raw)):
+            if number % 2 and part:
+                spans.append((len(text), len(text) + len(part)))
+            elif spans and eos and part.startswith(eos) and spans[-1][1] == len(text):
+                # A model trained without the end of turn would never stop.
+                spans[-1] = (spans[-1][0], len(text) + len(eos))
+            text += part
+        spans = [(start, self._turn_ends.end_of(text, start, end)) for start, end in spans]
+        return Rendered(text, spans, max(0, num_answers - len(spans)))
 
     def _try(
         self, messages: list[Message], add_generation_prompt: bool, tools: Tools
     ) -> str | None:
         try:
-            return self.render(messages, add_generation_prompt, tools) if messages else None
+            return self._plain(messages, add_generation_prompt, tools) if messages else None
         except TemplateRefused:
             return None
 
@@ -294,19 +354,6 @@ def _exclude(rendered: Rendered, indices: list[int], excluded: Collection[int]) 
     for span, index in zip(rendered.spans, indices, strict=True):
         (excluded_spans if index in excluded else spans).append(span)
     return Rendered(rendered.text, spans, rendered.unplaced, excluded_spans, len(excluded))
-
-
-def _from_marks(raw: str, eos: str, num_answers: int) -> Rendered:
-    text = ""
-    spans: list[Span] = []
-    for number, part in enumerate(re.split(f"[{_OPEN}{_CLOSE}]", raw)):
-        if number % 2 and part:
-            spans.append((len(text), len(text) + len(part)))
-        elif spans and eos and part.startswith(eos) and spans[-1][1] == len(text):
-            # A model trained without the end of turn would never stop.
-            spans[-1] = (spans[-1][0], len(text) + len(eos))
-        text += part
-    return Rendered(text, spans, max(0, num_answers - len(spans)))
 
 
 def _compile(source: str) -> tuple[Callable[..., str], frozenset[str]]:

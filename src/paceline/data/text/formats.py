@@ -9,16 +9,17 @@ from typing import Any
 from paceline.data.sources.readers import DOCUMENT
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing, is_missing
 from paceline.data.text.chat_template import ChatTemplate
+from paceline.data.text.chats.turns import TurnKeys, unpack_list
 from paceline.data.text.columns import check_columns
 from paceline.data.text.messages import (
     Chat,
     MessageReader,
+    as_text,
     earlier_turns,
     read_optional_text,
     read_text,
     role_names,
     template_lacks,
-    unpack_list,
 )
 from paceline.data.text.refused_rows import (
     LABELS,
@@ -34,7 +35,7 @@ from paceline.data.text.sample import Sample, as_chat, exchange
 from paceline.data.text.tool_calls import Message, read_tools
 
 #: Accepted names of each column, the usual one first.
-_CHAT = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
+CHAT = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
 _SYSTEM = ("system", "system_prompt")
 _INPUT = ("input", "context")
 _ANSWER = ("output", "response", "completion", "answer")
@@ -65,7 +66,7 @@ FORMATS = {
 LOSS_WEIGHT = "loss_weight"
 _EXPECTED = {
     LOSS_WEIGHT,
-    *_CHAT,
+    *CHAT,
     *_SYSTEM,
     *_INPUT,
     *_ANSWER,
@@ -85,17 +86,26 @@ def find_format(columns: Row, pretrain: bool = False) -> str | None:
     names = set(columns)
     if DOCUMENT in names or (pretrain and "text" in names):
         return "text"
-    for key in _CHAT:
-        if key in names and isinstance(turns := unpack_list(columns[key]), list):
+    for key in CHAT:
+        if key in names and (turns := chat_turns(columns[key])) is not None:
             first = next(iter(turns), None)
             return "sharegpt" if isinstance(first, dict) and "from" in first else "messages"
     if "instruction" in names and names & set(_ANSWER):
         return "alpaca"
     if any(prompt in names and answer in names for prompt, answer in _PAIRS):
         return "prompt_completion"
-    if names & set(_CHAT):  # the column exists, but this row has no list in it
+    if names & set(CHAT):  # the column exists, but this row has no list in it
         return "messages"
     return "text" if names & set(_TEXT) else None
+
+
+def chat_turns(value: Any) -> list[Any] | None:
+    """Return the turns in a column of chats, which may be JSON text, or None if it has another
+    text, such as a transcript that begins with ``[``."""
+    turns = unpack_list(value)
+    if not isinstance(turns, list):
+        return None
+    return turns if turns is value or all(isinstance(turn, dict) for turn in turns) else None
 
 
 def matching_formats(columns: Row) -> list[str]:
@@ -106,7 +116,7 @@ def matching_formats(columns: Row) -> list[str]:
         "prompt_completion": any(prompt in names and answer in names for prompt, answer in _PAIRS),
         "text": bool(names & set(_TEXT)) or DOCUMENT in names,
     }
-    chats = [find_format({key: columns[key]}) for key in _CHAT if key in names]
+    chats = [find_format({key: columns[key]}) for key in CHAT if key in names]
     return [
         *dict.fromkeys(chat for chat in chats if chat),
         *(name for name, is_match in matches.items() if is_match),
@@ -144,7 +154,8 @@ class RowConverter:
         unused: number of rows by column or key that is not empty and not used.
         unmatched: number of rows that match no format, by their columns.
         ignored: number of occurrences of columns and keys of `ignore_columns`.
-        binary_labels: number of rows with an integer `label` besides an answer: "0", "1", "other".
+        binary_labels: number of rows with a whole number as `label` besides an answer: "0", "1",
+            "other".
     """
 
     label: str
@@ -218,7 +229,7 @@ class RowConverter:
             sample, used = self._chat(chat, row), _ALPACA
             self._check_prompts(row, _ALPACA[:3])
         else:
-            lists = (name for name in plan.chat if isinstance(unpack_list(row[name]), list))
+            lists = (name for name in plan.chat if chat_turns(row[name]) is not None)
             key = plan.chat[0] if len(plan.chat) == 1 else next(lists, plan.chat[0])
             turns = unpack_list(row[key])
             if is_missing(turns):
@@ -258,7 +269,8 @@ class RowConverter:
             return row
         skipped = {expected for expected, name in self.columns.items() if name == ""}
         self.unused.update(name for name in skipped if not is_missing(row.get(name)))
-        skipped |= set(self.columns.values()) & {*_INPUT, *_SYSTEM, "history"} - set(self.columns)
+        optional = {*_INPUT, *_SYSTEM, *CHAT, "history"}
+        skipped |= set(self.columns.values()) & optional - set(self.columns)
         renamed = {expected: row[name] for expected, name in self.columns.items() if name in row}
         return {**{key: value for key, value in row.items() if key not in skipped}, **renamed}
 
@@ -270,7 +282,7 @@ class RowConverter:
             labels=tuple(name for name in unmapped if name in LABELS),
             media=tuple(name for name in unmapped if name in MEDIA),
             must_be_used=tuple(name for name in unmapped if name in MUST_BE_USED),
-            chat=tuple(name for name in _CHAT if name in names),
+            chat=tuple(name for name in CHAT if name in names),
             format=find_format(dict.fromkeys(names, ""), self.pretrain),
         )
         return plan
@@ -295,8 +307,9 @@ class RowConverter:
                 kind is None and any(answer in row for answer in _ANSWER)
             ):
                 check_label(row, name)
-                if isinstance(row[name], int):
-                    self.binary_labels[str(row[name]) if row[name] in (0, 1) else "other"] += 1
+                number = str(row[name]).strip().removesuffix(".0")
+                if number.removeprefix("-").isdecimal():
+                    self.binary_labels[number if number in ("0", "1") else "other"] += 1
         for name in plan.media:
             check_column(name, row[name])
         if kind is None:
@@ -373,19 +386,43 @@ class RowConverter:
             (pair for pair in pairs if row[pair[0]] is not None and row[pair[1]] is not None),
             pairs[0],
         )
-        prompt, answer = unpack_list(row[prompt_key]), unpack_list(row[answer_key])
-        if isinstance(prompt, list) and isinstance(answer, list):
-            chat = self._chat(self._read([*prompt, *answer]), row)
+        turns = self._turns_of_pair(row[prompt_key], row[answer_key])
+        if turns is not None:
+            chat = self._chat(self._read(turns), row)
             return chat, (prompt_key, answer_key, *_SYSTEM)
         used = (prompt_key, answer_key, *_SYSTEM, "history", "reasoning_content")
         pair = (read_text(row, (prompt_key,), "prompt"), read_text(row, (answer_key,), "answer"))
         self._check_prompts(row, (prompt_key,))
-        turns = Chat([*earlier_turns(row), *exchange(*pair)])
-        self._add_reasoning(row, turns)
-        is_pair = len(turns.messages) == 2 and len(turns.messages[-1]) == 2
+        exchanged = Chat([*earlier_turns(row), *exchange(*pair)])
+        self._add_reasoning(row, exchanged)
+        is_pair = len(exchanged.messages) == 2 and len(exchanged.messages[-1]) == 2
         if is_pair and all(is_missing(row.get(name)) for name in _SYSTEM):
             return Sample(pair=pair), used
-        return self._chat(turns, row), used
+        return self._chat(exchanged, row), used
+
+    def _turns_of_pair(self, prompt: Any, answer: Any) -> list[Any] | None:
+        """Return the turns of a prompt and an answer if one of them is a chat, else None."""
+        keys = self.turn_keys
+        prompt, answer = keys.unpack(as_text(prompt)), keys.unpack(as_text(answer))
+        lists = [value for value in (prompt, answer) if isinstance(value, list) and value]
+        if not lists or not all(isinstance(turn, dict) for turns in lists for turn in turns):
+            return None
+        if isinstance(prompt, str) and prompt.strip():
+            prompt = [self.turn("user", prompt)]
+        if isinstance(answer, str) and answer.strip():
+            answer = [self.turn("assistant", answer)]
+        if not isinstance(prompt, list) or not isinstance(answer, list):
+            return None
+        return keys.join(prompt, answer)
+
+    @property
+    def turn_keys(self) -> TurnKeys:
+        """The names of the keys and roles of turns."""
+        return self._read.keys
+
+    def turn(self, role: str, content: Any) -> Row:
+        """Return a turn under the keys that the source's turns have."""
+        return {self.turn_keys.role[0]: role, self.turn_keys.content[0]: content}
 
     def _check_prompts(self, row: Row, keys: tuple[str, ...]) -> None:
         for key in keys:
@@ -395,7 +432,8 @@ class RowConverter:
     def _add_reasoning(self, row: Row, chat: Chat) -> None:
         reasoning = row.get("reasoning_content")
         is_mapped = "reasoning_content" in set(self.columns.values()) - set(self.columns)
-        if is_mapped or holds_nothing(reasoning):
+        is_empty = not reasoning.strip() if isinstance(reasoning, str) else holds_nothing(reasoning)
+        if is_mapped or is_empty:
             return
         if not self._supports("reasoning_content"):
             raise template_lacks("reasoning_content")

@@ -37,6 +37,8 @@ FORMATS = {
 }
 #: Key of the number of rows whose label is a list, in :attr:`LabelEncoder.facts`.
 LABEL_LISTS = "label_lists"
+#: Why a row is dropped whose label is a negative number: usually it stands for a missing label.
+NEGATIVE_LABEL = "negative label; `classify.labels` makes it a class if it lists it"
 #: More classes than this are identifiers rather than classes.
 _MAX_CLASSES = 100_000
 
@@ -49,6 +51,8 @@ class LabelConverter:
         label: the name of the source, for messages.
         columns: `{expected name: name in the data}`.
         ignore_columns: columns to ignore.
+        classes: the classes that the config lists; negative numbers are labels only if they are
+            among them.
 
     Attributes:
         seen, unused, unmatched, ignored, binary_labels: as in
@@ -58,6 +62,7 @@ class LabelConverter:
     label: str
     columns: dict[str, str] = field(default_factory=dict)
     ignore_columns: Collection[str] = ()
+    classes: Collection[str] = ()
     format: str = "auto"
     formats = FORMATS
     seen: Counter[str] = field(default_factory=Counter)
@@ -90,7 +95,7 @@ class LabelConverter:
             for name in row
             if name not in (*texts, label, "messages") and not is_missing(row[name])
         )
-        labels, has_list = _read_labels(row[label])
+        labels, has_list = self._read_labels(row[label])
         if kind == "messages":
             return Sample(text=_joined(row["messages"]), labels=labels, has_list=has_list)
         text = read_text(row, (texts[0],), "text")
@@ -98,6 +103,15 @@ class LabelConverter:
             return Sample(text=text, labels=labels, has_list=has_list)
         pair = (text, read_text(row, (texts[1],), "text_pair"))
         return Sample(pair=pair, labels=labels, has_list=has_list)
+
+    def _read_labels(self, value: Any) -> tuple[tuple[Label, ...], bool]:
+        """Return the labels of a row, and whether it may have several."""
+        values = value if isinstance(value, list) else [value]
+        labels = tuple(dict.fromkeys(map(_read_label, values)))
+        for label in labels:
+            if isinstance(label, int) and label < 0 and str(label) not in self.classes:
+                raise MalformedRow(NEGATIVE_LABEL)
+        return labels, isinstance(value, list)
 
     def _renamed(self, row: Row) -> Row:
         """Return the row under the expected names, without the columns to ignore."""
@@ -133,13 +147,6 @@ def _joined(messages: Any) -> str:
     return "\n".join(map(str, texts))
 
 
-def _read_labels(value: Any) -> tuple[tuple[Label, ...], bool]:
-    """Return the labels of a row, and whether it may have several."""
-    if isinstance(value, list):
-        return tuple(dict.fromkeys(_read_label(item) for item in value)), True
-    return (_read_label(value),), False
-
-
 def _read_label(value: Any) -> Label:
     if is_missing(value):
         raise MalformedRow("no label")
@@ -152,8 +159,6 @@ def _read_label(value: Any) -> Label:
             )
         value = int(value)
     if isinstance(value, int):  # including booleans
-        if value < 0:
-            raise MalformedRow("negative label")
         return int(value)
     if not isinstance(value, str) or not value.strip():
         raise MalformedRow("no label")
@@ -190,9 +195,10 @@ class LabelEncoder:
         results: list[Encoded | str] = []
         self.facts[LABEL_LISTS] += sum(sample.has_list for sample in samples)
         for sample, (ids, types, is_truncated) in zip(samples, encode(samples), strict=True):
+            part = self.tokenizer.added_once(ids)
             encoded = Encoded(
-                np.array(ids, dtype=np.int32),
-                np.array(types, dtype=np.int8) > 0,
+                np.array(ids[part], dtype=np.int32),
+                np.array(types[part], dtype=np.int8) > 0,
                 labels=sample.labels,
                 is_truncated=is_truncated,
             )
@@ -303,4 +309,4 @@ def _fits(stored: StoredLabels, known: Sequence[str]) -> bool:
 
 
 def _are_numbers(labels: Sequence[Label]) -> bool:
-    return bool(labels) and all(isinstance(label, int) or label.isdecimal() for label in labels)
+    return bool(labels) and all(str(label).isdecimal() for label in labels)

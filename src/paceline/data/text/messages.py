@@ -10,6 +10,7 @@ from typing import Any
 from paceline.config.chat_names import CALL, ROLES, STANDARD_ROLES
 from paceline.core.errors import ConfigError
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing, is_missing
+from paceline.data.text.chats.turns import ANSWERS, ASKS, TurnKeys, first_value, unpack_list
 from paceline.data.text.refused_rows import (
     MEDIA,
     TEXT_PARTS,
@@ -25,9 +26,7 @@ _SWITCHES = ("weight", "loss", "train", "training", "trainable", "loss_weight", 
 _USER_SWITCHES = ("train", "training", "trainable")
 _DETAILS = ("train_detail", "training_detail")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_ASKS = ("human", "user", "query", "instruction", "question", "prompt")
 _NOT_TEXT = "a message is not text"
-_ANSWERS = ("assistant", "gpt", "response", "output", "answer", "bot")
 
 
 @dataclass
@@ -66,6 +65,9 @@ class MessageReader:
         supports: returns whether the chat template uses `tool_calls` or `reasoning_content`.
         unused: counts the unused keys of messages.
         ignored_seen: counts the ignored keys.
+
+    Attributes:
+        keys: the names of the keys and roles of turns.
     """
 
     columns: Mapping[str, str]
@@ -77,11 +79,11 @@ class MessageReader:
     _shapes: dict[tuple[str, ...], _Shape] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._roles = {**ROLES, **{name.lower(): role for name, role in self.roles.items()}}
         name = self.columns.get
-        self._role_keys = tuple(dict.fromkeys((name("role", "role"), name("from", "from"))))
-        self._content_keys = tuple(
-            dict.fromkeys((name("content", "content"), name("value", "value"), "text"))
+        self.keys = TurnKeys(
+            tuple(dict.fromkeys((name("role", "role"), name("from", "from")))),
+            tuple(dict.fromkeys((name("content", "content"), name("value", "value"), "text"))),
+            {**ROLES, **{name.lower(): role for name, role in self.roles.items()}},
         )
         mapped = {name: expected for expected, name in self.columns.items()}
         self._meaning = {**{key: key for key in (*_SWITCHES, *_DETAILS, *_REASONING)}, **mapped}
@@ -94,7 +96,7 @@ class MessageReader:
             MalformedRow: the row cannot be used.
             Unsupported: the dataset needs another kind of training.
         """
-        chat = Chat([])
+        chat, roles = Chat([]), self.keys.roles
         has_calls = False
         previous_was_call = False
         for turn in turns:
@@ -104,7 +106,7 @@ class MessageReader:
             shape = self._shapes.get(keys) or self._shape(keys)
             if shape.role is not None:  # the fast path: only a role and a content
                 role_name, content = turn[shape.role], turn[shape.content]
-                role = self._roles.get(role_name) if role_name.__class__ is str else None
+                role = roles.get(role_name) if role_name.__class__ is str else None
                 if role is not None and role != CALL and content.__class__ is str:
                     if self._checks_text and role != "assistant" and "<" in content:
                         check_text(content)
@@ -138,8 +140,8 @@ class MessageReader:
 
     # -- one turn
     def _shape(self, keys: tuple[str, ...]) -> _Shape:
-        roles = [key for key in self._role_keys if key in keys]
-        contents = [key for key in self._content_keys if key in keys]
+        roles = [key for key in self.keys.role if key in keys]
+        contents = [key for key in self.keys.content if key in keys]
         # `text` is the content only if there is no other content.
         used = contents if contents[1:] != ["text"] else contents[:1]
         extra = tuple(key for key in keys if key not in (*roles, *used) and key not in self.ignored)
@@ -149,7 +151,7 @@ class MessageReader:
             roles[0] if is_plain else None,
             contents[0] if is_plain else None,
             extra,
-            not roles and any(key in keys for key in _ANSWERS),
+            not roles and any(key in keys for key in ANSWERS),
         )
         self._shapes[keys] = shape
         return shape
@@ -157,11 +159,10 @@ class MessageReader:
     def _message(self, turn: Row, extra: tuple[str, ...]) -> tuple[Message, bool | None, bool]:
         """Return the message, whether the data enables its loss (None: not specified), and whether
         the turn is only a tool call."""
-        role_name = _first(turn, self._role_keys)
-        role = self._roles.get(role_name.lower()) if isinstance(role_name, str) else None
+        role = self.keys.role_of(turn)
         if role is None:
             raise MalformedRow("unknown role")
-        content = _first(turn, self._content_keys)
+        content = first_value(turn, self.keys.content)
         if role == CALL:
             self._require("tool_calls")
             calls = read_calls(content)
@@ -224,8 +225,8 @@ class MessageReader:
             raise template_lacks(name, key)
 
     def _add_exchange(self, turn: Row, chat: Chat) -> None:
-        for keys, role in ((_ASKS, "user"), (_ANSWERS, "assistant")):
-            text = _first(turn, keys)
+        for keys, role in ((ASKS, "user"), (ANSWERS, "assistant")):
+            text = as_text(first_value(turn, keys))
             if not isinstance(text, str) and not is_missing(text):
                 raise MalformedRow(_NOT_TEXT)
             if role == "user" and self._checks_text and text:
@@ -233,19 +234,13 @@ class MessageReader:
             chat.messages.append({"role": role, "content": "" if is_missing(text) else text})
 
 
-def _first(turn: Row, keys: tuple[str, ...]) -> Any:
-    for key in keys:
-        value = turn.get(key)
-        if value is not None:
-            return value
-    return None
-
-
 def _as_text(content: Any, role: str) -> str:
     """Return the text of a content that is not a string: an empty value, the parts of a multimodal
     message, or the result of a tool."""
     if is_missing(content):
         return ""
+    if isinstance(text := as_text(content), str):
+        return text
     if isinstance(content, list) and all(
         isinstance(part, dict) and "type" in part for part in content
     ):
@@ -334,26 +329,22 @@ def earlier_turns(row: Row) -> list[Message]:
         elif (
             isinstance(turn, list | tuple)
             and len(turn) == 2
-            and all(isinstance(text, str) for text in turn)
+            and all(isinstance(as_text(text), str) for text in turn)
         ):
             messages += [
-                {"role": "user", "content": turn[0]},
-                {"role": "assistant", "content": turn[1]},
+                {"role": "user", "content": as_text(turn[0])},
+                {"role": "assistant", "content": as_text(turn[1])},
             ]
         else:
             raise malformed
     return messages
 
 
-def unpack_list(value: Any) -> Any:
-    """Parse a list that is stored as JSON text, as in CSV files. Other values are returned as
-    is."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
+def as_text(value: Any) -> Any:
+    """Return a number or a truth value as the text that JSON has for it; other values as is."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int | float) else value
 
 
 def read_text(row: Row, keys: tuple[str, ...], what: str) -> str:
@@ -365,9 +356,7 @@ def read_text(row: Row, keys: tuple[str, ...], what: str) -> str:
     key = next((key for key in keys if key in row and not is_missing(row[key])), None)
     if key is None:
         raise MalformedRow(f"empty {what}")
-    value = row[key]
-    if isinstance(value, int | float):
-        value = str(value)
+    value = as_text(row[key])
     if not isinstance(value, str):
         if (
             what == "answer"
@@ -387,6 +376,7 @@ def read_optional_text(row: Row, keys: tuple[str, ...]) -> str | None:
     value = next((row[key] for key in keys if not is_missing(row.get(key))), None)
     if value is None:
         return None
-    if not isinstance(value, str | int | float):
+    text = as_text(value)
+    if not isinstance(text, str):
         raise MalformedRow(f"{keys[0]} is not text")
-    return str(value)
+    return text

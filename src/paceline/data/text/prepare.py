@@ -256,6 +256,8 @@ class TokenEntry:
                     args.truncation_strategy,
                     args.train_on_inputs,
                     args.train_on_turns,
+                    # Negative numbers are labels only if they are listed.
+                    *(label for label in config.classify.labels if label.startswith("-")),
                     # Entries of earlier versions do not have the sizes of the sources.
                     *(["sources"] if config.mixing != "concat" or len(self.sources) > 1 else []),
                 ],

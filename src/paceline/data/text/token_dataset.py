@@ -218,6 +218,11 @@ class LabelWriter:
             self._flat.extend(numbers.setdefault(label, len(numbers)) for label in labels)
             self._ends.append(len(self._flat))
 
+    @property
+    def labels(self) -> frozenset[Label]:
+        """The distinct labels."""
+        return frozenset(self._numbers)
+
     def close(self, is_multi: bool) -> None:
         """Write the files. ``is_multi`` states whether a sample may have several labels."""
         np.save(self.folder / LABELS, np.array(self._flat, dtype=np.int64))

@@ -1,6 +1,7 @@
 """Find tokenizers in a folder or on the hub, and load them without transformers if possible."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ _PATTERNS = (
     "*.tiktoken", "chat_template*", "additional_chat_templates/*", "tokenization_*.py",
 )  # fmt: skip
 _HUB_TIMEOUT_S = 10.0
+#: How tokens are written that are not text.
+_CONTROL = re.compile(r"<[|｜].+[|｜]>")
 
 
 @dataclass
@@ -31,6 +34,7 @@ class LoadedTokenizer:
         special_tokens: name to text, e.g. ``{"eos_token": "</s>"}``, for chat templates.
         chat_template: Jinja source, or None.
         eos_token_id, pad_token_id: pad falls back to eos, then 0.
+        start_ids, end_ids: the special tokens that the tokenizer adds before and after a text.
     """
 
     backend: Any
@@ -41,6 +45,45 @@ class LoadedTokenizer:
     pad_token_id: int
     vocab_size: int
     special_ids: frozenset[int] = field(default_factory=frozenset)
+    start_ids: tuple[int, ...] = ()
+    end_ids: tuple[int, ...] = ()
+
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        """The texts of the special tokens, and of added tokens that look like them: some tokenizers
+        do not declare ``<|im_end|>`` special."""
+        if self.backend is not None:
+            added = [token.content for token in self.backend.get_added_tokens_decoder().values()]
+        else:
+            added = list(self.python.get_added_vocab())
+        special = filter(None, map(self.token, self.special_ids))
+        return frozenset({*special, *filter(_CONTROL.fullmatch, added)})
+
+    def missing_start(self, ids: list[int]) -> list[int]:
+        """Return the special tokens to put before a text: those that the tokenizer adds, unless the
+        text begins with them."""
+        start = list(self.start_ids)
+        return [] if ids[: len(start)] == start else start
+
+    def missing_end(self, ids: list[int]) -> list[int]:
+        """Return the special tokens to put after a text: those that the tokenizer adds and the
+        end-of-text token, unless the text ends with it."""
+        eos = [] if self.eos_token_id is None else [self.eos_token_id]
+        if eos and ids[-1:] == eos:
+            return []
+        end = list(self.end_ids)
+        if end and ids[-len(end) :] == end:
+            end = []
+        return end if end[-1:] == eos else [*end, *eos]
+
+    def added_once(self, ids: list[int]) -> slice:
+        """Return the part of a tokenized text, with special tokens, that leaves out those which the
+        tokenizer added although the text has them."""
+        start, end = list(self.start_ids), list(self.end_ids)
+        first, past = len(start), len(ids) - len(end)
+        has_start = bool(start) and ids[first : 2 * first] == start
+        has_end = bool(end) and first < past and ids[past - len(end) : past] == end
+        return slice(first if has_start else 0, past if has_end else len(ids))
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids, including special tokens."""
@@ -284,6 +327,7 @@ def _loaded(backend: Any, python: Any, special: dict[str, str], template: Any) -
         look_up = python.convert_tokens_to_ids
         size = len(python)
         special_ids = set(python.all_special_ids)
+    start, end = _added_ids(backend, python)
     eos = look_up(special["eos_token"]) if "eos_token" in special else None
     pad = look_up(special["pad_token"]) if "pad_token" in special else None
     return LoadedTokenizer(
@@ -295,4 +339,27 @@ def _loaded(backend: Any, python: Any, special: dict[str, str], template: Any) -
         pad_token_id=pad if pad is not None else eos or 0,
         vocab_size=size,
         special_ids=frozenset(special_ids),
+        start_ids=start,
+        end_ids=end,
     )
+
+
+#: Texts of which a tokenizer knows at least one.
+_PROBES = ("a", "the", "0", "一")
+
+
+def _added_ids(backend: Any, python: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the special tokens that a tokenizer adds before and after a text."""
+    for probe in _PROBES:
+        if backend is not None:
+            plain, full = (
+                backend.encode(probe, add_special_tokens=add).ids for add in (False, True)
+            )
+        else:
+            plain, full = (
+                list(python(probe, add_special_tokens=add)["input_ids"]) for add in (False, True)
+            )
+        for start in range(len(full) - len(plain) + 1):
+            if plain and full[start : start + len(plain)] == plain:
+                return tuple(full[:start]), tuple(full[start + len(plain) :])
+    return (), ()

@@ -7,7 +7,7 @@ from typing import Any, NotRequired, TypedDict
 
 from pydantic import JsonValue
 
-from paceline.data.sources.rows import MalformedRow, Row, holds_nothing, without_nulls
+from paceline.data.sources.rows import MalformedRow, Row, holds_nothing
 
 
 class CalledFunction(TypedDict):
@@ -66,8 +66,7 @@ def read_tools(value: JsonValue) -> list[Row]:
         tool = _json(item, "tools that are not valid JSON") if isinstance(item, str) else item
         if not isinstance(tool, dict):
             raise MalformedRow("tools that are not a list of mappings")
-        tool = without_nulls(tool)
-        if "function" not in tool and tool.get("type", "function") == "function":
+        if "function" not in tool and tool.get("type") in (None, "function"):
             function = {key: value for key, value in tool.items() if key != "type"}
             tool = {"type": "function", "function": function}
         tools.append(tool)
@@ -128,7 +127,7 @@ def _arguments(value: Any) -> Any:
         except MalformedRow:
             return value  # arguments of a tool that takes plain text
         return Arguments(parsed) if isinstance(parsed, dict) else value
-    return Arguments(without_nulls(value)) if isinstance(value, dict) else value
+    return Arguments(value) if isinstance(value, dict) else value
 
 
 def _json(text: str, reason: str) -> Any:

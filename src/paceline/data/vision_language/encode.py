@@ -22,7 +22,7 @@ class ImageChatTemplate(ChatTemplate):
     texts and images. Templates that accept only texts get the model's token of an image in them.
 
     Args:
-        image_token: text of that token.
+        image_token: text of the token of an image.
     """
 
     def __init__(
@@ -30,10 +30,11 @@ class ImageChatTemplate(ChatTemplate):
         source: str,
         special_tokens: dict[str, str],
         for_tools: str | None = None,
+        control_tokens: frozenset[str] = frozenset(),
         *,
         image_token: str = PLACEHOLDER,
     ) -> None:
-        super().__init__(source, special_tokens, for_tools)
+        super().__init__(source, special_tokens, for_tools, control_tokens)
         self._image_token = image_token
         self._has_parts: bool | None = None
 

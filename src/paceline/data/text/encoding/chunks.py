@@ -319,9 +319,13 @@ def make_encoder(
         images = ImageProcessor(folder, config.vision.max_pixels, config.trust_remote_code)
         kind = partial(ImageEncoder, images=images)
         template_kind = partial(ImageChatTemplate, image_token=images.token)
+    chat_template = None
+    if template:
+        special, control = tokenizer.special_tokens, tokenizer.control_tokens
+        chat_template = template_kind(template, special, for_tools, control)
     return kind(
         tokenizer,
-        template_kind(template, tokenizer.special_tokens, for_tools) if template else None,
+        chat_template,
         pretrain=task == "pretrain",
         train_on_inputs=config.train_args.train_on_inputs,
         last_turn_only=config.train_args.train_on_turns == "last",
@@ -333,7 +337,8 @@ def make_converter(source: ResolvedSource, encoder: AnyEncoder, config: Config) 
     """Return the converter from rows of ``source`` to samples for ``encoder``."""
     spec = source.spec
     if isinstance(encoder, LabelEncoder):
-        return LabelConverter(source.label, spec.columns, spec.ignore_columns)
+        classes = config.classify.labels
+        return LabelConverter(source.label, spec.columns, spec.ignore_columns, classes)
     kind: Callable[..., RowConverter | PairConverter | AnswerConverter] = RowConverter
     if isinstance(encoder, ImageEncoder):
         kind = partial(ImageRowConverter, max_images=config.vision.max_images)

@@ -4,13 +4,13 @@ Rust tokenizer."""
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from paceline.config.chat_names import TEMPLATE_NAMES
 from paceline.core.errors import ConfigError
-from paceline.data.text.chat_template import ChatTemplate, Rendered, Span, TemplateRefused
+from paceline.data.text.chat_template import ChatTemplate, Rendered, TemplateRefused
+from paceline.data.text.encoding.positions import TokenizedText, tokenize
 from paceline.data.text.sample import Sample, as_chat
 from paceline.data.text.token_dataset import Label
 from paceline.data.text.tokenizer import LoadedTokenizer
@@ -19,6 +19,10 @@ from paceline.data.text.tokenizer import LoadedTokenizer
 #: memory use.
 _PIECE_CHARS = 1 << 18
 _PIECES_PER_BATCH = 32
+#: A piece is tokenized after up to this many characters of the piece before.
+_CONTEXT_CHARS = 64
+#: Two lines, to find out whether a tokenizer gives the same tokens for each of them alone.
+_LINES = ("One two\n", "three four")
 #: Number of last tokens of a turn among which to look for an end-of-turn token. Only white space
 #: may follow it.
 _END_TOKENS = 8
@@ -90,12 +94,12 @@ class Encoder:
         results: dict[int, Encoded | str] = {}
         chats: dict[int, Rendered] = {}
         pairs: dict[int, tuple[str, str]] = {}
+        texts: dict[int, tuple[str, bool]] = {}
         for index, sample in enumerate(samples):
             self.facts["trailing_turns"] += sample.trailing_turns > 0
             try:
                 if self.pretrain or sample.text is not None:
-                    is_document = self.pretrain or sample.is_document
-                    results[index] = self._encode_text(self._as_text(sample), is_document)
+                    texts[index] = self._as_text(sample), self.pretrain or sample.is_document
                 elif sample.pair is not None and self.template is None:
                     pairs[index] = sample.pair
                 else:
@@ -109,6 +113,7 @@ class Encoder:
                 results[index] = "rejected by the chat template"
         results.update(zip(chats, self._encode_chats(list(chats.values())), strict=True))
         results.update(zip(pairs, self._encode_pairs(list(pairs.values())), strict=True))
+        results.update(zip(texts, self._encode_texts(list(texts.values())), strict=True))
         for index, result in results.items():
             if isinstance(result, Encoded):
                 result.weight = samples[index].weight
@@ -161,46 +166,22 @@ class Encoder:
         return "\n\n".join(sample.pair or [message["content"] for message in messages])
 
     def _encode_chats(self, chats: list[Rendered]) -> list[Encoded]:
-        backend = self.tokenizer.backend
-        if backend is None:
-            return [self._encode_segments(chat) for chat in chats]
         samples = []
-        encodings = backend.encode_batch([chat.text for chat in chats], add_special_tokens=False)
-        for chat, encoding in zip(chats, encodings, strict=True):
-            ids = np.array(encoding.ids, dtype=np.int32)
+        texts = tokenize(self.tokenizer, [chat.text for chat in chats])
+        for chat, text in zip(chats, texts, strict=True):
+            ids = np.array(text.ids, dtype=np.int32)
             mask = np.zeros(len(ids), dtype=np.bool_)
-            for span in chat.spans:
-                first, end = _token_span(encoding, span, len(ids), len(chat.text))
+            for span in sorted(chat.spans):
+                first, end = text.tokens_of(span)
                 mask[first:end] = True
             self._check_end_of_turn(ids, mask)
             if self.train_on_inputs:
                 mask[:] = True
                 for span in chat.excluded:
-                    first, end = _token_span(encoding, span, len(ids), len(chat.text))
+                    first, end = text.tokens_of(span)
                     mask[first:end] = False
             samples.append(Encoded(ids, mask, excluded_turns=chat.excluded_turns))
         return samples
-
-    def _encode_segments(self, chat: Rendered) -> Encoded:
-        """Encode a chat with a tokenizer that has no offsets: tokenize the text before, in and
-        after each span separately."""
-        ids: list[int] = []
-        kinds: list[int] = []
-        cursor = 0
-        spans = sorted(
-            [*((span, 1) for span in chat.spans), *((span, 2) for span in chat.excluded)]
-        )
-        for (start, end), kind in [*spans, ((len(chat.text), len(chat.text)), 0)]:
-            for text, text_kind in ((chat.text[cursor:start], 0), (chat.text[start:end], kind)):
-                piece = self._ids(text, add_special_tokens=False)
-                ids += piece
-                kinds += [text_kind] * len(piece)
-            cursor = end
-        array, mask = np.array(ids, dtype=np.int32), np.array(kinds, dtype=np.int8) == 1
-        self._check_end_of_turn(array, mask)
-        if self.train_on_inputs:
-            mask = np.array(kinds, dtype=np.int8) != 2
-        return Encoded(array, mask, excluded_turns=chat.excluded_turns)
 
     def _check_end_of_turn(self, ids: np.ndarray, mask: np.ndarray) -> None:
         """Count the chats whose last turn with loss has no end-of-turn token. Only white space may
@@ -214,85 +195,92 @@ class Encoder:
                 return
 
     def _encode_pairs(self, pairs: list[tuple[str, str]]) -> list[Encoded]:
-        """Tokenize prompts and completions separately, as in inference, so that the edge of the
-        mask is exact."""
-        prompts = self.tokenizer.encode_batch(
-            [prompt for prompt, _ in pairs], add_special_tokens=True
-        )
-        answers = self.tokenizer.encode_batch(
-            [answer for _, answer in pairs], add_special_tokens=False
-        )
-        eos = self._eos()
+        """Tokenize each prompt with its completion. A token that has characters of both carries
+        loss."""
         samples = []
-        for prompt, answer in zip(prompts, answers, strict=True):
-            while prompt and eos and prompt[-1] == eos[0]:
-                prompt = prompt[:-1]
-            ids = np.array([*prompt, *answer, *eos], dtype=np.int32)
-            mask = np.arange(len(ids)) >= len(prompt)
-            samples.append(Encoded(ids, mask | self.train_on_inputs))
+        texts = tokenize(self.tokenizer, [prompt + answer for prompt, answer in pairs])
+        for (prompt, _), text in zip(pairs, texts, strict=True):
+            ids, start = self._complete(text, len(prompt))
+            mask = np.arange(len(ids)) >= start
+            samples.append(Encoded(np.array(ids, dtype=np.int32), mask | self.train_on_inputs))
         return samples
 
-    def _encode_text(self, text: str, is_document: bool) -> Encoded:
-        ids: list[int] = []
-        eos = self._eos()
-        for piece_ids in self._encode_pieces(_pieces(text)):
-            ids += piece_ids
-            if eos and ids[-1:] == eos:
-                ids.pop()
-        array = np.array(ids + eos, dtype=np.int32)
-        return Encoded(array, np.ones(len(array), dtype=np.bool_), is_document)
+    def _complete(self, text: TokenizedText, char: int) -> tuple[list[int], int]:
+        """Return the tokens of a text with the special tokens before and after it, and the index of
+        the token at a character."""
+        start = self.tokenizer.missing_start(text.ids)
+        ids = [*start, *text.ids, *self._missing_end(text.ids)]
+        return ids, len(start) + text.token_at(char)
+
+    def _encode_texts(self, texts: list[tuple[str, bool]]) -> list[Encoded]:
+        """Encode texts, of which some are documents. Short ones are tokenized in one call."""
+        short = [text for text, _ in texts if len(text) <= _PIECE_CHARS]
+        tokens = iter(self.tokenizer.encode_batch(short, add_special_tokens=False))
+        samples = []
+        for text, is_document in texts:
+            if len(text) <= _PIECE_CHARS:
+                ids = next(tokens)
+            else:
+                ids = [token for piece in self._encode_pieces(_pieces(text)) for token in piece]
+            ids = [*self.tokenizer.missing_start(ids), *ids, *self._missing_end(ids)]
+            array = np.array(ids, dtype=np.int32)
+            samples.append(Encoded(array, np.ones(len(array), dtype=np.bool_), is_document))
+        return samples
 
     def _encode_pieces(self, pieces: list[str]) -> Iterator[list[int]]:
-        """Yield the ids of each piece. The tokenizer's first special token, if any, is added once,
-        at the start. The tokenizer encodes several pieces at a time, on all cores."""
-        start, has_begun = 0, False
-        while start < len(pieces) and not has_begun:
-            ids = self._ids(pieces[start], add_special_tokens=True)
-            start, has_begun = start + 1, bool(ids)
-            yield ids
-        for first in range(start, len(pieces), _PIECES_PER_BATCH):
-            batch = pieces[first : first + _PIECES_PER_BATCH]
-            yield from self.tokenizer.encode_batch(batch, add_special_tokens=False)
+        """Yield the ids of each piece. The tokenizer encodes several pieces at a time, on all
+        cores."""
+        contexts = [""] * len(pieces)
+        if not self._splits_at_lines:
+            contexts[1:] = [_last_line(piece) for piece in pieces[:-1]]
+        for first in range(0, len(pieces), _PIECES_PER_BATCH):
+            part = slice(first, first + _PIECES_PER_BATCH)
+            batch = list(zip(contexts[part], pieces[part], strict=True))
+            ids = self._encode([context + piece for context, piece in batch])
+            starts = self._encode([context for context, _ in batch])
+            for (_, piece), tokens, start in zip(batch, ids, starts, strict=True):
+                is_prefix = tokens[: len(start)] == start
+                yield tokens[len(start) :] if is_prefix else self._encode([piece])[0]
 
-    def _eos(self) -> list[int]:
-        if self.tokenizer.eos_token_id is None:
-            self.facts["no_eos"] += 1
-            return []
-        return [self.tokenizer.eos_token_id]
+    @property
+    def _splits_at_lines(self) -> bool:
+        """Whether the tokenizer gives each line the same tokens alone as after another one. Those
+        of the SentencePiece type write a space before a text."""
+        full, first, second = self._encode(["".join(_LINES), *_LINES])
+        return full == first + second
 
-    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        if not text:
-            return []
-        return self.tokenizer.encode_batch([text], add_special_tokens)[0]
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer.encode_batch(texts, add_special_tokens=False)
 
-
-def _token_span(encoding: Any, span: Span, num_tokens: int, num_chars: int) -> tuple[int, int]:
-    """Return the first token that overlaps the characters [start, end), and one past the last."""
-    start, end = span
-    first = _token_at(encoding, start, num_tokens, num_chars)
-    past = _token_at(encoding, end, num_tokens, num_chars)
-    if past < num_tokens:
-        token_start, _ = encoding.token_to_chars(past)
-        past += token_start < end  # a token that extends past the end
-    return first, past
-
-
-def _token_at(encoding: Any, char: int, num_tokens: int, num_chars: int) -> int:
-    # Characters that the tokenizer drops (some drop spaces) belong to no token. Use the next
-    # character that does.
-    for index in range(char, num_chars):
-        token = encoding.char_to_token(index)
-        if token is not None:
-            return int(token)
-    return num_tokens
+    def _missing_end(self, ids: list[int]) -> list[int]:
+        self.facts["no_eos"] += self.tokenizer.eos_token_id is None
+        return self.tokenizer.missing_end(ids)
 
 
 def _pieces(text: str) -> list[str]:
     pieces = []
     start = 0
     while len(text) - start > _PIECE_CHARS:
-        end = text.rfind("\n", start, start + _PIECE_CHARS) + 1
-        end = end if end > start else start + _PIECE_CHARS
+        end = _line_start(text, start, start + _PIECE_CHARS)
         pieces.append(text[start:end])
         start = end
     return [*pieces, text[start:]]
+
+
+def _line_start(text: str, start: int, end: int) -> int:
+    """Return the start of the last line in ``text[start:end]``, or else of the last word; ``end``
+    if there is none. A line that begins with a character is preferred to one that begins with a
+    space: a token may have the line end and the space."""
+    last = place = text.rfind("\n", start, end) + 1
+    if last <= start:
+        space = text.rfind(" ", start, end)
+        return space if space > start else end
+    while place > start and text[place : place + 1].isspace():
+        place = text.rfind("\n", start, place - 1) + 1
+    return place if place > start else last
+
+
+def _last_line(piece: str) -> str:
+    """Return the end of a piece, with the line end that it ends with."""
+    tail = piece[-_CONTEXT_CHARS:]
+    return tail[tail[:-1].rfind("\n") + 1 :]

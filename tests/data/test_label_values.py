@@ -1,0 +1,187 @@
+"""Labels, numbers and truth values in the forms that JSON and CSV files give them, and pairs whose
+prompts differ."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prepared_tokens import MODEL, PAIRS, notice_text, save
+
+from paceline.config.schema import Config
+from paceline.data.preference.rows import AnswerConverter, MarginConverter, PairConverter
+from paceline.data.sources.rows import MalformedRow, Unsupported
+from paceline.data.text.formats import RowConverter
+from paceline.data.text.labels import LabelConverter
+from paceline.data.text.prepare import prepare_tokens
+from paceline.data.text.sample import Sample
+from paceline.models.builtin import resolve_model
+from paceline.tasks import load_task
+
+
+def turns(sample: Sample | None) -> list[str]:
+    assert sample is not None
+    if sample.pair is not None:
+        return list(sample.pair)
+    return [str(message["content"]) for message in sample.messages or []]
+
+
+# -- marks and margins
+@pytest.mark.parametrize("name", ["label", "kto_tag", "kto_label", "x"])
+@pytest.mark.parametrize(
+    ("value", "mark"),
+    [
+        (True, True), (1, True), (1.0, True), ("1.0", True), ("1", True), ("True", True),
+        (False, False), (0, False), (0.0, False), ("0.0", False), ("undesirable", False),
+    ],
+)  # fmt: skip
+def test_marks_of_answers(name: str, value: Any, mark: bool) -> None:
+    columns = {"label": "x"} if name == "x" else {}
+    row = {"prompt": "q", "completion": "a", name: value}
+    assert AnswerConverter("data", columns=columns)(row).is_desirable is mark
+
+
+@pytest.mark.parametrize("value", [2, -1, 0.5, "0.5", "maybe", float("nan"), None, "10"])
+def test_other_marks_are_dropped(value: Any) -> None:
+    with pytest.raises(MalformedRow, match=r"neither true nor false|does not mark its answer"):
+        AnswerConverter("data")({"prompt": "q", "completion": "a", "label": value})
+
+
+@pytest.mark.parametrize("value", [True, 0, 1.0, "0.0", "desirable"])
+def test_marked_answers_are_no_pairs(value: Any) -> None:
+    with pytest.raises(Unsupported, match="single answers"):
+        PairConverter("data")({"prompt": "q", "completion": "a", "label": value})
+
+
+@pytest.mark.parametrize("value", [0.5, "0.5", " 0.5 "])
+def test_margins(value: Any) -> None:
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "margin": value}
+    assert MarginConverter("data")(row).margin == 0.5
+    for bad in (True, "large", float("inf"), "nan", [1]):
+        with pytest.raises(MalformedRow, match="`margin` is not a number"):
+            MarginConverter("data")({**row, "margin": bad})
+
+
+@pytest.mark.parametrize("values", [(0, 1), (0.0, 1.0), ("0", "1"), ("0.0", "1.0")])
+def test_fine_tuning_on_marked_answers_is_reported(values: tuple[Any, Any], tmp_path: Path) -> None:
+    rows = [{**row, "label": values[number % 2]} for number, row in enumerate(PAIRS)]
+    for extra, is_reported in ((values[0], True), (2, False), ("2", False)):
+        data = save(tmp_path / "a.jsonl", [*rows, {**PAIRS[0], "label": extra}])
+        tokens = prepare_tokens(Config(model=MODEL, dataset=data), "sft", resolve_model)
+        assert ("has only the values 0 and 1" in notice_text(tokens)) is is_reported
+
+
+# -- classes
+def classify(path: Path, labels: list[Any], **settings: Any) -> Any:
+    rows = [{"text": f"text {number}", "label": label} for number, label in enumerate(labels)]
+    keys = {"model": MODEL, "task": "classify", "dataset": save(path, rows), **settings}
+    task = load_task(Config.model_validate(keys))
+    task.check()
+    task.prepared = task.prepare()
+    return task
+
+
+def targets(task: Any) -> list[int]:
+    dataset, _ = task.build_datasets()
+    return [dataset[index]["classes"].tolist()[0] for index in range(len(dataset))]
+
+
+@pytest.mark.parametrize("labels", [[-1, 1, 1, -1], [-1.0, 1.0, 1.0, -1.0], ["-1", "1", "1", "-1"]])
+def test_classes_minus_one_and_one(labels: list[Any], tmp_path: Path) -> None:
+    task = classify(tmp_path / "a.jsonl", labels)
+    assert task.prepared.counts.dropped == {}
+    assert task.prepared.handle.classes == ["-1", "1"]
+    assert targets(task) == [0, 1, 1, 0]
+
+
+def test_negative_labels_among_other_classes(tmp_path: Path) -> None:
+    """They stand for missing labels, unless the config lists them."""
+    task = classify(tmp_path / "a.jsonl", [0, -1, 1, 2])
+    assert list(task.prepared.counts.dropped.values()) == [1]
+    assert "`classify.labels` makes it a class" in next(iter(task.prepared.counts.dropped))
+    assert task.prepared.handle.classes == ["0", "1", "2"]
+    task = classify(tmp_path / "a.jsonl", [0, -1, 1], classify={"labels": ["-1", "0", "1"]})
+    assert (task.prepared.counts.dropped, targets(task)) == ({}, [1, 0, 2])
+    task = classify(tmp_path / "a.jsonl", [-2, 1, 0, 1])
+    assert targets(task) == [1, 0, 1]
+    with pytest.raises(MalformedRow, match="negative label"):
+        LabelConverter("data")({"text": "a", "labels": [1, -1]})
+
+
+# -- numbers and truth values as texts
+@pytest.mark.parametrize(
+    ("value", "text"), [(True, "true"), (False, "false"), (42, "42"), (0, "0"), (3.5, "3.5")]
+)
+def test_numbers_and_truth_values_are_texts(value: Any, text: str) -> None:
+    for names in (("prompt", "completion"), ("instruction", "output"), ("question", "answer")):
+        for prompt, answer in ((value, value), ("q", value), (value, "a")):
+            row = {names[0]: prompt, names[1]: answer}
+            expected = [text if prompt is value else "q", text if answer is value else "a"]
+            assert turns(RowConverter("data")(row)) == expected
+            assert turns(AnswerConverter("data")({**row, "label": True})) == expected
+    chat = [{"role": "user", "content": value}, {"role": "assistant", "content": value}]
+    assert turns(RowConverter("data")({"messages": chat})) == [text, text]
+    shared = [{"from": "human", "value": value}, {"from": "gpt", "value": value}]
+    assert turns(RowConverter("data")({"conversations": shared})) == [text, text]
+    exchange = [{"human": value, "assistant": value}]
+    assert turns(RowConverter("data")({"conversation": exchange})) == [text, text]
+    row = {"prompt": "q", "completion": "a", "history": [[value, value]], "system": value}
+    assert turns(RowConverter("data")(row)) == [text, text, text, "q", "a"]
+    assert RowConverter("data")({"text": value}).text == text
+    assert LabelConverter("data")({"text": value, "label": 1}).text == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(True, "true"), (42, "42"), (3.5, "3.5")])
+def test_numbers_and_truth_values_in_pairs(value: Any, text: str) -> None:
+    for row in (
+        {"prompt": value, "chosen": value, "rejected": "bad"},
+        {"instruction": value, "chosen": value, "rejected": "bad"},
+        {"question": value, "response": value, "rejected_response": "bad"},
+        {"prompt": [{"role": "user", "content": value}], "chosen": value, "rejected": "bad"},
+        {"prompt": value, "chosen": [{"role": "assistant", "content": value}],
+         "rejected": [{"role": "assistant", "content": "bad"}]},
+    ):  # fmt: skip
+        sample = PairConverter("data")(row)
+        assert (turns(sample), turns(sample.rejected)) == ([text, text], [text, "bad"])
+
+
+# -- pairs with different prompts
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+QUESTION, OTHER = turn("user", "q"), turn("user", "other")
+GOOD, BAD = turn("assistant", "good"), turn("assistant", "bad")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [
+        ([QUESTION, GOOD], [OTHER, BAD]),
+        ([turn("system", "be"), QUESTION, GOOD], [turn("system", "do"), QUESTION, BAD]),
+        ([turn("system", "be"), QUESTION, GOOD], [QUESTION, BAD]),
+        ([QUESTION, GOOD, QUESTION, GOOD], [QUESTION, GOOD, OTHER, BAD]),
+    ],
+)
+def test_pairs_with_different_prompts(chosen: Any, rejected: Any, tmp_path: Path) -> None:
+    reason = "chosen and rejected have different prompts"
+    for row in (
+        {"chosen": chosen, "rejected": rejected},
+        {"messages": chosen, "rejected_messages": rejected},
+        {"chosen": json.dumps(chosen), "rejected": json.dumps(rejected)},
+    ):
+        with pytest.raises(MalformedRow, match=reason):
+            PairConverter("data")(row)
+    good = {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}
+    data = save(tmp_path / "a.jsonl", [good, {"chosen": chosen, "rejected": rejected}])
+    for name in ("dpo", "reward"):
+        task = load_task(Config(model=MODEL, dataset=data, task=name))
+        prepared = task.prepare()
+        assert prepared.counts.dropped == {reason: 1}
+        assert f"first: line 2 of {data}" in "\n".join(text for _, text in prepared.notices)
+
+
+def test_answers_of_several_turns_may_differ() -> None:
+    follow = [QUESTION, GOOD, OTHER, GOOD]
+    sample = PairConverter("data")({"chosen": follow, "rejected": [QUESTION, BAD, QUESTION, BAD]})
+    assert turns(sample) == ["q", "good", "other", "good"]
