@@ -17,7 +17,7 @@ from paceline.core.log import Notice
 from paceline.data.cache import key_of
 from paceline.data.image_shards import names_shards, open_image_shards
 from paceline.data.sources.opening import number_to_take, take_count
-from paceline.data.sources.readers import SPLITS
+from paceline.data.sources.splits import SPLITS
 from paceline.data.sources.tar import read_tar_file
 from paceline.distributed.seeds import derive_seed
 

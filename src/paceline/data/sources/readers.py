@@ -27,6 +27,7 @@ from paceline.data.sources.opening import (
     text_lines,
 )
 from paceline.data.sources.rows import Row, parse_json
+from paceline.data.sources.splits import split_kind
 from paceline.data.sources.tar import TAR_SUFFIX, tar_rows
 
 NumberedRows = Iterator[tuple[int, Any]]
@@ -38,13 +39,6 @@ KINDS = (
     " shards of samples (.tar), plain text (.txt, .md); JSON, CSV and text also compressed (.gz,"
     " .bz2, .xz, .zst)"
 )
-#: The names that splits have in files and file names.
-SPLITS = {
-    "train": {"train", "training"},
-    "validation": {"validation", "valid", "val", "dev", "eval"},
-    "test": {"test", "testing"},
-}
-
 #: The key of a plain-text file's content. A document is cut into samples; a row of text is one
 #: sample.
 DOCUMENT = "\0document"
@@ -140,8 +134,28 @@ def unknown_kind(path: Path) -> ConfigError:
     else:
         shown = f"the suffix `{suffix}`" if suffix else "a file name without a suffix"
         what = f"`{path}` is not a supported data file ({shown})"
-        fix = "rename the file to match its content"
+        fix = conversion_fix(path) or "rename the file to match its content"
     return ConfigError(what, allowed=KINDS, fix=fix)
+
+
+#: How to convert files of other programs.
+_CONVERSIONS = {
+    (".xlsx", ".xlsm", ".xls", ".ods", ".numbers"): (
+        "save the sheet as CSV in UTF-8 (in Excel: `CSV UTF-8` in the list of file types)"
+    ),
+    (".docx", ".doc", ".odt", ".rtf", ".pdf", ".html", ".htm", ".epub"): "save its text as .txt",
+    (".pkl", ".pickle", ".npy", ".npz", ".pt", ".h5", ".hdf5", ".feather", ".orc", ".avro"): (
+        "write the rows as JSON lines or Parquet, e.g. with pandas"
+    ),
+    (".db", ".sqlite", ".sqlite3", ".mdb"): "export the table as CSV",
+    (".yaml", ".yml", ".xml", ".toml"): "write the rows as JSON lines",
+}
+
+
+def conversion_fix(path: Path) -> str | None:
+    """Return how to convert a file of another program, or None for other files."""
+    suffix = path.suffix.lower()
+    return next((fix for suffixes, fix in _CONVERSIONS.items() if suffix in suffixes), None)
 
 
 def _head(path: Path) -> bytes:
@@ -268,7 +282,7 @@ def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[
     splits = {
         key: rows
         for key, rows in value.items()
-        if _split_name(key) is not None and isinstance(rows, list | dict)
+        if _split_kind(key) is not None and isinstance(rows, list | dict)
     }
     if split in lists or (splits and len(splits) == len(value)):
         return _rows_of_split(value, lists if split in lists else splits, path, split, notices)
@@ -297,10 +311,9 @@ def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[
     )
 
 
-def _split_name(key: str) -> str | None:
-    """Return the usual name of a split (``val`` → ``validation``), or None for other keys."""
-    base = key.lower().partition("_")[0]
-    return next((name for name, aliases in SPLITS.items() if base in aliases), None)
+def _split_kind(key: str) -> str | None:
+    """Return the kind of split that the start of a key shows (``val_2`` → ``validation``)."""
+    return split_kind(key.partition("_")[0])
 
 
 def _rows_of_split(
@@ -308,7 +321,7 @@ def _rows_of_split(
 ) -> list[Any]:
     """Return the rows of one split of an object of splits, and report the splits not used."""
     wanted = [key for key in splits if key == split] or [
-        key for key in splits if _split_name(key) == _split_name(split) is not None
+        key for key in splits if _split_kind(key) == _split_kind(split) is not None
     ]
     if not wanted and len(splits) > 1:
         raise ConfigError(
