@@ -1,7 +1,6 @@
 """Split texts into shards, which are byte ranges of files that end between words or lines."""
 
 import gzip
-import json
 import re
 import zlib
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import IO, Any, Literal
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import human_bytes
+from paceline.data.sources.rows import parse_json
 
 _FIRST_READ_BYTES = 4096
 _BOM = b"\xef\xbb\xbf"
@@ -236,7 +236,7 @@ def _rows(
 def _field_of(line: str, path: Path, offset: int, name: str) -> str:
     place = f"the row at offset {offset:,} of `{path}`"
     try:
-        row: Any = json.loads(line)
+        row: Any = parse_json(line, checks_text=False)
     except ValueError as error:
         raise ConfigError(
             f"{place} is not valid JSON: {getattr(error, 'msg', error)}",

@@ -9,7 +9,7 @@ from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
 from paceline.data.sources.card import CardConfig, choose_config, read_card, unknown_name
-from paceline.data.sources.readers import KINDS, is_table, is_text, conversion_fix
+from paceline.data.sources.readers import KINDS, conversion_fix, is_table, is_text
 from paceline.data.sources.splits import choose_files, shorten, split_kind
 
 _NOT_DATA = {

@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -191,10 +192,12 @@ def text_lines(handle: IO[bytes], path: Path) -> Iterator[str]:
     """
     head = handle.peek(HEAD_BYTES)[:HEAD_BYTES] if hasattr(handle, "peek") else b""
     encoding = encoding_of(head, path)
+    has_returns = ends_with_returns(head, path)
     if not encoding.startswith("utf-8"):
-        yield from _wide_lines(handle, path, encoding)
+        yield from _wide_lines(handle, path, encoding, "\r" if has_returns else "\n")
         return
-    for number, raw in enumerate(handle, 1):
+    lines = handle.read().splitlines(keepends=True) if has_returns else handle
+    for number, raw in enumerate(lines, 1):
         line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
         try:
             yield line.decode("utf-8")
@@ -202,10 +205,24 @@ def text_lines(handle: IO[bytes], path: Path) -> Iterator[str]:
             raise not_text(path, f"line {number}", error) from error
 
 
-def _wide_lines(handle: IO[bytes], path: Path, encoding: str) -> Iterator[str]:
+def ends_with_returns(head: bytes, path: Path) -> bool:
+    """Return whether the lines of a file end with carriage returns alone (CR), as those that some
+    versions of Excel write on macOS.
+
+    Args:
+        head: its first bytes.
+    """
+    if b"\r" not in head or b"\n" in head:
+        return False
+    with open_data(path) as handle:
+        return not any(b"\n" in chunk for chunk in iter(partial(handle.read, 1 << 20), b""))
+
+
+def _wide_lines(handle: IO[bytes], path: Path, encoding: str, line_end: str) -> Iterator[str]:
     number = 0
     try:
-        for number, line in enumerate(io.TextIOWrapper(handle, encoding, newline="\n"), 1):  # noqa: B007
+        text = io.TextIOWrapper(handle, encoding, newline=line_end)
+        for number, line in enumerate(text, 1):  # noqa: B007
             yield line
     except UnicodeError as error:
         raise _not_wide(path, f"the text after line {number}", encoding, error) from error

@@ -37,6 +37,7 @@ from paceline.data.sources.readers import (
     line_blocks,
     parse_lines,
     read_file,
+    row_unit,
     unknown_kind,
 )
 from paceline.data.sources.splits import check_split, shorten, split_kind, split_of_file
@@ -154,7 +155,7 @@ class ResolvedSource:
     def _file_rows(
         self, path: Path, position: Position | None = None
     ) -> Iterator[tuple[Place, Any]]:
-        unit = "line" if data_suffix(path) in (".jsonl", ".ndjson", ".csv", ".tsv") else "row"
+        unit = row_unit(path)
         for number, row in read_file(path, self.spec.split, self.notices, position):
             yield f"{unit} {number} of {path}", row
 

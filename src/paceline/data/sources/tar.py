@@ -21,8 +21,9 @@ import numpy as np
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once, fingerprint, key_of
+from paceline.data.sources.json_rows import repeated_key
 from paceline.data.sources.opening import compression_of, data_suffix
-from paceline.data.sources.rows import Row, parse_json
+from paceline.data.sources.rows import RepeatedKey, Row, parse_json
 
 TAR_SUFFIX = ".tar"
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "jp2")
@@ -131,18 +132,30 @@ def sample_class(sample: TarSample) -> str | None:
 
 def _row(sample: TarSample) -> Row:
     row: Row = {}
+    origins: dict[str, str] = {}
+
+    def add(column: str, value: Any, file: TarFile) -> None:
+        if row.setdefault(column, value) != value:
+            raise ConfigError(
+                f"the sample `{sample.key}` in `{file.shard}` has two values of the column"
+                f" `{column}`: in `{origins[column]}` and in `{file.name}`",
+                fix="remove or rename one of them, and write the shard again",
+            )
+        origins.setdefault(column, file.name)
+
     for suffix, file in sample.files.items():
         kind = _kind(suffix)
         if kind == "json":
             value = _json(file)
-            row.update(value if isinstance(value, dict) else {suffix: value})
+            for column, cell in (value if isinstance(value, dict) else {suffix: value}).items():
+                add(column, cell, file)
         elif kind in _TEXT_SUFFIXES:
-            row["text"] = _text(file)
+            add("text", _text(file), file)
         elif kind == CLASS_SUFFIX:
             text = _text(file).strip()
-            row["label"] = int(text) if text.isdecimal() else text
+            add("label", int(text) if text.isdecimal() else text, file)
         elif kind not in IMAGE_SUFFIXES:
-            row[suffix] = file.path
+            add(suffix, file.path, file)
     if images := sample.images():
         row.pop("image", None)  # its name
         row["images"] = [image.path for image in images]
@@ -156,6 +169,8 @@ def _kind(suffix: str) -> str:
 def _json(file: TarFile) -> Any:
     try:
         return parse_json(file.read().decode("utf-8"))
+    except RepeatedKey as error:
+        raise repeated_key(f"`{file.name}` in `{file.shard}`", error) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"`{file.name}` in `{file.shard}` is not valid JSON: {first_line(error)}",

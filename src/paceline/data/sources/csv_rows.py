@@ -1,0 +1,110 @@
+"""Read CSV files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+from paceline.core.errors import ConfigError
+from paceline.data.sources.opening import Position, not_text, open_data, text_lines
+from paceline.data.sources.rows import BrokenRow, Row
+
+#: Longest field in characters; the default of the module `csv` is 128 KiB.
+_MAX_FIELD = 1 << 30
+#: The line with which Excel states the delimiter.
+_STATED_DELIMITER = re.compile(r"sep=(.)\s*", re.IGNORECASE)
+TOO_MANY_FIELDS = "more fields than the header has columns (is a delimiter not in quotes?)"
+
+
+def csv_delimiter(header: str, suffix: str) -> str:
+    """Return the delimiter of a CSV file, from its first line."""
+    if stated := stated_delimiter(header):
+        return stated
+    return "\t" if suffix == ".tsv" else max((",", ";", "\t", "|"), key=header.count)
+
+
+def stated_delimiter(line: str) -> str | None:
+    """Return the delimiter if a line only states it (``sep=;``), as the first line of a file that
+    Excel wrote."""
+    match = _STATED_DELIMITER.fullmatch(line)
+    return match[1] if match else None
+
+
+def csv_rows(path: Path, suffix: str, position: Position) -> Iterator[tuple[int, Row | BrokenRow]]:
+    """Yield the rows of a CSV file, each with its line number.
+
+    Raises:
+        ConfigError: the file is not text or not CSV, or a name occurs twice in its header.
+    """
+    csv.field_size_limit(_MAX_FIELD)
+    with open_data(path, position) as handle:
+        lines = text_lines(handle, path)
+        num_skipped = 0
+        header = next(lines, "")
+        delimiter = csv_delimiter(header, suffix)
+        while header and (not header.strip() or (not num_skipped and stated_delimiter(header))):
+            num_skipped, header = num_skipped + 1, next(lines, "")
+        reader = csv.reader(chain([header], lines), delimiter=delimiter)
+        try:
+            names = next(reader, [])
+            check_header(names, path)
+            for fields in reader:
+                if fields:
+                    yield reader.line_num + num_skipped, make_row(names, fields)
+        except csv.Error as error:
+            raise invalid_csv(reader.line_num + num_skipped, path, error) from error
+
+
+def read_fields(line: bytes, number: int, path: Path, delimiter: str) -> list[str]:
+    """Return the fields of one row.
+
+    Raises:
+        ConfigError: it is not text or not CSV.
+    """
+    csv.field_size_limit(_MAX_FIELD)
+    try:
+        text = io.StringIO(line.decode("utf-8"), newline="")
+        return next(csv.reader(text, delimiter=delimiter), [])
+    except UnicodeDecodeError as error:
+        raise not_text(path, f"line {number}", error) from error
+    except csv.Error as error:
+        raise invalid_csv(number, path, error) from error
+
+
+def check_header(names: Sequence[str], path: Path) -> None:
+    """Check that each column has a name of its own; columns without a name cannot be used.
+
+    Raises:
+        ConfigError: a name occurs twice.
+    """
+    repeated = [name for name in names if name.strip() and names.count(name) > 1]
+    if repeated:
+        raise repeated_column(path, repeated[0])
+
+
+def repeated_column(path: Path, name: str) -> ConfigError:
+    """Return the error for a table that has two columns with the same name."""
+    return ConfigError(
+        f"`{path}` has two columns with the name `{name}`",
+        fix="rename or remove one of them",
+    )
+
+
+def make_row(names: Sequence[str], fields: list[str]) -> Row | BrokenRow:
+    """Return the columns of a row, None for fields that it lacks. Empty fields after the last
+    column are ignored."""
+    if len(fields) > len(names) and any(field.strip() for field in fields[len(names) :]):
+        return BrokenRow(TOO_MANY_FIELDS)
+    missing = [None] * (len(names) - len(fields))
+    return dict(zip(names, [*fields[: len(names)], *missing], strict=True))
+
+
+def invalid_csv(line: int, path: Path, error: csv.Error) -> ConfigError:
+    """Return the error for a line that is not CSV."""
+    return ConfigError(
+        f"line {line} of `{path}` is not valid CSV: {error}", fix="correct this line"
+    )
