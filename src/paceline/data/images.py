@@ -16,6 +16,7 @@ from paceline.core.errors import ConfigError, RunError, did_you_mean, first_line
 from paceline.core.log import Notice
 from paceline.data.cache import key_of
 from paceline.data.image_shards import names_shards, open_image_shards
+from paceline.data.pixels import decode_rgb
 from paceline.data.sources.opening import number_to_take, take_count
 from paceline.data.sources.splits import SPLITS
 from paceline.data.sources.tar import read_tar_file
@@ -317,7 +318,7 @@ class ImageDataset:
 
 def read_image(file: Path, form: ImageForm) -> torch.Tensor:
     """Read an image as float32 [channels, height, width] in [0, 1], resized to the form's size
-    (bilinear).
+    (bilinear). Pixels are converted as :func:`decode_rgb` does.
 
     Args:
         file: its path, or :attr:`~paceline.data.sources.tar.TarFile.path`.
@@ -326,14 +327,14 @@ def read_image(file: Path, form: ImageForm) -> torch.Tensor:
         RunError: the file cannot be decoded.
     """
     import torch
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     content = read_tar_file(str(file))
     try:
         with Image.open(file if content is None else io.BytesIO(content)) as opened:
-            image: Any = ImageOps.exif_transpose(opened).convert(
-                "RGB" if form.channels == 3 else "L"
-            )
+            image: Any = decode_rgb(opened)
+            if form.channels == 1:
+                image = image.convert("L")
     except (OSError, ValueError, SyntaxError) as error:
         raise RunError(
             f"the image {file} has a valid header but cannot be decoded: {first_line(error)}",

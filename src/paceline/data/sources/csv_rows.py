@@ -97,6 +97,8 @@ def repeated_column(path: Path, name: str) -> ConfigError:
 def make_row(names: Sequence[str], fields: list[str]) -> Row | BrokenRow:
     """Return the columns of a row, None for fields that it lacks. Empty fields after the last
     column are ignored."""
+    if len(fields) == len(names):
+        return dict(zip(names, fields, strict=True))
     if len(fields) > len(names) and any(field.strip() for field in fields[len(names) :]):
         return BrokenRow(TOO_MANY_FIELDS)
     missing = [None] * (len(names) - len(fields))

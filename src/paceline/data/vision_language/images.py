@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.errors import ConfigError, RunError, first_line
+from paceline.data.pixels import decode_rgb
 from paceline.data.sources.rows import MalformedRow
 from paceline.data.sources.tar import read_tar_file
 from paceline.data.text.token_dataset import TokenSample
@@ -111,11 +112,11 @@ class ImageProcessor:
         }
 
     def _read(self, source: ImageSource) -> Any:
-        from PIL import Image, ImageOps
+        from PIL import Image
 
         try:
             with Image.open(_opened(source)) as opened:
-                image = ImageOps.exif_transpose(opened).convert("RGB")
+                image = decode_rgb(opened)
         except (OSError, ValueError, SyntaxError) as error:
             name = source if isinstance(source, str) else "in the data"
             raise RunError(
