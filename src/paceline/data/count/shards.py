@@ -11,6 +11,7 @@ from typing import IO, Any, Literal
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import human_bytes
+from paceline.data.sources.opening import encoding_fix
 from paceline.data.sources.rows import parse_json
 
 _FIRST_READ_BYTES = 4096
@@ -212,10 +213,7 @@ def _decode(raw: bytes, path: Path, offset: int, reading: ReadOptions, stats: Sc
                 f"`{path}` is not UTF-8 text: byte {raw[error.start]:#04x} at offset"
                 f" {offset + error.start:,}"
                 + (" of the decompressed text" if is_compressed(path) else ""),
-                fix=(
-                    f"convert the file, e.g. `iconv -f latin1 -t utf-8 {path.name}`, or set"
-                    " `--decode-errors replace`"
-                ),
+                fix=f"{encoding_fix(raw, path)}; or set `--decode-errors replace`",
             ) from error
         text = raw.decode("utf-8", "replace")
         stats.replaced += text.count(_REPLACEMENT) - raw.count(_REPLACEMENT.encode())

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.core.errors import ConfigError, first_line
+from paceline.data.sources.encodings import guess_encodings, is_mostly_utf8
 
 #: Suffixes of compressed files; the suffix before shows the type of the data (``rows.jsonl.gz``).
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd")
@@ -29,6 +30,10 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 HEAD_BYTES = 4096
+#: Number of bytes from which an encoding is guessed, and of alternatives that are shown.
+_GUESSED_BYTES, _SHOWN_GUESSES = 1 << 16, 2
+#: Number of characters that are not ASCII from which a guess at the head of a file is an error.
+_MIN_RATED = 4
 #: N of ``path#N``, or the share of ``path#P%``.
 Take = int | float
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -250,12 +255,54 @@ def read_text(path: Path) -> str:
 
 
 def not_text(path: Path, where: str, error: UnicodeDecodeError) -> ConfigError:
-    """Return the error for bytes that are not UTF-8."""
+    """Return the error for bytes that are not UTF-8, with the encoding that they may have."""
+    raw = bytes(error.object)
+    if len(raw) < _GUESSED_BYTES:
+        with open_data(path) as handle:
+            head = handle.read(_GUESSED_BYTES)
+        raw = head[: head.rfind(b"\n") + 1] + raw  # more text than a single line
     return ConfigError(
         f"{where} of `{path}` is not UTF-8 text (byte {error.object[error.start]:#04x} at position"
         f" {error.start})",
-        fix=f"convert the file, e.g. `iconv -f latin1 -t utf-8 {path.name}`",
+        fix=encoding_fix(raw, path),
     )
+
+
+def check_head(head: bytes, path: Path) -> None:
+    """Check that the first bytes of a file are not text in another encoding.
+
+    Raises:
+        ConfigError: they are not UTF-8, but they are likely to be text in another encoding.
+    """
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError as error:
+        guesses = guess_encodings(head)
+        is_known = any(each.is_likely and each.num_rated >= _MIN_RATED for each in guesses)
+        if is_known and not is_mostly_utf8(head):
+            line = head[: error.start].count(b"\n") + 1
+            raise not_text(path, f"line {line}", error) from error
+
+
+def encoding_fix(raw: bytes, path: Path) -> str:
+    """Return how to convert a text that is not UTF-8: from the encoding that it may have, with a
+    sample by which to judge the guess."""
+    if is_mostly_utf8(raw):
+        return "the rest is UTF-8, so these bytes are damaged: correct or delete them"
+    read = f"`iconv -f {{}} -t utf-8 {path.name} > utf8-{path.name}`"
+    if path.suffix.lower() in COMPRESSED_SUFFIXES:
+        read = f"decompress the file, and `iconv -f {{}} -t utf-8 {path.stem} > utf8-{path.stem}`"
+    guesses = guess_encodings(raw)
+    likely = [guess for guess in guesses if guess.is_likely]
+    if not likely:
+        return f"convert the file with the encoding in which it was written: {read.format('NAME')}"
+    first = likely[0]
+    others = {guess.sample: guess.name for guess in reversed(likely[1:])}
+    others.pop(first.sample, None)
+    shown = [f"`{sample}` ({name})" for sample, name in [*others.items()][::-1][:_SHOWN_GUESSES]]
+    text = f"if `{first.sample}` is right, its encoding is {first.name} (a guess):"
+    text += f" {read.format(first.name)}"
+    return text + (f"; other readings: {', '.join(shown)}" if shown else "")
 
 
 def _not_wide(path: Path, where: str, encoding: str, error: UnicodeError) -> ConfigError:

@@ -22,7 +22,7 @@ from paceline.core.errors import ConfigError, first_line
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once, fingerprint, key_of
 from paceline.data.sources.json_rows import repeated_key
-from paceline.data.sources.opening import compression_of, data_suffix
+from paceline.data.sources.opening import compression_of, data_suffix, encoding_fix
 from paceline.data.sources.rows import RepeatedKey, Row, parse_json
 
 TAR_SUFFIX = ".tar"
@@ -168,7 +168,7 @@ def _kind(suffix: str) -> str:
 
 def _json(file: TarFile) -> Any:
     try:
-        return parse_json(file.read().decode("utf-8"))
+        return parse_json(_text(file))
     except RepeatedKey as error:
         raise repeated_key(f"`{file.name}` in `{file.shard}`", error) from error
     except (ValueError, RecursionError) as error:
@@ -184,7 +184,7 @@ def _text(file: TarFile) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"`{file.name}` in `{file.shard}` is not UTF-8 text",
-            fix="correct the file and write the shard again",
+            fix=f"{encoding_fix(error.object, Path(file.name))}; then write the shard again",
         ) from error
 
 

@@ -23,6 +23,7 @@ from paceline.data.sources.csv_rows import (
 from paceline.data.sources.json_rows import is_head_of_lines
 from paceline.data.sources.opening import (
     HEAD_BYTES,
+    check_head,
     compression_of,
     data_suffix,
     encoding_of,
@@ -309,6 +310,7 @@ def open_table(path: Path) -> RowTable | None:
         head = handle.read(HEAD_BYTES)
     if not encoding_of(head, path).startswith("utf-8"):
         return None
+    check_head(head, path)
     if suffix in TEXT_SUFFIXES:
         return DocumentTable(path)
     line_end = RETURN if ends_with_returns(head, path) else LINE_FEED
