@@ -194,9 +194,9 @@ def _encoded_rows(sample: Encoded, tokenizer: LoadedTokenizer, config: Config) -
     length = sample.chosen_length
     if length is None:
         return [_encoded_row(sample, tokenizer, config)]
-    names, bounds = ("chosen", "rejected"), [0, length, len(sample.input_ids)]
+    names, bounds = ["chosen", "rejected"], [0, length, len(sample.input_ids)]
     if length in (0, len(sample.input_ids)):
-        names, bounds = ("desirable" if length else "undesirable",), [0, len(sample.input_ids)]
+        names, bounds = ["desirable" if length else "undesirable"], [0, len(sample.input_ids)]
     rows = []
     for name, (start, end) in zip(names, pairwise(bounds), strict=True):
         answer = Encoded(sample.input_ids[start:end], sample.labels_mask[start:end])
