@@ -43,11 +43,10 @@ def csv_rows(path: Path, suffix: str, position: Position) -> Iterator[tuple[int,
     csv.field_size_limit(_MAX_FIELD)
     with open_data(path, position) as handle:
         lines = text_lines(handle, path)
-        num_skipped = 0
-        header = next(lines, "")
+        num_skipped, header = _skip_blank(lines, 0)
         delimiter = csv_delimiter(header, suffix)
-        while header and (not header.strip() or (not num_skipped and stated_delimiter(header))):
-            num_skipped, header = num_skipped + 1, next(lines, "")
+        if stated_delimiter(header):
+            num_skipped, header = _skip_blank(lines, num_skipped + 1)
         reader = csv.reader(chain([header], lines), delimiter=delimiter)
         try:
             names = next(reader, [])
@@ -57,6 +56,15 @@ def csv_rows(path: Path, suffix: str, position: Position) -> Iterator[tuple[int,
                     yield reader.line_num + num_skipped, make_row(names, fields)
         except csv.Error as error:
             raise invalid_csv(reader.line_num + num_skipped, path, error) from error
+
+
+def _skip_blank(lines: Iterator[str], num_skipped: int) -> tuple[int, str]:
+    """Return the number of lines before the next one that is not blank, and this line; an empty
+    text after the last line."""
+    for number, line in enumerate(lines, num_skipped):
+        if line.strip():
+            return number, line
+    return num_skipped, ""
 
 
 def read_fields(line: bytes, number: int, path: Path, delimiter: str) -> list[str]:

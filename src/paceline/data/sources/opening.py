@@ -3,6 +3,7 @@ text."""
 
 import bz2
 import codecs
+import glob
 import gzip
 import io
 import lzma
@@ -36,6 +37,7 @@ _GUESSED_BYTES, _SHOWN_GUESSES = 1 << 16, 2
 _MIN_RATED = 4
 #: N of ``path#N``, or the share of ``path#P%``.
 Take = int | float
+_DRIVE = re.compile(r"([A-Za-z]):[\\/]+")
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _TAKE = re.compile(r"(.+)#(?:(\d[\d_,]*)|(\d+(?:\.\d+)?)%)")
 
@@ -49,7 +51,7 @@ def data_suffix(path: Path) -> str:
 
 def take_count(spec: str, noun: str = "rows") -> tuple[str, Take | None]:
     """Split ``path#N`` into the path and N, and ``path#P%`` into the path and a share. A path that
-    exists under its full name has neither.
+    exists under its full name has neither. Backslashes of a path of Windows are slashes.
 
     Raises:
         ConfigError: N is 0, or P is not above 0 and at most 100.
@@ -57,14 +59,43 @@ def take_count(spec: str, noun: str = "rows") -> tuple[str, Take | None]:
     name = spec.strip()
     cut = _TAKE.fullmatch(name)
     if Path(name).expanduser().exists() or cut is None:
-        return name, None
+        return with_slashes(name), None
     path, number, percentage = cut.groups()
     take: Take = int(re.sub("[_,]", "", number)) if number else float(percentage) / 100
     if not take:
         raise ConfigError(f"`{spec}` selects 0 {noun}", allowed="`path#N` with N of at least 1")
     if percentage and take > 1:
         raise ConfigError(f"`{spec}` selects more than all {noun}", allowed="at most `path#100%`")
-    return path, take
+    return with_slashes(path), take
+
+
+def with_slashes(name: str) -> str:
+    r"""Return a path of Windows (``data\a.jsonl``) as a path of this system, if that one exists; a
+    drive ``C:`` is the folder ``/mnt/c``, as in WSL. Return other names unchanged."""
+    is_windows = "\\" in name or _DRIVE.match(name) is not None
+    if not is_windows or Path(name).expanduser().exists():
+        return name
+    path = name.replace("\\", "/")
+    if drive := _DRIVE.match(path):
+        path = f"/mnt/{drive[1].lower()}/{path[drive.end() :]}"
+    if is_pattern(path):
+        parts = expand_braces(os.path.expanduser(path))
+        return path if any(glob.glob(part, recursive=True) for part in parts) else name
+    return path if Path(path).expanduser().exists() else name
+
+
+def windows_fix(name: str) -> str | None:
+    """Return how to correct a path that does not exist, if it is one of Windows or if a backslash
+    in it was read as an escape; else None."""
+    if any(character < " " for character in name):
+        return "a backslash in double quotes is an escape: write the path with slashes"
+    if drive := _DRIVE.match(name):
+        rest = name[drive.end() :].replace("\\", "/")
+        return (
+            "this is a path of Windows, and this system has no drives: copy the data, or in WSL"
+            f" use `/mnt/{drive[1].lower()}/{rest}`"
+        )
+    return None
 
 
 def number_to_take(take: Take, total: int) -> int:
@@ -163,12 +194,35 @@ def compression_of(path: Path) -> str | None:
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
 
 
+#: The first bytes of files that are not text, what they are, and what to do.
+_NOT_TEXT = {
+    b"PK\x03\x04": (
+        "a spreadsheet of Excel or another zip archive",
+        "save the sheet as CSV in UTF-8, or unpack the archive",
+    ),
+    b"\xd0\xcf\x11\xe0": (
+        "a document of an older Excel or Word",
+        "save the sheet as CSV in UTF-8, or the text as .txt",
+    ),
+    b"PAR1": ("Parquet", "rename the file to `{stem}.parquet`"),
+    b"ARROW1": ("Arrow", "rename the file to `{stem}.arrow`"),
+    b"SQLite format 3": ("an SQLite database", "export the table as CSV"),
+    b"%PDF-": ("a PDF document", "save its text as .txt"),
+}
+
+
 def encoding_of(head: bytes, path: Path) -> str:
     """Return the encoding of a text from its byte order mark, or UTF-8 without one.
 
     Raises:
         ConfigError: the bytes are UTF-16 without a byte order mark, or not text.
     """
+    for magic, (kind, fix) in _NOT_TEXT.items():
+        if head.startswith(magic) and b"\0" in head:
+            raise ConfigError(
+                f"the content of `{path}` is {kind}, and not text as its name says",
+                fix=fix.format(stem=path.stem),
+            )
     for mark, name in _MARKS:
         if head.startswith(mark):
             return name

@@ -14,6 +14,7 @@ from typing import Any
 from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError, did_you_mean
+from paceline.core.formatting import printable
 from paceline.core.log import Notice
 from paceline.data.cache import fingerprint
 from paceline.data.sources import hub
@@ -28,6 +29,7 @@ from paceline.data.sources.opening import (
     is_pattern,
     number_to_take,
     take_count,
+    windows_fix,
 )
 from paceline.data.sources.readers import (
     KINDS,
@@ -48,6 +50,7 @@ _ALLOWED = (
     " as path#N or path#P%"
 )
 
+_MAX_NAME_CHARS = 500
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 Place = str
@@ -355,6 +358,7 @@ def _looks_like_file(name: str) -> bool:
 
 
 def _not_found(name: str, path: Path) -> ConfigError:
+    path = Path(str(path).replace("\\", "/"))
     folder = path.parent
     fix = "check the path"
     if folder.is_dir():
@@ -369,5 +373,7 @@ def _not_found(name: str, path: Path) -> ConfigError:
         siblings = [entry.name for entry in missing.parent.iterdir() if entry.is_dir()]
         question = did_you_mean(missing.name, siblings, form=f"`{missing.parent / '{}'}`")
         fix = f"the folder `{missing}` does not exist" + (f"; {question}" if question else "")
-    what = f"`{name}` is not a file, a folder or a known dataset (working directory {Path.cwd()})"
+    fix = windows_fix(name) or fix
+    shown = printable(name, _MAX_NAME_CHARS)
+    what = f"`{shown}` is not a file, a folder or a known dataset (working directory {Path.cwd()})"
     return ConfigError(what, allowed=_ALLOWED, fix=fix)

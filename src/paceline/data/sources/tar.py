@@ -78,6 +78,11 @@ def is_tar(name: str) -> bool:
     return data_suffix(Path(name)) == TAR_SUFFIX
 
 
+def is_tar_file(path: str) -> bool:
+    """Return whether a path is that of a file in a shard; see :attr:`TarFile.path`."""
+    return _FILE_PATH.fullmatch(path) is not None
+
+
 def read_tar_file(path: str) -> bytes | None:
     """Return the content of a file in a shard, or None if ``path`` names another file."""
     match = _FILE_PATH.fullmatch(path)
