@@ -209,8 +209,8 @@ def test_windows_paths_of_images(tmp_path: Path) -> None:
     place = f"line 1 of {tmp_path / 'rows.jsonl'}"
     expected = (str(tmp_path / "pictures" / "a.png"),)
     for image in (r"pictures\a.png", "pictures/a.png", r".\pictures\a.png"):
-        found = with_paths(Sample(images=(image,)), place, None).images
-        assert [Path(path) for path in found if isinstance(path, str)] == [Path(expected[0])]
+        images = with_paths(Sample(images=(image,)), place, None).images
+        assert [Path(path) for path in images if isinstance(path, str)] == [Path(expected[0])]
     assert with_paths(Sample(images=("a.png",)), place, f"{tmp_path}\\pictures").images == expected
     with pytest.raises(MalformedRow, match="a drive of Windows"):
         with_paths(Sample(images=(r"C:\pictures\a.png",)), place, None)

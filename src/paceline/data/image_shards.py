@@ -103,14 +103,14 @@ def _find_shards(name: str) -> tuple[list[Path], list[Notice]]:
     spec = DatasetSource(path=name)
     for pattern in expand_braces(name):
         if is_url(pattern):
-            urls, found = find_remote(pattern, spec, _is_shard)
+            urls, split_notices = find_remote(pattern, spec, _is_shard)
             matches = [fetch(url) for url in urls]
         else:
-            matches, found = _local_shards(Path(pattern).expanduser(), spec)
+            matches, split_notices = _local_shards(Path(pattern).expanduser(), spec)
         if not matches:
             raise ConfigError(f"`{pattern}` does not exist", fix="check the path of the tar shards")
         shards += matches
-        notices += found
+        notices += split_notices
     return [shard.absolute() for shard in shards], notices
 
 

@@ -158,16 +158,16 @@ def _rate_latin(frequent: set[str]) -> Callable[[str, int], float]:
                 return _FREQUENT
             is_inside = before.isalpha() and after.isalpha() and character not in "’·"
             return _NEVER if is_inside or character not in _TYPOGRAPHIC else _PLAUSIBLE
-        word = _word_at(text, place)
-        has_ascii = any(map(str.isascii, word))
-        if (character.isupper() and before.islower()) or (len(word) > 1 and not has_ascii):
+        letters = _letters_at(text, place)
+        has_ascii = any(map(str.isascii, letters))
+        if (character.isupper() and before.islower()) or (len(letters) > 1 and not has_ascii):
             return _NEVER
         return _FREQUENT if character.lower() in frequent else _RARE
 
     return rate
 
 
-def _word_at(text: str, place: int) -> str:
+def _letters_at(text: str, place: int) -> str:
     """Return the letters around a place."""
     start = end = place
     while start and text[start - 1].isalpha():

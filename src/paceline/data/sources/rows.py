@@ -113,8 +113,8 @@ def _find_repeat(value: Any, path: tuple[str | int, ...] = ()) -> RepeatedKey | 
         items = value.items()
     elif isinstance(value, list):
         items = enumerate(value)
-    found = (_find_repeat(item, (*path, step)) for step, item in items)
-    return next((repeat for repeat in found if repeat is not None), None)
+    repeats = (_find_repeat(item, (*path, step)) for step, item in items)
+    return next((repeat for repeat in repeats if repeat is not None), None)
 
 
 #: The hook costs about 0.3 µs for each object. Without it, the last value of a key would win.

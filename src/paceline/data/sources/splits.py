@@ -26,8 +26,8 @@ _NUMBERED_ON_HUB = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}")
 
 def split_kind(name: str) -> str | None:
     """Return the usual name of a split: ``train``, ``validation`` or ``test``; None for others."""
-    words = _words(name)
-    return next((kind for kind, names in SPLITS.items() if names & words), None)
+    parts = _parts(name)
+    return next((kind for kind, names in SPLITS.items() if names & parts), None)
 
 
 def split_of_file(name: str) -> str | None:
@@ -89,7 +89,7 @@ def _files_of_split(kinds: dict[str, str | None], wanted: str) -> list[str]:
         return [name for name in kinds if kinds[name] in ("train", None)]
     chosen = [name for name in kinds if kinds[name] == kind]
     if not chosen and kind == "test":
-        chosen = [name for name in kinds if _words(name) & _ALSO_TEST]
+        chosen = [name for name in kinds if _parts(name) & _ALSO_TEST]
     return chosen
 
 
@@ -110,12 +110,12 @@ def _exact_names(name: str) -> set[str]:
 
 
 def _unknown_split(label: str, wanted: str, names: Sequence[str]) -> ConfigError:
-    found = {split_of_file(name) or "train" for name in names}
-    found |= {numbered[1] for name in names if (numbered := _NUMBERED.match(_base(name)))}
+    known = {split_of_file(name) or "train" for name in names}
+    known |= {numbered[1] for name in names if (numbered := _NUMBERED.match(_base(name)))}
     return ConfigError(
         f"`{label}` has no split `{wanted}` (files: {shorten(names)})",
-        allowed=", ".join(sorted(found)),
-        fix=f"select one: `dataset: {{path: {label}, split: {min(found)}}}`, or list the files",
+        allowed=", ".join(sorted(known)),
+        fix=f"select one: `dataset: {{path: {label}, split: {min(known)}}}`, or list the files",
     )
 
 
@@ -151,5 +151,5 @@ def _base(name: str) -> str:
     return PurePosixPath(name).name
 
 
-def _words(name: str) -> set[str]:
+def _parts(name: str) -> set[str]:
     return set(re.split(r"[^a-z]+", name.lower()))

@@ -20,9 +20,9 @@ from paceline.core.row_figures import SourceFigures
 from paceline.data.cache import build_once, fingerprint, key_of
 from paceline.data.counts import DataCounts
 from paceline.data.order.build import SourceSize, first_shares, source_sizes
+from paceline.data.sources.names import names_of, with_names
 from paceline.data.sources.resolve import open_source
 from paceline.data.text.new_tokens import ResolveModel, config_tokenizer
-from paceline.data.text.source_names import names_of, with_names
 from paceline.data.text.templates import template_choice
 from paceline.data.text.token_dataset import LABEL_COUNTS, LENGTHS
 from paceline.data.text.tokenizer import tokenizer_fingerprint
