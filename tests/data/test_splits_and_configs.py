@@ -17,6 +17,8 @@ from paceline.data.image_shards import open_image_shards
 from paceline.data.sources.kinds import classifies_images
 from paceline.data.sources.resolve import open_source
 from paceline.data.streaming.sources import find_sources
+from paceline.data.text.prepare import prepare_tokens
+from paceline.models.builtin import resolve_model
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
@@ -204,6 +206,28 @@ def test_name_without_card_is_a_subfolder(tmp_path: Path) -> None:
     write(tmp_path / "flat" / "data.jsonl")
     assert "no configuration `main`" in error(tmp_path / "flat", name="main")
     assert prompts(tmp_path / "flat", name="default") == ["data"]
+
+
+def test_validation_reads_a_held_out_split(tmp_path: Path) -> None:
+    def names(folder: Path, **settings: Any) -> list[str]:
+        source = open_source(DatasetSource(path=str(folder), **settings), validation=True)
+        return [path.name for path in source.files]
+
+    for name in ("train", "test"):
+        write(tmp_path / "a" / f"{name}.jsonl")
+    assert names(tmp_path / "a") == ["test.jsonl"]
+    assert names(tmp_path / "a", split="train") == ["train.jsonl"]
+    write(tmp_path / "a" / "dev.jsonl")
+    assert names(tmp_path / "a") == ["dev.jsonl"]
+    write(tmp_path / "b" / "data.jsonl")
+    assert names(tmp_path / "b") == ["data.jsonl"]
+    folder = make_card(tmp_path / "c")
+    assert names(folder, name="main") == ["held-out.jsonl", "test.jsonl"]
+    config = Config(
+        model="builtin:qwen2-micro", dataset=str(tmp_path / "a"), val_dataset=str(tmp_path / "a")
+    )
+    prepared = prepare_tokens(config, "sft", resolve_model)
+    assert prepared.eval_folder != prepared.train_folder
 
 
 def test_streams_of_a_folder_leave_out_held_out_files(tmp_path: Path) -> None:

@@ -10,7 +10,13 @@ from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
 from paceline.data.sources.card import CardConfig, choose_config, read_card, unknown_name
 from paceline.data.sources.readers import KINDS, conversion_fix, is_table, is_text
-from paceline.data.sources.splits import choose_files, shorten, split_kind
+from paceline.data.sources.splits import (
+    choose_files,
+    shorten,
+    split_kind,
+    split_of_file,
+    validation_split,
+)
 
 _NOT_DATA = {
     "dataset_info.json",
@@ -22,12 +28,17 @@ _NOT_DATA = {
 }
 
 
-def find_files(folder: Path, spec: DatasetSource) -> tuple[list[Path], list[Notice]]:
+def find_files(
+    folder: Path, spec: DatasetSource, validation: bool = False
+) -> tuple[list[Path], list[Notice]]:
     """Return the data files of a folder, sorted, and messages about the others: tables if there are
     any, else plain text.
 
     The dataset card of the folder declares the files of its configurations and splits, as on the
     hub. Without a declaration, `name` is a subfolder, and the names of the files show the splits.
+
+    Args:
+        validation: whether the data are for validation: a held-out split is then the default.
 
     Raises:
         ConfigError: there are no data files, or no such configuration or split.
@@ -41,6 +52,8 @@ def find_files(folder: Path, spec: DatasetSource) -> tuple[list[Path], list[Noti
     elif spec.name not in (None, "default"):
         root = _subfolder(folder, str(spec.name))
     if config is not None and config.patterns:
+        if validation:
+            spec = _for_validation(spec, map(split_kind, config.patterns))
         files, split_notices = _files_of_card(folder, config, spec)
         return files, [*notices, *split_notices]
     files = _list_files(root)
@@ -52,12 +65,22 @@ def find_files(folder: Path, spec: DatasetSource) -> tuple[list[Path], list[Noti
             f"no data files in the folder `{root}` (it has {names})", allowed=KINDS, fix=fix
         )
     by_name = {path.relative_to(root).as_posix(): path for path in data}
+    if validation:
+        spec = _for_validation(spec, map(split_of_file, by_name))
     chosen, split_notices = choose_files(list(by_name), spec, str(folder))
     skipped = [path.name for path in files if path not in data]
     if skipped:
         text = f"{folder}: {len(chosen)} data files; skipped {shorten(skipped)}"
         split_notices.append(Notice("info", text))
     return [by_name[name] for name in chosen], [*notices, *split_notices]
+
+
+def _for_validation(spec: DatasetSource, kinds: Iterable[str | None]) -> DatasetSource:
+    """Return the source with a held-out split, if the dataset has one and the config names none."""
+    split = validation_split(kinds)
+    if split is None or "split" in spec.model_fields_set:
+        return spec
+    return spec.model_copy(update={"split": split})
 
 
 def tables_or_texts(files: Iterable[Path]) -> list[Path]:

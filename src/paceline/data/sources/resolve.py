@@ -185,8 +185,12 @@ def rows_of_block(block: LineBlock) -> Iterator[tuple[Place, Any]]:
         yield f"line {number} of {path}", row
 
 
-def open_source(spec: DatasetSource) -> ResolvedSource:
+def open_source(spec: DatasetSource, *, validation: bool = False) -> ResolvedSource:
     """Find the data that ``spec`` names. Reads no rows.
+
+    Args:
+        validation: whether the data are for validation: from a folder with a held-out split, this
+            split is read unless the config names another.
 
     Raises:
         ConfigError: the name is unknown, a folder has no data files, or a hub dataset cannot be
@@ -205,7 +209,7 @@ def open_source(spec: DatasetSource) -> ResolvedSource:
     if path.exists() or is_pattern(name):
         check_split(spec)
     if path.is_dir():
-        files, notices = find_files(path, spec)
+        files, notices = find_files(path, spec, validation)
     elif path.exists():
         if not (is_table(path) or is_text(path)):
             raise unknown_kind(path)

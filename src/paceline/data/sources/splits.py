@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 
 from paceline.config.schema.data import DatasetSource
@@ -74,9 +74,17 @@ def choose_files(
         return chosen, [Notice("info", text)]
     text = (
         f"{label}: {counted(len(others), 'file')} held out by name and not trained on:"
-        f" {shorten(others)}. To train on them, list the files in `dataset`"
+        f" {shorten(others)}. To train on them, list the files in `dataset`; to evaluate on them,"
+        " in `val_dataset`"
     )
     return chosen, [Notice("warning", text)]
+
+
+def validation_split(kinds: Iterable[str | None]) -> str | None:
+    """Return the held-out split among the kinds of splits that a dataset has, which is for
+    validation if the config names none: ``validation``, or else ``test``."""
+    known = set(kinds)
+    return next((kind for kind in ("validation", "test") if kind in known), None)
 
 
 def _files_of_split(kinds: dict[str, str | None], wanted: str) -> list[str]:

@@ -178,7 +178,10 @@ def without_rows(streams: Sequence[TableRows], excluded: np.ndarray) -> list[Tab
 def _open_shards(
     sources: Sequence[StreamSource], config: Config, shuffle: StreamShuffle
 ) -> ShardRows:
-    reason = "the number of rows is unknown until compressed and remote files have been read"
+    reason = (
+        "the number of rows is unknown until files that are compressed, remote, or JSON without a"
+        " row in each line have been read"
+    )
     if config.train_args.max_steps is None:
         raise NotStreamable(
             f"`max_steps` is required: {reason}, so `num_train_epochs` cannot be converted to"

@@ -231,7 +231,10 @@ class TokenEntry:
     def __init__(self, config: Config, task: TextTask, tokenizer: Path, validation: bool) -> None:
         self.config, self.task = config, task
         self.tokenizer, self.validation = tokenizer, validation
-        self.sources = [open_source(spec) for spec in config.sources(validation=validation)]
+        self.sources = [
+            open_source(spec, validation=validation)
+            for spec in config.sources(validation=validation)
+        ]
         self.template = template_choice(config)
         args = config.train_args
         has_shuffle = any(source.take is not None for source in self.sources)
