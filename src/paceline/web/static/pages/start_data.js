@@ -302,44 +302,43 @@ function drawSamples({ task, rows, notices }) {
   const label = (row) =>
     h("mark", { class: "label" }, t("data.sample.label", { label: row.label }));
   const hasImages = rows.some((row) => row.image);
-  const body =
-    hasImages
-      ? h(
-          "ul",
-          { class: "pictures" },
-          rows.map((row) =>
+  const body = hasImages
+    ? h(
+        "ul",
+        { class: "pictures" },
+        rows.map((row) =>
+          h(
+            "li",
+            {},
+            h("img", { src: row.image, alt: t("data.sample.image", { label: row.label }) }),
+            label(row),
+            h("span", { class: "muted small" }, `${row.place} · ${row.shape.join(" × ")}`),
+          ),
+        ),
+      )
+    : h(
+        "ol",
+        { class: "rows" },
+        rows.map((row) =>
+          h(
+            "li",
+            {},
             h(
-              "li",
-              {},
-              h("img", { src: row.image, alt: t("data.sample.image", { label: row.label }) }),
+              "div",
+              { class: "row-head small" },
+              h("span", { class: "muted" }, row.place),
               label(row),
-              h("span", { class: "muted small" }, `${row.place} · ${row.shape.join(" × ")}`),
             ),
-          ),
-        )
-      : h(
-          "ol",
-          { class: "rows" },
-          rows.map((row) =>
             h(
-              "li",
-              {},
-              h(
-                "div",
-                { class: "row-head small" },
-                h("span", { class: "muted" }, row.place),
-                label(row),
-              ),
-              h(
-                "dl",
-                { class: "facts" },
-                (row.fields ?? []).map((field) =>
-                  h("div", {}, h("dt", { class: "mono" }, field.name), h("dd", {}, field.value)),
-                ),
+              "dl",
+              { class: "facts" },
+              (row.fields ?? []).map((field) =>
+                h("div", {}, h("dt", { class: "mono" }, field.name), h("dd", {}, field.value)),
               ),
             ),
           ),
-        );
+        ),
+      );
   return [
     h(
       "p",
