@@ -12,6 +12,7 @@ from prepared_tokens import expect_error, prepare
 from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
+from paceline.data.sources.csv_rows import NOT_CSV
 from paceline.data.sources.opening import take_count, with_slashes
 from paceline.data.sources.readers import LineBlock
 from paceline.data.sources.resolve import check_local_sources, open_source, rows_of_block
@@ -114,6 +115,47 @@ def test_csv_with_stated_delimiter_and_blank_lines(tmp_path: Path) -> None:
     path.write_text("\n\nprompt|completion\na;b|c\n")
     assert rows_of(path) == expected
     assert streamed(path) == expected
+
+
+def test_csv_quote_that_is_not_closed(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('prompt,completion\na,b\n"c,d\ne,f\ng,h\n')
+    assert f"line 3 of `{path}` has a quote that is not closed" in error_of(path)
+    assert [getattr(row, "reason", None) for row in streamed(path)] == [None, NOT_CSV]
+    # A field of several lines at the end of the file is closed.
+    path.write_text('prompt,completion\na,b\n"c\nd","e\nf"\n')
+    assert rows_of(path)[1] == {"prompt": "c\nd", "completion": "e\nf"}
+    assert places_of(path) == [f"line 2 of {path}", f"line 3 of {path}"]
+    assert streamed(path) == rows_of(path)
+
+
+def test_quote_in_a_field_without_quotes_loses_no_rows_silently(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('prompt,completion\n5" disk,a\nb,c\n7" disk,d\ne,f\n')
+    assert [row["prompt"] for row in rows_of(path)] == ['5" disk', "b", '7" disk', "e"]
+    # The index of a stream takes the lines between the quotes for one row.
+    assert [getattr(row, "reason", None) for row in streamed(path)] == [NOT_CSV, None]
+
+
+def test_names_of_columns_have_no_spaces_around_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt, completion \na,b\n")
+    assert rows_of(path) == streamed(path) == [{"prompt": "a", "completion": "b"}]
+
+
+def test_objects_on_one_line_and_hints_for_invalid_json(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.json"):
+        (tmp_path / name).write_text("".join(json.dumps(row) for row in ROWS))
+        assert rows_of(tmp_path / name) == ROWS
+        (tmp_path / name).write_text(
+            "".join(json.dumps(row) + " " * (row != ROWS[2]) for row in ROWS)
+        )
+        assert rows_of(tmp_path / name) == ROWS
+    path = tmp_path / "a.jsonl"
+    path.write_text(LINES.replace("}\n", "},\n"))
+    assert "remove the comma at the end of each line" in error_of(path)
+    path.write_text("{'prompt': 'a'}\n")
+    assert "json.dumps" in error_of(path)
 
 
 @pytest.mark.parametrize("indent", [1, 4, "\t"])

@@ -6,7 +6,7 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
@@ -17,6 +17,7 @@ from paceline.data.sources.rows import BrokenRow, Row
 _MAX_FIELD = 1 << 30
 #: The line with which Excel states the delimiter.
 _STATED_DELIMITER = re.compile(r"sep=(.)\s*", re.IGNORECASE)
+NOT_CSV = "not UTF-8 text, or not CSV (is a quote not closed?)"
 TOO_MANY_FIELDS = "more fields than the header has columns (is a delimiter not in quotes?)"
 
 
@@ -35,7 +36,7 @@ def stated_delimiter(line: str) -> str | None:
 
 
 def csv_rows(path: Path, suffix: str, position: Position) -> Iterator[tuple[int, Row | BrokenRow]]:
-    """Yield the rows of a CSV file, each with its line number.
+    """Yield the rows of a CSV file, each with the number of its first line.
 
     Raises:
         ConfigError: the file is not text or not CSV, or a name occurs twice in its header.
@@ -49,13 +50,42 @@ def csv_rows(path: Path, suffix: str, position: Position) -> Iterator[tuple[int,
             num_skipped, header = _skip_blank(lines, num_skipped + 1)
         reader = csv.reader(chain([header], lines), delimiter=delimiter)
         try:
-            names = next(reader, [])
-            check_header(names, path)
+            names = header_names(next(reader, []), path)
+            start = end = reader.line_num
             for fields in reader:
+                start, end = end, reader.line_num
                 if fields:
-                    yield reader.line_num + num_skipped, make_row(names, fields)
+                    yield start + num_skipped + 1, make_row(names, fields)
         except csv.Error as error:
             raise invalid_csv(reader.line_num + num_skipped, path, error) from error
+    if end - start > 1:
+        _check_closed(path, start + num_skipped, delimiter)
+
+
+def _check_closed(path: Path, num_before: int, delimiter: str) -> None:
+    """Check that the last row, which has several lines, does not begin with a quote that is never
+    closed: the module `csv` then returns the rest of the file as one field.
+
+    Args:
+        num_before: number of lines before the row.
+
+    Raises:
+        ConfigError: a quote is not closed.
+    """
+    with open_data(path) as handle:
+        text = "".join(islice(text_lines(handle, path), num_before, None))
+    try:
+        list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True))
+    except csv.Error as error:
+        if "end of data" in str(error):
+            raise _not_closed(f"line {num_before + 1} of `{path}`") from error
+
+
+def _not_closed(place: str) -> ConfigError:
+    return ConfigError(
+        f"{place} has a quote that is not closed, so that the lines after it are part of its field",
+        fix='close the quote, or double a quote that belongs to the text (`""`)',
+    )
 
 
 def _skip_blank(lines: Iterator[str], num_skipped: int) -> tuple[int, str]:
@@ -71,27 +101,34 @@ def read_fields(line: bytes, number: int, path: Path, delimiter: str) -> list[st
     """Return the fields of one row.
 
     Raises:
-        ConfigError: it is not text or not CSV.
+        ConfigError: it is not text or not CSV, or a quote is not closed.
     """
     csv.field_size_limit(_MAX_FIELD)
     try:
         text = io.StringIO(line.decode("utf-8"), newline="")
-        return next(csv.reader(text, delimiter=delimiter), [])
+        records = [record for record in csv.reader(text, delimiter=delimiter) if record]
+        is_open = line.count(b'"') % 2 == 1 and b"\n" in line.strip()
+        if len(records) > 1 or is_open:
+            raise _not_closed(f"line {number} of `{path}`")
+        return records[0] if records else []
     except UnicodeDecodeError as error:
         raise not_text(path, f"line {number}", error) from error
     except csv.Error as error:
         raise invalid_csv(number, path, error) from error
 
 
-def check_header(names: Sequence[str], path: Path) -> None:
-    """Check that each column has a name of its own; columns without a name cannot be used.
+def header_names(fields: Sequence[str], path: Path) -> list[str]:
+    """Return the names of the columns, without spaces around them. Columns without a name cannot be
+    used.
 
     Raises:
         ConfigError: a name occurs twice.
     """
-    repeated = [name for name in names if name.strip() and names.count(name) > 1]
+    names = [field.strip() for field in fields]
+    repeated = [name for name in names if name and names.count(name) > 1]
     if repeated:
         raise repeated_column(path, repeated[0])
+    return names
 
 
 def repeated_column(path: Path, name: str) -> ConfigError:

@@ -44,13 +44,26 @@ def is_head_of_lines(head: bytes, path: Path) -> bool:
     lines = re.split(r"\r\n|\n|\r", text.removeprefix("\ufeff").lstrip())
     if lines[0].startswith("["):
         return False
-    if not lines[0].startswith("{") or len(lines) == 1:
+    if not lines[0].startswith("{"):
         return True
+    if len(lines) == 1:
+        return len(head) == HEAD_BYTES or not _has_extra(lines[0])
     if lines[0].strip() == "{":
+        return False
+    if _has_extra(lines[0]):
         return False
     # An object that goes on in the next line, which is no object of its own.
     rest = next((line.strip() for line in lines[1:] if line.strip()), "{")
     return rest.startswith("{") or not _is_unfinished(lines[0])
+
+
+def _has_extra(line: str) -> bool:
+    """Return whether another object follows on the same line."""
+    try:
+        json.loads(line)
+    except json.JSONDecodeError as error:
+        return error.msg == "Extra data" and line[error.pos] == "{"
+    return False
 
 
 def _is_unfinished(line: str) -> bool:
@@ -144,15 +157,18 @@ def json_rows(
 
 
 def _rows_of_text(text: str, path: Path, split: str, notices: list[Notice]) -> list[Any] | None:
-    """Return the rows of a JSON text, or None if each line is a row."""
+    """Return the rows of a JSON text, or None if each line should be a row, and one is invalid."""
     try:
         value = parse_json(text)
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
             raise
-        if text.lstrip().startswith("{") and has_rows_in_lines(path):
-            return None
-        return list(parse_json_values(text))
+        try:
+            return list(parse_json_values(text))
+        except ValueError:
+            if text.lstrip().startswith("{") and has_rows_in_lines(path):
+                return None  # the error of a line is clearer
+            raise
     return _rows_of(value, path, split, notices)
 
 
@@ -166,7 +182,11 @@ def _invalid_json(
     near = prefix + text[before : column + 30] + suffix
     reason = getattr(error, "msg", str(error)).removesuffix(" starting at").removesuffix(" at")
     fix = f"correct or delete line {number}"
-    if not text.rstrip().endswith(("}", "]")):
+    if reason == "Extra data" and text[column:].strip() == ",":
+        fix = "remove the comma at the end of each line"
+    elif text.lstrip("[ ").startswith(("{'", "('")):
+        fix = "write the rows with `json.dumps`: JSON has double quotes, unlike Python's literals"
+    elif not text.rstrip().endswith(("}", "]")):
         fix += "; the file may have been truncated while it was copied"
     return ConfigError(
         f"line {number} of `{path}` is not valid JSON: {reason} at column {column + 1}, near"

@@ -14,8 +14,9 @@ import numpy as np
 
 from paceline.core.errors import ConfigError, RunError, first_line
 from paceline.data.sources.csv_rows import (
-    check_header,
+    NOT_CSV,
     csv_delimiter,
+    header_names,
     make_row,
     read_fields,
     stated_delimiter,
@@ -108,7 +109,7 @@ class LineTable:
         try:
             fields = read_fields(line, line_number, self.path, self.csv.delimiter)
         except ConfigError:
-            return place, BrokenRow("not UTF-8 text, or not CSV")
+            return place, BrokenRow(NOT_CSV)
         return place, make_row(self.csv.names, fields)
 
     def _read(self, start: int, end: int) -> bytes:
@@ -340,8 +341,7 @@ def _csv_layout(path: Path, suffix: str, index: LineIndex) -> CsvLayout:
     names = []
     if len(lines) > number:
         names = read_fields(lines[number], index.line_number(number), path, delimiter)
-    check_header(names, path)
-    return CsvLayout(names, delimiter, number + 1)
+    return CsvLayout(header_names(names, path), delimiter, number + 1)
 
 
 class DocumentTable:
