@@ -143,6 +143,16 @@ def test_names_of_columns_have_no_spaces_around_them(tmp_path: Path) -> None:
     assert rows_of(path) == streamed(path) == [{"prompt": "a", "completion": "b"}]
 
 
+@pytest.mark.parametrize("orient", ["columns", "index", "split", "records", "table"])
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+def test_tables_of_pandas(tmp_path: Path, orient: Any, num_rows: int) -> None:
+    pandas = pytest.importorskip("pandas")
+    path = tmp_path / "a.json"
+    pandas.DataFrame(ROWS[:num_rows]).to_json(path, orient=orient)
+    rows = [{key: row[key] for key in ("prompt", "completion")} for row in rows_of(path)]
+    assert rows == ROWS[:num_rows]
+
+
 def test_objects_on_one_line_and_hints_for_invalid_json(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.json"):
         (tmp_path / name).write_text("".join(json.dumps(row) for row in ROWS))

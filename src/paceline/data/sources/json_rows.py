@@ -197,7 +197,7 @@ def _invalid_json(
 
 def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[Any]:
     """Return the rows of a JSON value: a list, an object that has one, an object of splits or of
-    columns, or a single row."""
+    columns, an object of pandas, or a single row."""
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
@@ -213,6 +213,8 @@ def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[
         for key, rows in value.items()
         if _split_kind(key) is not None and isinstance(rows, list | dict)
     }
+    if (rows := _rows_of_pandas(value)) is not None:
+        return rows
     if split in lists or (splits and len(splits) == len(value)):
         return _rows_of_split(value, lists if split in lists else splits, path, split, notices)
     if not lists:
@@ -238,6 +240,26 @@ def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[
         allowed="a list of objects, or an object that has one such list",
         fix="select a list: `dataset: {path: ..., split: NAME}`",
     )
+
+
+def _rows_of_pandas(value: dict[str, Any]) -> list[Any] | None:
+    """Return the rows of an object that ``DataFrame.to_json`` wrote, or None for others: columns
+    with a value for each number of a row (its default), rows by their number (``orient="index"``),
+    or ``orient="split"``."""
+    if set(value) == {"columns", "index", "data"} and isinstance(value["data"], list):
+        names = value["columns"]
+        if isinstance(names, list) and all(isinstance(row, list) for row in value["data"]):
+            return [dict(zip(names, row, strict=False)) for row in value["data"]]
+    if not value or not all(isinstance(item, dict) and item for item in value.values()):
+        return None
+    if all(key.isdecimal() for key in value):
+        return list(value.values())
+    numbers = list(next(iter(value.values())))
+    if all(key.isdecimal() for key in numbers) and all(
+        list(column) == numbers for column in value.values()
+    ):
+        return [{name: column[key] for name, column in value.items()} for key in numbers]
+    return None
 
 
 def _split_kind(key: str) -> str | None:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     import torch
 
 _BLANK_SIZE = (32, 32)
+NO_IMAGE_FILE = (
+    "the image file does not exist (a relative path begins at the folder of the data file, or at"
+    " `vision.images_folder`)"
+)
 #: EXIF tag of the orientation, and its values that exchange width and height.
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
 
@@ -141,7 +145,7 @@ def _size_of(source: ImageSource) -> tuple[int, int]:
             width, height = image.size
             is_turned = image.getexif().get(_ORIENTATION) in _TURNED
     except FileNotFoundError:
-        raise MalformedRow("the image file does not exist") from None
+        raise MalformedRow(NO_IMAGE_FILE) from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         raise MalformedRow("the image cannot be read") from None
     return (height, width) if is_turned else (width, height)
