@@ -133,6 +133,16 @@ def test_split_and_name_of_a_file_are_reported(tmp_path: Path) -> None:
     assert "`split: test` has no effect" in notices(file, split="test")
     assert "`name: main` has no effect" in notices(file, name="main")
     assert notices(write(tmp_path / "test.jsonl"), split="test") == ""
+    assert "`name: main` has no effect" in notices("builtin:python-docs", name="main")
+    source = open_source(DatasetSource(path=str(write(tmp_path / "rows.json")), split="test"))
+    assert len(list(source.rows(0))) == 2
+    assert "the file has no splits" in source.notices[0][1]
+    config = Config(
+        model="builtin:qwen2-micro",
+        dataset={"path": f"file://{file}", "name": "main"},
+        streaming=True,
+    )
+    assert "`name: main` has no effect" in find_sources(config)[0].resolved.notices[0][1]
 
 
 CARD = """---
@@ -255,6 +265,8 @@ def test_image_shards_of_a_test_split_are_left_out(tmp_path: Path) -> None:
     shards = open_image_shards(str(tmp_path))
     assert {name.partition("/")[0] for name in shards.names} == {"train-0.tar"}
     assert "test-0.tar" in shards.notices[0][1]
+    shards = open_image_shards(str(tmp_path), validation=True)
+    assert {name.partition("/")[0] for name in shards.names} == {"test-0.tar"}
 
 
 def test_classify_reads_texts_of_the_hub_layout(tmp_path: Path) -> None:

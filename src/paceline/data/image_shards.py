@@ -16,7 +16,7 @@ from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.data.sources.opening import expand_braces
 from paceline.data.sources.resolve import is_url
-from paceline.data.sources.splits import choose_files
+from paceline.data.sources.splits import choose_files, for_validation, split_of_file
 from paceline.data.sources.tar import TarFile, TarSample, is_tar, sample_class, tar_samples
 from paceline.data.streaming.remote import fetch, find_remote
 
@@ -57,13 +57,17 @@ def names_shards(name: str) -> bool:
     return any(map(_is_shard, entries)) and not any(entry.is_dir() for entry in entries)
 
 
-def open_image_shards(name: str) -> ImageShards:
+def open_image_shards(name: str, validation: bool = False) -> ImageShards:
     """Find the images of tar shards and their classes. Shards at a URL are downloaded.
+
+    Args:
+        validation: whether the images are for validation: of a folder with shards of a held-out
+            split, these are used.
 
     Raises:
         ConfigError: there are no shards, one is damaged, or no image has a class.
     """
-    shards, notices = _find_shards(name)
+    shards, notices = _find_shards(name, validation)
     source = os.path.commonpath([shard.parent for shard in shards])
     names: list[str] = []
     sizes: list[int] = []
@@ -95,7 +99,7 @@ def open_image_shards(name: str) -> ImageShards:
     return ImageShards(source, names, sizes, labels, classes, dropped, notices)
 
 
-def _find_shards(name: str) -> tuple[list[Path], list[Notice]]:
+def _find_shards(name: str, validation: bool) -> tuple[list[Path], list[Notice]]:
     """Return the local paths of the shards, in the order of their names, and messages about shards
     of other splits."""
     shards: list[Path] = []
@@ -106,7 +110,7 @@ def _find_shards(name: str) -> tuple[list[Path], list[Notice]]:
             urls, split_notices = find_remote(pattern, spec, _is_shard)
             matches = [fetch(url) for url in urls]
         else:
-            matches, split_notices = _local_shards(Path(pattern).expanduser(), spec)
+            matches, split_notices = _local_shards(Path(pattern).expanduser(), spec, validation)
         if not matches:
             raise ConfigError(f"`{pattern}` does not exist", fix="check the path of the tar shards")
         shards += matches
@@ -114,11 +118,15 @@ def _find_shards(name: str) -> tuple[list[Path], list[Notice]]:
     return [shard.absolute() for shard in shards], notices
 
 
-def _local_shards(path: Path, spec: DatasetSource) -> tuple[list[Path], list[Notice]]:
+def _local_shards(
+    path: Path, spec: DatasetSource, validation: bool
+) -> tuple[list[Path], list[Notice]]:
     if not path.is_dir():
         matches = [path] if path.is_file() else list(map(Path, glob.glob(str(path))))
         return sorted(matches), []
     names = sorted(entry.name for entry in path.iterdir() if _is_shard(entry))
+    if validation:
+        spec = for_validation(spec, map(split_of_file, names))
     chosen, notices = choose_files(names, spec, spec.path)
     return [path / name for name in chosen], notices
 

@@ -94,12 +94,13 @@ class ImageIndex:
         return key_of([source, self.names, self.sizes, rows, self.labels.tolist(), self.classes])
 
 
-def open_images(path: str, seed: int) -> ImageIndex:
+def open_images(path: str, seed: int, *, validation: bool = False) -> ImageIndex:
     """Find the images of a dataset. Reads names and the header of each file, but no pixels.
 
     Args:
         path: ``builtin:digits``, a folder or tar shards; with ``#N`` or ``#P%``, the first
             images of a shuffle that depends only on ``seed``.
+        validation: as in :func:`open_image_shards`.
 
     Raises:
         ConfigError: the folder or a shard does not exist, or has no classes or readable images.
@@ -116,7 +117,7 @@ def open_images(path: str, seed: int) -> ImageIndex:
         classes = [str(digit) for digit in range(10)]
         index = ImageIndex(DIGITS, None, np.arange(len(digits)), digits, classes)
     elif names_shards(name):
-        index = _shard_index(name)
+        index = _shard_index(name, validation)
     else:
         index = _folder_index(Path(name).expanduser())
     if take is None:
@@ -213,8 +214,8 @@ def _folder_index(folder: Path) -> ImageIndex:
     return index
 
 
-def _shard_index(name: str) -> ImageIndex:
-    shards = open_image_shards(name)
+def _shard_index(name: str, validation: bool) -> ImageIndex:
+    shards = open_image_shards(name, validation)
     return ImageIndex(
         shards.source,
         shards.names,

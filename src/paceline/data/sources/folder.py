@@ -12,10 +12,10 @@ from paceline.data.sources.card import CardConfig, choose_config, read_card, unk
 from paceline.data.sources.readers import KINDS, conversion_fix, is_table, is_text
 from paceline.data.sources.splits import (
     choose_files,
+    for_validation,
     shorten,
     split_kind,
     split_of_file,
-    validation_split,
 )
 
 _NOT_DATA = {
@@ -53,7 +53,7 @@ def find_files(
         root = _subfolder(folder, str(spec.name))
     if config is not None and config.patterns:
         if validation:
-            spec = _for_validation(spec, map(split_kind, config.patterns))
+            spec = for_validation(spec, map(split_kind, config.patterns))
         files, split_notices = _files_of_card(folder, config, spec)
         return files, [*notices, *split_notices]
     files = _list_files(root)
@@ -66,21 +66,13 @@ def find_files(
         )
     by_name = {path.relative_to(root).as_posix(): path for path in data}
     if validation:
-        spec = _for_validation(spec, map(split_of_file, by_name))
+        spec = for_validation(spec, map(split_of_file, by_name))
     chosen, split_notices = choose_files(list(by_name), spec, str(folder))
     skipped = [path.name for path in files if path not in data]
     if skipped:
         text = f"{folder}: {len(chosen)} data files; skipped {shorten(skipped)}"
         split_notices.append(Notice("info", text))
     return [by_name[name] for name in chosen], [*notices, *split_notices]
-
-
-def _for_validation(spec: DatasetSource, kinds: Iterable[str | None]) -> DatasetSource:
-    """Return the source with a held-out split, if the dataset has one and the config names none."""
-    split = validation_split(kinds)
-    if split is None or "split" in spec.model_fields_set:
-        return spec
-    return spec.model_copy(update={"split": split})
 
 
 def tables_or_texts(files: Iterable[Path]) -> list[Path]:

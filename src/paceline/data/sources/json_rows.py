@@ -19,7 +19,7 @@ from paceline.data.sources.opening import (
     text_lines,
 )
 from paceline.data.sources.rows import RepeatedKey, Row, parse_json, parse_json_values
-from paceline.data.sources.splits import split_kind
+from paceline.data.sources.splits import split_kind, split_of_file
 
 
 def has_rows_in_lines(path: Path) -> bool:
@@ -199,6 +199,9 @@ def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[
     """Return the rows of a JSON value: a list, an object that has one, an object of splits or of
     columns, an object of pandas, or a single row."""
     if isinstance(value, list):
+        if split_kind(split) not in ("train", split_of_file(path.name)):
+            text = f"{path}: `split: {split}` has no effect, because the file has no splits"
+            notices.append(Notice("warning", text))
         return value
     if not isinstance(value, dict):
         raise ConfigError(

@@ -203,7 +203,7 @@ def open_source(spec: DatasetSource, *, validation: bool = False) -> ResolvedSou
     notices: list[Notice] = []
     if name.startswith("builtin:"):
         files = [builtin_dataset(name.removeprefix("builtin:"))]
-        return ResolvedSource(spec, files=files, take=take)
+        return ResolvedSource(spec, files=files, take=take, notices=unused_settings(spec, files))
     if name.startswith(hub.MODELSCOPE_PREFIX):
         path = Path(hub.download_from_modelscope(name, "dataset"))
     if path.exists() or is_pattern(name):
@@ -213,10 +213,10 @@ def open_source(spec: DatasetSource, *, validation: bool = False) -> ResolvedSou
     elif path.exists():
         if not (is_table(path) or is_text(path)):
             raise unknown_kind(path)
-        files, notices = [path], _unused_settings(spec, [path])
+        files, notices = [path], unused_settings(spec, [path])
     elif is_pattern(name):
         files, notices = _matching_files(name)
-        notices += _unused_settings(spec, files)
+        notices += unused_settings(spec, files)
     else:
         return _hub_source(spec, name, path, take)
     for file in files:
@@ -225,7 +225,7 @@ def open_source(spec: DatasetSource, *, validation: bool = False) -> ResolvedSou
     return ResolvedSource(spec, files=files, take=take, notices=notices)
 
 
-def _unused_settings(spec: DatasetSource, files: list[Path]) -> list[Notice]:
+def unused_settings(spec: DatasetSource, files: list[Path]) -> list[Notice]:
     """Return messages about `name` and `split` where the config names the files itself."""
     notices = []
     if spec.name not in (None, "default"):

@@ -80,11 +80,18 @@ def choose_files(
     return chosen, [Notice("warning", text)]
 
 
-def validation_split(kinds: Iterable[str | None]) -> str | None:
-    """Return the held-out split among the kinds of splits that a dataset has, which is for
-    validation if the config names none: ``validation``, or else ``test``."""
+def for_validation(spec: DatasetSource, kinds: Iterable[str | None]) -> DatasetSource:
+    """Return the source with a held-out split, ``validation`` or else ``test``, if the dataset has
+    one and the config names none.
+
+    Args:
+        kinds: the kinds of splits that the dataset has.
+    """
     known = set(kinds)
-    return next((kind for kind in ("validation", "test") if kind in known), None)
+    split = next((kind for kind in ("validation", "test") if kind in known), None)
+    if split is None or "split" in spec.model_fields_set:
+        return spec
+    return spec.model_copy(update={"split": split})
 
 
 def _files_of_split(kinds: dict[str, str | None], wanted: str) -> list[str]:

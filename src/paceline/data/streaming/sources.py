@@ -22,7 +22,7 @@ from paceline.data.sources.opening import (
     take_count,
 )
 from paceline.data.sources.readers import TEXT_SUFFIXES
-from paceline.data.sources.resolve import ResolvedSource, is_url, open_source
+from paceline.data.sources.resolve import ResolvedSource, is_url, open_source, unused_settings
 from paceline.data.sources.splits import check_split
 from paceline.data.streaming.line_index import HASHED_BYTES
 from paceline.data.streaming.order import StreamShuffle
@@ -73,7 +73,7 @@ def _find(number: int, spec: DatasetSource) -> StreamSource:
     name, take = take_count(spec.path)
     if is_url(name):
         check_split(spec)
-        remote, locations = ResolvedSource(spec), []
+        remote, locations = ResolvedSource(spec, notices=unused_settings(spec, [])), []
         for part in expand_braces(name):
             files, notices = find_remote(part, spec)
             locations += files
