@@ -173,6 +173,27 @@ def test_stats_of_a_dataset(tmp_path: Path) -> None:
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
+@pytest.mark.parametrize(
+    ("settings", "samples"),
+    [
+        (["dataset=builtin:digits#50", "model=builtin:small-cnn", "task=classify"], 50),
+        (["dataset=builtin:python-kinds#60", "model=builtin:qwen2-micro", "task=classify"], 60),
+    ],
+    ids=["images", "texts"],
+)
+def test_stats_of_other_tasks(tmp_path: Path, settings: list[str], samples: int) -> None:
+    page = tmp_path / "stats.html"
+    result = json.loads(
+        run("stats", *settings, "--json", "--output", str(page), verb="data").stdout
+    )
+    assert result["samples"] == samples
+    assert sum(each["samples"] for each in result["classes"]) == samples
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    if "builtin:digits" in settings[0]:
+        completed = run("stats", *settings, "--languages", verb="data", expect=2)
+        assert "`--languages` is not supported" in completed.stderr
+
+
 def test_control_characters_are_escaped() -> None:
     assert printable("a\x1b[31m\x00\ud800é") == "a\\x1b[31m\\x00\\ud800é"
     assert printable("x" * 100) == "x" * 60 + "…"

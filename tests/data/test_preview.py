@@ -16,7 +16,7 @@ from paceline.data.text.prepare import prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.models.builtin import resolve_model
 from paceline.tasks import load_task
-from paceline.tasks.preview import MAX_TOKENS, preview
+from paceline.tasks.preview import MAX_TOKENS, as_text, preview
 
 
 def config_of(dataset: object, **settings: object):
@@ -97,6 +97,61 @@ def test_rejects_custom_task_and_row_count_out_of_range():
         preview(config_of("rows.csv", task="./examples/my_task.py:Task"))
     with pytest.raises(ConfigError, match="out of range"):
         preview(config_of("builtin:python-docs"), rows=0)
+
+
+PAIRS = [
+    {"prompt": "Why?", "chosen": "Because it is so.", "rejected": "No."},
+    {"prompt": "Who?", "chosen": "Me.", "rejected": "You. " * 40},
+]
+
+
+@pytest.mark.parametrize("task", ["dpo", "orpo", "simpo", "reward"])
+def test_pairs_show_both_answers(tmp_path, task):
+    path = write_rows(tmp_path, *PAIRS)
+    settings = config_of(path, task=task, **{"train_args.max_length": 64})
+    result = preview(settings)
+    rows = result["rows"]
+    assert [row["answer"] for row in rows] == ["chosen", "rejected"] * 2
+    assert [row["place"] for row in rows] == [f"line {line} of {path}" for line in (1, 1, 2, 2)]
+    for row, pair in zip(rows, [PAIRS[0], PAIRS[0], PAIRS[1], PAIRS[1]], strict=True):
+        labels = "".join(part["text"] for part in row["segments"] if part["label"])
+        assert labels.startswith(pair[row["answer"]][:40])
+        assert pair["prompt"] not in labels
+    assert rows[3]["cut_tokens"] > 0
+    kind = "reward" if task == "reward" else "pairs"
+    prepared = prepare_tokens(settings, kind, resolve_model)
+    trained = sum(row["num_tokens"] - row["cut_tokens"] for row in rows)
+    assert trained == prepared.train_tokens
+    text = as_text(result)
+    assert "--- 2: line 2" in text
+    assert "--- 3:" not in text
+    assert ", rejected)" in text
+    dropping = config_of(
+        path,
+        task=task,
+        **{"train_args.max_length": 64, "train_args.truncation_strategy": "drop"},
+    )
+    assert [row["reason"] for row in preview(dropping)["rows"]] == [
+        None,
+        None,
+        "longer than max_length",
+        "longer than max_length",
+    ]
+
+
+def test_answers_of_kto_show_their_marks(tmp_path):
+    rows = [{"prompt": "Why?", "completion": "So.", "label": label} for label in (True, False)]
+    shown = preview(config_of(write_rows(tmp_path, *rows), task="kto"))["rows"]
+    assert [row["answer"] for row in shown] == ["desirable", "undesirable"]
+    assert all(row["label_tokens"] > 0 for row in shown)
+
+
+def test_labeled_texts_show_dropped_rows(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\ngood,a\nbad, and worse,b\n")
+    rows = preview(config_of(path, task="classify"))["rows"]
+    assert (rows[0]["label"], rows[0]["fields"]) == ("a", [{"name": "text", "value": "good"}])
+    assert "more fields than the header" in rows[1]["label"]
 
 
 def test_preview_command_prints_json():

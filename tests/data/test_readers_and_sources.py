@@ -13,8 +13,10 @@ import pytest
 
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
+from paceline.data.sources.csv_rows import TOO_MANY_FIELDS
 from paceline.data.sources.readers import DOCUMENT
 from paceline.data.sources.resolve import open_source
+from paceline.data.sources.rows import BrokenRow
 
 ROWS = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(5)]
 
@@ -278,9 +280,9 @@ def test_csv_and_tsv(tmp_path: Path) -> None:
     assert read_rows(write(tmp_path / "a.tsv", "prompt\tcompletion\nc\td\n")) == expected[1:]
     assert read_rows(write(tmp_path / "b.csv", "prompt;completion\nc;d\n")) == expected[1:]
     assert read_rows(write(tmp_path / "c.csv", "prompt,completion\na,b,c\nc,d\n")) == [
-        None,
+        BrokenRow(TOO_MANY_FIELDS),
         expected[1],
-    ]  # counted as malformed when it is converted
+    ]  # counted when it is converted
 
 
 def test_parquet_and_arrow(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from paceline.core.errors import ConfigError
 from paceline.data.loader import eval_batches
 from paceline.data.loader_process import LoaderOptions
 from paceline.data.stats.dataset import dataset_stats
+from paceline.data.vision_language.images import NO_IMAGE_FILE
 from paceline.inference.export import export
 from paceline.inference.generate import generate
 from paceline.launch.layout import choose_layout
@@ -146,7 +147,7 @@ def test_rows_that_cannot_be_used_are_counted(models: dict[str, Path], tmp_path:
     assert (figures["read"], figures["kept"]) == (7, 1)
     assert figures["dropped"] == {
         "the number of images differs from that of their placeholders": 1,
-        "the image file does not exist": 1,
+        NO_IMAGE_FILE: 1,
         "the image cannot be read": 1,
         "more than 2 images": 1,
         "no answer left after truncation": 2,

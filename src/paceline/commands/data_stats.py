@@ -3,6 +3,7 @@
 import json
 import sys
 from argparse import Namespace
+from typing import Any
 
 from paceline.commands.options import (
     OptionParser,
@@ -13,7 +14,10 @@ from paceline.commands.options import (
     print_notices,
     write_output,
 )
+from paceline.config.schema import Config
 from paceline.core.errors import EXIT_DONE, ConfigError
+from paceline.core.log import Notice
+from paceline.data.sources.kinds import classifies_images
 
 _DEFAULT_MODEL = "builtin:qwen2-tiny"
 
@@ -41,25 +45,60 @@ def add_arguments(parser: OptionParser) -> None:
 
 def run(args: Namespace) -> int:
     """Prepare the data, print its statistics, and write the page."""
+    _add_default_model(args)
+    loaded = load_fitted_config(args)
+    config = loaded.config
+    has_images = config.task == "classify" and classifies_images(config)
+    if has_images or config.task == "recommend":
+        result, notices, text, page = _without_tokens(args, config, has_images)
+    else:
+        result, notices, text, page = _with_tokens(args, config)
+    print_notices([*loaded.notices, *notices])
+    if args.output is not None:
+        write_output(args.output, page)
+    print(json.dumps(result) if args.json else text)
+    return EXIT_DONE
+
+
+#: The figures, messages, and the figures as text and as a page.
+_Shown = tuple[Any, list[Notice], str, str]
+
+
+def _with_tokens(args: Namespace, config: Config) -> _Shown:
     from paceline.data.stats.dataset import dataset_stats
     from paceline.data.stats.text import render_page, table
     from paceline.models.builtin import resolve_model
     from paceline.models.kinds import reads_images
 
-    _add_default_model(args)
-    loaded = load_fitted_config(args)
     result, prepared = dataset_stats(
-        loaded.config,
+        config,
         resolve_model,
         near_duplicates=args.near_duplicates,
         languages=args.languages,
-        has_images=reads_images(loaded.config),
+        has_images=reads_images(config),
     )
-    print_notices([*loaded.notices, *prepared.notices])
-    if args.output is not None:
-        write_output(args.output, render_page(result))
-    print(json.dumps(result) if args.json else table(result))
-    return EXIT_DONE
+    return result, prepared.notices, table(result), render_page(result)
+
+
+def _without_tokens(args: Namespace, config: Config, has_images: bool) -> _Shown:
+    from paceline.data.stats.other import click_stats, image_stats
+    from paceline.data.stats.text import click_facts, fact_table, image_facts, render_facts
+
+    options = (("near_duplicates", "--near-duplicates"), ("languages", "--languages"))
+    for name, option in options:
+        if getattr(args, name):
+            raise ConfigError(
+                f"`{option}` is not supported with `task: {config.task}` and this dataset: it has"
+                " no texts",
+                fix="leave the option out",
+            )
+    if has_images:
+        images, notices = image_stats(config)
+        facts = image_facts(images)
+        return images, notices, fact_table(facts), render_facts(images, facts)
+    clicks, notices = click_stats(config)
+    facts = click_facts(clicks)
+    return clicks, notices, fact_table(facts), render_facts(clicks, facts)
 
 
 def _add_default_model(args: Namespace) -> None:

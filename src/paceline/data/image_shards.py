@@ -10,13 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
+from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.data.sources.opening import expand_braces
 from paceline.data.sources.resolve import is_url
+from paceline.data.sources.splits import choose_files, for_validation, split_of_file
 from paceline.data.sources.tar import TarFile, TarSample, is_tar, sample_class, tar_samples
-from paceline.data.streaming.remote import fetch, list_files
+from paceline.data.streaming.remote import fetch, find_remote
 
 #: Number of bytes from which Pillow's plugins recognize an image.
 _HEAD_BYTES = 16
@@ -55,13 +57,17 @@ def names_shards(name: str) -> bool:
     return any(map(_is_shard, entries)) and not any(entry.is_dir() for entry in entries)
 
 
-def open_image_shards(name: str) -> ImageShards:
+def open_image_shards(name: str, validation: bool = False) -> ImageShards:
     """Find the images of tar shards and their classes. Shards at a URL are downloaded.
+
+    Args:
+        validation: whether the images are for validation: of a folder with shards of a held-out
+            split, these are used.
 
     Raises:
         ConfigError: there are no shards, one is damaged, or no image has a class.
     """
-    shards = _find_shards(name)
+    shards, notices = _find_shards(name, validation)
     source = os.path.commonpath([shard.parent for shard in shards])
     names: list[str] = []
     sizes: list[int] = []
@@ -89,26 +95,40 @@ def open_image_shards(name: str) -> ImageShards:
     classes = sorted(set(class_names), key=_class_order)
     number = {class_name: index for index, class_name in enumerate(classes)}
     labels = np.array([number[class_name] for class_name in class_names], dtype=np.int64)
-    notices = [Notice("info", f"{name}: {counted(len(shards), 'tar shard')}")]
+    notices.append(Notice("info", f"{name}: {counted(len(shards), 'tar shard')}"))
     return ImageShards(source, names, sizes, labels, classes, dropped, notices)
 
 
-def _find_shards(name: str) -> list[Path]:
-    """Return the local paths of the shards, in the order of their names."""
+def _find_shards(name: str, validation: bool) -> tuple[list[Path], list[Notice]]:
+    """Return the local paths of the shards, in the order of their names, and messages about shards
+    of other splits."""
     shards: list[Path] = []
+    notices: list[Notice] = []
+    spec = DatasetSource(path=name)
     for pattern in expand_braces(name):
         if is_url(pattern):
-            shards += map(fetch, list_files(pattern, _is_shard))
-            continue
-        path = Path(pattern).expanduser()
-        if path.is_dir():
-            matches = [entry for entry in path.iterdir() if _is_shard(entry)]
+            urls, split_notices = find_remote(pattern, spec, _is_shard)
+            matches = [fetch(url) for url in urls]
         else:
-            matches = [path] if path.is_file() else list(map(Path, glob.glob(str(path))))
+            matches, split_notices = _local_shards(Path(pattern).expanduser(), spec, validation)
         if not matches:
             raise ConfigError(f"`{pattern}` does not exist", fix="check the path of the tar shards")
-        shards += sorted(matches)
-    return [shard.absolute() for shard in shards]
+        shards += matches
+        notices += split_notices
+    return [shard.absolute() for shard in shards], notices
+
+
+def _local_shards(
+    path: Path, spec: DatasetSource, validation: bool
+) -> tuple[list[Path], list[Notice]]:
+    if not path.is_dir():
+        matches = [path] if path.is_file() else list(map(Path, glob.glob(str(path))))
+        return sorted(matches), []
+    names = sorted(entry.name for entry in path.iterdir() if _is_shard(entry))
+    if validation:
+        spec = for_validation(spec, map(split_of_file, names))
+    chosen, notices = choose_files(names, spec, spec.path)
+    return [path / name for name in chosen], notices
 
 
 def _is_shard(path: Path) -> bool:

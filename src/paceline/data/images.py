@@ -16,8 +16,9 @@ from paceline.core.errors import ConfigError, RunError, did_you_mean, first_line
 from paceline.core.log import Notice
 from paceline.data.cache import key_of
 from paceline.data.image_shards import names_shards, open_image_shards
+from paceline.data.pixels import decode_rgb
 from paceline.data.sources.opening import number_to_take, take_count
-from paceline.data.sources.readers import SPLITS
+from paceline.data.sources.splits import SPLITS
 from paceline.data.sources.tar import read_tar_file
 from paceline.distributed.seeds import derive_seed
 
@@ -93,12 +94,13 @@ class ImageIndex:
         return key_of([source, self.names, self.sizes, rows, self.labels.tolist(), self.classes])
 
 
-def open_images(path: str, seed: int) -> ImageIndex:
+def open_images(path: str, seed: int, *, validation: bool = False) -> ImageIndex:
     """Find the images of a dataset. Reads names and the header of each file, but no pixels.
 
     Args:
         path: ``builtin:digits``, a folder or tar shards; with ``#N`` or ``#P%``, the first
             images of a shuffle that depends only on ``seed``.
+        validation: as in :func:`open_image_shards`.
 
     Raises:
         ConfigError: the folder or a shard does not exist, or has no classes or readable images.
@@ -115,7 +117,7 @@ def open_images(path: str, seed: int) -> ImageIndex:
         classes = [str(digit) for digit in range(10)]
         index = ImageIndex(DIGITS, None, np.arange(len(digits)), digits, classes)
     elif names_shards(name):
-        index = _shard_index(name)
+        index = _shard_index(name, validation)
     else:
         index = _folder_index(Path(name).expanduser())
     if take is None:
@@ -212,8 +214,8 @@ def _folder_index(folder: Path) -> ImageIndex:
     return index
 
 
-def _shard_index(name: str) -> ImageIndex:
-    shards = open_image_shards(name)
+def _shard_index(name: str, validation: bool) -> ImageIndex:
+    shards = open_image_shards(name, validation)
     return ImageIndex(
         shards.source,
         shards.names,
@@ -317,7 +319,7 @@ class ImageDataset:
 
 def read_image(file: Path, form: ImageForm) -> torch.Tensor:
     """Read an image as float32 [channels, height, width] in [0, 1], resized to the form's size
-    (bilinear).
+    (bilinear). Pixels are converted as :func:`decode_rgb` does.
 
     Args:
         file: its path, or :attr:`~paceline.data.sources.tar.TarFile.path`.
@@ -326,14 +328,14 @@ def read_image(file: Path, form: ImageForm) -> torch.Tensor:
         RunError: the file cannot be decoded.
     """
     import torch
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     content = read_tar_file(str(file))
     try:
         with Image.open(file if content is None else io.BytesIO(content)) as opened:
-            image: Any = ImageOps.exif_transpose(opened).convert(
-                "RGB" if form.channels == 3 else "L"
-            )
+            image: Any = decode_rgb(opened)
+            if form.channels == 1:
+                image = image.convert("L")
     except (OSError, ValueError, SyntaxError) as error:
         raise RunError(
             f"the image {file} has a valid header but cannot be decoded: {first_line(error)}",

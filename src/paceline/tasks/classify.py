@@ -109,7 +109,7 @@ class ClassifyTask(Task):
 
     def _validation(self, train: ImageIndex, seed: int, notices: list[Notice]) -> ImageIndex:
         source = self.config.sources(validation=True)[0].path
-        index = open_images(source, seed)
+        index = open_images(source, seed, validation=True)
         if (index.source == DIGITS) != (train.source == DIGITS):
             raise ConfigError(
                 f"`val_dataset: {source}` and `dataset` are not of the same kind",

@@ -1,6 +1,6 @@
 """Preview the first samples of a config's dataset: tokens as the model will see them (with the chat
-template applied, label tokens and truncation marked), resized images, or rows of a click log with
-their IDs."""
+template applied, label tokens and truncation marked), labeled texts, resized images, or rows of a
+click log with their IDs."""
 
 import base64
 import io
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.data.images import ImageDataset
 from paceline.data.sources.kinds import classifies_images
@@ -30,6 +31,7 @@ from paceline.data.text.encoding.chunks import (
 from paceline.data.text.encoding.encoder import Encoded
 from paceline.data.text.labels import LabelConverter
 from paceline.data.text.new_tokens import config_tokenizer
+from paceline.data.text.prepare import text_task
 from paceline.data.text.templates import template_choice
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 from paceline.models.builtin import resolve_model
@@ -69,6 +71,8 @@ class PreviewRow(TypedDict, total=False):
         reason: why the row is dropped, or None.
         hidden_tokens: number of tokens that are not in ``segments``.
         parts: number of samples that a document is divided into.
+        answer: ``chosen`` or ``rejected`` for each of the two rows of a pair; ``desirable`` or
+            ``undesirable`` for an answer of KTO.
         label: class of an image, or label of a row of a click log.
         shape: shape of an image, [channels, height, width].
         image: the image as a `data:` URI, resized for the model but not normalized.
@@ -86,6 +90,7 @@ class PreviewRow(TypedDict, total=False):
     cut_tokens: int
     hidden_tokens: int
     parts: int
+    answer: str
     label: str
     shape: list[int]
     image: str
@@ -114,18 +119,19 @@ def preview(config: Config, rows: int = 5) -> Preview:
     if config.task in _WITHOUT_TOKENS:
         shown, notices = _WITHOUT_TOKENS[config.task](config, rows)
         return Preview(task=config.task, rows=shown, notices=notices)
-    if config.task not in ("sft", "pretrain"):
+    if config.task not in (*CAUSAL_TASKS, "reward"):
         raise ConfigError(
             f"a preview is not supported with `task: {config.task}`: only the task knows the form"
             " of its samples",
-            allowed="`task: sft`, `pretrain`, `classify` and `recommend`",
+            allowed=", ".join((*CAUSAL_TASKS, "reward", *_WITHOUT_TOKENS)),
             fix="check with `paceline sft CONFIG --dry-run` that the data can be read",
         )
     folder = config_tokenizer(config, resolve_model)
     tokenizer = load_tokenizer(folder, config.trust_remote_code)
     choice = template_choice(config)
     template, template_notices = choice.choose(tokenizer)
-    task = "vision" if reads_images(config) else config.task
+    task = "reward" if config.task == "reward" else text_task(config)
+    task = "vision" if reads_images(config) else task
     encoder = make_encoder(config, task, tokenizer, template, choice.for_tools(tokenizer), folder)
     sources = [open_source(source) for source in config.sources()]
     shown = [row for source in sources for row in _rows(source, rows, encoder, tokenizer, config)]
@@ -160,20 +166,48 @@ def _rows(
             refusals = encoder.refusals.most_common(1)
             if "template" in encoded and refusals:
                 encoded += f": {refusals[0][0]}"
-            row = PreviewRow(
-                reason=encoded,
-                segments=[],
-                num_tokens=0,
-                label_tokens=0,
-                cut_tokens=0,
-                hidden_tokens=0,
-                parts=0,
-            )
+            rows_of_sample = [_dropped_row(encoded)]
         else:
-            row = _encoded_row(encoded, tokenizer, config)
+            rows_of_sample = _encoded_rows(encoded, tokenizer, config)
         row_format = next(iter(converter.seen - formats_before), None)
-        shown.append(PreviewRow(source=source.label, place=place, format=row_format, **row))
+        shown += [
+            PreviewRow(source=source.label, place=place, format=row_format, **row)
+            for row in rows_of_sample
+        ]
     return shown
+
+
+def _dropped_row(reason: str) -> PreviewRow:
+    return PreviewRow(
+        reason=reason,
+        segments=[],
+        num_tokens=0,
+        label_tokens=0,
+        cut_tokens=0,
+        hidden_tokens=0,
+        parts=0,
+    )
+
+
+def _encoded_rows(sample: Encoded, tokenizer: LoadedTokenizer, config: Config) -> list[PreviewRow]:
+    """Return the row of a sample, or a row for each answer of a sample with preferences."""
+    length = sample.chosen_length
+    if length is None:
+        return [_encoded_row(sample, tokenizer, config)]
+    names, bounds = ["chosen", "rejected"], [0, length, len(sample.input_ids)]
+    if length in (0, len(sample.input_ids)):
+        names, bounds = ["desirable" if length else "undesirable"], [0, len(sample.input_ids)]
+    rows = []
+    for name, (start, end) in zip(names, pairwise(bounds), strict=True):
+        answer = Encoded(sample.input_ids[start:end], sample.labels_mask[start:end])
+        row = _encoded_row(answer, tokenizer, config)
+        row["answer"] = name
+        rows.append(row)
+    # A pair is dropped if one of its answers is.
+    reason = next((row["reason"] for row in rows if row["reason"]), None)
+    for row in rows:
+        row["reason"] = reason
+    return rows
 
 
 def _encoded_row(sample: Encoded, tokenizer: LoadedTokenizer, config: Config) -> PreviewRow:
@@ -284,7 +318,7 @@ def _labeled(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]
         converter = LabelConverter(source.label, source.spec.columns, source.spec.ignore_columns)
         for place, raw_row in islice(source.rows(config.train_args.seed), rows):
             try:
-                sample = converter(raw_row)
+                sample = convert_row(converter, raw_row, place, config)
             except MalformedRow as reason:
                 shown.append(PreviewRow(place=place, label=f"none; the row is dropped: {reason}"))
                 continue
@@ -308,8 +342,10 @@ _WITHOUT_TOKENS: dict[str, Callable[[Config, int], tuple[list[PreviewRow], list[
 
 def as_text(result: Preview) -> str:
     """Format a preview for a terminal, with label tokens in 【】 and truncated tokens in ⟦⟧."""
-    lines = []
-    for number, row in enumerate(result["rows"], 1):
+    lines: list[str] = []
+    places: dict[tuple[str, str], int] = {}
+    for row in result["rows"]:
+        number = places.setdefault((row.get("source", ""), row["place"]), len(places) + 1)
         head = f"--- {number}: {row['place']}"
         if result["task"] in _WITHOUT_TOKENS:
             shape = f", {' × '.join(map(str, row['shape']))}" if "shape" in row else ""
@@ -320,7 +356,8 @@ def as_text(result: Preview) -> str:
             f"{row['num_tokens']:,} tokens, {row['label_tokens']:,} with loss,"
             f" {row['cut_tokens']:,} cut"
         )
-        lines.append(f"{head} ({row['format'] or 'no format'}): {row['reason'] or counts}")
+        kind = ", ".join(filter(None, (row["format"] or "no format", row.get("answer"))))
+        lines.append(f"{head} ({kind}): {row['reason'] or counts}")
         if row["segments"]:
             lines.append("".join(map(_marked, row["segments"])))
     if result["task"] not in _WITHOUT_TOKENS:

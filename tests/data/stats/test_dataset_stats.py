@@ -6,11 +6,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.data.preference.dataset import PreferenceDataset
 from paceline.data.stats.dataset import DatasetStats, dataset_stats, histogram
-from paceline.data.stats.text import render_page, table
+from paceline.data.stats.other import click_stats, image_stats
+from paceline.data.stats.text import (
+    click_facts,
+    fact_table,
+    image_facts,
+    render_facts,
+    render_page,
+    table,
+)
 from paceline.data.text.prepare import cached_lengths, prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
@@ -134,8 +144,121 @@ def test_page_and_table_show_statistics(chats_file: Path) -> None:
 
 
 def test_rejects_task_without_tokens() -> None:
-    with pytest.raises(ConfigError, match="`task: sft` and `task: pretrain`"):
+    with pytest.raises(ConfigError, match="dpo, orpo, kto, simpo, reward, classify, recommend"):
         dataset_stats(
-            Config(model="builtin:digits-cnn", dataset="builtin:digits", task="classify"),
-            resolve_model,
+            Config(model=MODEL, dataset="rows.csv", task="./my_task.py:Task"), resolve_model
         )
+
+
+PAIRS = [
+    {
+        "prompt": "Why? " * (1 + number % 5),
+        "chosen": f"Because of {number}. " * (1 + number % 7),
+        "rejected": "No. " * (1 + 3 * (number % 11)),
+    }
+    for number in range(50)
+]
+
+
+def save(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("task", "kind"), [("dpo", "pairs"), ("orpo", "pairs"),
+                                            ("simpo", "pairs"), ("reward", "reward")])  # fmt: skip
+@pytest.mark.parametrize("truncation_strategy", ["truncate", "drop"])
+def test_pairs_are_cut_as_in_training(
+    tmp_path: Path, task: str, kind: Any, truncation_strategy: str
+) -> None:
+    path = save(tmp_path / "pairs.jsonl", PAIRS)
+    settings = config(path, task, max_length=64, truncation_strategy=truncation_strategy)
+    stats, _ = dataset_stats(settings, resolve_model)
+    assert (stats["samples"], stats["sequences"], stats["classes"]) == (50, 100, None)
+    limits = {limit["max_length"]: limit for limit in stats["limits"]}
+    prepared = prepare_tokens(settings, kind, resolve_model)
+    dropped = sum(prepared.counts.dropped.values())
+    assert 0 < limits[64]["samples_cut"] == prepared.counts.truncated + dropped
+    assert limits[64]["samples_left_out"] == dropped
+    assert stats["tokens"] - limits[64]["tokens_lost"] == prepared.train_tokens
+    full = PreferenceDataset(
+        prepare_tokens(config(path, task, max_length=4096), kind, resolve_model).train_folder
+    )
+    lengths = [*full.chosen_lengths, *(full.lengths - full.chosen_lengths)]
+    assert stats["lengths"]["max"] == max(lengths)
+    assert stats["lengths"]["p50"] == sorted(lengths)[49]
+    assert sum(bin_["samples"] for bin_ in stats["histogram"]) == 100
+    assert "50 pairs with 100 sequences" in table(stats)
+    assert ("with loss" in table(stats)) == (task != "reward")
+    assert render_page(stats).count("<svg") == 2
+
+
+def test_answers_of_kto_are_counted_by_their_marks(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "Why?", "completion": f"So {number}.", "label": number % 5 > 0}
+        for number in range(20)
+    ]
+    stats, _ = dataset_stats(config(save(tmp_path / "a.jsonl", rows), "kto"), resolve_model)
+    assert stats["classes"] == [
+        {"label": "desirable", "samples": 16, "share": 0.8},
+        {"label": "undesirable", "samples": 4, "share": 0.2},
+    ]
+    assert (stats["samples"], stats["sequences"]) == (20, 20)
+    assert "desirable 16 (80.0 %), undesirable 4 (20.0 %)" in table(stats)
+
+
+@pytest.mark.parametrize("truncation_strategy", ["truncate", "drop"])
+def test_labeled_texts_are_counted_by_class(tmp_path: Path, truncation_strategy: str) -> None:
+    rows = [{"text": "word " * (number + 1), "label": "abb"[number % 3]} for number in range(30)]
+    path = save(tmp_path / "a.jsonl", rows)
+    settings = config(path, "classify", max_length=20, truncation_strategy=truncation_strategy)
+    stats, _ = dataset_stats(settings, resolve_model)
+    assert stats["classes"] is not None
+    assert [(each["label"], each["samples"]) for each in stats["classes"]] == [("b", 20), ("a", 10)]
+    prepared = prepare_tokens(settings, "classify", resolve_model)
+    limit = stats["limits"][0]
+    assert limit["samples_left_out"] == sum(prepared.counts.dropped.values())
+    assert stats["tokens"] - limit["tokens_lost"] == prepared.train_tokens
+    assert "with loss" not in table(stats)
+
+
+def test_images_are_counted_by_class(tmp_path: Path) -> None:
+    for name, sizes in (("cat", (8, 16, 24)), ("dog", (8,))):
+        (tmp_path / name).mkdir()
+        for size in sizes:
+            image = Image.new("RGB" if name == "cat" else "L", (size, 10), size)
+            image.save(tmp_path / name / f"{size}.png")
+    (tmp_path / "cat" / "copy.png").write_bytes((tmp_path / "cat" / "8.png").read_bytes())
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    stats, _ = image_stats(config(tmp_path, "classify"))
+    assert [(each["label"], each["samples"]) for each in stats["classes"]] == [
+        ("cat", 4),
+        ("dog", 1),
+    ]
+    assert stats["width"] == {"min": 8, "mean": 12.8, "max": 24}
+    assert stats["height"] == {"min": 10, "mean": 10, "max": 10}
+    assert stats["modes"] == {"RGB": 4, "L": 1}
+    assert stats["duplicates"] == 1
+    assert stats["rows"]["dropped"] == {"not an image": 1}
+    facts = image_facts(stats)
+    assert "cat 4 (80.0 %), dog 1 (20.0 %)" in fact_table(facts)
+    page = render_facts(stats, facts)
+    assert "dog 1" in page
+    assert "<svg" not in page
+
+
+def test_click_log_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "clicks.csv"
+    path.write_text("clicked,price,shop\n1,2.0,a\n0,4.0,b\n0,6.0,a\n2,1,c\n1,2,3,4\n")
+    recommend = {"label": "clicked", "dense_features": ["price"], "sparse_features": ["shop"]}
+    settings = Config(
+        model="builtin:dlrm", dataset=str(path), task="recommend", recommend=recommend
+    )
+    stats, _ = click_stats(settings)
+    assert stats["samples"] == 3
+    assert stats["clicks"] == pytest.approx(1 / 3)
+    assert stats["dense"] == {"price": {"min": 2, "mean": 4, "max": 6}}
+    assert stats["rows"]["read"] == 5
+    assert sum(stats["rows"]["dropped"].values()) == 2
+    assert any("more fields than the header" in reason for reason in stats["rows"]["dropped"])
+    assert "33.33 %" in fact_table(click_facts(stats))

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import RunError
+from paceline.data.sources.csv_rows import NOT_CSV
 from paceline.data.sources.readers import LineBlock, read_file
 from paceline.data.sources.resolve import rows_of_block
+from paceline.data.sources.rows import BrokenRow
 from paceline.data.streaming import line_index
 from paceline.data.streaming.tables import open_table
 
@@ -107,5 +109,5 @@ def test_csv_row_that_is_not_text_is_dropped(tmp_path: Path) -> None:
     path.write_bytes(b"prompt,completion\na,b\n\xff\xfe,c\nd," + b"e " * 100_000 + b"\n")
     table = open_table(path)
     assert table is not None
-    assert table.row(1) == (f"line 3 of {path}", None)
+    assert table.row(1) == (f"line 3 of {path}", BrokenRow(NOT_CSV))
     assert numbered(table.row(2))[1]["completion"] == "e " * 100_000

@@ -98,6 +98,19 @@ def test_upload_and_preview_dataset(form, panel):
 
 
 @pytest.mark.soak
+def test_preview_of_labeled_texts(form):
+    form.locator('[data-preset="classify"]').click()
+    expect(field(form, "dataset")).to_have_value("builtin:digits")
+    field(form, "dataset").fill("builtin:python-kinds")
+    field(form, "model").fill("builtin:qwen2-micro")
+    form.locator("#preview-button").click()
+    shown = form.locator(".rows > li")
+    expect(shown).to_have_count(5, timeout=LONG_MS)
+    expect(shown.nth(0).locator("mark.label")).to_contain_text("label")
+    expect(shown.nth(0).locator("dt")).to_have_text("text")
+
+
+@pytest.mark.soak
 def test_start_run_then_chat_and_export(form, panel):
     expect(form.locator("#plan-verdict")).to_contain_text("Fits in memory", timeout=LONG_MS)
     field(form, "lora.enable").check()

@@ -23,8 +23,10 @@ class DatasetSource(Section):
     format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"] = Field(
         "auto", description="Row format; `auto` detects it from the columns."
     )
-    split: Text = Field("train", description="Split of a hub dataset.")
-    name: Text | None = Field(None, description="Configuration (subset) of a hub dataset.")
+    split: Text = Field("train", description="Split of a hub dataset, a folder or a JSON file.")
+    name: Text | None = Field(
+        None, description="Configuration (subset) of a hub dataset or a folder."
+    )
     columns: dict[str, str] = Field(
         default_factory=dict,
         description=(

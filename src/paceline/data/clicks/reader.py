@@ -13,7 +13,7 @@ from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.cache import fingerprint
 from paceline.data.clicks.log import ClickLog, ReadLog, cache_log, load_meta
 from paceline.data.sources.readers import TABLE_SUFFIXES, read_file
-from paceline.data.sources.rows import Row
+from paceline.data.sources.rows import BrokenRow, Row
 
 _HASH_ROWS = 100_000
 _SHOWN = 12
@@ -75,11 +75,13 @@ class _Reader:
 
     def read(self) -> ReadLog:
         for number, row in read_file(self.file):
-            if self.read_rows == 0 and row is not None:
+            if self.read_rows == 0 and isinstance(row, dict):
                 self._check_columns(row)
             self.read_rows += 1
-            reason: str | None = "fields do not match the header"
-            if isinstance(row, dict):
+            reason: str | None = "not an object with columns"
+            if isinstance(row, BrokenRow):
+                reason = row.reason
+            elif isinstance(row, dict):
                 reason = self._add(row, number)
             if reason:
                 self.dropped[reason] += 1

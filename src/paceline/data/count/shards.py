@@ -1,7 +1,6 @@
 """Split texts into shards, which are byte ranges of files that end between words or lines."""
 
 import gzip
-import json
 import re
 import zlib
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from typing import IO, Any, Literal
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import human_bytes
+from paceline.data.sources.opening import encoding_fix
+from paceline.data.sources.rows import parse_json
 
 _FIRST_READ_BYTES = 4096
 _BOM = b"\xef\xbb\xbf"
@@ -212,10 +213,7 @@ def _decode(raw: bytes, path: Path, offset: int, reading: ReadOptions, stats: Sc
                 f"`{path}` is not UTF-8 text: byte {raw[error.start]:#04x} at offset"
                 f" {offset + error.start:,}"
                 + (" of the decompressed text" if is_compressed(path) else ""),
-                fix=(
-                    f"convert the file, e.g. `iconv -f latin1 -t utf-8 {path.name}`, or set"
-                    " `--decode-errors replace`"
-                ),
+                fix=f"{encoding_fix(raw, path)}; or set `--decode-errors replace`",
             ) from error
         text = raw.decode("utf-8", "replace")
         stats.replaced += text.count(_REPLACEMENT) - raw.count(_REPLACEMENT.encode())
@@ -236,7 +234,7 @@ def _rows(
 def _field_of(line: str, path: Path, offset: int, name: str) -> str:
     place = f"the row at offset {offset:,} of `{path}`"
     try:
-        row: Any = json.loads(line)
+        row: Any = parse_json(line, checks_text=False)
     except ValueError as error:
         raise ConfigError(
             f"{place} is not valid JSON: {getattr(error, 'msg', error)}",

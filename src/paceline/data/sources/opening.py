@@ -3,6 +3,7 @@ text."""
 
 import bz2
 import codecs
+import glob
 import gzip
 import io
 import lzma
@@ -11,10 +12,12 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from paceline.core.errors import ConfigError, first_line
+from paceline.data.sources.encodings import guess_encodings, is_mostly_utf8
 
 #: Suffixes of compressed files; the suffix before shows the type of the data (``rows.jsonl.gz``).
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd")
@@ -28,8 +31,13 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 HEAD_BYTES = 4096
+#: Number of bytes from which an encoding is guessed, and of alternatives that are shown.
+_GUESSED_BYTES, _SHOWN_GUESSES = 1 << 16, 2
+#: Number of characters that are not ASCII from which a guess at the head of a file is an error.
+_MIN_RATED = 4
 #: N of ``path#N``, or the share of ``path#P%``.
 Take = int | float
+_DRIVE = re.compile(r"([A-Za-z]):[\\/]+")
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _TAKE = re.compile(r"(.+)#(?:(\d[\d_,]*)|(\d+(?:\.\d+)?)%)")
 
@@ -43,7 +51,7 @@ def data_suffix(path: Path) -> str:
 
 def take_count(spec: str, noun: str = "rows") -> tuple[str, Take | None]:
     """Split ``path#N`` into the path and N, and ``path#P%`` into the path and a share. A path that
-    exists under its full name has neither.
+    exists under its full name has neither. Backslashes of a path of Windows are slashes.
 
     Raises:
         ConfigError: N is 0, or P is not above 0 and at most 100.
@@ -51,14 +59,43 @@ def take_count(spec: str, noun: str = "rows") -> tuple[str, Take | None]:
     name = spec.strip()
     cut = _TAKE.fullmatch(name)
     if Path(name).expanduser().exists() or cut is None:
-        return name, None
+        return with_slashes(name), None
     path, number, percentage = cut.groups()
     take: Take = int(re.sub("[_,]", "", number)) if number else float(percentage) / 100
     if not take:
         raise ConfigError(f"`{spec}` selects 0 {noun}", allowed="`path#N` with N of at least 1")
     if percentage and take > 1:
         raise ConfigError(f"`{spec}` selects more than all {noun}", allowed="at most `path#100%`")
-    return path, take
+    return with_slashes(path), take
+
+
+def with_slashes(name: str) -> str:
+    r"""Return a path of Windows (``data\a.jsonl``) as a path of this system, if that one exists; a
+    drive ``C:`` is the folder ``/mnt/c``, as in WSL. Return other names unchanged."""
+    is_windows = "\\" in name or _DRIVE.match(name) is not None
+    if not is_windows or Path(name).expanduser().exists():
+        return name
+    path = name.replace("\\", "/")
+    if drive := _DRIVE.match(path):
+        path = f"/mnt/{drive[1].lower()}/{path[drive.end() :]}"
+    if is_pattern(path):
+        parts = expand_braces(os.path.expanduser(path))
+        return path if any(glob.glob(part, recursive=True) for part in parts) else name
+    return path if Path(path).expanduser().exists() else name
+
+
+def windows_fix(name: str) -> str | None:
+    """Return how to correct a path that does not exist, if it is one of Windows or if a backslash
+    in it was read as an escape; else None."""
+    if any(character < " " for character in name):
+        return "a backslash in double quotes is an escape: write the path with slashes"
+    if drive := _DRIVE.match(name):
+        rest = name[drive.end() :].replace("\\", "/")
+        return (
+            "this is a path of Windows, and this system has no drives: copy the data, or in WSL"
+            f" use `/mnt/{drive[1].lower()}/{rest}`"
+        )
+    return None
 
 
 def number_to_take(take: Take, total: int) -> int:
@@ -157,12 +194,35 @@ def compression_of(path: Path) -> str | None:
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
 
 
+#: The first bytes of files that are not text, what they are, and what to do.
+_NOT_TEXT = {
+    b"PK\x03\x04": (
+        "a spreadsheet of Excel or another zip archive",
+        "save the sheet as CSV in UTF-8, or unpack the archive",
+    ),
+    b"\xd0\xcf\x11\xe0": (
+        "a document of an older Excel or Word",
+        "save the sheet as CSV in UTF-8, or the text as .txt",
+    ),
+    b"PAR1": ("Parquet", "rename the file to `{stem}.parquet`"),
+    b"ARROW1": ("Arrow", "rename the file to `{stem}.arrow`"),
+    b"SQLite format 3": ("an SQLite database", "export the table as CSV"),
+    b"%PDF-": ("a PDF document", "save its text as .txt"),
+}
+
+
 def encoding_of(head: bytes, path: Path) -> str:
     """Return the encoding of a text from its byte order mark, or UTF-8 without one.
 
     Raises:
         ConfigError: the bytes are UTF-16 without a byte order mark, or not text.
     """
+    for magic, (kind, fix) in _NOT_TEXT.items():
+        if head.startswith(magic) and b"\0" in head:
+            raise ConfigError(
+                f"the content of `{path}` is {kind}, and not text as its name says",
+                fix=fix.format(stem=path.stem),
+            )
     for mark, name in _MARKS:
         if head.startswith(mark):
             return name
@@ -191,10 +251,12 @@ def text_lines(handle: IO[bytes], path: Path) -> Iterator[str]:
     """
     head = handle.peek(HEAD_BYTES)[:HEAD_BYTES] if hasattr(handle, "peek") else b""
     encoding = encoding_of(head, path)
+    has_returns = ends_with_returns(head, path)
     if not encoding.startswith("utf-8"):
-        yield from _wide_lines(handle, path, encoding)
+        yield from _wide_lines(handle, path, encoding, "\r" if has_returns else "\n")
         return
-    for number, raw in enumerate(handle, 1):
+    lines = handle.read().splitlines(keepends=True) if has_returns else handle
+    for number, raw in enumerate(lines, 1):
         line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
         try:
             yield line.decode("utf-8")
@@ -202,10 +264,24 @@ def text_lines(handle: IO[bytes], path: Path) -> Iterator[str]:
             raise not_text(path, f"line {number}", error) from error
 
 
-def _wide_lines(handle: IO[bytes], path: Path, encoding: str) -> Iterator[str]:
+def ends_with_returns(head: bytes, path: Path) -> bool:
+    """Return whether the lines of a file end with carriage returns alone (CR), as those that some
+    versions of Excel write on macOS.
+
+    Args:
+        head: its first bytes.
+    """
+    if b"\r" not in head or b"\n" in head:
+        return False
+    with open_data(path) as handle:
+        return not any(b"\n" in chunk for chunk in iter(partial(handle.read, 1 << 20), b""))
+
+
+def _wide_lines(handle: IO[bytes], path: Path, encoding: str, line_end: str) -> Iterator[str]:
     number = 0
     try:
-        for number, line in enumerate(io.TextIOWrapper(handle, encoding, newline="\n"), 1):  # noqa: B007
+        text = io.TextIOWrapper(handle, encoding, newline=line_end)
+        for number, line in enumerate(text, 1):  # noqa: B007
             yield line
     except UnicodeError as error:
         raise _not_wide(path, f"the text after line {number}", encoding, error) from error
@@ -233,12 +309,54 @@ def read_text(path: Path) -> str:
 
 
 def not_text(path: Path, where: str, error: UnicodeDecodeError) -> ConfigError:
-    """Return the error for bytes that are not UTF-8."""
+    """Return the error for bytes that are not UTF-8, with the encoding that they may have."""
+    raw = bytes(error.object)
+    if len(raw) < _GUESSED_BYTES:
+        with open_data(path) as handle:
+            head = handle.read(_GUESSED_BYTES)
+        raw = head[: head.rfind(b"\n") + 1] + raw  # more text than a single line
     return ConfigError(
         f"{where} of `{path}` is not UTF-8 text (byte {error.object[error.start]:#04x} at position"
         f" {error.start})",
-        fix=f"convert the file, e.g. `iconv -f latin1 -t utf-8 {path.name}`",
+        fix=encoding_fix(raw, path),
     )
+
+
+def check_head(head: bytes, path: Path) -> None:
+    """Check that the first bytes of a file are not text in another encoding.
+
+    Raises:
+        ConfigError: they are not UTF-8, but they are likely to be text in another encoding.
+    """
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError as error:
+        guesses = guess_encodings(head)
+        is_known = any(each.is_likely and each.num_rated >= _MIN_RATED for each in guesses)
+        if is_known and not is_mostly_utf8(head):
+            line = head[: error.start].count(b"\n") + 1
+            raise not_text(path, f"line {line}", error) from error
+
+
+def encoding_fix(raw: bytes, path: Path) -> str:
+    """Return how to convert a text that is not UTF-8: from the encoding that it may have, with a
+    sample by which to judge the guess."""
+    if is_mostly_utf8(raw):
+        return "the rest is UTF-8, so these bytes are damaged: correct or delete them"
+    read = f"`iconv -f {{}} -t utf-8 {path.name} > utf8-{path.name}`"
+    if path.suffix.lower() in COMPRESSED_SUFFIXES:
+        read = f"decompress the file, and `iconv -f {{}} -t utf-8 {path.stem} > utf8-{path.stem}`"
+    guesses = guess_encodings(raw)
+    likely = [guess for guess in guesses if guess.is_likely]
+    if not likely:
+        return f"convert the file with the encoding in which it was written: {read.format('NAME')}"
+    first = likely[0]
+    others = {guess.sample: guess.name for guess in reversed(likely[1:])}
+    others.pop(first.sample, None)
+    shown = [f"`{sample}` ({name})" for sample, name in [*others.items()][::-1][:_SHOWN_GUESSES]]
+    text = f"if `{first.sample}` is right, its encoding is {first.name} (a guess):"
+    text += f" {read.format(first.name)}"
+    return text + (f"; other readings: {', '.join(shown)}" if shown else "")
 
 
 def _not_wide(path: Path, where: str, encoding: str, error: UnicodeError) -> ConfigError:

@@ -4,16 +4,21 @@ name the malformed line."""
 from __future__ import annotations
 
 import codecs
-import csv
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.log import Notice
+from paceline.data.sources.csv_rows import csv_rows, repeated_column
+from paceline.data.sources.json_rows import (
+    has_rows_in_lines,
+    is_head_of_lines,
+    json_lines,
+    json_rows,
+    parse_line,
+)
 from paceline.data.sources.opening import (
     COMPRESSED_SUFFIXES,
     HEAD_BYTES,
@@ -21,12 +26,12 @@ from paceline.data.sources.opening import (
     compression_of,
     data_suffix,
     encoding_of,
+    ends_with_returns,
     not_text,
     open_data,
     read_text,
-    text_lines,
 )
-from paceline.data.sources.rows import Row, parse_json, struct_columns, without_added_nulls
+from paceline.data.sources.rows import struct_columns, without_added_nulls
 from paceline.data.sources.tar import TAR_SUFFIX, tar_rows
 
 NumberedRows = Iterator[tuple[int, Any]]
@@ -38,13 +43,6 @@ KINDS = (
     " shards of samples (.tar), plain text (.txt, .md); JSON, CSV and text also compressed (.gz,"
     " .bz2, .xz, .zst)"
 )
-#: The names that splits have in files and file names.
-SPLITS = {
-    "train": {"train", "training"},
-    "validation": {"validation", "valid", "val", "dev", "eval"},
-    "test": {"test", "testing"},
-}
-
 #: The key of a plain-text file's content. A document is cut into samples; a row of text is one
 #: sample.
 DOCUMENT = "\0document"
@@ -93,13 +91,13 @@ def read_file(
     """
     suffix, position = data_suffix(path), position or Position()
     if suffix in (".jsonl", ".ndjson"):
-        if first_char(_head(path), path) == "[":
-            return _json(path, split, notices, position)
-        return _json_lines(path, position)
+        if has_rows_in_lines(path):
+            return json_lines(path, position)
+        return json_rows(path, split, notices, position)
     if suffix == ".json":
-        return _json(path, split, notices, position)
+        return json_rows(path, split, notices, position)
     if suffix in (".csv", ".tsv"):
-        return _csv(path, suffix, position)
+        return csv_rows(path, suffix, position)
     if suffix in (".parquet", ".arrow") and compression_of(path) is not None:
         raise ConfigError(
             f"`{path}`: compressed {suffix} files are not supported, because the format has its own"
@@ -115,6 +113,14 @@ def read_file(
     if suffix in TEXT_SUFFIXES:
         return _text(path, position)
     raise unknown_kind(path)
+
+
+def row_unit(path: Path) -> str:
+    """Return what :func:`read_file` counts: ``line`` or ``row``."""
+    suffix = data_suffix(path)
+    if suffix in (".csv", ".tsv"):
+        return "line"
+    return "line" if suffix in (".jsonl", ".ndjson") and has_rows_in_lines(path) else "row"
 
 
 def is_table(path: Path) -> bool:
@@ -140,39 +146,43 @@ def unknown_kind(path: Path) -> ConfigError:
     else:
         shown = f"the suffix `{suffix}`" if suffix else "a file name without a suffix"
         what = f"`{path}` is not a supported data file ({shown})"
-        fix = "rename the file to match its content"
+        fix = conversion_fix(path) or "rename the file to match its content"
     return ConfigError(what, allowed=KINDS, fix=fix)
 
 
-def _head(path: Path) -> bytes:
-    with open_data(path) as handle:
-        return handle.read(HEAD_BYTES)
+#: How to convert files of other programs.
+_CONVERSIONS = {
+    (".xlsx", ".xlsm", ".xls", ".ods", ".numbers"): (
+        "save the sheet as CSV in UTF-8 (in Excel: `CSV UTF-8` in the list of file types)"
+    ),
+    (".docx", ".doc", ".odt", ".rtf", ".pdf", ".html", ".htm", ".epub"): "save its text as .txt",
+    (".pkl", ".pickle", ".npy", ".npz", ".pt", ".h5", ".hdf5", ".feather", ".orc", ".avro"): (
+        "write the rows as JSON lines or Parquet, e.g. with pandas"
+    ),
+    (".db", ".sqlite", ".sqlite3", ".mdb"): "export the table as CSV",
+    (".yaml", ".yml", ".xml", ".toml"): "write the rows as JSON lines",
+}
 
 
-def first_char(head: bytes, path: Path) -> str:
-    """Return the first character of a text that is not white space, or an empty string."""
-    text = head.decode(encoding_of(head, path), errors="ignore") if head else ""
-    return text.removeprefix("\ufeff").lstrip()[:1]
-
-
-def _json_lines(path: Path, position: Position) -> NumberedRows:
-    with open_data(path, position) as handle:
-        for number, line in enumerate(text_lines(handle, path), 1):
-            if line.strip():
-                yield number, _parsed(line, number, path)
+def conversion_fix(path: Path) -> str | None:
+    """Return how to convert a file of another program, or None for other files."""
+    suffix = path.suffix.lower()
+    return next((fix for suffixes, fix in _CONVERSIONS.items() if suffix in suffixes), None)
 
 
 def line_blocks(path: Path, position: Position) -> Iterator[LineBlock] | None:
-    """Yield the lines of ``path`` unparsed. Returns None if it is not a UTF-8 file of JSON lines;
-    use :func:`read_file` then.
+    """Yield the lines of ``path`` unparsed. Returns None if it is not a UTF-8 file of JSON lines
+    that end with line feeds; use :func:`read_file` then.
 
     Raises:
         ConfigError: the file is not text.
     """
     if data_suffix(path) not in (".jsonl", ".ndjson"):
         return None
-    head = _head(path)
-    if not encoding_of(head, path).startswith("utf-8") or first_char(head, path) == "[":
+    with open_data(path) as handle:
+        head = handle.read(HEAD_BYTES)
+    is_plain = encoding_of(head, path).startswith("utf-8") and is_head_of_lines(head, path)
+    if not is_plain or ends_with_returns(head, path):
         return None
     return _line_blocks(path, position)
 
@@ -199,160 +209,7 @@ def parse_lines(block: LineBlock) -> NumberedRows:
         except UnicodeDecodeError as error:
             raise not_text(block.path, f"line {number}", error) from error
         if text and not text.isspace():
-            yield number, _parsed(text, number, block.path)
-
-
-def _parsed(line: str, number: int, path: Path) -> Any:
-    try:
-        return parse_json(line.rstrip("\r\n"))
-    except (ValueError, RecursionError) as error:
-        raise _invalid_json(path, number, line, error) from error
-
-
-def _invalid_json(
-    path: Path, number: int, line: str, error: ValueError | RecursionError
-) -> ConfigError:
-    column = getattr(error, "pos", 0)
-    before, text = max(0, column - 30), line.rstrip("\r\n")
-    prefix = "…" if before else ""
-    suffix = "…" if column + 30 < len(text) else ""
-    near = prefix + text[before : column + 30] + suffix
-    reason = getattr(error, "msg", str(error)).removesuffix(" starting at").removesuffix(" at")
-    fix = f"correct or delete line {number}"
-    if not text.rstrip().endswith(("}", "]")):
-        fix += "; the file may have been truncated while it was copied"
-    return ConfigError(
-        f"line {number} of `{path}` is not valid JSON: {reason} at column {column + 1}, near"
-        f" `{near}`",
-        fix=fix,
-    )
-
-
-def _json(path: Path, split: str, notices: list[Notice] | None, position: Position) -> NumberedRows:
-    text = read_text(path)
-    if not text.strip():
-        return
-    try:
-        value = parse_json(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            # Many tools write JSON lines to files named .json.
-            yield from _json_lines(path, position)
-            return
-        line = text.splitlines()[error.lineno - 1] if error.lineno <= len(text.splitlines()) else ""
-        error.pos = error.colno - 1
-        raise _invalid_json(path, error.lineno, line, error) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"`{path}` is not valid JSON: {first_line(error)}", fix="correct the file"
-        ) from error
-    rows, number = _rows_of(value, path, split, [] if notices is None else notices), 0
-    position.follow(lambda: number / len(rows))
-    for number, row in enumerate(rows, 1):
-        yield number, {"text": row} if isinstance(row, str) else row
-
-
-def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[Any]:
-    """Return the rows of a JSON value: a list, an object that has one, an object of splits or of
-    columns, or a single row."""
-    if isinstance(value, list):
-        return value
-    if not isinstance(value, dict):
-        raise ConfigError(
-            f"`{path}` contains a single {type(value).__name__}",
-            allowed="a list of objects, or an object that has one",
-        )
-    lists = {key: column for key, column in value.items() if isinstance(column, list)}
-    if {"messages", "conversations"} & set(lists):
-        return [value]
-    splits = {
-        key: rows
-        for key, rows in value.items()
-        if _split_name(key) is not None and isinstance(rows, list | dict)
-    }
-    if split in lists or (splits and len(splits) == len(value)):
-        return _rows_of_split(value, lists if split in lists else splits, path, split, notices)
-    if not lists:
-        return [value]
-    of_objects = {
-        key: rows
-        for key, rows in lists.items()
-        if rows and all(isinstance(row, dict) for row in rows)
-    }
-    if len(of_objects) == 1:
-        return next(iter(of_objects.values()))
-    if (
-        not of_objects
-        and len(lists) == len(value)
-        and len({len(column) for column in lists.values()}) == 1
-        and len(lists) > 1
-    ):
-        return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
-    if len(lists) == 1:
-        return next(iter(lists.values()))
-    raise ConfigError(
-        f"`{path}` is an object with several lists: {', '.join(map(str, lists))}",
-        allowed="a list of objects, or an object that has one such list",
-        fix="select a list: `dataset: {path: ..., split: NAME}`",
-    )
-
-
-def _split_name(key: str) -> str | None:
-    """Return the usual name of a split (``val`` → ``validation``), or None for other keys."""
-    base = key.lower().partition("_")[0]
-    return next((name for name, aliases in SPLITS.items() if base in aliases), None)
-
-
-def _rows_of_split(
-    value: Row, splits: Mapping[str, list[Any] | Row], path: Path, split: str, notices: list[Notice]
-) -> list[Any]:
-    """Return the rows of one split of an object of splits, and report the splits not used."""
-    wanted = [key for key in splits if key == split] or [
-        key for key in splits if _split_name(key) == _split_name(split) is not None
-    ]
-    if not wanted and len(splits) > 1:
-        raise ConfigError(
-            f"`{path}` has no split `{split}`; it has {', '.join(splits)}",
-            fix=f"select one of them: `dataset: {{path: ..., split: {next(iter(splits))}}}`",
-        )
-    name = (wanted or list(splits))[0]
-    others = [
-        f"{key} ({_length(rows):,} rows)"
-        for key, rows in value.items()
-        if key != name and isinstance(rows, list | dict)
-    ]
-    if others or not wanted:
-        unused = f"; not used: {', '.join(others)}" if others else ""
-        level = "info" if wanted else "warning"
-        notices.append(Notice(level, f"{path}: using split `{name}`{unused}"))
-    rows = splits[name]
-    return rows if isinstance(rows, list) else _rows_of(rows, path, split, notices)
-
-
-def _length(rows: Any) -> int:
-    """Return the number of rows of a list, or of an object of columns."""
-    columns = list(rows.values()) if isinstance(rows, dict) else []
-    return len(columns[0]) if columns and isinstance(columns[0], list) else len(rows)
-
-
-def csv_delimiter(header: str, suffix: str) -> str:
-    """Return the delimiter of a CSV file, from its first line."""
-    return "\t" if suffix == ".tsv" else max((",", ";", "\t"), key=header.count)
-
-
-def _csv(path: Path, suffix: str, position: Position) -> NumberedRows:
-    csv.field_size_limit(1 << 30)
-    with open_data(path, position) as handle:
-        lines = text_lines(handle, path)
-        header = next(lines, "")
-        reader = csv.DictReader(chain([header], lines), delimiter=csv_delimiter(header, suffix))
-        try:
-            for row in reader:
-                # The key None means more fields than the header has columns.
-                yield reader.line_num, None if None in row else row
-        except csv.Error as error:
-            what = f"line {reader.line_num} of `{path}` is not valid CSV: {error}"
-            raise ConfigError(what, fix="correct this line") from error
+            yield number, parse_line(text, number, block.path)
 
 
 def _parquet(path: Path, position: Position) -> NumberedRows:
@@ -361,6 +218,7 @@ def _parquet(path: Path, position: Position) -> NumberedRows:
 
     try:
         with pq.ParquetFile(path) as file:
+            check_schema(file.schema_arrow, path)
             number, total = 0, max(1, file.metadata.num_rows)
             position.follow(lambda: number / total)
             for batch in file.iter_batches(batch_size=1024):
@@ -379,11 +237,13 @@ def _arrow(path: Path, position: Position) -> NumberedRows:
         with pa.memory_map(str(path)) as source:
             try:
                 batches: Any = pa.ipc.open_stream(source)
+                check_schema(batches.schema, path)
                 position.follow(
                     lambda: 1.0 if source.closed else source.tell() / max(1, source.size())
                 )
             except pa.ArrowInvalid:
                 file = pa.ipc.open_file(source)
+                check_schema(file.schema, path)
                 batches = (file.get_batch(number) for number in range(file.num_record_batches))
                 position.follow(lambda: current / max(1, file.num_record_batches))
             number = current = 0
@@ -394,6 +254,25 @@ def _arrow(path: Path, position: Position) -> NumberedRows:
                     yield number, without_added_nulls(row, columns)
     except (pa.ArrowInvalid, OSError) as error:
         raise _unreadable(path, "Arrow", error) from error
+
+
+def check_schema(fields: Any, path: Path, parent: str = "") -> None:
+    """Check that a schema of Arrow has no two columns, or fields of a structure, with one name.
+
+    Raises:
+        ConfigError: a name occurs twice.
+    """
+    import pyarrow as pa
+
+    names = [f"{parent}{field.name}" for field in fields]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise repeated_column(path, repeated[0])
+    for name, field in zip(names, fields, strict=True):
+        kind = field.type
+        while pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            kind = kind.value_type
+        if pa.types.is_struct(kind):
+            check_schema(list(kind), path, f"{name}.")
 
 
 def _unreadable(path: Path, kind: str, error: Exception) -> ConfigError:

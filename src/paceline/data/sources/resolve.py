@@ -14,10 +14,12 @@ from typing import Any
 from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError, did_you_mean
+from paceline.core.formatting import printable
 from paceline.core.log import Notice
 from paceline.data.cache import fingerprint
 from paceline.data.sources import hub
 from paceline.data.sources.builtin import builtin_dataset, check_builtin_dataset
+from paceline.data.sources.folder import find_files, tables_or_texts
 from paceline.data.sources.opening import (
     COMPRESSED_SUFFIXES,
     Position,
@@ -27,33 +29,28 @@ from paceline.data.sources.opening import (
     is_pattern,
     number_to_take,
     take_count,
+    windows_fix,
 )
 from paceline.data.sources.readers import (
     KINDS,
-    SPLITS,
     LineBlock,
     is_table,
     is_text,
     line_blocks,
     parse_lines,
     read_file,
+    row_unit,
     unknown_kind,
 )
+from paceline.data.sources.splits import check_split, shorten, split_kind, split_of_file
 
-_NOT_DATA = {
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dataset_dict.json",
-    "state.json",
-    "license.txt",
-    "license.md",
-}
 _ALLOWED = (
     f"a file ({KINDS}), a folder of them, a pattern such as data/*.jsonl.gz, a hub id such as"
     " tatsu-lab/alpaca, a well-known name such as alpaca-en, builtin:python-docs, or any of these"
     " as path#N or path#P%"
 )
 
+_MAX_NAME_CHARS = 500
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 Place = str
@@ -161,7 +158,7 @@ class ResolvedSource:
     def _file_rows(
         self, path: Path, position: Position | None = None
     ) -> Iterator[tuple[Place, Any]]:
-        unit = "line" if data_suffix(path) in (".jsonl", ".ndjson", ".csv", ".tsv") else "row"
+        unit = row_unit(path)
         for number, row in read_file(path, self.spec.split, self.notices, position):
             yield f"{unit} {number} of {path}", row
 
@@ -188,8 +185,12 @@ def rows_of_block(block: LineBlock) -> Iterator[tuple[Place, Any]]:
         yield f"line {number} of {path}", row
 
 
-def open_source(spec: DatasetSource) -> ResolvedSource:
+def open_source(spec: DatasetSource, *, validation: bool = False) -> ResolvedSource:
     """Find the data that ``spec`` names. Reads no rows.
+
+    Args:
+        validation: whether the data are for validation: from a folder with a held-out split, this
+            split is read unless the config names another.
 
     Raises:
         ConfigError: the name is unknown, a folder has no data files, or a hub dataset cannot be
@@ -202,23 +203,40 @@ def open_source(spec: DatasetSource) -> ResolvedSource:
     notices: list[Notice] = []
     if name.startswith("builtin:"):
         files = [builtin_dataset(name.removeprefix("builtin:"))]
-        return ResolvedSource(spec, files=files, take=take)
+        return ResolvedSource(spec, files=files, take=take, notices=unused_settings(spec, files))
     if name.startswith(hub.MODELSCOPE_PREFIX):
         path = Path(hub.download_from_modelscope(name, "dataset"))
+    if path.exists() or is_pattern(name):
+        check_split(spec)
     if path.is_dir():
-        files, notices = _folder_files(path, spec.split)
+        files, notices = find_files(path, spec, validation)
     elif path.exists():
         if not (is_table(path) or is_text(path)):
             raise unknown_kind(path)
-        files = [path]
+        files, notices = [path], unused_settings(spec, [path])
     elif is_pattern(name):
         files, notices = _matching_files(name)
+        notices += unused_settings(spec, files)
     else:
         return _hub_source(spec, name, path, take)
     for file in files:
         if not os.access(file, os.R_OK):
             raise ConfigError(f"`{file}`: permission denied", fix=f"run `chmod u+r {file}`")
     return ResolvedSource(spec, files=files, take=take, notices=notices)
+
+
+def unused_settings(spec: DatasetSource, files: list[Path]) -> list[Notice]:
+    """Return messages about `name` and `split` where the config names the files itself."""
+    notices = []
+    if spec.name not in (None, "default"):
+        text = f"{spec.path}: `name: {spec.name}` has no effect, because `dataset` names files"
+        notices.append(Notice("warning", text))
+    kind = split_kind(spec.split)
+    others = [path for path in files if data_suffix(path) != ".json"]
+    if kind != "train" and any(split_of_file(path.name) != kind for path in others):
+        text = f"{spec.path}: `split: {spec.split}` has no effect, because `dataset` names files"
+        notices.append(Notice("warning", text))
+    return notices
 
 
 def is_url(name: str) -> bool:
@@ -243,9 +261,9 @@ def _matching_files(pattern: str) -> tuple[list[Path], list[Notice]]:
             raise ConfigError(f"`{part}` does not exist", fix=f"check the pattern `{pattern}`")
         matches += paths
     files = [path for path in matches if path.is_file()]
-    data = _tables_or_texts(files)
+    data = tables_or_texts(files)
     if not data:
-        matched = _names(files) if files else "nothing"
+        matched = shorten([path.name for path in files]) if files else "nothing"
         raise ConfigError(
             f"`{pattern}` matches no data files (it matches {matched}; working directory"
             f" {Path.cwd()})",
@@ -253,14 +271,19 @@ def _matching_files(pattern: str) -> tuple[list[Path], list[Notice]]:
             fix="check the pattern; `**` also matches nested folders",
         )
     notices = [Notice("info", f"{pattern}: {len(data)} data files")]
-    skipped = [path for path in files if path not in data]
+    root = os.path.dirname(re.split(r"[*?[{]", os.path.expanduser(pattern))[0])
+    held_out = [
+        path.name
+        for path in data
+        if split_of_file(os.path.relpath(path, root or ".")) not in (None, "train")
+    ]
+    if 0 < len(held_out) < len(data):
+        text = f"{pattern}: also matches held-out files by their names: {shorten(held_out)}"
+        notices.append(Notice("warning", text))
+    skipped = [path.name for path in files if path not in data]
     if skipped:
-        notices.append(Notice("info", f"{pattern}: skipped {_names(skipped)}"))
+        notices.append(Notice("info", f"{pattern}: skipped {shorten(skipped)}"))
     return data, notices
-
-
-def _tables_or_texts(files: list[Path]) -> list[Path]:
-    return [path for path in files if is_table(path)] or [path for path in files if is_text(path)]
 
 
 def check_hub_sources(config: Config) -> None:
@@ -339,6 +362,7 @@ def _looks_like_file(name: str) -> bool:
 
 
 def _not_found(name: str, path: Path) -> ConfigError:
+    path = Path(str(path).replace("\\", "/"))
     folder = path.parent
     fix = "check the path"
     if folder.is_dir():
@@ -353,50 +377,7 @@ def _not_found(name: str, path: Path) -> ConfigError:
         siblings = [entry.name for entry in missing.parent.iterdir() if entry.is_dir()]
         question = did_you_mean(missing.name, siblings, form=f"`{missing.parent / '{}'}`")
         fix = f"the folder `{missing}` does not exist" + (f"; {question}" if question else "")
-    what = f"`{name}` is not a file, a folder or a known dataset (working directory {Path.cwd()})"
+    fix = windows_fix(name) or fix
+    shown = printable(name, _MAX_NAME_CHARS)
+    what = f"`{shown}` is not a file, a folder or a known dataset (working directory {Path.cwd()})"
     return ConfigError(what, allowed=_ALLOWED, fix=fix)
-
-
-def _folder_files(folder: Path, split: str) -> tuple[list[Path], list[Notice]]:
-    """Return the data files below ``folder``, sorted: tables if there are any, else plain text. If
-    their names contain splits, only those of ``split``."""
-    files = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.is_file()
-        and not any(part.startswith((".", "__")) for part in path.relative_to(folder).parts)
-    )
-    candidates = [
-        path
-        for path in files
-        if path.name.lower() not in _NOT_DATA and not path.name.startswith("cache-")
-    ]
-    data = _tables_or_texts(candidates)
-    if not data:
-        names = ", ".join(path.name for path in files[:6]) or "nothing"
-        raise ConfigError(f"no data files in the folder `{folder}` (it has {names})", allowed=KINDS)
-    notices = []
-    split_by_file = {path: _split_of(path.relative_to(folder)) for path in data}
-    wanted = next((name for name, aliases in SPLITS.items() if split in aliases), split)
-    splits = set(split_by_file.values())
-    if len(splits - {None}) > 1 and wanted in splits:
-        other_splits = [path for path in data if split_by_file[path] not in (wanted, None)]
-        data = [path for path in data if path not in other_splits]
-        text = f"{folder}: split {wanted}; skipped files of other splits: {_names(other_splits)}"
-        notices.append(Notice("info", text))
-    skipped = [path for path in files if path not in split_by_file]
-    if skipped:
-        text = f"{folder}: {len(data)} data files; skipped {_names(skipped)}"
-        notices.append(Notice("info", text))
-    return data, notices
-
-
-def _split_of(path: Path) -> str | None:
-    """Return the split that a path names, such as ``train`` for ``train-00000-of-00001.jsonl``."""
-    parts = set(re.split(r"[^a-z]+", str(path).lower()))
-    return next((split for split, aliases in SPLITS.items() if aliases & parts), None)
-
-
-def _names(files: list[Path]) -> str:
-    shown = ", ".join(path.name for path in files[:4])
-    return f"{shown} and {len(files) - 4} more" if len(files) > 4 else shown

@@ -21,8 +21,9 @@ import numpy as np
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once, fingerprint, key_of
-from paceline.data.sources.opening import compression_of, data_suffix
-from paceline.data.sources.rows import Row, parse_json
+from paceline.data.sources.json_rows import repeated_key
+from paceline.data.sources.opening import compression_of, data_suffix, encoding_fix
+from paceline.data.sources.rows import RepeatedKey, Row, parse_json
 
 TAR_SUFFIX = ".tar"
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "jp2")
@@ -75,6 +76,11 @@ def is_tar(name: str) -> bool:
     """Return whether a path, pattern or URL names tar shards (those that are compressed are refused
     when they are read)."""
     return data_suffix(Path(name)) == TAR_SUFFIX
+
+
+def is_tar_file(path: str) -> bool:
+    """Return whether a path is that of a file in a shard; see :attr:`TarFile.path`."""
+    return _FILE_PATH.fullmatch(path) is not None
 
 
 def read_tar_file(path: str) -> bytes | None:
@@ -131,18 +137,30 @@ def sample_class(sample: TarSample) -> str | None:
 
 def _row(sample: TarSample) -> Row:
     row: Row = {}
+    origins: dict[str, str] = {}
+
+    def add(column: str, value: Any, file: TarFile) -> None:
+        if row.setdefault(column, value) != value:
+            raise ConfigError(
+                f"the sample `{sample.key}` in `{file.shard}` has two values of the column"
+                f" `{column}`: in `{origins[column]}` and in `{file.name}`",
+                fix="remove or rename one of them, and write the shard again",
+            )
+        origins.setdefault(column, file.name)
+
     for suffix, file in sample.files.items():
         kind = _kind(suffix)
         if kind == "json":
             value = _json(file)
-            row.update(value if isinstance(value, dict) else {suffix: value})
+            for column, cell in (value if isinstance(value, dict) else {suffix: value}).items():
+                add(column, cell, file)
         elif kind in _TEXT_SUFFIXES:
-            row["text"] = _text(file)
+            add("text", _text(file), file)
         elif kind == CLASS_SUFFIX:
             text = _text(file).strip()
-            row["label"] = int(text) if text.isdecimal() else text
+            add("label", int(text) if text.isdecimal() else text, file)
         elif kind not in IMAGE_SUFFIXES:
-            row[suffix] = file.path
+            add(suffix, file.path, file)
     if images := sample.images():
         row.pop("image", None)  # its name
         row["images"] = [image.path for image in images]
@@ -155,7 +173,9 @@ def _kind(suffix: str) -> str:
 
 def _json(file: TarFile) -> Any:
     try:
-        return parse_json(file.read().decode("utf-8"))
+        return parse_json(_text(file))
+    except RepeatedKey as error:
+        raise repeated_key(f"`{file.name}` in `{file.shard}`", error) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"`{file.name}` in `{file.shard}` is not valid JSON: {first_line(error)}",
@@ -169,7 +189,7 @@ def _text(file: TarFile) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"`{file.name}` in `{file.shard}` is not UTF-8 text",
-            fix="correct the file and write the shard again",
+            fix=f"{encoding_fix(error.object, Path(file.name))}; then write the shard again",
         ) from error
 
 

@@ -7,7 +7,10 @@ separate entry, because the removed tokens are not stored.
 """
 
 import hashlib
+from array import array
+from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -15,15 +18,18 @@ import numpy as np
 
 from paceline.config.packages import check_package
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.events import DataFigures
 from paceline.core.log import Notice
+from paceline.data.preference.dataset import PreferenceDataset
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import open_source
 from paceline.data.text.encoding.chunks import NO_ANSWER, TOO_LONG
+from paceline.data.text.labels import read_labels
 from paceline.data.text.new_tokens import ResolveModel
-from paceline.data.text.prepare import PreparedTokens, TextTask, prepare_tokens
-from paceline.data.text.token_dataset import TokenDataset
+from paceline.data.text.prepare import PreparedTokens, TextTask, prepare_tokens, text_task
+from paceline.data.text.token_dataset import LabeledDataset, TokenDataset
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -82,12 +88,25 @@ class VocabularyUse(TypedDict):
     coverage: float
 
 
+class ClassCount(TypedDict):
+    """The number of samples of a class, and its share of all samples."""
+
+    label: str
+    samples: int
+    share: float
+
+
 class DatasetStats(TypedDict):
-    """Statistics of a dataset. ``lengths``: min, mean, max and percentiles (``p50``) in tokens.
+    """Statistics of a dataset. ``sequences``: number of sequences of tokens, of which a pair of
+    answers has two; ``lengths``: their min, mean, max and percentiles (``p50``) in tokens.
+    ``classes``: of labeled texts, and of answers that are marked as desirable or not, else None.
     ``near_duplicates`` and ``languages``: None unless requested."""
 
+    task: str
     dataset: str
     samples: int
+    sequences: int
+    classes: list[ClassCount] | None
     tokens: int
     label_tokens: int
     held_out: int
@@ -106,19 +125,25 @@ class DatasetStats(TypedDict):
 
 @dataclass(frozen=True)
 class Samples:
-    """Uncut samples.
+    """Uncut samples, each of one sequence of tokens, or of two if it is a pair of answers.
 
     Args:
-        lengths: int64 [num_samples], in tokens.
-        first_label: int64 [num_samples], index of the first token that carries loss, or the length.
+        lengths: int64 [num_sequences], in tokens.
+        first_label: int64 [num_sequences], index of the first token that carries loss, or the
+            length.
+        starts: int64 [num_samples], index of the first sequence of each sample.
         digests: uint64 [num_samples, 2], a hash of the token ids (BLAKE2b, 128 bits).
         vocabulary: int64 [ids], number of occurrences of each token id.
     """
 
     lengths: np.ndarray
     first_label: np.ndarray
+    starts: np.ndarray
     digests: np.ndarray
     vocabulary: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts)
 
 
 def dataset_stats(
@@ -145,16 +170,7 @@ def dataset_stats(
         check_package("datasketch", "`--near-duplicates`", "leave the option out", "data")
     if languages:
         check_package("py3langid", "`--languages`", "leave the option out", "data")
-    if config.task not in ("sft", "pretrain"):
-        raise ConfigError(
-            f"statistics are not supported with `task: {config.task}`: they are those of texts and"
-            " of rows with one answer",
-            allowed="`task: sft` and `task: pretrain`",
-            fix="use a config with one of these tasks",
-        )
-    task: TextTask = "pretrain" if config.task == "pretrain" else "sft"
-    if has_images:
-        task = "vision"
+    task = _task_of(config, has_images)
     prepared = prepare_tokens(config, task, resolve_model)
     uncut = prepared
     if _was_cut(prepared, config):
@@ -164,11 +180,12 @@ def dataset_stats(
         uncut = prepare_tokens(
             config.model_copy(update={"train_args": args, "val_dataset": None}), task, resolve_model
         )
-    dataset = TokenDataset(uncut.train_folder)
+    dataset = _open(uncut.train_folder, task)
     samples = read_samples(dataset)
     tokenizer = load_tokenizer(Path(prepared.tokenizer_path), config.trust_remote_code)
-    documents = task == "pretrain" or all(_are_documents(config))
-    if not documents and any(_are_documents(config)):
+    is_text_task = task in ("sft", "pretrain", "vision")
+    documents = is_text_task and (task == "pretrain" or all(_are_documents(config)))
+    if is_text_task and not documents and any(_are_documents(config)):
         text = (
             "text files are mixed with other data: the lost tokens are computed as if they were"
             " truncated, although they are cut into samples"
@@ -183,8 +200,11 @@ def dataset_stats(
     for repeat in repeats["most_repeated"]:
         repeat["text"] = _first_tokens(dataset, repeat["sample"], tokenizer)
     figures: DatasetStats = {
+        "task": config.task,
         "dataset": ", ".join(source.path for source in config.sources()),
-        "samples": len(samples.lengths),
+        "samples": len(samples),
+        "sequences": len(samples.lengths),
+        "classes": _count_classes(dataset),
         "tokens": int(samples.lengths.sum()),
         "label_tokens": int(dataset.label_counts.sum()),
         "held_out": 0 if prepared.eval_indices is None else len(prepared.eval_indices),
@@ -218,13 +238,68 @@ def dataset_stats(
     return figures, prepared
 
 
+def _task_of(config: Config, has_images: bool) -> TextTask:
+    """Return how the texts of a config are encoded.
+
+    Raises:
+        ConfigError: the task has no texts, or only the task knows the form of its samples.
+    """
+    if has_images:
+        return "vision"
+    if config.task in CAUSAL_TASKS:
+        return text_task(config)
+    if config.task == "reward":
+        return "reward"
+    if config.task == "classify":
+        return "classify"
+    raise ConfigError(
+        f"statistics are not supported with `task: {config.task}`: only the task knows the form of"
+        " its samples",
+        allowed=", ".join((*CAUSAL_TASKS, "reward", "classify", "recommend")),
+        fix="use a config with one of these tasks",
+    )
+
+
+def _open(folder: Path, task: TextTask) -> TokenDataset:
+    if task in ("pairs", "answers", "reward"):
+        return PreferenceDataset(folder)
+    if task == "classify":
+        return LabeledDataset(folder, None, range(len(read_labels(folder).labels)))
+    return TokenDataset(folder)
+
+
+def _count_classes(dataset: TokenDataset) -> list[ClassCount] | None:
+    """Return the classes of labeled texts, or of answers that are marked, the most frequent
+    first; None for other data."""
+    counts: Counter[str] = Counter()
+    if isinstance(dataset, LabeledDataset):
+        names = read_labels(dataset.folder).labels
+        for index in range(len(dataset)):
+            counts.update(str(names[number]) for number in dataset.classes_of(index).tolist())
+    elif isinstance(dataset, PreferenceDataset):
+        is_pair = (dataset.chosen_lengths > 0) & (dataset.chosen_lengths < dataset.lengths)
+        if is_pair.any():
+            return None
+        counts["desirable"] = int(np.count_nonzero(dataset.chosen_lengths))
+        counts["undesirable"] = len(dataset) - counts["desirable"]
+    else:
+        return None
+    return [
+        ClassCount(label=label, samples=count, share=count / len(dataset))
+        for label, count in counts.most_common()
+    ]
+
+
 def _first_tokens(dataset: TokenDataset, index: int, tokenizer: LoadedTokenizer) -> str:
     return tokenizer.decode(dataset[index]["input_ids"][:_TEXT_TOKENS].tolist())
 
 
 def _first_labels(dataset: TokenDataset, index: int, tokenizer: LoadedTokenizer) -> str:
     sample = dataset[index]
-    return tokenizer.decode(sample["input_ids"][sample["labels_mask"]][:_TEXT_TOKENS].tolist())
+    ids = sample["input_ids"]
+    if not isinstance(dataset, LabeledDataset):
+        ids = ids[sample["labels_mask"]]
+    return tokenizer.decode(ids[:_TEXT_TOKENS].tolist())
 
 
 def _similar_samples(dataset: TokenDataset, tokenizer: LoadedTokenizer) -> "NearDuplicates":
@@ -267,19 +342,22 @@ def _are_documents(config: Config) -> list[bool]:
 
 def read_samples(dataset: TokenDataset) -> Samples:
     """Read a dataset's tokens in one pass, with one sample in memory at a time."""
-    count = len(dataset)
-    digests = np.zeros((count, 2), dtype=np.uint64)
-    first = np.array(dataset.lengths)
+    digests = np.zeros((len(dataset), 2), dtype=np.uint64)
+    lengths, first, starts = array("q"), array("q"), array("q")
     vocabulary = np.zeros(1, dtype=np.int64)
-    for index in range(count):
+    for index in range(len(dataset)):
         sample = dataset[index]
         ids, mask = sample["input_ids"], sample["labels_mask"]
         digests[index] = np.frombuffer(
             hashlib.blake2b(ids.tobytes(), digest_size=16).digest(), dtype=np.uint64
         )
-        labeled = np.flatnonzero(mask[1:])
-        if len(labeled):
-            first[index] = labeled[0] + 1
+        starts.append(len(lengths))
+        for start, end in pairwise(_bounds(dataset, index)):
+            lengths.append(end - start)
+            labeled = np.flatnonzero(mask[start + 1 : end])
+            # A text to classify is not dropped if it is truncated.
+            has_labels = len(labeled) or isinstance(dataset, LabeledDataset)
+            first.append(int(labeled[0]) + 1 if len(labeled) else 0 if has_labels else end - start)
         missing = int(ids.max(initial=0)) + 1 - len(vocabulary)
         if missing > 0:
             vocabulary = np.pad(vocabulary, (0, missing))
@@ -287,7 +365,15 @@ def read_samples(dataset: TokenDataset) -> Samples:
             vocabulary += np.bincount(ids, minlength=len(vocabulary))
         else:
             np.add.at(vocabulary, ids, 1)
-    return Samples(np.array(dataset.lengths), first, digests, vocabulary)
+    return Samples(np.array(lengths), np.array(first), np.array(starts), digests, vocabulary)
+
+
+def _bounds(dataset: TokenDataset, index: int) -> list[int]:
+    """Return the bounds of the sequences of a sample: those of a pair follow each other."""
+    length = int(dataset.lengths[index])
+    if isinstance(dataset, PreferenceDataset):
+        return sorted({0, int(dataset.chosen_lengths[index]), length})
+    return [0, length]
 
 
 def duplicates(samples: Samples) -> Duplicates:
@@ -295,8 +381,8 @@ def duplicates(samples: Samples) -> Duplicates:
     _, first, times = np.unique(samples.digests, axis=0, return_index=True, return_counts=True)
     order = np.lexsort((first, -times))[:_REPEATS_SHOWN]
     return {
-        "samples": int(len(samples.lengths) - len(first)),
-        "share": float(1 - len(first) / len(samples.lengths)),
+        "samples": int(len(samples) - len(first)),
+        "share": float(1 - len(first) / len(samples)),
         "distinct": len(first),
         "repeated": int(np.count_nonzero(times > 1)),
         "most_repeated": [
@@ -312,16 +398,20 @@ def cut_by(limit: int, samples: Samples, overlong: str, documents: bool) -> Limi
 
     As in :mod:`paceline.data.text.encoding.chunks`, documents are cut into samples and lose only a
     single last token. Other samples are truncated, or dropped if no token that carries loss remains
-    or if ``truncation_strategy`` is `drop`.
+    or if ``truncation_strategy`` is `drop`. Each answer of a pair is truncated on its own, and the
+    pair is dropped if one of them is.
     """
-    lengths = samples.lengths
-    over = lengths > limit
+    lengths, starts = samples.lengths, samples.starts
+    are_over = lengths > limit
+    over = np.logical_or.reduceat(are_over, starts)
     if documents:
         dropped = np.zeros(len(lengths), dtype=bool)
         lost = np.where(over & (lengths % limit == 1), 1, 0)
     else:
-        dropped = over if overlong == "drop" else over & (samples.first_label >= limit)
-        lost = np.where(dropped, lengths, np.maximum(lengths - limit, 0))
+        are_dropped = are_over if overlong == "drop" else are_over & (samples.first_label >= limit)
+        dropped = np.logical_or.reduceat(are_dropped, starts)
+        lost = np.add.reduceat(np.maximum(lengths - limit, 0), starts)
+        lost = np.where(dropped, np.add.reduceat(lengths, starts), lost)
     return {
         "max_length": limit,
         "samples_cut": int(over.sum()),

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import TypedDict
 
 from paceline.core.stop import poll
-from paceline.data.text.token_dataset import TokenDataset
+from paceline.data.text.token_dataset import LabeledDataset, TokenDataset
 from paceline.data.text.tokenizer import LoadedTokenizer
 
 #: Number of tokens of a sample that are read.
@@ -21,8 +21,8 @@ class LanguageShare(TypedDict):
 
 
 def languages(dataset: TokenDataset, tokenizer: LoadedTokenizer) -> list[LanguageShare]:
-    """Return the languages of the texts that carry loss (the answers of chats), the most frequent
-    first. A text without letters is ``und``, undetermined."""
+    """Return the languages of the texts that carry loss (the answers of chats), or of labeled
+    texts, the most frequent first. A text without letters is ``und``, undetermined."""
     import py3langid
 
     samples: Counter[str] = Counter()
@@ -31,7 +31,10 @@ def languages(dataset: TokenDataset, tokenizer: LoadedTokenizer) -> list[Languag
         if index % 1000 == 0:
             poll()
         sample = dataset[index]
-        ids = sample["input_ids"][sample["labels_mask"]][:_MAX_TOKENS].tolist()
+        ids = sample["input_ids"]
+        if not isinstance(dataset, LabeledDataset):
+            ids = ids[sample["labels_mask"]]
+        ids = ids[:_MAX_TOKENS].tolist()
         text = tokenizer.decode([each for each in ids if each not in tokenizer.special_ids])
         language = "und"
         if any(letter.isalpha() for letter in text):

@@ -2,19 +2,26 @@
 
 from pathlib import Path
 
+from paceline.core.events import DataFigures
+from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, printable
-from paceline.data.stats.dataset import DatasetStats
+from paceline.data.stats.dataset import ClassCount, DatasetStats
+from paceline.data.stats.other import ClickStats, ImageStats
 
 HEADS = ("max_length", "longer samples", "share", "dropped", "tokens lost", "share")
 SOURCE_HEADS = ("source", "samples", "tokens", "share", "with loss")
 _BAR_WIDTH = 40
 _LANGUAGES_SHOWN = 8
+_CLASSES_SHOWN = 10
+_LABEL_WIDTH = 11
 
 
 def facts(result: DatasetStats) -> list[tuple[str, str]]:
     """Return the statistics above the plots as pairs of label and value."""
     lengths, repeats, vocabulary = result["lengths"], result["duplicates"], result["vocabulary"]
     samples = f"{result['samples']:,}"
+    if result["sequences"] > result["samples"]:
+        samples += f" pairs with {result['sequences']:,} sequences, whose lengths are counted"
     if result["overlong"] == "cut into samples":
         samples += ", documents counted before they are cut"
     if result["held_out"]:
@@ -22,7 +29,7 @@ def facts(result: DatasetStats) -> list[tuple[str, str]]:
     similar, languages = result["near_duplicates"], result["languages"]
     rows = [
         ("samples", samples),
-        ("tokens", f"{result['tokens']:,}, {result['label_tokens']:,} with loss"),
+        ("tokens", _tokens(result)),
         (
             "length",
             (
@@ -45,6 +52,8 @@ def facts(result: DatasetStats) -> list[tuple[str, str]]:
             ),
         ),
     ]
+    if result["classes"] is not None:
+        rows.insert(1, ("classes", class_text(result["classes"])))
     if similar is not None:
         text = (
             f"{similar['samples']:,} ({100 * similar['share']:.2f} %) are similar to an earlier"
@@ -62,6 +71,73 @@ def facts(result: DatasetStats) -> list[tuple[str, str]]:
             parts.append(f"others {100 * rest / result['samples']:.1f} %")
         rows.append(("languages", ", ".join(parts)))
     return rows
+
+
+def _tokens(result: DatasetStats) -> str:
+    text = f"{result['tokens']:,}"
+    if result["task"] in ("classify", "reward"):  # no token has a loss
+        return text
+    return f"{text}, {result['label_tokens']:,} with loss"
+
+
+def class_text(classes: list[ClassCount]) -> str:
+    """Return the most frequent classes with their shares."""
+    shown = [
+        f"{each['label']} {each['samples']:,} ({100 * each['share']:.1f} %)"
+        for each in classes[:_CLASSES_SHOWN]
+    ]
+    rest = len(classes) - len(shown)
+    return ", ".join(shown) + (f" and {rest:,} more" if rest else "")
+
+
+def image_facts(result: ImageStats) -> list[tuple[str, str]]:
+    """Return the statistics of images as pairs of label and value."""
+    width, height = result["width"], result["height"]
+    modes = ", ".join(f"{mode} {count:,}" for mode, count in result["modes"].items())
+    rows = [
+        ("images", f"{result['samples']:,}"),
+        ("classes", f"{len(result['classes']):,}: {class_text(result['classes'])}"),
+        ("width", f"{width['min']:,.0f} to {width['max']:,.0f} pixels, mean {width['mean']:,.1f}"),
+        (
+            "height",
+            f"{height['min']:,.0f} to {height['max']:,.0f} pixels, mean {height['mean']:,.1f}",
+        ),
+        ("modes", modes),
+        ("duplicates", f"{result['duplicates']:,} have the same content as an earlier image"),
+        ("files", _row_text(result["rows"])),
+    ]
+    if (size := result["size_bytes"]) is not None:
+        text = f"{human_bytes(int(size['min']))} to {human_bytes(int(size['max']))}"
+        rows.insert(5, ("size", f"{text}, mean {human_bytes(int(size['mean']))}"))
+    return rows
+
+
+def click_facts(result: ClickStats) -> list[tuple[str, str]]:
+    """Return the statistics of a click log as pairs of label and value."""
+    rows = [
+        ("rows", _row_text(result["rows"])),
+        ("clicks", f"{100 * result['clicks']:.2f} % of the rows"),
+    ]
+    for name, values in result["dense"].items():
+        text = f"{values['min']:,.4g} to {values['max']:,.4g}, mean {values['mean']:,.4g}"
+        rows.append((name, text))
+    for table in result["tables"]:
+        text = f"{table['used']:,} of {table['rows']:,} rows of the table are used"
+        rows.append((table["name"], text))
+    return rows
+
+
+def _row_text(rows: DataFigures) -> str:
+    dropped = rows["dropped"]
+    text = f"{rows['read']:,} read, {rows['kept']:,} kept, {sum(dropped.values()):,} dropped"
+    reasons = "; ".join(f"{reason}: {count:,}" for reason, count in dropped.items())
+    return f"{text} ({reasons})" if reasons else text
+
+
+def fact_table(facts: list[tuple[str, str]]) -> str:
+    """Return pairs of label and value as text for a terminal."""
+    width = max(_LABEL_WIDTH, *(len(label) for label, _ in facts))
+    return "\n".join(f"{label:<{width}} {value}" for label, value in facts)
 
 
 def source_rows(result: DatasetStats) -> list[list[str]]:
@@ -107,7 +183,7 @@ def overlong_text(result: DatasetStats) -> str:
 
 def table(result: DatasetStats) -> str:
     """Return the statistics as text for a terminal."""
-    lines = [f"{label:<11} {value}" for label, value in facts(result)]
+    lines = [fact_table(facts(result))]
     for sample in result["duplicates"]["most_repeated"]:
         text = printable(sample["text"])
         lines.append(f"            {counted(sample['times'], 'time')}: {text}")
@@ -138,12 +214,7 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 def render_page(result: DatasetStats) -> str:
     """Return the statistics as one HTML page that can be opened offline."""
-    from jinja2 import Environment, FileSystemLoader
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True
-    )
-    return environment.get_template("page.html.jinja").render(
+    return _render(
         stats=result,
         facts=facts(result),
         heads=HEADS,
@@ -152,3 +223,17 @@ def render_page(result: DatasetStats) -> str:
         source_rows=source_rows(result),
         overlong_text=overlong_text(result),
     )
+
+
+def render_facts(result: ImageStats | ClickStats, facts: list[tuple[str, str]]) -> str:
+    """Return statistics without tokens as one HTML page that can be opened offline."""
+    return _render(stats={"dataset": result["dataset"]}, facts=facts)
+
+
+def _render(**values: object) -> str:
+    from jinja2 import Environment, FileSystemLoader
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True
+    )
+    return environment.get_template("page.html.jinja").render(**values)

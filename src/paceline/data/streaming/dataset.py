@@ -12,6 +12,7 @@ from paceline.data.counts import StreamCounts
 from paceline.data.order.base import Order
 from paceline.data.sources.readers import LineBlock
 from paceline.data.sources.resolve import Place, rows_of_block
+from paceline.data.sources.rows import RepeatedKey
 from paceline.data.streaming.tables import RawRow
 from paceline.data.text.encoding.chunks import (
     AnyEncoder,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.data.loader import Key
 
 MALFORMED = "malformed line"
+_REPEATED_KEY = "a key occurs twice"
 
 
 class StreamedRows(Protocol):
@@ -73,10 +75,24 @@ class RowEncoder:
         return {**self.__dict__, "_chunk_encoder": None}
 
     def __call__(
-        self, rows: StreamedRows, indices: Iterable[int], *, by_source: bool = False
+        self,
+        rows: StreamedRows,
+        indices: Iterable[int],
+        *,
+        by_source: bool = False,
+        is_start: bool = False,
     ) -> list[EncodedChunk]:
-        """Return the encoded rows, in chunks of consecutive rows of one source. ``by_source``: in
-        one chunk for each source, which is faster if the sources alternate."""
+        """Return the encoded rows, in chunks of consecutive rows of one source.
+
+        Args:
+            by_source: whether to return one chunk for each source, which is faster if the sources
+                alternate.
+            is_start: whether training has not started, so that a row whose values are ambiguous
+                is an error; later, it is dropped and counted.
+
+        Raises:
+            ConfigError: at the start, a key occurs twice in a row.
+        """
         chunks: list[tuple[Chunk, RowCounts]] = []
         of_source: dict[int, tuple[Chunk, RowCounts]] = {}
         for index in indices:
@@ -84,7 +100,7 @@ class RowEncoder:
             if source not in of_source or (not by_source and chunks[-1][0].source != source):
                 of_source[source] = (Chunk(source), RowCounts())
                 chunks.append(of_source[source])
-            _add(row, *of_source[source])
+            _add(row, *of_source[source], is_start)
         encoded = []
         for chunk, malformed in chunks:
             result = self._encode(chunk)
@@ -175,15 +191,18 @@ def read_rows(
     return samples, counts
 
 
-def _add(row: RawRow, chunk: Chunk, malformed: RowCounts) -> None:
+def _add(row: RawRow, chunk: Chunk, malformed: RowCounts, is_start: bool) -> None:
     """Add a parsed row to the chunk, or count it as malformed."""
     try:
         rows = rows_of_block(row) if isinstance(row, LineBlock) else [row]
         for parsed in rows:
             chunk.take(parsed)
-    except ConfigError:
+    except ConfigError as error:
+        is_repeated = isinstance(error.__cause__, RepeatedKey)
+        if is_start and is_repeated:
+            raise
         malformed.read += 1
-        malformed.drop(MALFORMED, _place(row))
+        malformed.drop(_REPEATED_KEY if is_repeated else MALFORMED, _place(row))
 
 
 def _place(row: RawRow) -> Place:

@@ -12,7 +12,8 @@ from paceline.data.cache import build_once, fingerprint, key_of
 
 _OFFSETS, _BLANKS, _META = "offsets.bin", "blanks.npy", "meta.json"
 _SCAN_BYTES = 32 << 20
-_NEWLINE, _RETURN, _QUOTE = 10, 13, 34
+LINE_FEED, RETURN = 10, 13
+_QUOTE = 34
 #: Smaller files are identified by a hash of their content.
 HASHED_BYTES = 16 << 20
 
@@ -53,17 +54,19 @@ class LineIndex:
         return row + 1 + int(np.searchsorted(self._blanks, row, side="right"))
 
 
-def open_index(path: Path, *, quoted: bool = False) -> LineIndex:
+def open_index(path: Path, *, quoted: bool = False, line_end: int = LINE_FEED) -> LineIndex:
     """Return the index of a file, built if it is not in the cache.
 
     Args:
         quoted: whether a line end between double quotes belongs to its row, as in CSV.
+        line_end: the last byte of a line.
     """
-    key = key_of(["rows", *fingerprint(path, HASHED_BYTES), quoted])
+    settings = [quoted] if line_end == LINE_FEED else [quoted, line_end]
+    key = key_of(["rows", *fingerprint(path, HASHED_BYTES), *settings])
     folder = cache_dir() / "rows" / key
 
     def build(staging: Path) -> None:
-        num_rows = _write_index(path, staging, quoted)
+        num_rows = _write_index(path, staging, quoted, line_end)
         (staging / _META).write_text(json.dumps({"rows": num_rows, "file": str(path)}))
 
     build_once(folder, _META, build)
@@ -71,15 +74,15 @@ def open_index(path: Path, *, quoted: bool = False) -> LineIndex:
     return LineIndex(folder, num_rows, path.stat().st_size)
 
 
-def _write_index(path: Path, folder: Path, quoted: bool) -> int:
+def _write_index(path: Path, folder: Path, quoted: bool, line_end: int) -> int:
     """Write the offset of each row that is not blank, and the size of the file."""
     num_rows, blanks = 0, []
     with open(path, "rb", buffering=0) as file, open(folder / _OFFSETS, "wb") as offsets:
         size = os.fstat(file.fileno()).st_size
-        row_start, position, num_quotes, last_byte = 0, 0, 0, _NEWLINE
+        row_start, position, num_quotes, last_byte = 0, 0, 0, line_end
         while chunk := file.read(_SCAN_BYTES):
             data = np.frombuffer(chunk, dtype=np.uint8)
-            ends = np.flatnonzero(data == _NEWLINE)
+            ends = np.flatnonzero(data == line_end)
             if quoted:
                 quotes = np.flatnonzero(data == _QUOTE)
                 before = num_quotes + np.searchsorted(quotes, ends)
@@ -89,7 +92,7 @@ def _write_index(path: Path, folder: Path, quoted: bool) -> int:
                 # Blank: nothing, or a carriage return, before the line end.
                 before_end = np.where(ends > 0, data[ends - 1], last_byte)
                 length = ends - starts
-                is_blank = (length == 0) | ((length == 1) & (before_end == _RETURN))
+                is_blank = (length == 0) | ((length == 1) & (before_end == RETURN))
                 blanks.append(num_rows + np.cumsum(~is_blank)[is_blank])
                 kept = starts[~is_blank] + position
                 offsets.write(kept.astype(np.int64).tobytes())

@@ -152,7 +152,8 @@ def _hold_out(
     def build(staging: Path) -> None:
         writer, counts = TokenWriter(staging), StreamCounts()
         for start in range(0, len(indices), _ENCODED_ROWS):
-            for chunk in encode(joined, indices[start : start + _ENCODED_ROWS].tolist()):
+            part = indices[start : start + _ENCODED_ROWS].tolist()
+            for chunk in encode(joined, part, is_start=True):
                 writer.extend(
                     chunk.tokens, chunk.mask, chunk.lengths, chunk.label_counts, chunk.weights
                 )
@@ -188,7 +189,7 @@ def _check_rows(
         ConfigError: none of the rows can be used.
     """
     checked = CheckedRows()
-    chunks = encode(rows, rows.checked_rows(_CHECKED_ROWS))
+    chunks = encode(rows, rows.checked_rows(_CHECKED_ROWS), is_start=True)
     encoder = encode.encoder
     truncated = 0
     for number in dict.fromkeys(chunk.source for chunk in chunks):

@@ -6,10 +6,14 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError, RunError, first_line
 from paceline.core.files import cache_dir
+from paceline.core.log import Notice
 from paceline.data.cache import build_once, key_of
+from paceline.data.sources.opening import is_pattern
 from paceline.data.sources.readers import is_table
+from paceline.data.sources.splits import choose_files
 
 _FILE = "data"
 
@@ -38,6 +42,28 @@ def list_files(url: str, is_data: Callable[[Path], bool] = is_table) -> list[str
     if not files:
         raise ConfigError(f"`{url}` has no data files", fix="check the URL")
     return files
+
+
+def find_remote(
+    url: str, spec: DatasetSource, is_data: Callable[[Path], bool] = is_table
+) -> tuple[list[str], list[Notice]]:
+    """Return the URLs of :func:`list_files` (those of a folder only of the split that ``spec``
+    selects), and messages about the others.
+
+    Raises:
+        ConfigError: as :func:`list_files`; or no file belongs to the split.
+    """
+    files = list_files(url, is_data)
+    if files == [url] or is_pattern(url):
+        return files, []
+    folder = _path_of(url)
+    by_name = {_path_of(file).removeprefix(f"{folder}/"): file for file in files}
+    chosen, notices = choose_files(list(by_name), spec, url)
+    return [by_name[name] for name in chosen], notices
+
+
+def _path_of(url: str) -> str:
+    return url.partition("://")[2].strip("/")
 
 
 def identity(url: str) -> list[Any]:

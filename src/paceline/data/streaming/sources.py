@@ -22,10 +22,11 @@ from paceline.data.sources.opening import (
     take_count,
 )
 from paceline.data.sources.readers import TEXT_SUFFIXES
-from paceline.data.sources.resolve import ResolvedSource, is_url, open_source
+from paceline.data.sources.resolve import ResolvedSource, is_url, open_source, unused_settings
+from paceline.data.sources.splits import check_split
 from paceline.data.streaming.line_index import HASHED_BYTES
 from paceline.data.streaming.order import StreamShuffle
-from paceline.data.streaming.remote import identity, list_files
+from paceline.data.streaming.remote import find_remote, identity
 from paceline.data.streaming.selection import RemainingTable, SelectedTable, split_by_table
 from paceline.data.streaming.shards import Shard, ShardRows
 from paceline.data.streaming.tables import RowTable, TableRows, open_table
@@ -71,8 +72,13 @@ def find_sources(config: Config) -> list[StreamSource]:
 def _find(number: int, spec: DatasetSource) -> StreamSource:
     name, take = take_count(spec.path)
     if is_url(name):
-        files = [file for part in expand_braces(name) for file in list_files(part)]
-        return StreamSource(number, ResolvedSource(spec), files, take)
+        check_split(spec)
+        remote, locations = ResolvedSource(spec, notices=unused_settings(spec, [])), []
+        for part in expand_braces(name):
+            files, notices = find_remote(part, spec)
+            locations += files
+            remote.notices += notices
+        return StreamSource(number, remote, locations, take)
     resolved = open_source(spec)
     locations = [str(path) for path in resolved.files]
     if (dataset := resolved.hub) is not None:
@@ -172,7 +178,10 @@ def without_rows(streams: Sequence[TableRows], excluded: np.ndarray) -> list[Tab
 def _open_shards(
     sources: Sequence[StreamSource], config: Config, shuffle: StreamShuffle
 ) -> ShardRows:
-    reason = "the number of rows is unknown until compressed and remote files have been read"
+    reason = (
+        "the number of rows is unknown until files that are compressed, remote, or JSON without a"
+        " row in each line have been read"
+    )
     if config.train_args.max_steps is None:
         raise NotStreamable(
             f"`max_steps` is required: {reason}, so `num_train_epochs` cannot be converted to"

@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 import codecs
-import csv
-import io
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 
 from paceline.core.errors import ConfigError, RunError, first_line
+from paceline.data.sources.csv_rows import (
+    NOT_CSV,
+    csv_delimiter,
+    header_names,
+    make_row,
+    read_fields,
+    stated_delimiter,
+)
+from paceline.data.sources.json_rows import is_head_of_lines
 from paceline.data.sources.opening import (
     HEAD_BYTES,
+    check_head,
     compression_of,
     data_suffix,
     encoding_of,
+    ends_with_returns,
     not_text,
 )
-from paceline.data.sources.readers import (
-    DOCUMENT,
-    TEXT_SUFFIXES,
-    LineBlock,
-    csv_delimiter,
-    first_char,
-)
-from paceline.data.sources.rows import struct_columns, without_added_nulls
-from paceline.data.streaming.line_index import LineIndex, open_index
+from paceline.data.sources.readers import DOCUMENT, TEXT_SUFFIXES, LineBlock, check_schema
+from paceline.data.sources.rows import BrokenRow, struct_columns, without_added_nulls
+from paceline.data.streaming.line_index import LINE_FEED, RETURN, LineIndex, open_index
 from paceline.data.streaming.order import StreamOrder, StreamShuffle
 
 #: A row that is not parsed yet, or the place and the content of one.
 RawRow = LineBlock | tuple[str, Any]
 
-_NEWLINE = 10
 #: Number of rows of a text file that are one block of the order.
 _BLOCK_ROWS = 4096
 #: Size of a row of a file of plain text.
@@ -61,15 +64,32 @@ class RowTable(Protocol):
         """Return the row with this number, counted from 0."""
 
 
+@dataclass(frozen=True)
+class CsvLayout:
+    """The columns of a CSV file.
+
+    Args:
+        first_row: index of the first row after the header.
+    """
+
+    names: list[str]
+    delimiter: str
+    first_row: int
+
+
 class LineTable:
-    """A file of JSON lines, or of CSV."""
+    """A file of JSON lines, or of CSV.
+
+    Args:
+        line_end: the last byte of a line.
+        csv: None for JSON lines.
+    """
 
     has_fast_rows = True
 
-    def __init__(self, path: Path, index: LineIndex, header: list[str] | None, delimiter: str):
-        self.path, self.index = path, index
-        self.header, self.delimiter = header, delimiter
-        self._first = 0 if header is None else 1
+    def __init__(self, path: Path, index: LineIndex, line_end: int, csv: CsvLayout | None = None):
+        self.path, self.index, self.line_end, self.csv = path, index, line_end, csv
+        self._first = 0 if csv is None else csv.first_row
         self.num_rows = max(0, index.num_rows - self._first)
         self.block_sizes = _equal_blocks(self.num_rows)
         self._handle: int | None = None
@@ -83,16 +103,14 @@ class LineTable:
         if start == 0:
             line = line.removeprefix(codecs.BOM_UTF8)
         line_number = self.index.line_number(number + self._first)
-        if self.header is None:
+        if self.csv is None:
             return LineBlock([line], line_number, self.path)
         place = f"line {line_number} of {self.path}"
         try:
-            text = io.StringIO(line.decode("utf-8"), newline="")
-            row = next(csv.DictReader(text, self.header, delimiter=self.delimiter), None)
-        except (UnicodeDecodeError, csv.Error):
-            return place, None
-        # The key None means more fields than the header has columns.
-        return place, None if row is None or None in row else row
+            fields = read_fields(line, line_number, self.path, self.csv.delimiter)
+        except ConfigError:
+            return place, BrokenRow(NOT_CSV)
+        return place, make_row(self.csv.names, fields)
 
     def _read(self, start: int, end: int) -> bytes:
         """Return the bytes of a row.
@@ -101,12 +119,11 @@ class LineTable:
             RunError: they do not begin and end at line ends, so the file has changed.
         """
         if self._handle is None:
-            csv.field_size_limit(1 << 30)
             self._handle = os.open(self.path, os.O_RDONLY)
         before = 1 if start else 0
         text = os.pread(self._handle, end - start + before, start - before)
-        is_whole = len(text) == end - start + before and (not before or text[0] == _NEWLINE)
-        if not is_whole or (text[-1] != _NEWLINE and end != self.index.size):
+        is_whole = len(text) == end - start + before and (not before or text[0] == self.line_end)
+        if not is_whole or (text[-1] != self.line_end and end != self.index.size):
             raise RunError(
                 f"`{self.path}` has changed since it was indexed: bytes {start:,} to {end:,}"
                 " are not a row",
@@ -179,6 +196,7 @@ class ParquetTable(_GroupTable):
             metadata = pq.read_metadata(path)
         except (pa.ArrowInvalid, OSError) as error:
             raise _unreadable(path, error) from error
+        check_schema(metadata.schema.to_arrow_schema(), path)
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         super().__init__(path, sizes)
 
@@ -202,7 +220,10 @@ class ArrowTable(_GroupTable):
 
         self.path = path
         try:
-            sizes = [batch.num_rows for batch in self._open()]
+            batches = self._open()
+            if batches:
+                check_schema(batches[0].schema, path)
+            sizes = [batch.num_rows for batch in batches]
         except (pa.ArrowInvalid, OSError) as error:
             raise _unreadable(path, error) from error
         super().__init__(path, sizes)
@@ -289,20 +310,39 @@ def open_table(path: Path) -> RowTable | None:
         return None
     with open(path, "rb") as handle:
         head = handle.read(HEAD_BYTES)
-        handle.seek(0)
-        header = handle.readline()
     if not encoding_of(head, path).startswith("utf-8"):
         return None
+    check_head(head, path)
     if suffix in TEXT_SUFFIXES:
         return DocumentTable(path)
+    line_end = RETURN if ends_with_returns(head, path) else LINE_FEED
     if suffix in (".jsonl", ".ndjson"):
-        if first_char(head, path) == "[":
+        if not is_head_of_lines(head, path):
             return None
-        return LineTable(path, open_index(path), None, "")
-    text = header.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="replace")
-    delimiter = csv_delimiter(text, suffix)
-    names = next(csv.reader([text], delimiter=delimiter), [])
-    return LineTable(path, open_index(path, quoted=True), names, delimiter)
+        return LineTable(path, open_index(path, line_end=line_end), line_end)
+    index = open_index(path, quoted=True, line_end=line_end)
+    return LineTable(path, index, line_end, _csv_layout(path, suffix, index))
+
+
+def _csv_layout(path: Path, suffix: str, index: LineIndex) -> CsvLayout:
+    """Read the header of a CSV file.
+
+    Raises:
+        ConfigError: it is not text or not CSV, or a name occurs twice.
+    """
+    lines = []
+    with open(path, "rb") as handle:
+        for row in range(min(2, index.num_rows)):
+            start, end = index.span(row)
+            handle.seek(start)
+            lines.append(handle.read(end - start).removeprefix(codecs.BOM_UTF8))
+    first = lines[0].decode("utf-8", errors="replace") if lines else ""
+    number = 1 if stated_delimiter(first) else 0
+    delimiter = csv_delimiter(first, suffix)
+    names = []
+    if len(lines) > number:
+        names = read_fields(lines[number], index.line_number(number), path, delimiter)
+    return CsvLayout(header_names(names, path), delimiter, number + 1)
 
 
 class DocumentTable:

@@ -67,6 +67,8 @@ class EntryMeta(TypedDict):
     notices: list[Notice]
     #: Missing in entries of earlier versions.
     sources: NotRequired[list[SourceMeta]]
+    #: The names of the sources in ``notices``; missing in entries of earlier versions.
+    names: NotRequired[list[list[str]]]
 
 
 def build_entry(

@@ -20,6 +20,7 @@ from paceline.core.row_figures import SourceFigures
 from paceline.data.cache import build_once, fingerprint, key_of
 from paceline.data.counts import DataCounts
 from paceline.data.order.build import SourceSize, first_shares, source_sizes
+from paceline.data.sources.names import names_of, with_names
 from paceline.data.sources.resolve import open_source
 from paceline.data.text.new_tokens import ResolveModel, config_tokenizer
 from paceline.data.text.templates import template_choice
@@ -230,7 +231,10 @@ class TokenEntry:
     def __init__(self, config: Config, task: TextTask, tokenizer: Path, validation: bool) -> None:
         self.config, self.task = config, task
         self.tokenizer, self.validation = tokenizer, validation
-        self.sources = [open_source(spec) for spec in config.sources(validation=validation)]
+        self.sources = [
+            open_source(spec, validation=validation)
+            for spec in config.sources(validation=validation)
+        ]
         self.template = template_choice(config)
         args = config.train_args
         has_shuffle = any(source.take is not None for source in self.sources)
@@ -272,6 +276,7 @@ class TokenEntry:
         source_notices = [notice for source in self.sources for notice in source.notices]
         is_new = build_once(self.folder, _META, partial(self._fill, workers=workers))
         self.meta = json.loads((self.folder / _META).read_text(encoding="utf-8"))
+        self._name_sources()
         label = "validation data" if self.validation else "data"
         size = f"{counted(self.samples, 'sample')}, {self.meta['tokens']:,} tokens"
         origin = "read from the token cache"
@@ -279,9 +284,17 @@ class TokenEntry:
             origin = f"tokenized in {time.perf_counter() - started:.1f} s"
         self.notices = [
             *source_notices,
-            *(Notice(level, text) for level, text in self.meta["notices"]),
+            *self.meta["notices"],
             Notice("info", f"{label}: {size}; {origin}"),
         ]
+
+    def _name_sources(self) -> None:
+        """Use the current names of the sources, which may be copies of the files of the entry."""
+        current = names_of(self.sources)
+        notices = [Notice(level, text) for level, text in self.meta["notices"]]
+        self.meta["notices"] = with_names(notices, self.meta.get("names", current), current)
+        for figures, source in zip(self.meta.get("sources", []), self.sources, strict=False):
+            figures["dataset"] = source.label
 
     def _fill(self, staging: Path, workers: int | None) -> None:
         # A start from the cache does not need these imports.
@@ -295,6 +308,7 @@ class TokenEntry:
         for source, number in zip(self.sources, num_notices, strict=True):
             late += source.notices[number:]
         meta["notices"] = [*late, *meta["notices"]]
+        meta["names"] = names_of(self.sources)
         (staging / _META).write_text(
             json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )

@@ -191,10 +191,14 @@ class LabeledDataset(TokenDataset):
         return LabeledDataset, (self.folder, self.indices, self.numbers)
 
     def __getitem__(self, index: int) -> LabeledSample:
+        return {**super().__getitem__(index), "classes": self.classes_of(index)}
+
+    def classes_of(self, index: int) -> np.ndarray:
+        """Return the classes of a sample, int64 [labels], without reading its tokens."""
         row = index if self.indices is None else int(self.indices[index])
         start = int(self._ends[row - 1]) if row else 0
-        classes = self.numbers[self._labels[start : int(self._ends[row])]]
-        return {**super().__getitem__(index), "classes": classes}
+        classes: np.ndarray = self.numbers[self._labels[start : int(self._ends[row])]]
+        return classes
 
     def subset(self, indices: Any) -> LabeledDataset:
         """Return the samples at ``indices`` as a dataset over the same files."""

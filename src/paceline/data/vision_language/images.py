@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.errors import ConfigError, RunError, first_line
+from paceline.data.pixels import decode_rgb
 from paceline.data.sources.rows import MalformedRow
 from paceline.data.sources.tar import read_tar_file
 from paceline.data.text.token_dataset import TokenSample
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     import torch
 
 _BLANK_SIZE = (32, 32)
+NO_IMAGE_FILE = (
+    "the image file does not exist (a relative path begins at the folder of the data file, or at"
+    " `vision.images_folder`)"
+)
 #: EXIF tag of the orientation, and its values that exchange width and height.
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
 
@@ -112,11 +117,11 @@ class ImageProcessor:
         }
 
     def _read(self, source: ImageSource) -> Any:
-        from PIL import Image, ImageOps
+        from PIL import Image
 
         try:
             with Image.open(_opened(source)) as opened:
-                image = ImageOps.exif_transpose(opened).convert("RGB")
+                image = decode_rgb(opened)
         except (OSError, ValueError, SyntaxError) as error:
             name = source if isinstance(source, str) else "in the data"
             raise RunError(
@@ -141,7 +146,7 @@ def _size_of(source: ImageSource) -> tuple[int, int]:
             width, height = image.size
             is_turned = image.getexif().get(_ORIENTATION) in _TURNED
     except FileNotFoundError:
-        raise MalformedRow("the image file does not exist") from None
+        raise MalformedRow(NO_IMAGE_FILE) from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         raise MalformedRow("the image cannot be read") from None
     return (height, width) if is_turned else (width, height)

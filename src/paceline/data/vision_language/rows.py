@@ -6,8 +6,11 @@ import base64
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlparse
 
+from paceline.data.sources.opening import windows_fix, with_slashes
 from paceline.data.sources.rows import MalformedRow, Unsupported, holds_nothing
+from paceline.data.sources.tar import is_tar_file
 from paceline.data.text.formats import RowConverter
 from paceline.data.text.sample import Sample
 from paceline.data.text.tool_calls import Message
@@ -115,6 +118,8 @@ def _source(value: Any) -> ImageSource:
             return base64.b64decode(content, validate=True)
         except ValueError:
             raise MalformedRow("an image whose base64 text is invalid") from None
+    if value.startswith("file://"):
+        return unquote(urlparse(value).path)
     if "://" in value or value.startswith("data:"):
         raise Unsupported(
             f"the image `{value[:80]}` is a URL; images are read from files",
@@ -151,14 +156,30 @@ def _place(sample: Sample) -> None:
 
 def with_paths(sample: Sample, place: str, images_folder: str | None) -> Sample:
     """Return the sample with paths that are relative to ``images_folder``, or else to the folder of
-    the data file in ``place``, such as ``line 3 of data/train.jsonl``."""
+    the data file in ``place``, such as ``line 3 of data/train.jsonl``.
+
+    Raises:
+        MalformedRow: an image is on a drive of Windows.
+    """
     if not sample.images:
         return sample
     folder = Path(place.rpartition(" of ")[2]).parent
     if images_folder is not None:
-        folder = Path(images_folder).expanduser()
+        folder = Path(with_slashes(images_folder)).expanduser()
     paths = (
-        str(folder / Path(image).expanduser()) if isinstance(image, str) else image
-        for image in sample.images
+        _image_path(folder, image) if isinstance(image, str) else image for image in sample.images
     )
     return replace(sample, images=tuple(paths))
+
+
+def _image_path(folder: Path, image: str) -> str:
+    path = folder / Path(image).expanduser()
+    if ("\\" not in image and ":" not in image) or is_tar_file(image) or path.exists():
+        return str(path)
+    local = with_slashes(image)
+    if windows_fix(local) is not None:
+        raise MalformedRow(
+            "the path of an image has a drive of Windows (write paths relative to the data file or"
+            " to `vision.images_folder`)"
+        )
+    return str(folder / local.replace("\\", "/"))

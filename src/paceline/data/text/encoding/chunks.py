@@ -24,7 +24,7 @@ from paceline.data.preference.encode import PreferenceEncoder
 from paceline.data.preference.rows import AnswerConverter, MarginConverter, PairConverter
 from paceline.data.sources.readers import DOCUMENT, LineBlock
 from paceline.data.sources.resolve import Place, ResolvedSource, rows_of_block
-from paceline.data.sources.rows import MalformedRow, Unsupported
+from paceline.data.sources.rows import BrokenRow, MalformedRow, Unsupported
 from paceline.data.text.chat_template import ChatTemplate
 from paceline.data.text.encoding.encoder import Encoded, Encoder
 from paceline.data.text.formats import RowConverter
@@ -359,6 +359,8 @@ def convert_row(converter: AnyConverter, row: Any, place: Place, config: Config)
         MalformedRow: the row cannot be used.
         Unsupported: the dataset needs another kind of training.
     """
+    if isinstance(row, BrokenRow):
+        raise MalformedRow(row.reason)
     sample = converter(row)
     return with_paths(sample, place, config.vision.images_folder)
 

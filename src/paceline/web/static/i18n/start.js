@@ -147,6 +147,7 @@ const en = {
   "data.sample.image": "image of class {label}",
   "data.sample.images":
     "Images sampled evenly from the data, with the size and channels that the model receives.",
+  "data.sample.texts": "The first labeled texts.",
   "data.sample.clicks":
     "Numbers are scaled as for the model; ids are shown as their row in the column's table.",
   "data.label": "Label tokens",
@@ -315,6 +316,7 @@ const zh = {
   "data.sample.label": "标签 {label}",
   "data.sample.image": "类别为 {label} 的图像",
   "data.sample.images": "从数据中均匀抽取的图像，尺寸和通道与输入模型时相同。",
+  "data.sample.texts": "前几条带标签的文本。",
   "data.sample.clicks": "数值为输入模型前缩放后的值；id 显示为其在该列嵌入表中的行号。",
   "data.label": "标签 token",
   "data.label.is": " 计入损失：模型学习生成这部分内容",

@@ -250,6 +250,7 @@ function drawRows(preview) {
             { class: "row-head small" },
             h("span", { class: "muted" }, shortPlace(row.place)),
             h("span", {}, row.format ?? ""),
+            row.answer ? h("span", {}, row.answer) : null,
             h("span", {}, t("data.tokens", { n: format.count(row.num_tokens) })),
             h("span", {}, t("data.labels", { n: format.count(row.label_tokens) })),
             row.cut_tokens
@@ -296,53 +297,59 @@ function drawRows(preview) {
   ];
 }
 
-/** Return a preview of images, as the model receives them, or of the rows of a click log. */
+/** Return a preview of images, as the model receives them, of labeled texts, or of a click log. */
 function drawSamples({ task, rows, notices }) {
   const label = (row) =>
     h("mark", { class: "label" }, t("data.sample.label", { label: row.label }));
-  const body =
-    task === "classify"
-      ? h(
-          "ul",
-          { class: "pictures" },
-          rows.map((row) =>
+  const hasImages = rows.some((row) => row.image);
+  const body = hasImages
+    ? h(
+        "ul",
+        { class: "pictures" },
+        rows.map((row) =>
+          h(
+            "li",
+            {},
+            h("img", { src: row.image, alt: t("data.sample.image", { label: row.label }) }),
+            label(row),
+            h("span", { class: "muted small" }, `${row.place} · ${row.shape.join(" × ")}`),
+          ),
+        ),
+      )
+    : h(
+        "ol",
+        { class: "rows" },
+        rows.map((row) =>
+          h(
+            "li",
+            {},
             h(
-              "li",
-              {},
-              h("img", { src: row.image, alt: t("data.sample.image", { label: row.label }) }),
+              "div",
+              { class: "row-head small" },
+              h("span", { class: "muted" }, row.place),
               label(row),
-              h("span", { class: "muted small" }, `${row.place} · ${row.shape.join(" × ")}`),
             ),
-          ),
-        )
-      : h(
-          "ol",
-          { class: "rows" },
-          rows.map((row) =>
             h(
-              "li",
-              {},
-              h(
-                "div",
-                { class: "row-head small" },
-                h("span", { class: "muted" }, row.place),
-                label(row),
-              ),
-              h(
-                "dl",
-                { class: "facts" },
-                row.fields.map((field) =>
-                  h("div", {}, h("dt", { class: "mono" }, field.name), h("dd", {}, field.value)),
-                ),
+              "dl",
+              { class: "facts" },
+              (row.fields ?? []).map((field) =>
+                h("div", {}, h("dt", { class: "mono" }, field.name), h("dd", {}, field.value)),
               ),
             ),
           ),
-        );
+        ),
+      );
   return [
     h(
       "p",
       { class: "legend small" },
-      t(task === "classify" ? "data.sample.images" : "data.sample.clicks"),
+      t(
+        hasImages
+          ? "data.sample.images"
+          : task === "classify"
+            ? "data.sample.texts"
+            : "data.sample.clicks",
+      ),
     ),
     body,
     notices.length

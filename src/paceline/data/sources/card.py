@@ -1,0 +1,147 @@
+"""The configurations that the dataset card (``README.md``) of a folder declares, as on the Hugging
+Face hub."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ConfigError, did_you_mean, first_line
+from paceline.core.log import Notice
+
+_CARD = "README.md"
+_FENCE = "---"
+#: Keys of a configuration that do not change how its files are read.
+_WITHOUT_EFFECT = {"config_name", "data_files", "data_dir", "default", "features", "version"}
+_WITHOUT_EFFECT |= {"description", "homepage", "license", "citation"}
+
+
+@dataclass(frozen=True)
+class CardConfig:
+    """A configuration of a dataset.
+
+    Args:
+        patterns: patterns of the files of each split, relative to the folder; empty if the names
+            of the files show the splits.
+        data_dir: folder of the files, relative to the folder of the card.
+        is_default: whether it is used without a name.
+        unused: keys that Paceline does not read.
+    """
+
+    name: str
+    patterns: Mapping[str, list[str]] = field(default_factory=dict)
+    data_dir: str = "."
+    is_default: bool = False
+    unused: tuple[str, ...] = ()
+
+    def splits(self, folder: Path) -> dict[str, list[Path]]:
+        """Return the files of each split below ``folder``, in the order of the patterns.
+
+        Raises:
+            ConfigError: a pattern is a URL, or leads out of the folder.
+        """
+        root = folder / self.data_dir
+        return {
+            split: [path for pattern in patterns for path in self._matches(root, pattern)]
+            for split, patterns in self.patterns.items()
+        }
+
+    def _matches(self, root: Path, pattern: str) -> list[Path]:
+        if "://" in pattern or pattern.startswith("/") or ".." in Path(pattern).parts:
+            raise ConfigError(
+                f"the configuration `{self.name}` of `{root / _CARD}` names `{pattern}`, which is"
+                " not a file in the folder",
+                allowed="patterns relative to the folder",
+                fix="name the files in the config instead: `dataset: [FILE, ...]`",
+            )
+        names = sorted(glob.glob(pattern, root_dir=root, recursive=True))
+        return [root / name for name in names if (root / name).is_file()]
+
+
+def read_card(folder: Path) -> tuple[list[CardConfig], list[Notice]]:
+    """Return the configurations that the card of a folder declares, and messages about it."""
+    path = folder / _CARD
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return [], []
+    if not lines or lines[0].removeprefix("\ufeff").strip() != _FENCE:
+        return [], []
+    end = next((n for n, line in enumerate(lines[1:], 1) if line.strip() == _FENCE), None)
+    if end is None:
+        return [], []
+    import yaml
+
+    try:
+        values = yaml.safe_load("\n".join(lines[1:end]))
+        entries = values.get("configs", []) if isinstance(values, dict) else []
+        return [_read_config(entry) for entry in entries or []], []
+    except (yaml.YAMLError, LookupError, ValueError, TypeError, AttributeError) as error:
+        text = f"{path}: `configs` cannot be read and is not used ({first_line(error)})"
+        return [], [Notice("warning", text)]
+
+
+def _read_config(entry: Any) -> CardConfig:
+    if not isinstance(entry, dict) or not isinstance(entry.get("config_name"), str):
+        raise ValueError("an entry has no `config_name`")
+    data_dir = entry.get("data_dir") or "."
+    if not isinstance(data_dir, str) or ".." in Path(data_dir).parts or data_dir.startswith("/"):
+        raise ValueError(f"`data_dir: {data_dir}` is not a folder below the card")
+    return CardConfig(
+        entry["config_name"],
+        _read_patterns(entry.get("data_files")),
+        data_dir,
+        bool(entry.get("default", False)),
+        tuple(sorted(str(key) for key in entry if key not in _WITHOUT_EFFECT)),
+    )
+
+
+def _read_patterns(value: Any) -> dict[str, list[str]]:
+    """Return the patterns of each split. Patterns without a split are for training."""
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        value = [{"split": split, "path": paths} for split, paths in value.items()]
+    entries = value if isinstance(value, list) else [value]
+    patterns: dict[str, list[str]] = {}
+    for entry in entries:
+        has_split = isinstance(entry, dict)
+        split, paths = (entry["split"], entry["path"]) if has_split else ("train", entry)
+        paths = paths if isinstance(paths, list) else [paths]
+        if not isinstance(split, str) or not all(isinstance(path, str) for path in paths):
+            raise ValueError("`data_files` is neither patterns nor a list of {split, path}")
+        patterns.setdefault(split, []).extend(paths)
+    return patterns
+
+
+def choose_config(configs: list[CardConfig], name: str | None, folder: Path) -> CardConfig:
+    """Return the configuration with this name, or the default one.
+
+    Raises:
+        ConfigError: there is none with this name, or none is the default.
+    """
+    names = [config.name for config in configs]
+    if name is not None:
+        if name not in names:
+            raise unknown_name(folder, name, names)
+        return configs[names.index(name)]
+    defaults = [config for config in configs if config.is_default or config.name == "default"]
+    if len(configs) == 1 or len(defaults) == 1:
+        return (defaults or configs)[0]
+    raise ConfigError(
+        f"the dataset `{folder}` has several configurations, and no single default",
+        allowed=", ".join(names),
+        fix=f"name one: `dataset: {{path: {folder}, name: {names[0]}}}`",
+    )
+
+
+def unknown_name(folder: Path | str, name: str, names: list[str]) -> ConfigError:
+    """Return the error for a configuration that a dataset does not have."""
+    return ConfigError(
+        f"the dataset `{folder}` has no configuration `{name}`",
+        allowed=", ".join(names) or "none: leave `name` out",
+        fix=did_you_mean(name, names, "correct `name` of the dataset"),
+    )
