@@ -146,6 +146,13 @@ def test_answers_of_kto_show_their_marks(tmp_path):
     assert all(row["label_tokens"] > 0 for row in shown)
 
 
+def test_labels_minus_one_and_one_are_classes_as_in_training(tmp_path):
+    path = tmp_path / "signed.jsonl"
+    path.write_text('{"text": "a", "label": -1}\n{"text": "b", "label": 1}\n')
+    rows = preview(config_of(path, task="classify"))["rows"]
+    assert [row["label"] for row in rows] == ["-1", "1"]
+
+
 def test_labeled_texts_show_dropped_rows(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("text,label\ngood,a\nbad, and worse,b\n")

@@ -4,10 +4,10 @@ click log with their IDs."""
 
 import base64
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice, pairwise
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -315,8 +315,12 @@ def _labeled(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]
     sources = [open_source(source) for source in config.sources()]
     shown = []
     for source in sources:
-        converter = LabelConverter(source.label, source.spec.columns, source.spec.ignore_columns)
-        for place, raw_row in islice(source.rows(config.train_args.seed), rows):
+        raw_rows = list(islice(source.rows(config.train_args.seed), rows))
+        spec, classes = source.spec, config.classify.labels
+        if not classes and _has_signed_labels(raw_rows, spec.columns.get("label", "label")):
+            classes = ["-1", "1"]
+        converter = LabelConverter(source.label, spec.columns, spec.ignore_columns, classes)
+        for place, raw_row in raw_rows:
             try:
                 sample = convert_row(converter, raw_row, place, config)
             except MalformedRow as reason:
@@ -332,6 +336,12 @@ def _labeled(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]
             label = ", ".join(map(str, sample.labels)) or "no class"
             shown.append(PreviewRow(place=place, label=label, fields=fields))
     return shown, [notice for source in sources for notice in source.notices]
+
+
+def _has_signed_labels(rows: Iterable[tuple[Any, Any]], column: str) -> bool:
+    """Return whether the labels of the rows are −1 and 1, which are classes then."""
+    labels = {str(row.get(column)) for _, row in rows if isinstance(row, dict)}
+    return labels == {"-1", "1"}
 
 
 _WITHOUT_TOKENS: dict[str, Callable[[Config, int], tuple[list[PreviewRow], list[Notice]]]] = {
