@@ -19,19 +19,16 @@ _HEAVY_MODULES = ("torch", "transformers", "datasets", "ray", "numpy", "fastapi"
 @pytest.mark.parametrize("verb", ["", *VERBS])
 def test_help_imports_no_heavy_module(verb: str) -> None:
     code = (
-        "import sys, time; started = time.process_time()\n"
+        "import sys\n"
         "from paceline.cli import main\n"
         "assert main(sys.argv[1:]) == 0\n"
-        f"print(sorted(set({_HEAVY_MODULES}) & set(sys.modules)), file=sys.stderr)\n"
-        "print(time.process_time() - started, file=sys.stderr)"
+        f"print(sorted(set({_HEAVY_MODULES}) & set(sys.modules)), file=sys.stderr)"
     )
     args = [verb, "--help"] if verb else ["--help"]
     completed = subprocess.run(
         [sys.executable, "-c", code, *args], capture_output=True, text=True, check=True
     )
-    modules, seconds = completed.stderr.splitlines()
-    assert modules == "[]"
-    assert float(seconds) < 0.5
+    assert completed.stderr == "[]\n"
     assert completed.stdout.startswith(f"usage: paceline {verb}".rstrip())
     assert "example:" in completed.stdout
 

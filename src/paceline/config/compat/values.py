@@ -209,12 +209,20 @@ def tracker_project(logger: str) -> Convert:
     return convert
 
 
+#: ms-swift's names of its own callbacks.
+_SWIFT_CALLBACKS = frozenset({
+    "activation_cpu_offload", "adalora", "deepspeed_elastic", "early_stop", "graceful_exit",
+    "lisa", "perf_log", "perf_metrics",
+})  # fmt: skip
+
+
 def callbacks(value: Any) -> Conversion:
-    """Convert ms-swift's names of callbacks beside those of the user, ``./file.py:Class``."""
+    """Convert ms-swift's names of callbacks beside the classes of the user, ``./file.py:Class``.
+    Any other name stays, and is refused when the classes are loaded."""
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return Conversion({"callbacks": value})
-    classes: list[YamlValue] = [name for name in names if re.search(r"[:./]", name)]
+    classes: list[YamlValue] = [name for name in names if name not in _SWIFT_CALLBACKS]
     sets: dict[str, YamlValue] = {"callbacks": classes}
     if "activation_cpu_offload" in names:
         sets["_activation_offload"] = True

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once, fingerprint, key_of
@@ -196,6 +194,8 @@ def _text(file: TarFile) -> str:
 def _files(shard: Path) -> Iterator[TarFile]:
     """Yield the regular files of a shard, without hidden ones; from the cache, if it was read
     before."""
+    import numpy as np  # slow, and not needed by commands that only print their help
+
     key = key_of(["tar", *fingerprint(shard, _HASHED_BYTES)])
     folder = cache_dir() / "rows" / key
 
