@@ -151,6 +151,18 @@ def test_every_wrapper_is_called_here(module):
     assert wrappers - called == set()
 
 
+def test_refused_operations_run_on_the_meta_device():
+    on_meta = torch.zeros(2, 3, device="meta")
+    autocast = torch.autocast
+    with torch_compat.runs_on_meta():
+        assert on_meta.nonzero().shape == (6, 2)
+        with torch.autocast("meta", enabled=False), torch.autocast("cpu", torch.bfloat16):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    assert torch.autocast is autocast
+    with pytest.raises(NotImplementedError):
+        on_meta.nonzero()
+
+
 def test_missing_name_error_has_the_supported_range():
     with pytest.raises(ConfigError, match=r"torch\._missing") as caught:
         torch_compat._find(torch, "_missing.name")

@@ -84,7 +84,7 @@ def runs_on_its_device(model: nn.Module) -> Iterator[None]:
     if not on_meta(model):
         yield
         return
-    if getattr(base, "_can_set_experts_implementation", bool)():
+    if hasattr(base, "set_experts_implementation"):
         experts = base.get_experts_implementation()
         base.set_experts_implementation("batched_mm")
     try:
