@@ -205,6 +205,15 @@ def test_what_the_model_asks_for_and_is_left_out_is_reported(
     assert expected is None or expected in warnings[0]
 
 
+def test_result_without_sequence_parallel_is_not_used_with_it(tmp_path: Path) -> None:
+    folder = write_config("qwen3_moe", tmp_path / "model")
+    layout = ParallelLayout("tensor", ParallelDims(tensor=2), 2)
+    model_check.check_model(small_config(folder), layout)
+    parallel = {"tensor": 2, "sequence_parallel": True}
+    with pytest.raises(ConfigError, match="sequence_parallel: true"):
+        model_check.check_model(small_config(folder, parallel=parallel), layout)
+
+
 def refusal_of(config: Config, layout: ParallelLayout) -> str:
     """Return why a dry run refuses a config; empty if it does not."""
     try:

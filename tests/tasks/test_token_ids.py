@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from adapter_families import make_family
 
 import paceline
 from paceline.core.errors import ConfigError
+from paceline.data.text.token_dataset import TokenDataset, TokenWriter
 
 PAIR = {"prompt": "One?", "chosen": "Two. " * 9, "rejected": "Three."}
 ROWS: dict[str, dict[str, Any]] = {
@@ -55,3 +57,13 @@ def test_streamed_rows_are_warned_about(tmp_path: Path, capsys: pytest.CaptureFi
     config = config_for("sft", tmp_path, vocabulary=8191, streaming=True)
     paceline.train(config)
     assert "the tokenizer has 8192 tokens" in capsys.readouterr().err
+
+
+def test_largest_token_is_stored(tmp_path: Path) -> None:
+    writer = TokenWriter(tmp_path)
+    tokens, mask = np.array([3, 9, 4], np.int32), np.ones(3, np.bool_)
+    writer.extend([tokens.tobytes()], [mask.tobytes()], [3], [3], [None])
+    writer.close()
+    assert TokenDataset(tmp_path).largest_token() == 9
+    (tmp_path / "tokens.bin").write_bytes(np.zeros(3, np.int32).tobytes())
+    assert TokenDataset(tmp_path).largest_token() == 9

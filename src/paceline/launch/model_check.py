@@ -118,7 +118,7 @@ def _stored(config: Config, layout: ParallelLayout) -> StoredCheck:
         [args.recomputation, parallel.offloads_activations],
         parallel.tensor_plan,
         [layout.axes.pipeline, parallel.pipeline_schedule, parallel.stages_per_rank],
-        layout.axes.tensor,
+        [layout.axes.tensor, parallel.sequence_parallel],
     )
 
 

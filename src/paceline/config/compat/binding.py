@@ -172,7 +172,7 @@ def _is_same_kind(key: str, value: Any) -> bool:
     return all(takes_value(KEYS[target], item) for target, item in sets.items() if target in KEYS)
 
 
-#: Words of which one negates the other.
+#: Prefixes that negate a key.
 _OPPOSITES = ("un", "dis", "no_", "non_", "not_", "skip_", "without_", "inverse_")
 
 

@@ -232,8 +232,8 @@ def _cosine_min_lr(merge: Merge, by: Assignment, name: str) -> Notice:
 
 
 def _batch_size(merge: Merge, by: Assignment) -> Notice:
-    """Apply ms-swift's size of a micro-batch. In axolotl, the key is the global batch size of which
-    the accumulation follows."""
+    """Apply ms-swift's size of a micro-batch. In axolotl, the key is the global batch size, from
+    which the accumulation follows."""
     target = "train_args.per_device_train_batch_size"
     if merge.scores["s"] <= merge.scores["a"] or target in merge.winners:
         return (

@@ -199,7 +199,7 @@ def _negated(value: Any) -> Any:
 
 
 def unless_off(target: str) -> Convert:
-    """Return a converter for a number of which 0 sets nothing."""
+    """Return a converter for a number that sets nothing if it is 0."""
     return lambda value: Conversion({} if is_off(value) else {target: value})
 
 

@@ -52,7 +52,7 @@ def is_head_of_lines(head: bytes, path: Path) -> bool:
         return False
     if _has_extra(lines[0]):
         return False
-    # An object that goes on in the next line, which is no object of its own.
+    # An object that continues in the next line, which does not begin another object.
     rest = next((line.strip() for line in lines[1:] if line.strip()), "{")
     return rest.startswith("{") or not _is_unfinished(lines[0])
 

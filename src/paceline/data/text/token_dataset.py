@@ -7,10 +7,13 @@ import random
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
+
+from paceline.core.files import write_json_atomic
 
 TOKENS, MASK, LENGTHS, LABEL_COUNTS = (
     "tokens.bin",
@@ -18,6 +21,7 @@ TOKENS, MASK, LENGTHS, LABEL_COUNTS = (
     "lengths.npy",
     "label_counts.npy",
 )
+_LARGEST_TOKEN = "largest_token.json"
 #: Factor of the loss of each sample, if a source has them.
 WEIGHTS = "loss_weights.npy"
 #: Of labeled texts: numbers of the labels of all samples, the end of each sample among them, and
@@ -123,8 +127,16 @@ class TokenDataset:
         return sample
 
     def largest_token(self) -> int:
-        """Return the largest token id of the entry, including samples of other datasets."""
-        return int(self._tokens.max(initial=0))
+        """Return the largest token id of the entry, including samples of other datasets. It is
+        stored, so that later runs need not read all tokens."""
+        file = self.folder / _LARGEST_TOKEN
+        try:
+            return int(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            largest = int(self._tokens.max(initial=0))
+        with suppress(OSError):
+            write_json_atomic(file, largest)
+        return largest
 
     def subset(self, indices: Any) -> TokenDataset:
         """Return the samples at ``indices`` as a dataset over the same files."""
