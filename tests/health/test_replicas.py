@@ -9,8 +9,7 @@ from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.health.replicas import bit_sum, compare, find_divergence
-from paceline.parallel.base import make_strategy
-from paceline.parallel.protocols import replica_of
+from paceline.parallel.strategy import make_strategy
 
 
 @pytest.mark.parametrize(
@@ -79,9 +78,7 @@ def find_divergences(world, mode, axes, flipped_name, settings):
         lambda named: torch.optim.AdamW([param for _, param in named], lr=1e-2)
     )
     for step in range(3):
-        x = torch.randn(
-            4, 6, generator=torch.Generator().manual_seed(10 * step + replica_of(strategy)[0])
-        )
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + strategy.replica))
         strategy.forward_backward(lambda number, module, x=x: module(x).square().mean(), 1)
         strategy.clip_grad_norm(1.0)
         strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])

@@ -28,10 +28,9 @@ from paceline.models.weights import (
     load_pretrained,
     move_model,
 )
-from paceline.parallel.base import make_strategy
 from paceline.parallel.initial_weights import sync_weights
-from paceline.parallel.protocols import model_init_context
 from paceline.parallel.state import TensorShard
+from paceline.parallel.strategy import make_strategy
 
 #: Tied weights, transposed weights, merged experts, a gate with a buffer, a state-space model.
 QUICK_FAMILIES = ("gemma", "gpt2", "mixtral", "deepseek_v3", "mamba")
@@ -184,7 +183,7 @@ def local_shards(
     world = Communicator(world.env, world.device, axes)
     strategy = make_strategy(mode, config, world)
     if defers:
-        with model_init_context(strategy):
+        with strategy.model_init_context():
             model = load_language_model(config)
         assert any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     else:
@@ -280,7 +279,7 @@ def measure_adapted_model(world: Communicator, folder: str) -> tuple[int, int]:
     empty = memory_bytes(world)
     config = make_config(folder, lora=True)
     strategy = make_strategy("ddp", config, world)
-    with model_init_context(strategy):
+    with strategy.model_init_context():
         model = strategy.setup(load_language_model(config))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(input_ids=torch.arange(8).unsqueeze(0), use_cache=False)

@@ -20,9 +20,8 @@ from paceline.observe.console import end_lines
 from paceline.observe.metrics import StepMetrics
 from paceline.observe.report.tables import communication_rows
 from paceline.observe.terminal import Progress
-from paceline.parallel.base import make_strategy
 from paceline.parallel.comm_profile import CommProfile, CommTimes
-from paceline.parallel.protocols import comm_profile
+from paceline.parallel.strategy import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 FAST, SLOW = Link(1e-4, 1e9, 2), Link(0.01, 1e7, 2)
@@ -156,7 +155,7 @@ def train_steps(world, mode, link, settings, num_steps=14):
     )
     metrics = StepMetrics(world, time.time(), has_tokens=False)
     traffic_before = world.traffic.total
-    advisor = CommAdvisor(comm_profile(strategy), world, metrics, first_step=0, last_step=num_steps)
+    advisor = CommAdvisor(strategy.comm_profile, world, metrics, first_step=0, last_step=num_steps)
     opening, verdicts = advisor.opening(), []
     assert world.traffic.total == traffic_before
     batch = torch.arange(ROWS) % VOCAB_SIZE
@@ -172,7 +171,7 @@ def train_steps(world, mode, link, settings, num_steps=14):
         metrics.end(torch.zeros(()), 1.0)
         verdicts.append(advisor.after_step(step))
     figures = advisor.report()
-    sent = [metrics.usual_traffic, comm_profile(strategy).sent_bytes]
+    sent = [metrics.usual_traffic, strategy.comm_profile.sent_bytes]
     world.barrier()
     return (
         opening,
@@ -272,11 +271,11 @@ def make_profiles(world):
             mode, Config(model="m", dataset="d", parallel={"mode": mode}), world
         )
         other_strategy.setup(SmallModel())
-        profiles.append(comm_profile(other_strategy))
+        profiles.append(other_strategy.comm_profile)
     world.barrier()
     return (
-        comm_profile(strategy).ddp_group.size,
-        comm_profile(strategy).sent_bytes * 2 == sum(comm_profile(strategy).bucket_bytes),
+        strategy.comm_profile.ddp_group.size,
+        strategy.comm_profile.sent_bytes * 2 == sum(strategy.comm_profile.bucket_bytes),
         profiles,
     )
 

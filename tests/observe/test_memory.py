@@ -13,10 +13,10 @@ from paceline.distributed.communicator import Communicator
 from paceline.models.shape.outline import outline
 from paceline.observe.memory import split_state
 from paceline.observe.metrics import peak_since, restart_peak
-from paceline.parallel.base import make_strategy
 from paceline.parallel.cost import Workload
 from paceline.parallel.registry import estimate_cost, layout
 from paceline.parallel.save_load import memory_bytes
+from paceline.parallel.strategy import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 VOCAB_SIZE, ROWS = 24, 24

@@ -7,9 +7,8 @@ from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.models.shape.outline import outline
-from paceline.parallel.base import make_strategy
-from paceline.parallel.protocols import replica_of
-from paceline.parallel.save_load import load_state, optimizer_entries, state_shards
+from paceline.parallel.save_load import load_state
+from paceline.parallel.strategy import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 VOCAB = 24
@@ -85,7 +84,7 @@ def train_step(strategy, step, micro_batches=2):
     rows = ROWS // (strategy.world.size * micro_batches)
 
     def micro_step(number, module):
-        begin = (replica_of(strategy)[0] * micro_batches + number) * rows
+        begin = (strategy.replica * micro_batches + number) * rows
         loss = compute_loss(module, tokens[begin : begin + rows])
         losses.append(float(loss.detach()))
         return loss / ROWS
@@ -108,7 +107,7 @@ def full_state(strategy):
         for name, tensor in strategy.model.state_dict().items()
     }
     for shard in strategy.tensor_shards():
-        for key, value in optimizer_entries(strategy, shard).items():
+        for key, value in strategy.optimizer_entries(shard).items():
             state[f"optimizer/{shard.name}/{key}"] = value.clone()
     for name, ranges in strategy.outer_state().items():
         state |= {f"{name}/{start}": tensor.clone() for start, tensor in ranges}
@@ -118,7 +117,7 @@ def full_state(strategy):
 def gather_checkpoint(strategy):
     """Return the assembled state of all ranks, as each of them would read it from a checkpoint."""
     world = strategy.world
-    return assemble(world.gather_objects(copy_shards(state_shards(strategy))))
+    return assemble(world.gather_objects(copy_shards(strategy.state_shards())))
 
 
 def resume_differences(world, mode, local, save_at, steps):

@@ -10,11 +10,10 @@ from training import ROWS, VOCABULARY
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.models.shape.outline import outline
-from paceline.parallel.base import make_strategy
 from paceline.parallel.cost import Workload
-from paceline.parallel.protocols import replica_of, report_metrics, reports_loss
 from paceline.parallel.registry import estimate_cost
-from paceline.parallel.save_load import load_state, memory_bytes, state_shards
+from paceline.parallel.save_load import load_state, memory_bytes
+from paceline.parallel.strategy import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 
@@ -77,7 +76,7 @@ def train(
         tokens = torch.randint(
             0, VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(step)
         )
-        inputs = tokens[replica_of(strategy)[0] * rows : (replica_of(strategy)[0] + 1) * rows]
+        inputs = tokens[strategy.replica * rows : (strategy.replica + 1) * rows]
         seen = []
 
         def micro_step(number, module, inputs=inputs, seen=seen):
@@ -98,18 +97,18 @@ def train(
             name: size - before.get(name, 0)
             for name, size in world.traffic.bytes_by_collective.items()
         }
-        losses.append(world.sum(sum(seen) if reports_loss(strategy) else 0.0)[0])
+        losses.append(world.sum(sum(seen) if strategy.reports_loss else 0.0)[0])
     result = {
         "losses": losses,
         "norms": norms,
-        "shards": copy_shards(state_shards(strategy)),
+        "shards": copy_shards(strategy.state_shards()),
         "weights": {
             name: parameter.detach().clone() for name, parameter in model.named_parameters()
         },
         "state": memory_bytes(strategy),
         "cost": estimate_cost(strategy.name, shape, world.axes, Workload(), config),
         "traffic": {name: size for name, size in traffic.items() if size},
-        "metrics": report_metrics(strategy, float(sum(traffic.values()))),
+        "metrics": strategy.report_metrics(float(sum(traffic.values()))),
         "notices": strategy.notices,
     }
     world.barrier()

@@ -12,7 +12,7 @@ from paceline.config.schema import Config
 from paceline.config.schema.compression import CHAINS, Compression
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.parallel.compression.base import SECOND_MOMENT, slot_view
+from paceline.parallel.compression.base import slot_view
 from paceline.parallel.compression.codecs import CODECS
 from paceline.parallel.compression.local_adam import DirectionOptimizer, LocalAdam
 from paceline.parallel.compression.powersgd import orthonormal
@@ -28,6 +28,7 @@ from paceline.parallel.compression.sizes import (
     sent_bytes,
 )
 from paceline.parallel.compression.sparsify import largest
+from paceline.parallel.state import SECOND_MOMENT
 
 #: Two matrices, a vector and a scalar, with padding between them.
 SLOTS = (

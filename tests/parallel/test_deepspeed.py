@@ -23,9 +23,8 @@ from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.ddp.strategy import SingleDeviceStrategy
 from paceline.parallel.deepspeed.strategy import DeepSpeedStrategy
-from paceline.parallel.protocols import evaluate
 from paceline.parallel.registry import check_strategy, estimate_cost
-from paceline.parallel.save_load import load_state, memory_bytes, state_shards
+from paceline.parallel.save_load import load_state, memory_bytes
 from paceline.train.optimizer import build_optimizer, matrices_of
 from paceline.train.precision import Precision
 
@@ -110,7 +109,7 @@ class Run:
         return results
 
     def gather_state(self):
-        return assemble(self.world.gather_objects(copy_shards(state_shards(self.strategy))))
+        return assemble(self.world.gather_objects(copy_shards(self.strategy.state_shards())))
 
     def evaluate_loss(self):
         tokens = torch.arange(20).view(4, 5)
@@ -119,7 +118,7 @@ class Run:
             with torch.no_grad():
                 return {"loss": module(tokens).float().square().sum()}
 
-        return float(evaluate(self.strategy, run, self.model)["loss"])
+        return float(self.strategy.evaluate(run, self.model)["loss"])
 
     def measure_traffic(self):
         """Run another step and return the bytes that it sends, by collective."""

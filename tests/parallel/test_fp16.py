@@ -10,7 +10,7 @@ from training import Adapted, Plain
 
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.loss_scale import GROWTH_INTERVAL, INITIAL_SCALE, LossScaler
-from paceline.parallel.save_load import load_state, state_shards
+from paceline.parallel.save_load import load_state
 from paceline.parallel.state import TensorShard
 
 TOPK = {"method": "topk", "ratio": 0.1}
@@ -46,7 +46,7 @@ CASES["frozen weights in ddp"] = {"mode": "ddp", "net": HalfFrozen}
 
 
 def gather_shards(run):
-    shards = copy_shards(state_shards(run.strategy))
+    shards = copy_shards(run.strategy.state_shards())
     if run.world.is_rank_zero and run.precision.scaler is not None:
         shards += [
             TensorShard.full(f"scaler/{name}", value)

@@ -18,9 +18,8 @@ from paceline.models.transforms.activation_checkpointing import checkpoint_activ
 from paceline.parallel.cost import Workload
 from paceline.parallel.ddp.strategy import SingleDeviceStrategy
 from paceline.parallel.hybrid.strategy import HybridStrategy
-from paceline.parallel.protocols import replica_of, reports_loss
 from paceline.parallel.registry import check_strategy, estimate_cost
-from paceline.parallel.save_load import load_state, memory_bytes, state_shards
+from paceline.parallel.save_load import load_state, memory_bytes
 
 TOKENS, STEPS, MICRO_BATCHES = 14, 20, 2
 
@@ -74,7 +73,7 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first_step=
         seen = []
 
         def micro_step(number, module, step=step, seen=seen):
-            number += replica_of(strategy)[0] * micro_batches_per_replica
+            number += strategy.replica * micro_batches_per_replica
             torch.manual_seed(100 * step + number)
             ids = torch.randint(0, 96, (1, TOKENS))
             position_ids = torch.cat([torch.arange(9), torch.arange(5)]).unsqueeze(0)
@@ -97,8 +96,8 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first_step=
         norms.append(float(strategy.clip_grad_norm(0.5)))
         strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
         sent = world.traffic.total - before
-        losses.append(world.sum(float(sum(seen)) if reports_loss(strategy) else 0.0)[0])
-    results = losses, norms, sent, memory_bytes(strategy), copy_shards(state_shards(strategy))
+        losses.append(world.sum(float(sum(seen)) if strategy.reports_loss else 0.0)[0])
+    results = losses, norms, sent, memory_bytes(strategy), copy_shards(strategy.state_shards())
     assert optimizer is strategy.optimizer
     world.barrier()
     return results

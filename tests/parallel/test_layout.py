@@ -11,8 +11,8 @@ from paceline.config.diff import OTHER_TRAINING
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
-from paceline.parallel.base import Strategy
 from paceline.parallel.registry import STRATEGIES, get_spec, layout, load_object, mode_of
+from paceline.parallel.strategy import Strategy
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.cost import Workload
 from paceline.parallel.local_sgd.schedule import SyncSchedule, num_workers
-from paceline.parallel.protocols import traffic_period
 from paceline.parallel.registry import check_steps, check_strategy, estimate_cost
 from paceline.parallel.save_load import memory_bytes
 
@@ -149,7 +148,7 @@ def measure_costs(world, local, mode="local_sgd"):
         train_step(strategy, step)
         sent.append(world.traffic.total - before)
     cost = estimate_cost(strategy.name, strategy.shape, world.axes, Workload(), strategy.config)
-    period = traffic_period(strategy)
+    period = strategy.traffic_period
     counts = 2 * 8  # the sum of each step's loss, which the test itself sends
     return (
         cost.state,

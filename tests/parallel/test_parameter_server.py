@@ -22,18 +22,11 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.launch.layout import choose_layout
 from paceline.models.recommend import ClickModel, load_recommender
 from paceline.models.shape.outline import outline
-from paceline.parallel.base import make_strategy
 from paceline.parallel.cost import Workload
 from paceline.parallel.parameter_server.asynchronous import _STORE
-from paceline.parallel.protocols import (
-    close_servers,
-    has_data,
-    model_init_context,
-    replica_of,
-    report_metrics,
-)
 from paceline.parallel.registry import check_strategy, estimate_cost
-from paceline.parallel.save_load import load_state, memory_bytes, state_shards
+from paceline.parallel.save_load import load_state, memory_bytes
+from paceline.parallel.strategy import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 TABLES, DIM, ROWS = (5000, 7, 2), 4, 24
@@ -75,7 +68,7 @@ def train(
     config = make_config(mode, optimizer, servers, consistency, dense)
     strategy = make_strategy(mode, config, world)
     torch.manual_seed(0)
-    with model_init_context(strategy):
+    with strategy.model_init_context():
         model = ClickModel(2, TABLES, DIM, [6], [8])
     shape, matrices = outline(model, config), matrices_of(model)
     strategy.setup(model)
@@ -91,7 +84,7 @@ def train(
 
         def micro_step(number, module, batch=batch, seen=seen):
             size = ROWS // (2 * workers)
-            start = (replica_of(strategy)[0] * 2 + number) * size
+            start = (strategy.replica * 2 + number) * size
             dense, ids, starts, labels = select_share(batch, torch.arange(start, start + size))
             loss = (
                 functional.binary_cross_entropy_with_logits(
@@ -103,19 +96,19 @@ def train(
             # like the trainer in modes in which each replica divides by its local count
             return loss if consistency == "sync" else loss / world.size
 
-        strategy.forward_backward(micro_step, 2 if has_data(strategy) else 0)
+        strategy.forward_backward(micro_step, 2 if strategy.has_data else 0)
         norms.append(float(strategy.clip_grad_norm(0.2)))
         assert strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
         losses.append(world.sum(sum(seen))[0])
         if step in save_after:
-            shards[step] = copy_shards(state_shards(strategy))
+            shards[step] = copy_shards(strategy.state_shards())
     result = {
         "losses": losses,
         "norms": norms,
         "shards": shards,
         "state": memory_bytes(strategy),
         "cost": estimate_cost(strategy.name, shape, world.axes, Workload(), config).state,
-        "serves": not has_data(strategy),
+        "serves": not strategy.has_data,
         "table_elements": sum(
             parameter.numel()
             for name, parameter in model.named_parameters()
@@ -123,7 +116,7 @@ def train(
         ),
     }
     world.barrier()
-    close_servers(strategy)
+    strategy.close()
     return result
 
 
@@ -254,7 +247,7 @@ def measure_staleness(world, consistency, steps, lead):
         "parameter_server", make_config("parameter_server", "sgd", 1, consistency), world
     )
     torch.manual_seed(0)
-    with model_init_context(strategy):
+    with strategy.model_init_context():
         model = ClickModel(2, TABLES, DIM, [6], [8])
     matrices = matrices_of(model)
     strategy.setup(model)
@@ -277,9 +270,9 @@ def measure_staleness(world, consistency, steps, lead):
         strategy.forward_backward(micro_step, 1)
         strategy.clip_grad_norm(1.0)
         strategy.optimizer_step(lambda optimizer: True)
-    metrics = report_metrics(strategy, None)
+    metrics = strategy.report_metrics(None)
     world.barrier()
-    close_servers(strategy)
+    strategy.close()
     return metrics["staleness"]
 
 

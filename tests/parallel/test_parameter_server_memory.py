@@ -9,9 +9,8 @@ from torch.nn import functional
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.recommend import ClickModel
-from paceline.parallel.base import make_strategy
-from paceline.parallel.protocols import has_data
-from paceline.parallel.save_load import state_shards
+from paceline.observe.memory import split_state
+from paceline.parallel.strategy import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 
@@ -51,12 +50,12 @@ def train_large_table(world, rows, dim, spare_bytes):
             losses.append(float(loss.detach()))
             return loss
 
-        strategy.forward_backward(micro_step, 1 if has_data(strategy) else 0)
+        strategy.forward_backward(micro_step, 1 if strategy.has_data else 0)
         strategy.clip_grad_norm(0.0)
         strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
     table_bytes = sum(
         shard.tensor.nbytes
-        for shard in state_shards(strategy)
+        for shard in strategy.state_shards()
         if shard.name == "model/tables.0.weight"
     )
     assert optimizer is strategy.optimizer
@@ -79,3 +78,41 @@ def test_table_exceeds_memory_of_one_process(rows: int, spare_bytes: int) -> Non
     assert [table_bytes for _, _, table_bytes in results] == [0] + [rows * dim] * 4
     losses = results[0][1]
     assert losses[0] > losses[1] > losses[2]
+
+
+def split_memory(world: Communicator) -> tuple[bool, dict[str, int], int]:
+    """Train two steps with dense parameters on the servers. Return whether this rank is a server,
+    its memory by kind, and the bytes of the dense parameters that it updates."""
+    world = Communicator(world.env, world.device, ParallelDims(data=1))
+    config = make_config("parameter_server", "adam", world.size - 1, dense="server")
+    strategy = make_strategy("parameter_server", config, world)
+    torch.manual_seed(0)
+    with strategy.model_init_context():
+        model = ClickModel(2, (8, 3), 4, [64], [64])
+    matrices = matrices_of(model)
+    strategy.setup(model)
+    strategy.setup_optimizer(lambda named: build_optimizer(config.train_args, 0.5, named, matrices))
+    ids = [torch.tensor([0, 4, 7]), torch.tensor([0, 1, 2])]
+
+    def micro_step(number: int, module: torch.nn.Module) -> torch.Tensor:
+        logits = module(torch.ones(3, 2), ids, [torch.arange(4), torch.arange(4)])
+        return functional.binary_cross_entropy_with_logits(logits, torch.ones(3))
+
+    for _ in range(2):
+        strategy.forward_backward(micro_step, 1 if strategy.has_data else 0)
+        strategy.clip_grad_norm(0.0)
+        strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
+    sizes = split_state(strategy, model, world.device)
+    dense_bytes = sum(parameter.nbytes for parameter in strategy.trained.values())
+    world.barrier()
+    strategy.close()
+    return not strategy.has_data, sizes, dense_bytes
+
+
+def test_dense_moments_of_a_server_count_as_optimizer_state() -> None:
+    for is_server, sizes, dense_bytes in run_ranks(split_memory, 2):
+        if is_server:
+            assert dense_bytes > 0
+            # Adam's two moments of the dense parameters, and of a few rows.
+            assert sizes["optimizer"] >= 2 * dense_bytes
+            assert sizes["parameters"] < sizes["optimizer"]

@@ -15,7 +15,7 @@ from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.ddp.strategy import DDPStrategy
 from paceline.parallel.registry import estimate_cost
-from paceline.parallel.save_load import load_state, memory_bytes, state_shards
+from paceline.parallel.save_load import load_state, memory_bytes
 
 
 class Net(nn.Module):
@@ -107,7 +107,7 @@ def train_steps(world, steps, state=None, first_step=0):
         optimizer.step()
     statistics = model.norm.running_mean.clone()
     world.barrier()
-    return copy_shards(state_shards(strategy)), statistics
+    return copy_shards(strategy.state_shards()), statistics
 
 
 @pytest.mark.soak

@@ -16,9 +16,9 @@ from paceline.models.blocks import ModelEnds, find_ends
 from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
 from paceline.models.head.softmax import LogitTransform
 from paceline.models.shape.outline import outline
-from paceline.parallel.base import make_strategy
 from paceline.parallel.cost import Workload
 from paceline.parallel.registry import estimate_cost
+from paceline.parallel.strategy import make_strategy
 
 WIDTH, VOCABULARY, LAYERS = 32, 96, 2
 EMBEDDING = HEAD = VOCABULARY * WIDTH

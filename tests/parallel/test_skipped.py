@@ -11,9 +11,7 @@ from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.health.anomalies import UpdateDecision
-from paceline.parallel.base import make_strategy
-from paceline.parallel.protocols import local_grad_finite, replica_of, reports_loss, unscale_grads
-from paceline.parallel.save_load import state_shards
+from paceline.parallel.strategy import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 from paceline.train.precision import Precision
 
@@ -62,7 +60,7 @@ class Run:
         tokens = torch.randint(
             0, VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(step)
         )
-        replica, _ = replica_of(self.strategy)
+        replica = self.strategy.replica
         local = tokens[replica * rows : (replica + 1) * rows]
         # the last stage has the loss
         faulty_rank = FAULTY_RANK if self.world.axes.pipeline == 1 else self.world.size - 1
@@ -82,10 +80,10 @@ class Run:
 
         losses = []
         self.strategy.forward_backward(micro_step, 1)
-        self.losses.append(self.world.sum(sum(losses) if reports_loss(self.strategy) else 0.0)[0])
-        unscale_grads(self.strategy)
+        self.losses.append(self.world.sum(sum(losses) if self.strategy.reports_loss else 0.0)[0])
+        self.strategy.unscale_gradients()
         norm = self.strategy.clip_grad_norm(self.config.train_args.max_grad_norm)
-        local_finite = local_grad_finite(self.strategy)
+        local_finite = self.strategy.local_grad_finite()
         checked_norm = None if self.strategy.handles_overflow else norm
         updated = self.strategy.optimizer_step(
             lambda optimizer: self.precision.step(optimizer, UpdateDecision(checked_norm))
@@ -100,7 +98,7 @@ class Run:
         counters = ("compression/step", "local/steps")
         state = {
             shard.name: shard.tensor
-            for shard in copy_shards(state_shards(self.strategy))
+            for shard in copy_shards(self.strategy.state_shards())
             if shard.name not in counters
         }
         for name, tensor in self.strategy.replicated_tensors():

@@ -19,7 +19,7 @@ from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.models.tensor_plan.style import ranges
 from paceline.parallel.ddp.strategy import SingleDeviceStrategy
 from paceline.parallel.hybrid.strategy import HybridStrategy
-from paceline.parallel.save_load import load_state, state_shards
+from paceline.parallel.save_load import load_state
 
 SIZES = {
     "vocab_size": 96,
@@ -130,7 +130,7 @@ def train(
         strategy.forward_backward(micro_step, 1)
         norms.append(float(strategy.clip_grad_norm(0.1)))
         strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
-    shards = copy_shards(state_shards(strategy))
+    shards = copy_shards(strategy.state_shards())
     gathered = mesh.gather_objects(shards) if axes.size > 1 else [shards]
     elements = sum(
         parameter.numel() for _, block in find_blocks(model) for parameter in block.parameters()

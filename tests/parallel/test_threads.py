@@ -12,7 +12,7 @@ from paceline.parallel.cost import Workload
 from paceline.parallel.ddp.strategy import SingleDeviceStrategy
 from paceline.parallel.ddp.threads import ThreadedDPStrategy
 from paceline.parallel.registry import estimate_cost
-from paceline.parallel.save_load import memory_bytes, state_shards
+from paceline.parallel.save_load import memory_bytes
 
 
 class Tied(nn.Module):
@@ -114,7 +114,7 @@ def measure_cost(world):
     shared = storages[0] & storages[1] | storages[1] & storages[2] | storages[0] & storages[2]
     tied = all(replica.head.weight is replica.embed.weight for replica in strategy.replicas)
     statistics = model.norm.num_batches_tracked.item()
-    names = sorted(part.name for part in state_shards(strategy))
+    names = sorted(part.name for part in strategy.state_shards())
     return (
         copied_bytes,
         cost,

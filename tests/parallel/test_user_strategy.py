@@ -1,17 +1,19 @@
 """A strategy from a user's file: the one in `examples/`."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import MICRO, run
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
-from paceline.parallel.base import make_strategy
 from paceline.parallel.registry import check_strategy, layout
+from paceline.parallel.strategy import make_strategy
 
 MODE = f"{Path(__file__).parents[2] / 'examples' / 'my_strategy.py'}:SPEC"
 
@@ -29,6 +31,61 @@ def test_example_strategy_trains_a_step() -> None:
     assert strategy.clip_grad_norm(0.0).item() == pytest.approx(7 * 3**0.5)
     strategy.optimizer_step(lambda optimizer: optimizer.step() is None)
     assert (before - model.weight).norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
+INCOMPLETE = """
+from paceline.parallel.registry import StrategySpec
+from paceline.parallel.strategy import Strategy
+
+class Incomplete(Strategy):
+    def setup(self, model):
+        return model
+
+    def forward_backward(self, micro_step, num_micro_batches):
+        pass
+
+    def clip_grad_norm(self, max_norm):
+        pass
+
+    def memory_tensors(self):
+        return []
+
+class Other:
+    pass
+
+MISSING = StrategySpec(name="incomplete", implementation="incomplete:Incomplete")
+OTHER = StrategySpec(name="other", implementation="incomplete:Other")
+ABSENT = StrategySpec(name="absent", implementation="incomplete:Absent")
+"""
+
+
+@pytest.fixture
+def incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "incomplete.py"
+    file.write_text(INCOMPLETE)
+    monkeypatch.delitem(sys.modules, "incomplete", raising=False)
+    return file
+
+
+def test_incomplete_class_is_refused_before_the_start(incomplete: Path) -> None:
+    output = incomplete.parent / "out"
+    settings = (
+        f"parallel.mode={incomplete}:MISSING",
+        "parallel.num_gpus=2",
+        f"output_dir={output}",
+    )
+    for verb_args in ((), ("--dry-run",)):
+        result = run(*MICRO, *settings, *verb_args, expect=2)
+        assert "Incomplete does not define `tensor_shards`" in result.stderr
+    assert not output.exists()
+
+
+def test_class_that_is_no_strategy_is_refused(incomplete: Path) -> None:
+    for spec, name in (("OTHER", "Other"), ("ABSENT", "Absent")):
+        mode = f"{incomplete}:{spec}"
+        config = Config(model="m", dataset="d", parallel={"mode": mode})
+        with pytest.raises(ConfigError, match=f"`incomplete:{name}` is not a strategy"):
+            check_strategy(mode, config, ParallelDims(data=2))
 
 
 def test_example_strategy_rejects_unsupported_settings() -> None:

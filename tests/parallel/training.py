@@ -9,11 +9,10 @@ from torch.nn import functional
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.models.shape.outline import outline
-from paceline.parallel.base import make_strategy
 from paceline.parallel.cost import Workload
-from paceline.parallel.protocols import evaluate, replica_of
 from paceline.parallel.registry import estimate_cost
-from paceline.parallel.save_load import load_state, memory_bytes, state_shards
+from paceline.parallel.save_load import load_state, memory_bytes
+from paceline.parallel.strategy import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 WIDTH = 20  # not divisible by three, so that shards have padding
@@ -146,7 +145,7 @@ def train(
         seen = []
 
         def micro_step(number, module, tokens=tokens, seen=seen):
-            begin = (replica_of(strategy)[0] * micro_batches + number) * rows
+            begin = (strategy.replica * micro_batches + number) * rows
             inputs = tokens[begin : begin + rows]
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 logits = module(inputs)
@@ -174,8 +173,8 @@ def train(
             return {"logits": module(torch.arange(VOCABULARY))}
 
     model.eval()
-    shards, state_bytes = copy_shards(state_shards(strategy)), memory_bytes(strategy)
-    logits_by_vocabulary = evaluate(strategy, compute_logits, model)["logits"]
+    shards, state_bytes = copy_shards(strategy.state_shards()), memory_bytes(strategy)
+    logits_by_vocabulary = strategy.evaluate(compute_logits, model)["logits"]
     result = {
         "losses": losses,
         "norms": norms,

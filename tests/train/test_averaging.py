@@ -6,8 +6,8 @@ from torch import nn
 
 from paceline.config.derive import average_bytes_per_element, optimizer_bytes_per_element
 from paceline.config.schema.train_args import TrainArgs
-from paceline.parallel.base import full_shards, optimizer_tensors
-from paceline.parallel.protocols import AveragesWeights
+from paceline.parallel.optimizer_state import AveragesWeights, optimizer_tensors
+from paceline.parallel.state import full_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 from paceline.train.optimizers.averaging import average_weights
 from paceline.train.optimizers.rounding import add_rounding

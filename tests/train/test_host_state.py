@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from paceline.config.schema.train_args import TrainArgs
-from paceline.parallel.base import full_shards, optimizer_tensors
-from paceline.parallel.protocols import PlacesState
+from paceline.parallel.optimizer_state import PlacesState, optimizer_tensors
+from paceline.parallel.state import full_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 from paceline.train.optimizers import host_state
 from paceline.train.optimizers.averaging import average_weights

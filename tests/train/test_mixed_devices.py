@@ -18,7 +18,7 @@ from paceline.distributed.communicator import (
 )
 from paceline.distributed.environment import RankEnv
 from paceline.health.replicas import align_replicas
-from paceline.parallel.base import make_strategy
+from paceline.parallel.strategy import make_strategy
 from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
 
 

@@ -3,7 +3,6 @@ decay applies to matrices only."""
 
 import inspect
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +17,13 @@ from paceline.config.schema import Config
 from paceline.config.schema.schedules import ARGUMENTS
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
+from paceline.distributed.communicator import Communicator
+from paceline.distributed.environment import RankEnv
 from paceline.distributed.torch_compat import takes_found_inf
 from paceline.models.blocks import hidden_matrices
 from paceline.models.shape.record import OptimizerMemory
-from paceline.parallel.base import optimizer_tensors
-from paceline.parallel.protocols import averaged_weights
+from paceline.parallel.optimizer_state import optimizer_tensors
+from paceline.parallel.strategy import make_strategy
 from paceline.train.optimizer import Schedule, build_optimizer, matrices_of
 from paceline.train.optimizers import blockwise
 
@@ -271,7 +272,10 @@ def test_schedule_free_weights_are_restored_exactly() -> None:
 def fail_with_averaged_weights(
     optimizer: torch.optim.Optimizer, weight: torch.Tensor, trained: torch.Tensor
 ) -> None:
-    with averaged_weights(SimpleNamespace(optimizer=optimizer)):
+    world = Communicator(RankEnv(), torch.device("cpu"))
+    strategy = make_strategy("single", Config(model="m", dataset="d"), world)
+    strategy.optimizer = optimizer
+    with strategy.averaged_weights():
         assert not torch.equal(weight, trained)
         raise OSError("the disk is full")
 

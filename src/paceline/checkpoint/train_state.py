@@ -11,10 +11,10 @@ from paceline.core.errors import ConfigError
 from paceline.data.order.base import Order
 from paceline.models.shape.record import ModelShape
 from paceline.models.weights import final_dtype
-from paceline.parallel.base import Strategy
 from paceline.parallel.loss_scale import LossScaler
-from paceline.parallel.save_load import load_state, state_shards
+from paceline.parallel.save_load import load_state
 from paceline.parallel.state import StateReader, TensorShard
+from paceline.parallel.strategy import Strategy
 
 #: Number of elements of each frozen parameter that are part of the digest.
 _NUM_SAMPLED = 256
@@ -30,7 +30,7 @@ def collect_train_state(
     The random state is (seed, step): every random number is a function of these two (see
     :mod:`paceline.distributed.seeds`), so they suffice to continue exactly.
     """
-    shards = state_shards(strategy)
+    shards = strategy.state_shards()
     if not strategy.world.is_rank_zero:
         return shards
     epoch, position = order.position(step)

@@ -40,8 +40,8 @@ from paceline.distributed.traffic import uncounted
 from paceline.parallel.state import StateReader
 
 if TYPE_CHECKING:
-    from paceline.parallel.base import Strategy
     from paceline.parallel.state import TensorShard
+    from paceline.parallel.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 

@@ -60,15 +60,13 @@ from paceline.launch.preflight import (
 )
 from paceline.launch.restart import RestartPolicy
 from paceline.models.files import fit_to_model
-from paceline.parallel.registry import ParallelLayout
+from paceline.parallel.registry import ParallelLayout, get_spec
 from paceline.planner.search.trials import Setting
 from paceline.tasks import load_task
 from paceline.train.run_spec import RunSpec, TrainOptions, TrainResult
 
 logger = logging.getLogger(__name__)
 
-#: Strategies whose ranks may compute on devices of different types, over Gloo.
-MIXED_DEVICES = ("ddp", "local_sgd")
 _VISIBLE_WITHIN_S = 10.0
 #: Types of local file systems, on which files of other hosts are never visible.
 _LOCAL_FILE_SYSTEMS = frozenset([
@@ -213,7 +211,7 @@ def _prepare(
         member, "planned", lambda: leading if round_.is_first else prepare(chosen, leader)
     )
     _compare(round_, "plans", plan_values(prepared.spec))
-    if layout.strategy not in MIXED_DEVICES:
+    if not get_spec(layout.strategy).capabilities.mixed_devices:
         _compare(round_, "devices", {"device": host.devices.type})
     return replace(prepared, spec=replace(prepared.spec, sees_run_folder=sees_folder))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,8 @@ from paceline.data.collate import map_tensors
 from paceline.data.counts import StreamCounts
 from paceline.data.loader_process import LoaderOptions, RankEnvironment, start_loader_server
 from paceline.data.order.base import Keys, Order, split_by_length, split_even
+from paceline.data.streaming.base import Key, StreamedDataset
 from paceline.distributed.seeds import seed_everything
-
-# A sample's key within a micro-batch: (epoch, index), or (epoch, index, start, stop) for a part of
-# its tokens.
-Key = tuple[int, ...]
 
 
 @dataclass
@@ -42,26 +39,6 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         data = map_tensors(self.data, lambda tensor: tensor.to(device, non_blocking=True))
         return replace(self, data=data)
-
-
-@runtime_checkable
-class StreamedDataset(Protocol):
-    """A dataset that reads the rows of a micro-batch at once, and may drop some of them.
-
-    Attributes:
-        filler: the only sample of a micro-batch without usable rows.
-    """
-
-    filler: Any
-
-    def order(self, batch_size: int) -> Order:
-        """Return the order of the rows."""
-
-    def read(self, keys: Sequence[Key]) -> tuple[list[Any], StreamCounts]:
-        """Return the samples of these rows, without those that are dropped, and the counts."""
-
-    def seek(self, anchors: Mapping[int, tuple[int, int]]) -> None:
-        """Find rows from these places on; see :attr:`StreamCounts.anchors`."""
 
 
 class _SentDataset(Dataset):  # type: ignore[type-arg]

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paceline.data.counts import StreamCounts
-from paceline.data.loader import MicroBatch, StreamedDataset, train_steps
+from paceline.data.loader import MicroBatch, train_steps
 from paceline.data.loader_process import LoaderOptions
 from paceline.data.order.base import Order
+from paceline.data.streaming.base import StreamedDataset
 
 
 class DataPipeline:

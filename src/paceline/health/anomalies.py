@@ -24,9 +24,8 @@ from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.host_copies import HostCopy
 from paceline.distributed.traffic import uncounted
-from paceline.parallel.base import Strategy
 from paceline.parallel.loss_scale import LossScaler
-from paceline.parallel.protocols import count_group, local_grad_finite, needs_rollback_on_skip
+from paceline.parallel.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +107,7 @@ class AnomalyDetector:
         strategy = self.strategy
         on_device = (
             not strategy.handles_overflow
-            and not needs_rollback_on_skip(strategy)
+            and not strategy.needs_rollback_on_skip
             and grad_norm.device.type != "cpu"
             and skips_on_device(strategy.optimizer, grad_norm)
             # The ranks gather in the same step which of them skipped it.
@@ -117,8 +116,8 @@ class AnomalyDetector:
         return UpdateDecision(
             grad_norm=None if strategy.handles_overflow else grad_norm,
             on_device=on_device,
-            local_grad=local_grad_finite(strategy) if self.comm.size > 1 else None,
-            is_local=count_group(strategy) is not self.comm,
+            local_grad=strategy.local_grad_finite() if self.comm.size > 1 else None,
+            is_local=strategy.count_group is not self.comm,
         )
 
     def record(self, step: int, decision: UpdateDecision, made: bool, loss: torch.Tensor) -> None:

@@ -13,10 +13,9 @@ from paceline.core.event_log import EventLog
 from paceline.core.formatting import counted, rank_names
 from paceline.core.processes import host_name
 from paceline.distributed.traffic import uncounted
-from paceline.parallel.base import Strategy
-from paceline.parallel.protocols import checkable_replicas
 from paceline.parallel.save_load import trained_state
 from paceline.parallel.state import local_tensor
+from paceline.parallel.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ def check_replicas(strategy: Strategy, events: EventLog, step: int) -> None:
     """Raise FaultError on every rank if some replicas differ. Replicas on devices of different
     types are aligned instead, because such devices round differently. A collective, which waits for
     the device."""
-    comm, replicas = strategy.world, checkable_replicas(strategy)
-    group = None if replicas is None else replicas.replica_group
+    comm, group = strategy.world, strategy.replica_group
     if group is None:
         return
     if comm.mixes_devices:
@@ -110,12 +108,11 @@ def align_replicas(strategy: Strategy) -> None:
 
 def compare(strategy: Strategy) -> ReplicaDivergence | None:
     """Return how the replicas of this rank's group differ, or None if they do not. A collective
-    over :attr:`~paceline.parallel.protocols.SupportsReplicaCheck.replica_group`."""
-    replicas = checkable_replicas(strategy)
-    group = None if replicas is None else replicas.replica_group
-    if replicas is None or group is None or group.size == 1:
+    over :attr:`~paceline.parallel.strategy.Strategy.replica_group`."""
+    group = strategy.replica_group
+    if group is None or group.size == 1:
         return None
-    tensors = {name: local_tensor(tensor) for name, tensor in replicas.replicated_tensors()}
+    tensors = {name: local_tensor(tensor) for name, tensor in strategy.replicated_tensors()}
     if not tensors:
         return None
     local_sums = torch.stack([bit_sum(tensor).to(group.device) for tensor in tensors.values()])

@@ -35,8 +35,7 @@ from paceline.health.stragglers import (
     Straggler,
     StragglerDetector,
 )
-from paceline.parallel.base import Strategy
-from paceline.parallel.protocols import has_data
+from paceline.parallel.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +123,7 @@ class Watchdog:
         if self._exchange is not None:
             # Pipeline stages have different amounts of work; all other ranks that train have the
             # same.
-            stage = self.world.coordinates.get("pipeline", 0) if has_data(strategy) else None
+            stage = self.world.coordinates.get("pipeline", 0) if strategy.has_data else None
             self._exchange.kind = None if stage is None else f"stage {stage}"
 
     # -- the thread

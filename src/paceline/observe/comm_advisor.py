@@ -18,13 +18,12 @@ from paceline.distributed.link import Link, measure_link
 from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import StepMetrics
 from paceline.parallel.comm_profile import CommProfile, CommTimes
-from paceline.parallel.protocols import comm_profile
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from paceline.distributed.communicator import Communicator
-    from paceline.parallel.base import Strategy
+    from paceline.parallel.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -387,7 +386,7 @@ def make_advisor(
 ) -> CommAdvisor | None:
     """Return an advisor for the run, which measures the link if the strategy reduces traffic, or
     None if there is nothing to advise on. A collective."""
-    profile = comm_profile(strategy)
+    profile = strategy.comm_profile
     if profile is None:
         return None
     advisor = CommAdvisor(profile, strategy.world, metrics, first_step, last_step)

@@ -7,7 +7,7 @@ shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +16,9 @@ from paceline.core.event_log import EventLog
 from paceline.core.events import MemoryParts
 from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import peak_since
-from paceline.parallel.base import Strategy, all_buffers, optimizer_tensors
-from paceline.parallel.deepspeed.package import gradient_tensors
 from paceline.parallel.save_load import device_tensors, memory_bytes
 from paceline.parallel.state import local_tensor, storage_bytes
+from paceline.parallel.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,9 +68,8 @@ def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> d
     of a step. Their sum is :func:`~paceline.parallel.save_load.memory_bytes` minus the bytes on
     other devices.
 
-    Tensors that are not weights, gradients or optimizer state are counted where the strategy's cost
-    declares them: messages to be sent, the state of an outer optimizer and DeepSpeed's float32
-    weights with the optimizer, all others (gathered weights, master weights) with the parameters.
+    Tensors that are not weights, gradients or optimizer state count as
+    :attr:`~paceline.parallel.strategy.Strategy.other_memory_kind`.
 
     Args:
         strategy: the strategy.
@@ -79,19 +77,10 @@ def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> d
         device: the device to measure.
     """
     storages = {
-        "optimizer": _storages(
-            tensor for optimizer in _optimizers(strategy) for tensor in optimizer_tensors(optimizer)
-        ),
-        "gradients": _storages(_gradients(strategy, model)),
-        "parameters": _storages(_weights(model)),
+        kind: _storages(tensors) for kind, tensors in strategy.memory_by_kind(model).items()
     }
-    has_extra_state = strategy.replicas_diverge or any(
-        getattr(strategy, name, None) is not None for name in ("reducer", "zero")
-    )
-    default = "optimizer" if has_extra_state else "parameters"
-    by_kind: dict[str, list[torch.Tensor]] = {
-        kind: [] for kind in ("parameters", "gradients", "optimizer")
-    }
+    default = strategy.other_memory_kind
+    by_kind: dict[str, list[torch.Tensor]] = {kind: [] for kind in storages}
     for tensor in device_tensors(strategy):
         if isinstance(tensor, torch.Tensor) and local_tensor(tensor).device.type == device.type:
             storage = _storage(tensor)
@@ -101,42 +90,10 @@ def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> d
     # Memory that was used only during the step: gathered weights, messages in transit, and
     # gradients that the update has freed.
     temporary = max(0, memory_bytes(strategy) - storage_bytes(device_tensors(strategy)))
-    freed_gradients = min(temporary, getattr(strategy, "peak_gradient_bytes", 0))
+    freed_gradients = min(temporary, strategy.peak_gradient_bytes)
     sizes["gradients"] += freed_gradients
     sizes[default] += temporary - freed_gradients
     return sizes
-
-
-def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from all_buffers(model)
-    for param in model.parameters():
-        yield param.data
-        # DeepSpeed's shard of a parameter that is gathered only while it is used
-        shard = getattr(param, "ds_tensor", None)
-        if shard is not None:
-            yield shard
-
-
-def _optimizers(strategy: Strategy) -> list[torch.optim.Optimizer]:
-    """Return the optimizer of the strategy, and that of a parameter server for its dense
-    parameters."""
-    optimizers = (strategy.optimizer, getattr(strategy, "dense_optimizer", None))
-    return [optimizer for optimizer in optimizers if optimizer is not None]
-
-
-def _gradients(strategy: Strategy, model: nn.Module) -> Iterator[torch.Tensor]:
-    optimized = [
-        param
-        for optimizer in _optimizers(strategy)
-        for group in optimizer.param_groups
-        for param in group.get("params", ())
-    ]
-    for param in (*model.parameters(), *optimized):
-        if param.grad is not None:
-            yield param.grad
-    zero = getattr(strategy, "zero", None)  # DeepSpeed stores gradients elsewhere
-    if zero is not None:
-        yield from gradient_tensors(zero, model)
 
 
 def _storages(tensors: Iterable[Any]) -> set[tuple[torch.device, int]]:

@@ -16,7 +16,7 @@ from paceline.parallel.state import local_tensor
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.parallel.base import Strategy
+    from paceline.parallel.strategy import Strategy
 
 _NUM_LARGEST = 3
 #: The size in the messages of CUDA's caching allocator ("Tried to allocate 2.50 GiB") and of the

@@ -36,10 +36,10 @@ from paceline.models.kernels.attention_choice import SDPA
 from paceline.models.shape.activations import Activations, language_activations
 from paceline.models.shape.dims import dims_of
 from paceline.models.shape.record import ModelShape
-from paceline.parallel.base import Strategy
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.parameter_server.cost import distinct_ids
 from paceline.parallel.registry import ParallelLayout, estimate_cost, get_spec
+from paceline.parallel.strategy import Strategy
 from paceline.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -236,8 +236,8 @@ def _mesh(info: RunInfo) -> Mesh:
     """
     strategy, axes = info.strategy, info.layout.axes
     comm = strategy.world
-    devices = getattr(strategy, "devices", [comm.device])
-    by_rank: list[Any] = comm.gather_objects((host_name(), ", ".join(map(str, devices))))
+    devices = ", ".join(map(str, strategy.devices))
+    by_rank: list[Any] = comm.gather_objects((host_name(), devices))
     ranks: list[MeshRank] = []
     for rank, (host, device) in enumerate(by_rank):
         dims = comm.axes.coordinates(rank) if rank < comm.axes.size else {}

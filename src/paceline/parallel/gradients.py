@@ -6,36 +6,6 @@ import torch
 from torch import nn
 
 from paceline.models.blocks import BATCH_NORMS
-from paceline.parallel.base import MicroStep
-from paceline.parallel.ddp.buckets import GradientBuckets
-
-
-def accumulate(
-    micro_step: MicroStep, model: nn.Module, num_micro_batches: int, before_last: Callable[[], None]
-) -> None:
-    """Run forward and backward of each micro-batch, and call ``before_last`` before the last
-    backward."""
-    for number in range(num_micro_batches):
-        loss = micro_step(number, model)
-        if number == num_micro_batches - 1:
-            before_last()
-        loss.backward()
-
-
-def reduce_in_backward(
-    buckets: GradientBuckets,
-    micro_step: MicroStep,
-    model: nn.Module,
-    num_micro_batches: int,
-    on_computed: Callable[[], None] | None = None,
-) -> None:
-    """Run forward and backward of each micro-batch, and reduce the buckets during the last
-    backward. ``on_computed`` is called before waiting for other ranks."""
-    buckets.zero()
-    accumulate(micro_step, model, num_micro_batches, buckets.start_reducing)
-    if on_computed is not None:
-        on_computed()
-    buckets.finish()
 
 
 def clip_to(

@@ -407,6 +407,8 @@ def check_strategy(mode: str, config: Config, dims: ParallelDims, installed: boo
     check_features(spec.name, spec.capabilities, config, dims)
     if installed and spec.check_installation is not None:
         load_object(spec.check_installation)(config)
+    if mode not in STRATEGIES:  # the import of a user's class takes seconds, because of torch
+        load_object("paceline.parallel.strategy:check_class")(mode)
 
 
 def check_steps(mode: str, config: Config, steps: int) -> None:

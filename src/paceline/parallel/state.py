@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +11,13 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
+from paceline.models.adapters.quantize import scale_tensors
+
+#: Prefix of the state of gradient compression in a checkpoint.
+COMPRESSION_PREFIX = "compression/"
+#: Kinds of compression state that replace moments of the optimizer: Adam's second moment of a
+#: rank's local gradient, and its momentum.
+SECOND_MOMENT, MOMENTUM = "exp_avg_sq", "momentum"
 
 
 @dataclass(frozen=True)
@@ -134,3 +141,55 @@ def storage_bytes(tensors: Sequence[Any]) -> int:
             storage = local.untyped_storage()
             seen[(local.device, storage.data_ptr())] = storage.nbytes()
     return sum(seen.values())
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name."""
+    return {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+
+def full_shards(
+    trained: Mapping[str, nn.Parameter], model: nn.Module, owned: bool = True
+) -> Iterator[TensorShard]:
+    """Yield the trained parameters and persistent buffers of a model that is not sharded."""
+    for name, parameter in trained.items():
+        yield TensorShard.full(name, parameter, key=parameter, owned=owned)
+    for name, buffer in persistent_buffers(model).items():
+        yield TensorShard.full(name, buffer, owned=owned)
+
+
+def load_full(model: nn.Module, source: StateReader) -> None:
+    """Load the trained parameters and persistent buffers from a checkpoint into an unsharded
+    model."""
+    with torch.no_grad():
+        for shard in full_shards(trained_parameters(model), model):
+            shard.tensor.copy_(read_part(source, shard.state_name, shard))
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that are in the state dict, by name."""
+    in_state = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in in_state}
+
+
+def all_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """Return the buffers of a model and the scales of its quantized weights."""
+    return [*model.buffers(), *(scales for _, scales in scale_tensors(model))]
+
+
+def dropped_state_notices(source: StateReader) -> list[tuple[str, str]]:
+    """Return a notice if a checkpoint has compression state, for a run that does not use it."""
+    names = [
+        name
+        for name in source.tensors()
+        if name.startswith(COMPRESSION_PREFIX) and "/rank-" in name
+    ]
+    if not names:
+        return []
+    text = (
+        "the gradient compression state of the checkpoint is dropped: it is from a different number"
+        " of ranks or another method"
+    )
+    if any(name.rpartition("/")[2] in (SECOND_MOMENT, MOMENTUM) for name in names):
+        text += "; the optimizer's moments, which were local to each rank, start from zero"
+    return [("warning", text)]

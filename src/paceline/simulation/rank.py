@@ -23,9 +23,8 @@ from paceline.distributed.torch_compat import without_fake_tensors
 from paceline.health.anomalies import AnomalyDetector, UpdateDecision
 from paceline.models.language import language_model_on_meta
 from paceline.models.transforms.activation_offloading import reduce_activations
-from paceline.parallel.base import make_strategy, optimizer_tensors
-from paceline.parallel.local_sgd.strategy import LocalSGDBase
-from paceline.parallel.protocols import traffic_period, unscale_grads
+from paceline.parallel.optimizer_state import optimizer_tensors
+from paceline.parallel.strategy import make_strategy
 from paceline.planner.devices import find_device
 from paceline.simulation.ledger import BACKWARD, FORWARD, SYNCHRONIZE, UPDATE, Ledger, Work
 from paceline.simulation.records import (
@@ -179,10 +178,8 @@ class SimulatedRank:
     def run(self) -> None:
         """Make two steps: the first creates the optimizer's state. Between two synchronizations of
         independent workers, the other steps of the period only do what follows the update."""
-        ledger, period = self.ledger, traffic_period(self.strategy)
-        if isinstance(self.strategy, LocalSGDBase) and self.strategy.in_warmup:
-            self.strategy.steps_done = self.strategy.schedule.warmup - 1
-            self.strategy.optimizer_step(lambda _: False)
+        ledger, period = self.ledger, self.strategy.traffic_period
+        self.strategy.skip_warmup()
         self._step(0)
         ledger.work.clear()
         for _ in range(1, period):
@@ -206,7 +203,7 @@ class SimulatedRank:
             strategy.forward_backward(self._micro_step, self.num_micro_batches)
         with ledger.during(UPDATE):
             self._name_state()
-            unscale_grads(strategy)
+            strategy.unscale_gradients()
             norm = strategy.clip_grad_norm(self.config.train_args.max_grad_norm)
             parts.lr_schedule.set_step(number)
             decision = self.anomalies.decide(norm)

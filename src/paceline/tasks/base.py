@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.config.schema import Config
 from paceline.config.schema.train_args import TrainArgs
@@ -109,24 +109,6 @@ class Prepared:
     def tokens_per_row(self, config: Config) -> float | None:
         """Return the mean number of tokens of a row, or None if samples have no tokens."""
         return tokens_per_row(config, self.sources) if self.sources else self.mean_tokens
-
-
-@runtime_checkable
-class ComparesWithStart(Protocol):
-    """A task whose loss depends on what the model computes before it is trained: values per sample,
-    which are computed once and stored."""
-
-    @property
-    def num_reference_values(self) -> int:
-        """Number of values per sample; 0 if the loss does not need them."""
-
-    def reference_key(self, dataset: Any) -> str | None:
-        """Return the key of the values of a dataset in the cache, or None if it is unknown whether
-        the model has changed since they were stored."""
-
-    def reference_values(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """Return the values of the samples of a batch, "values" float32 [samples, values], and
-        their indices in the dataset, "index" int64 [samples]."""
 
 
 class Task:
@@ -287,6 +269,25 @@ class Task:
         """Return the names of the results of an evaluation, ``loss`` first; None if they are not
         known before one. Called before any rank exists."""
         return None
+
+    # -- a reference: a loss that depends on what the model computes before it is trained
+    @property
+    def num_reference_values(self) -> int:
+        """Number of values per sample that are computed once with the initial model and stored; 0
+        if the loss does not need them."""
+        return 0
+
+    def reference_key(self, dataset: Any) -> str | None:
+        """Return the key of the reference values of a dataset in the cache, or None if it is
+        unknown whether the model has changed since they were stored."""
+        return None
+
+    def reference_values(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        """Return the reference values of the samples of a batch, "values" float32 [samples,
+        values], and their indices in the dataset, "index" int64 [samples]."""
+        raise NotImplementedError(
+            f"{type(self).__name__} needs reference_values(self, model, batch)"
+        )
 
     # -- at the end
     def save_model(self, model: nn.Module, folder: Path) -> None:

@@ -15,11 +15,11 @@ from paceline.config.derive import ResolvedValues
 from paceline.config.metrics.best import check_best_metric
 from paceline.config.schema import Config
 from paceline.core.errors import RunError
-from paceline.data.loader import StreamedDataset
 from paceline.data.loader_process import LoaderOptions, loader_options
 from paceline.data.order.base import Order
 from paceline.data.order.build import build_order
 from paceline.data.pipeline import DataPipeline
+from paceline.data.streaming.base import StreamedDataset
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.devices import cpu_cores
 from paceline.distributed.seeds import seed_everything
@@ -31,14 +31,9 @@ from paceline.models.transforms.compile import compile_blocks
 from paceline.models.transforms.float8 import convert_to_float8
 from paceline.models.transforms.parameters import freeze_parameters, parameter_settings
 from paceline.models.weights import converted_weights, move_model
-from paceline.parallel.base import Strategy, make_strategy
-from paceline.parallel.protocols import (
-    has_data,
-    model_init_context,
-    replica_of,
-)
+from paceline.parallel.strategy import Strategy, make_strategy
 from paceline.tasks import load_task, uses_transformers
-from paceline.tasks.base import ComparesWithStart, Task
+from paceline.tasks.base import Task
 from paceline.tasks.user import UserTask, guard_model
 from paceline.train.optimizer import Schedule, build_optimizer, matrices_of, optimizer_notices
 from paceline.train.optimizers.averaging import average_weights
@@ -100,7 +95,7 @@ def build_components(
     task.device_type = comm.device.type
     task.global_batch_size = spec.derived.global_batch_size
     strategy = make_strategy(spec.layout.strategy, spec.config, comm)
-    with model_init_context(strategy):
+    with strategy.model_init_context():
         model = build_model(task, spec.config)
     if adjust is not None:
         adjust(model)
@@ -145,7 +140,7 @@ def build_components(
     )
     notices += of_loader
     data = _build_data(spec, components, options, *datasets)
-    if isinstance(task, ComparesWithStart) and task.num_reference_values:
+    if task.num_reference_values:
         notices += add_reference_values(task, components, data, spec.config)
     return components, data, notices
 
@@ -204,7 +199,7 @@ def _build_data(
     eval_dataset: Any | None,
 ) -> DataPipeline:
     strategy, task = components.strategy, components.task
-    replica, num_replicas = replica_of(strategy)
+    replica, num_replicas = strategy.replica, strategy.num_replicas
     accumulation = spec.derived.gradient_accumulation_steps
     if spec.layout.num_processes == 1:  # this process runs the micro-batches of all devices
         accumulation *= spec.layout.axes.replicas
@@ -215,7 +210,7 @@ def _build_data(
         task.collate,
         options,
         last_step=spec.derived.steps,
-        accumulation=accumulation if has_data(strategy) else 0,
+        accumulation=accumulation if strategy.has_data else 0,
         replica=replica,
         num_replicas=num_replicas,
     )

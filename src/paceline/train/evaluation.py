@@ -20,9 +20,7 @@ from paceline.data.loader_process import LoaderOptions
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import ProgressTracker
 from paceline.distributed.rank_zero import rank_zero_phase
-from paceline.parallel.base import Strategy
-from paceline.parallel.protocols import evaluate as run_evaluation
-from paceline.parallel.protocols import has_data, replica_of
+from paceline.parallel.strategy import Strategy
 from paceline.tasks.base import Task
 from paceline.train.answers.generation import AnswerGenerator
 from paceline.train.answers.metrics import answer_metrics
@@ -135,9 +133,9 @@ def run_batches(
     comm, args = strategy.world, config.train_args
     on_rank_zero = config.evaluation.mode == "rank0"
     with rank_zero_phase(comm, "evaluating the model") if on_rank_zero else nullcontext():
-        if not has_data(strategy) or (on_rank_zero and not comm.is_rank_zero):
+        if not strategy.has_data or (on_rank_zero and not comm.is_rank_zero):
             return
-        rank, num_replicas = (0, 1) if on_rank_zero else replica_of(strategy)
+        rank, num_replicas = (0, 1) if on_rank_zero else (strategy.replica, strategy.num_replicas)
         batches = eval_batches(
             dataset,
             task.collate,
@@ -158,7 +156,7 @@ def run_batches(
                     with torch.no_grad(), precision.autocast():
                         return run(module, data)
 
-                results = step(model) if on_rank_zero else run_evaluation(strategy, step, model)
+                results = step(model) if on_rank_zero else strategy.evaluate(step, model)
                 if batch.weight and results is not None:
                     yield batch.data, results
         finally:

@@ -16,8 +16,7 @@ from paceline.core.errors import RunError
 from paceline.core.files import human_bytes, replace_dir
 from paceline.core.run_dir import RunDir
 from paceline.distributed.rank_zero import rank_zero_phase
-from paceline.parallel.base import load_full
-from paceline.parallel.protocols import consolidated
+from paceline.parallel.state import load_full
 from paceline.train.state import RankContext, TrainComponents
 
 
@@ -43,7 +42,7 @@ def save_model_folder(
         lost_ranks = ctx.comm.lost
         folder = _staging_dir(ctx.run_dir)
         with (
-            consolidated(components.strategy),
+            components.strategy.consolidated(),
             rank_zero_phase(ctx.comm, "writing the trained model", folder),
         ):
             if ctx.comm.is_rank_zero:

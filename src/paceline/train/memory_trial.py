@@ -25,17 +25,19 @@ if TYPE_CHECKING:
     from paceline.config.schema import Config
     from paceline.data.pipeline import DataPipeline
     from paceline.distributed.mesh import ParallelDims
-    from paceline.parallel.base import MicroStep, Strategy
+    from paceline.parallel.strategy import MicroStep, Strategy
     from paceline.train.run_spec import RunSpec
     from paceline.train.state import TrainComponents
 
 
 def needs_trial(spec: RunSpec, components: TrainComponents, data: DataPipeline) -> bool:
     """Return whether the largest micro-batch is tried: on accelerators, in a new run and after
-    memory settings were made smaller. The rows of a stream are not known in advance."""
+    memory settings were made smaller. The rows of a stream are not known in advance, and ranks on a
+    CPU cannot take part."""
+    world = components.strategy.world
     is_new = spec.resume_from is None or spec.memory_fallback is not None
     can_try = components.strategy.runs_trials and data.counts is None and data.accumulation > 0
-    return is_new and can_try and spec.device_type != "cpu"
+    return is_new and can_try and spec.device_type != "cpu" and not world.mixes_devices
 
 
 def try_largest_micro_batch(

@@ -13,7 +13,7 @@ from paceline.core.formatting import counted
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.data.order.base import Order
 from paceline.observe.console import Console
-from paceline.parallel.protocols import RankLoss
+from paceline.parallel.strategy import RankLoss
 from paceline.train.run_spec import RunSpec
 from paceline.train.state import RankContext, TrainState
 

@@ -19,7 +19,7 @@ from paceline.data.pipeline import DataPipeline
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.distributed.traffic import uncounted
-from paceline.tasks.base import ComparesWithStart
+from paceline.tasks.base import Task
 from paceline.train.evaluation import gather, run_batches
 from paceline.train.state import TrainComponents
 
@@ -27,7 +27,7 @@ _FILE = "values.npy"
 
 
 def add_reference_values(
-    task: ComparesWithStart, components: TrainComponents, data: DataPipeline, config: Config
+    task: Task, components: TrainComponents, data: DataPipeline, config: Config
 ) -> list[Notice]:
     """Set the attribute ``reference`` of the datasets: float32 [num_samples, values]. Called while
     the model has its initial weights. A collective."""
@@ -59,7 +59,7 @@ def add_reference_values(
 
 
 def _compute(
-    task: ComparesWithStart,
+    task: Task,
     components: TrainComponents,
     dataset: Any,
     config: Config,

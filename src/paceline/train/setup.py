@@ -47,13 +47,7 @@ from paceline.observe.report.build import build_report
 from paceline.observe.report.html import write_reports
 from paceline.observe.run_start import RunInfo, emit_run_start
 from paceline.observe.throughput import mean_peak, model_flops
-from paceline.parallel.base import Strategy
-from paceline.parallel.protocols import (
-    close_servers,
-    has_data,
-    reports_loss,
-    traffic_period,
-)
+from paceline.parallel.strategy import Strategy
 from paceline.train.callbacks.balance import Balancer
 from paceline.train.callbacks.base import Callback, TrainingInfo
 from paceline.train.callbacks.callback_list import CallbackList
@@ -210,7 +204,7 @@ def _run(trainer: Trainer) -> Outcome:
     if spec.reports_everywhere:
         report = ctx.comm.broadcast_object(report)
     ctx.comm.barrier()
-    close_servers(strategy)
+    strategy.close()
     has_report = ctx.comm.is_rank_zero or spec.reports_everywhere
     return {"status": status, "report": report if has_report else None}
 
@@ -307,8 +301,8 @@ def build_trainer(
         # When the command was started or, after a restart, when the failure was detected.
         spec.started_at if spec.failure is None else float(spec.failure["seen_at"]),
         spec.data.mean_tokens is not None,
-        traffic_period(strategy),
-        serves=not has_data(strategy),
+        strategy.traffic_period,
+        serves=not strategy.has_data,
         devices=DeviceMonitor(ctx.device),
         flops=model_flops(components.model, spec.config, lengths, num_devices, peak),
     )
@@ -393,7 +387,7 @@ def _source_recorder(
         return None
     recorder = SourceRecorder(
         [source["name"] for source in spec.data.source_figures],
-        reports_loss(strategy),
+        strategy.reports_loss,
         strategy.world.device,
     )
     data.observers.append(recorder.observe)
@@ -405,7 +399,7 @@ def _metric_recorder(components: TrainComponents, data: DataPipeline) -> MetricR
     task, strategy = components.task, components.strategy
     if not task.step_metrics:
         return None
-    recorder = MetricRecorder(task, reports_loss(strategy), strategy.world.device)
+    recorder = MetricRecorder(task, strategy.reports_loss, strategy.world.device)
     data.observers.append(recorder.observe)
     return recorder
 

@@ -34,7 +34,7 @@ from paceline.distributed.side_group import SideGroup
 from paceline.health.loss_spikes import LossSpike
 from paceline.models.adapters.initialization import subtract_adapters
 from paceline.models.shape.record import ModelShape
-from paceline.parallel.base import Strategy
+from paceline.parallel.strategy import Strategy
 from paceline.tasks.base import Task
 from paceline.train.optimizer import Schedule
 from paceline.train.precision import Precision

@@ -13,7 +13,6 @@ from paceline.data.loader import MicroBatch
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.host_copies import HostCopy, tensor_of
 from paceline.observe.metrics import StepMetrics
-from paceline.parallel.protocols import count_group, max_count_lag, reports_loss
 from paceline.train.state import RankContext, TrainComponents
 
 
@@ -102,7 +101,7 @@ class CountQueue:
         """Start to sum the counts of a step. Wait for those of earlier steps if this rank is as far
         ahead of the others as the strategy allows."""
         task, strategy = self.task, self.strategy
-        counted = [batch for batch in micro_batches if batch.weight and reports_loss(strategy)]
+        counted = [batch for batch in micro_batches if batch.weight and strategy.reports_loss]
         local = [
             float(sum(task.count(batch.data) for batch in counted)),
             float(sum(task.num_tokens(batch.data) or 0 for batch in counted)),
@@ -110,9 +109,9 @@ class CountQueue:
             float(self.ctx.stop.wanted),
             self.checkpoints.next_request(),
         ]
-        group, num_saves = count_group(strategy), self.checkpoints.num_begun
+        group, num_saves = strategy.count_group, self.checkpoints.num_begun
         self._current = StepCounts(local, self.ctx, group, num_saves)
-        num_due = max(0, len(self._pending) - max_count_lag(strategy) + 1)
+        num_due = max(0, len(self._pending) - strategy.max_count_lag + 1)
         for counts in list(self._pending)[:num_due]:
             counts.wait()
         return self._current
@@ -124,7 +123,7 @@ class CountQueue:
         assert self._current is not None
         counts, self._current = self._current, None
         self._pending.append(counts)
-        limit = 0 if counts.group_count is None or now else max_count_lag(self.strategy)
+        limit = 0 if counts.group_count is None or now else self.strategy.max_count_lag
         if now:
             for pending in self._pending:
                 self._add(pending)

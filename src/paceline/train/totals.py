@@ -4,8 +4,6 @@ import torch
 
 from paceline.data.loader import MicroBatch
 from paceline.distributed.traffic import uncounted
-from paceline.parallel.protocols import count_group, reports_loss
-from paceline.parallel.protocols import evaluate as run_without_gradients
 from paceline.train.state import TrainComponents
 
 
@@ -25,11 +23,11 @@ def add_totals(components: TrainComponents, batches: list[MicroBatch]) -> None:
             with torch.no_grad(), components.precision.autocast():
                 return task.totals(model, data)
 
-        terms = run_without_gradients(strategy, run, components.model)
-        if terms is not None and batch.weight and reports_loss(strategy):
+        terms = strategy.evaluate(run, components.model)
+        if terms is not None and batch.weight and strategy.reports_loss:
             sums += torch.stack([terms[name].to(sums.dtype) for name in names])
     with uncounted():
-        group = count_group(strategy)
+        group = strategy.count_group
         group.wait(group.all_reduce(sums))
     totals = dict(zip(names, sums.float().unbind(), strict=True))
     for batch in batches:

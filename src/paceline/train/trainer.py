@@ -22,16 +22,7 @@ from paceline.distributed.traffic import uncounted
 from paceline.health.anomalies import AnomalyDetector
 from paceline.health.loss_spikes import LossSpike, LossSpikeDetector
 from paceline.observe.metrics import StepMetrics
-from paceline.parallel.base import MicroStep
-from paceline.parallel.protocols import (
-    averaged_weights,
-    consolidated,
-    poll_rank_losses,
-    replica_of,
-    reports_loss,
-    set_token_counts,
-    unscale_grads,
-)
+from paceline.parallel.strategy import MicroStep
 from paceline.train.callbacks.balance import Balancer, ComputeTimer
 from paceline.train.callbacks.base import Requests
 from paceline.train.callbacks.callback_list import CallbackList
@@ -142,17 +133,17 @@ class Trainer:
         add_totals(self.components, batches)
         losses = LossAccumulator(self.ctx.device)
         timer = self.balancer.begin_step(batches)
-        set_token_counts(strategy, counts.local_count, counts.denominator)
+        strategy.set_token_counts(counts.local_count, counts.denominator)
         strategy.forward_backward(self.micro_step(batches, counts, losses, timer), len(batches))
         counts.denominator()  # pipeline stages that compute no loss wait for the counts here
         progress.enter("optimizer")
         loss = losses.total()
-        reported_loss = loss if reports_loss(strategy) else torch.zeros_like(loss)
+        reported_loss = loss if strategy.reports_loss else torch.zeros_like(loss)
         if self.roll_back_on_spike(reported_loss, counts.local_count):
             stop = self.counts.settle(now=True)
             self.metrics.reset()
             return StepResult("rolled_back", stop)
-        unscale_grads(strategy)
+        strategy.unscale_gradients()
         grad_norm = strategy.clip_grad_norm(self.spec.config.train_args.max_grad_norm)
         learning_rate = self.components.lr_schedule.set_step(state.step)
         self.update(grad_norm, loss)
@@ -261,10 +252,10 @@ class Trainer:
     def handle_rank_loss(self) -> bool:
         """Continue without ranks that were lost, and return whether there were any. The result is
         the same on every rank at the same point of the same step."""
-        losses = poll_rank_losses(self.strategy)
+        losses = self.strategy.lost_since_last_step()
         if not losses:
             return False
-        replica, num_left = replica_of(self.strategy)
+        replica, num_left = self.strategy.replica, self.strategy.num_replicas
         self.data.reshard(replica, num_left)
         if self.ctx.comm.is_rank_zero:
             take_over_log(self.spec.config, self.ctx, self.checkpoints)
@@ -280,7 +271,7 @@ class Trainer:
         self.callbacks.before_pause(state)
         result: EvalResult | None = None
         while self.handle_rank_loss() or result is None:  # repeat if a rank was lost meanwhile
-            with self.ctx.progress.during("evaluation"), consolidated(self.strategy):
+            with self.ctx.progress.during("evaluation"), self.strategy.consolidated():
                 result = evaluate(
                     parts.task,
                     parts.model,
@@ -307,5 +298,5 @@ class Trainer:
         collect = partial(collect_train_state, self.strategy, step, self.data.order, scaler)
         states, shares = self.callbacks.states(), self.balancer.record()
         meta = checkpoint_meta(self.state, self.spec, self.components, shares, states)
-        with averaged_weights(self.strategy):
+        with self.strategy.averaged_weights():
             self.checkpoints.save(step, collect, meta, must_succeed=must_succeed)

@@ -32,11 +32,11 @@ from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.blocks import DROPOUTS
 from paceline.observe.report.certificate import LeftOut
-from paceline.parallel.base import Strategy
 from paceline.parallel.cost import Workload
 from paceline.parallel.registry import estimate_cost
-from paceline.parallel.save_load import memory_bytes, state_shards
+from paceline.parallel.save_load import memory_bytes
 from paceline.parallel.state import TensorShard
+from paceline.parallel.strategy import Strategy
 from paceline.tasks.base import num_positions
 from paceline.train.components import build_components
 from paceline.train.run_spec import RunSpec
@@ -298,7 +298,7 @@ def excluded_report(excluded: dict[str, tuple[float, torch.Tensor]]) -> list[Lef
 def _trained_shards(strategy: Strategy) -> list[TensorShard]:
     """Return the shards of the parameters. Running statistics are not compared: under data
     parallelism they are those of rank 0's batches."""
-    return [shard for shard in state_shards(strategy) if shard.name.startswith("model/")]
+    return [shard for shard in strategy.state_shards() if shard.name.startswith("model/")]
 
 
 def save_reference(strategy: Strategy, path: Path, excluded: Mapping[str, torch.Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from paceline.data.order.base import Order
 from paceline.data.sources.readers import LineBlock
 from paceline.data.sources.resolve import Place, rows_of_block
 from paceline.data.sources.rows import RepeatedKey
+from paceline.data.streaming.base import Key, StreamedDataset
 from paceline.data.streaming.tables import RawRow
 from paceline.data.text.encoding.chunks import (
     AnyEncoder,
@@ -23,9 +24,6 @@ from paceline.data.text.encoding.chunks import (
     Setup,
 )
 from paceline.data.text.token_dataset import TokenSample
-
-if TYPE_CHECKING:
-    from paceline.data.loader import Key
 
 MALFORMED = "malformed line"
 _REPEATED_KEY = "a key occurs twice"
@@ -147,11 +145,8 @@ FILLER: TokenSample = {
 }
 
 
-class StreamedText:
+class StreamedText(StreamedDataset):
     """The samples of rows, each of which is tokenized when a micro-batch needs it."""
-
-    # Samples do not depend on random state, so the loader does not need to set it.
-    deterministic = True
 
     def __init__(self, rows: StreamedRows, encode: RowEncoder) -> None:
         self.rows, self.encode = rows, encode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -12,12 +12,10 @@ from paceline.data.counts import StreamCounts
 from paceline.data.order.base import Keys, Order, keys_of
 from paceline.data.order.mixture import Mixture, Stopping, WeightSchedule
 from paceline.data.order.row_orders import MixedOrder
+from paceline.data.streaming.base import Key, StreamedDataset
 from paceline.data.streaming.dataset import FILLER, RowEncoder, StreamedRows, read_rows
 from paceline.data.streaming.order import PositionOrder
 from paceline.data.text.token_dataset import TokenSample
-
-if TYPE_CHECKING:
-    from paceline.data.loader import Key
 
 #: The index of a key is that of its stream times this number, and the number of the row.
 _SPAN = 1 << 44
@@ -66,14 +64,12 @@ class MixtureSettings:
         return Mixture(sizes, self.schedule, self.stopping, batch_size, seed)
 
 
-class TextStreams:
+class TextStreams(StreamedDataset):
     """The rows of one stream, or of several in stated proportions.
 
     Args:
         mixture: None for a single stream.
     """
-
-    deterministic = True
 
     def __init__(
         self, streams: Sequence[Stream], mixture: MixtureSettings | None, seed: int

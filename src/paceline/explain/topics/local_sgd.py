@@ -164,7 +164,7 @@ def _record_rank(world: Communicator, algorithm: str) -> WorkerRun:
 
     from paceline.distributed.traffic import log_calls
     from paceline.explain import training
-    from paceline.parallel.base import make_strategy
+    from paceline.parallel.strategy import make_strategy
 
     config = training.make_config(algorithm)
     config.local_sgd.sync_every = _SYNC_EVERY

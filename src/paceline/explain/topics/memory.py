@@ -140,7 +140,7 @@ def _measure(setting: str) -> StepMemory:
     from paceline.explain.allocations import LiveStorages
     from paceline.explain.training import build_adamw
     from paceline.models.transforms.activation_checkpointing import checkpoint_activations
-    from paceline.parallel.base import optimizer_tensors
+    from paceline.parallel.optimizer_state import optimizer_tensors
 
     class Block(nn.Module):
         def __init__(self) -> None:

@@ -291,10 +291,9 @@ def _record_rank(world: Communicator, consistency: str) -> RankServed:
     from paceline.distributed.communicator import Communicator
     from paceline.distributed.mesh import ParallelDims
     from paceline.models.recommend import Table
-    from paceline.parallel.base import make_strategy
     from paceline.parallel.parameter_server.asynchronous import AsyncServerStrategy
     from paceline.parallel.parameter_server.strategy import ParameterServerStrategy
-    from paceline.parallel.protocols import close_servers, model_init_context
+    from paceline.parallel.strategy import make_strategy
 
     config = Config.model_validate(
         {
@@ -315,7 +314,7 @@ def _record_rank(world: Communicator, consistency: str) -> RankServed:
     strategy = make_strategy("parameter_server", config, meshed)
     assert isinstance(strategy, ParameterServerStrategy)
     torch.manual_seed(0)
-    with model_init_context(strategy):
+    with strategy.model_init_context():
         model = nn.ModuleDict({"table": Table(_TABLE_ROWS, 1)})
     strategy.setup(model)
     strategy.setup_optimizer(
@@ -384,7 +383,7 @@ def _record_rank(world: Communicator, consistency: str) -> RankServed:
         size for kind, size in traffic.snapshot().items() if kind in ("pull", "push")
     )
     world.barrier()
-    close_servers(strategy)
+    strategy.close()
     return RankServed(steps, versions, staleness, counted_bytes)
 
 

@@ -186,11 +186,12 @@ def _measure(world: Communicator, mode: str) -> RankStage:
     from paceline.distributed.traffic import log_calls
     from paceline.explain import training
     from paceline.models.shape.outline import outline
-    from paceline.parallel.base import make_strategy, optimizer_tensors
     from paceline.parallel.cost import Workload
+    from paceline.parallel.optimizer_state import optimizer_tensors
     from paceline.parallel.registry import estimate_cost, layout
     from paceline.parallel.save_load import memory_bytes
     from paceline.parallel.state import storage_bytes
+    from paceline.parallel.strategy import make_strategy
 
     config = training.make_config(mode)
     axes = layout(config.parallel, world.size).axes

@@ -19,7 +19,6 @@ from paceline.observe.comm_advisor import CommAdvisor
 from paceline.observe.metrics import StepMetrics, memory_peak
 from paceline.observe.run_start import RunInfo
 from paceline.parallel.cost import Cost
-from paceline.parallel.protocols import report_metrics, sent_in_a_step
 from paceline.parallel.registry import estimate_cost
 from paceline.parallel.save_load import memory_bytes
 
@@ -56,9 +55,9 @@ def build_report(
     # A rank that was lost reports 0.
     peaks = [int(peak) or None for peak in comm.gather_numbers(memory_peak(comm.device))]
     state_bytes = [int(size) for size in comm.gather_numbers(memory_bytes(strategy))]
-    traffic = sent_in_a_step(strategy, metrics.usual_traffic)
+    traffic = strategy.sent_in_a_step(metrics.usual_traffic)
     sent = [int(size) for size in comm.gather_numbers(-1 if traffic is None else traffic)]
-    figures = report_metrics(strategy, max(sent) if max(sent) > 0 else None)
+    figures = strategy.report_metrics(max(sent) if max(sent) > 0 else None)
     communication = advisor.report() if advisor is not None else {}
     communication |= figures.get("communication", {})
     events = read_events(info.run_dir.events) if comm.is_rank_zero else []

@@ -13,12 +13,7 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.seeds import derive_seed
 from paceline.parallel.compression.codecs import CODECS, FLOAT32
 from paceline.parallel.compression.sizes import BucketShape, TensorSlot, chunk_size
-from paceline.parallel.state import StateReader
 
-#: Prefix of compression state in a checkpoint.
-PREFIX = "compression/"
-#: Kind of state: Adam's second moment of a rank's local gradient.
-SECOND_MOMENT = "exp_avg_sq"
 #: Elements of a part of :func:`blocks`: 256 KiB of float32.
 _BLOCK_ELEMENTS = 1 << 16
 
@@ -157,17 +152,3 @@ class Compressor(ABC):
         local = slice(group.rank * chunk, (group.rank + 1) * chunk)
         sent[local] += total[local] - partial
         return total[:numel].clone(), sent[:numel]
-
-
-def dropped_state_notices(source: StateReader) -> list[tuple[str, str]]:
-    """Return a notice if a checkpoint has compression state, for a run that does not use it."""
-    names = [name for name in source.tensors() if name.startswith(PREFIX) and "/rank-" in name]
-    if not names:
-        return []
-    text = (
-        "the gradient compression state of the checkpoint is dropped: it is from a different number"
-        " of ranks or another method"
-    )
-    if any(name.rpartition("/")[2] in (SECOND_MOMENT, "momentum") for name in names):
-        text += "; the optimizer's moments, which were local to each rank, start from zero"
-    return [("warning", text)]

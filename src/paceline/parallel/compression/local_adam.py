@@ -20,7 +20,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from paceline.distributed import torch_compat
-from paceline.parallel.compression.base import SECOND_MOMENT, CompressorState, blocks
+from paceline.parallel.compression.base import CompressorState, blocks
+from paceline.parallel.state import SECOND_MOMENT
 
 
 class LocalAdam:

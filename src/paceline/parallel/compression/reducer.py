@@ -16,14 +16,10 @@ from paceline.distributed.collectives.schedules import all_reduce_bytes
 from paceline.distributed.comm_thread import PendingComm
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
-from paceline.parallel.base import Strategy
 from paceline.parallel.comm_profile import CommProfile, CommTimes, StrategyMetrics
 from paceline.parallel.compression.base import (
-    PREFIX,
-    SECOND_MOMENT,
     Compressor,
     CompressorState,
-    dropped_state_notices,
     slot_view,
 )
 from paceline.parallel.compression.local_adam import DirectionOptimizer, LocalAdam
@@ -39,7 +35,17 @@ from paceline.parallel.compression.sparsify import RandomK, TopK
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.ddp.reducer import GradientReducer
 from paceline.parallel.gradients import clip_factor
-from paceline.parallel.state import StateReader, TensorShard, read_part
+from paceline.parallel.state import (
+    COMPRESSION_PREFIX as PREFIX,
+)
+from paceline.parallel.state import (
+    SECOND_MOMENT,
+    StateReader,
+    TensorShard,
+    dropped_state_notices,
+    read_part,
+)
+from paceline.parallel.strategy import Strategy
 
 
 class CompressedReducer(GradientReducer):
@@ -214,7 +220,10 @@ class CompressedReducer(GradientReducer):
         """Load the state if it is from the same number of ranks and the same method. Otherwise it
         is dropped with a notice."""
         stored = source.tensors()
-        step = next((name for name in (f"{PREFIX}step", "schedule/step") if name in stored), None)
+        step = next(
+            (name for name in (f"{PREFIX}step", "schedule/step") if name in stored),
+            None,
+        )
         self.step = int(source.read(step, (), ())) if step is not None else 0
         shards = self._local_shards()
         ranks = int(source.read(f"{PREFIX}ranks", (), ())) if f"{PREFIX}ranks" in stored else 0

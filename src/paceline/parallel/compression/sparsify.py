@@ -6,9 +6,10 @@ import math
 import torch
 
 from paceline.distributed.communicator import Communicator
-from paceline.parallel.compression.base import SECOND_MOMENT, Compressor, CompressorState, blocks
+from paceline.parallel.compression.base import Compressor, CompressorState, blocks
 from paceline.parallel.compression.codecs import FLOAT32
 from paceline.parallel.compression.sizes import BucketShape, num_chosen, round_up
+from paceline.parallel.state import MOMENTUM, SECOND_MOMENT
 
 #: Number of elements in the sample that estimates how large the largest elements are.
 _SAMPLE_ELEMENTS = 1 << 15
@@ -26,13 +27,13 @@ class SparseCompressor(Compressor):
     def initial_state(self, bucket: BucketShape, device: torch.device) -> CompressorState:
         state = super().initial_state(bucket, device)
         if self.momentum:
-            state.flats["momentum"] = torch.zeros(bucket.size, device=device)
+            state.flats[MOMENTUM] = torch.zeros(bucket.size, device=device)
         return state
 
     def _accumulate(self, flat: torch.Tensor, state: CompressorState) -> torch.Tensor:
         """Add this step's gradient to the residual, and return that."""
         if self.momentum:
-            flat = state.flats["momentum"].mul_(self.momentum).add_(flat)
+            flat = state.flats[MOMENTUM].mul_(self.momentum).add_(flat)
         return state.flats["residual"].add_(flat)
 
     def _keep(
@@ -42,7 +43,7 @@ class SparseCompressor(Compressor):
         residual = state.flats["residual"]
         residual[chosen] = residual.new_zeros(()) if rest is None else rest
         if self.momentum:
-            state.flats["momentum"][chosen] = 0.0
+            state.flats[MOMENTUM][chosen] = 0.0
 
 
 class TopK(SparseCompressor):

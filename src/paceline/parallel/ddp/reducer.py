@@ -9,8 +9,10 @@ from paceline.config.schema import Config
 from paceline.distributed.collectives import run as collectives
 from paceline.distributed.comm_thread import CommThread, PendingComm
 from paceline.distributed.communicator import Communicator
+from paceline.parallel.comm_profile import CommProfile, StrategyMetrics
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.loss_scale import LossScaler
+from paceline.parallel.state import StateReader, TensorShard, dropped_state_notices
 
 
 class GradientReducer:
@@ -59,6 +61,38 @@ class GradientReducer:
         """Return the optimizer that makes the update: the configured one, or a replacement."""
         return built
 
+    @property
+    def unscales(self) -> bool:
+        """Whether buckets are divided by the loss scale before they are summed."""
+        return False
+
+    @property
+    def needs_rollback_on_skip(self) -> bool:
+        """Whether :meth:`finish_step` has state to restore after a skipped update."""
+        return False
+
+    # -- state and report
     def memory_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are kept from step to step."""
         return []
+
+    def extra_state(self) -> list[TensorShard]:
+        """Return the state of this rank that a resumed run needs."""
+        return []
+
+    def load_extra_state(self, source: StateReader) -> list[tuple[str, str]]:
+        """Load :meth:`extra_state` from a checkpoint. Return notices as (level, text)."""
+        return dropped_state_notices(source)
+
+    @property
+    def comm_profile(self) -> CommProfile | None:
+        """What is sent, if it is less than plain ddp sends; else None."""
+        return None
+
+    def report_metrics(self, sent_bytes: float | None) -> StrategyMetrics:
+        """Return sections of the report. A collective.
+
+        Args:
+            sent_bytes: bytes per step that the rank with the most traffic was measured to send.
+        """
+        return {}

@@ -7,25 +7,24 @@ from torch import nn
 
 from paceline.distributed.collectives.schedules import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
-from paceline.parallel.base import (
-    MicroStep,
-    OptimizerFactory,
-    OptimizerStep,
-    Strategy,
-    all_buffers,
-    full_shards,
-    optimizer_tensors,
-    trained_parameters,
-)
 from paceline.parallel.comm_profile import CommProfile, CommTimes
 from paceline.parallel.compression.reducer import make_buckets
-from paceline.parallel.gradients import changing_buffers, clip_to, reduce_in_backward
+from paceline.parallel.ddp.bucketed import BucketedStrategy
+from paceline.parallel.gradients import changing_buffers, clip_to
 from paceline.parallel.initial_weights import sync_weights
+from paceline.parallel.optimizer_state import optimizer_tensors
 from paceline.parallel.save_load import trained_state
-from paceline.parallel.state import TensorShard, frozen_parts
+from paceline.parallel.state import (
+    TensorShard,
+    all_buffers,
+    frozen_parts,
+    full_shards,
+    trained_parameters,
+)
+from paceline.parallel.strategy import MicroStep, OptimizerFactory
 
 
-class DDPStrategy(Strategy):
+class DDPStrategy(BucketedStrategy):
     """Data parallelism. Gradients are all-reduced in buckets during the last backward of a step.
 
     Rank 0's weights are broadcast at the start, and every rank makes the same update.
@@ -47,23 +46,25 @@ class DDPStrategy(Strategy):
         return self.optimizer
 
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
-        if self.reducer is not None:
-            self.reducer.scaler = self.scaler
-        reduce_in_backward(
-            self.buckets, micro_step, self.model, num_micro_batches, self.on_computed
-        )
+        self.accumulate(micro_step, self.model, num_micro_batches)
+
+    def begin_accumulation(self) -> None:
+        super().begin_accumulation()
+        self.buckets.zero()
+
+    def last_backward(self, loss: torch.Tensor) -> None:
+        self.buckets.start_reducing()
+        loss.backward()
+
+    def end_accumulation(self) -> None:
+        self.note_computed()
+        self.buckets.finish()
         self.world.broadcast(self.changing_buffers)
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         if self.reducer is not None and self.reducer.late:
             return self.reducer.clip_and_sum(max_norm)
         return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
-
-    def optimizer_step(self, apply: OptimizerStep) -> bool:
-        updated = apply(self.optimizer)
-        if self.reducer is not None:
-            self.reducer.finish_step(updated)
-        return updated
 
     def local_grad_finite(self) -> torch.Tensor | None:
         return self.buckets.local_sum()
@@ -88,6 +89,8 @@ class DDPStrategy(Strategy):
     def comm_profile(self) -> CommProfile | None:
         if self.world.size == 1:
             return None
+        if self.reducer is not None and self.reducer.comm_profile is not None:
+            return self.reducer.comm_profile
         sent = all_reduce_bytes(sum(self.buckets.bucket_bytes), self.world.size)
         messages = 2 * (self.world.size - 1) * len(self.buckets.flats)
         return CommProfile(

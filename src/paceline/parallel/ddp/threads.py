@@ -19,16 +19,11 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.collate import map_tensors
 from paceline.distributed.communicator import Communicator
-from paceline.parallel.base import (
-    MicroStep,
-    Strategy,
-    full_shards,
-    optimizer_tensors,
-    trained_parameters,
-)
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import clip_to
-from paceline.parallel.state import TensorShard
+from paceline.parallel.optimizer_state import optimizer_tensors
+from paceline.parallel.state import TensorShard, full_shards, trained_parameters
+from paceline.parallel.strategy import MicroStep, Strategy
 
 _NOTICES = [
     (
@@ -97,13 +92,19 @@ class ThreadedDPStrategy(Strategy):
         return lambda: torch.set_num_threads(share)
 
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+        self.begin_accumulation()
+        for first in range(0, num_micro_batches, self.num_devices):
+            self._run(micro_step, range(first, min(first + self.num_devices, num_micro_batches)))
+        self.end_accumulation()
+
+    def begin_accumulation(self) -> None:
         self.buckets.zero()
         self._send_weights()
         training = self.model.training
         for replica in self.replicas[1:]:
             replica.train(training)
-        for first in range(0, num_micro_batches, self.num_devices):
-            self._run(micro_step, range(first, min(first + self.num_devices, num_micro_batches)))
+
+    def end_accumulation(self) -> None:
         self._sum_gradients()
 
     def _run(self, micro_step: MicroStep, numbers: range) -> None:

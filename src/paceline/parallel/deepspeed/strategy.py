@@ -28,15 +28,6 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.models.blocks import BATCH_NORMS
-from paceline.parallel.base import (
-    MicroStep,
-    OptimizerFactory,
-    OptimizerStep,
-    Strategy,
-    optimizer_tensors,
-    persistent_buffers,
-    trained_parameters,
-)
 from paceline.parallel.deepspeed.config import engine_config, stage_of
 from paceline.parallel.deepspeed.package import (
     Range,
@@ -51,7 +42,21 @@ from paceline.parallel.deepspeed.package import (
 from paceline.parallel.fsdp.check import offload_needs_accelerator
 from paceline.parallel.gradients import changing_buffers
 from paceline.parallel.initial_weights import sync_weights
-from paceline.parallel.state import TensorShard, low_dtype, storage_bytes
+from paceline.parallel.optimizer_state import optimizer_tensors
+from paceline.parallel.state import (
+    TensorShard,
+    low_dtype,
+    persistent_buffers,
+    storage_bytes,
+    trained_parameters,
+)
+from paceline.parallel.strategy import (
+    MemoryKind,
+    MicroStep,
+    OptimizerFactory,
+    OptimizerStep,
+    Strategy,
+)
 
 #: Steps in which the memory of gradients is recorded: the second has the optimizer's state too.
 _NOTED_STEPS = 2
@@ -73,13 +78,11 @@ class DeepSpeedStrategy(Strategy):
     runs_trials = False  # DeepSpeed counts a dropped gradient as a skipped step
     rank0_has_full_model = False
     handles_overflow = True
-    unscales = True  # DeepSpeed divides by the loss scale within its step
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
         self.stage = stage_of(self.config.parallel)
         self.engine: Any = None
-        self.peak_gradient_bytes = 0
         self._num_steps = 0
         is_set = "reduce_dtype" in config.parallel.model_fields_set
         if is_set and low_dtype(config) and config.parallel.reduce_dtype == "float32":
@@ -141,17 +144,36 @@ class DeepSpeedStrategy(Strategy):
 
     # -- a step
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
-        engine = self.engine
-        for number in range(num_micro_batches):
-            engine.set_gradient_accumulation_boundary(number == num_micro_batches - 1)
-            # As engine.forward() does around the model's forward; the task receives the model, not
-            # DeepSpeed's wrapper. Older versions of DeepSpeed do this in ``backward``.
-            getattr(self.zero, "clear_backward_seen_flag", lambda: None)()
-            loss = micro_step(number, self.model)
-            prepare_backward(engine)
-            engine.backward(loss * self.world.size, scale_wrt_gas=False)
-            self._note_gradients()
+        self.accumulate(micro_step, self.model, num_micro_batches)
+
+    def begin_accumulation(self) -> None:
+        self._begin_forward()
+
+    def _begin_forward(self) -> None:
+        """Do what engine.forward() does before the model's forward; the task receives the model,
+        not DeepSpeed's wrapper. Older versions of DeepSpeed do this in ``backward``."""
+        getattr(self.zero, "clear_backward_seen_flag", lambda: None)()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._run_backward(loss, is_last=False)
+        self._begin_forward()
+
+    def last_backward(self, loss: torch.Tensor) -> None:
+        self._run_backward(loss, is_last=True)
+
+    def _run_backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(is_last)
+        prepare_backward(self.engine)
+        self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
+        self._note_gradients()
+
+    def end_accumulation(self) -> None:
         self.world.broadcast(self.changing_buffers)
+
+    @property
+    def unscales(self) -> bool:
+        """True: DeepSpeed divides by the loss scale within its step."""
+        return True
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Set the norm to which DeepSpeed clips within its step.
@@ -226,6 +248,18 @@ class DeepSpeedStrategy(Strategy):
     def after_load(self) -> None:
         with torch.no_grad(), uncounted(), quiet():
             refresh_weights(self.zero, self.stage)
+
+    @property
+    def other_memory_kind(self) -> MemoryKind:
+        """Kind of the float32 weights in the partitions."""
+        return "optimizer"
+
+    def memory_by_kind(self, model: nn.Module) -> dict[MemoryKind, list[torch.Tensor]]:
+        kinds = super().memory_by_kind(model)
+        kinds["gradients"] += gradient_tensors(self.zero, model)
+        shards = (getattr(parameter, "ds_tensor", None) for parameter in model.parameters())
+        kinds["parameters"] += [shard for shard in shards if shard is not None]
+        return kinds
 
     def memory_tensors(self) -> list[torch.Tensor]:
         """Return the weights that the forward reads, float32 partitions, optimizer state, and the

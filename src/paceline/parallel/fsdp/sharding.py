@@ -23,12 +23,18 @@ from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 from paceline.models.blocks import BATCH_NORMS, find_blocks, find_ends
 from paceline.models.weights import convert_weights, final_dtype
-from paceline.parallel.base import all_buffers, persistent_buffers, trained_parameters
 from paceline.parallel.ddp.buckets import squared_norm_of
 from paceline.parallel.fsdp.cost import shard_dim
 from paceline.parallel.gradients import batch_norm_parameters, changing_buffers
 from paceline.parallel.initial_weights import sync_weights
-from paceline.parallel.state import TensorShard, local_tensor, storage_bytes
+from paceline.parallel.state import (
+    TensorShard,
+    all_buffers,
+    local_tensor,
+    persistent_buffers,
+    storage_bytes,
+    trained_parameters,
+)
 
 _MESSAGE_BYTES = 64 << 20
 
@@ -275,7 +281,7 @@ class FSDPSharding:
             piece.values.grad = None
 
     def prepare_last_backward(self) -> None:
-        """Prepare for the last backward of a step; called before its forward.
+        """Prepare for the last backward of a step.
 
         That backward frees the weights of each block once they are no longer needed, so that they
         are not in memory together with all gradients. It also all-reduces the gradients of each

@@ -9,16 +9,12 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.models.weights import deferred_conversion
-from paceline.parallel.base import (
-    MicroStep,
-    Strategy,
-    optimizer_tensors,
-)
 from paceline.parallel.fsdp.sharding import FSDPSharding
 from paceline.parallel.gradients import clip_to
-from paceline.parallel.protocols import EvalFn, reports_loss
+from paceline.parallel.optimizer_state import optimizer_tensors
 from paceline.parallel.save_load import trained_state
 from paceline.parallel.state import TensorShard, frozen_parts, low_dtype
+from paceline.parallel.strategy import EvalFn, MicroStep, Strategy
 
 
 class FSDPStrategy(Strategy):
@@ -60,15 +56,18 @@ class FSDPStrategy(Strategy):
         return model
 
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+        self.accumulate(micro_step, self.sharding.model, num_micro_batches)
+
+    def begin_accumulation(self) -> None:
         self.sharding.begin_step()
-        for number in range(num_micro_batches):
-            is_last = number == num_micro_batches - 1
-            if is_last:
-                self.sharding.prepare_last_backward()
-            loss = micro_step(number, self.sharding.model)
-            if is_last and not self.reshard_after_forward:
-                self.sharding.note_gathered()
-            loss.backward()
+
+    def last_backward(self, loss: torch.Tensor) -> None:
+        self.sharding.prepare_last_backward()
+        if not self.reshard_after_forward:
+            self.sharding.note_gathered()
+        loss.backward()
+
+    def end_accumulation(self) -> None:
         self.sharding.end_step()
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
@@ -79,7 +78,7 @@ class FSDPStrategy(Strategy):
     def evaluate(self, run: EvalFn, model: nn.Module) -> dict[str, torch.Tensor] | None:
         result = run(model)
         self.sharding.reshard()
-        return result if reports_loss(self) else None
+        return result if self.reports_loss else None
 
     @property
     def replica_group(self) -> Communicator:

@@ -8,7 +8,7 @@ parameters, smaller than before. Sharding before splitting would produce wrong g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,22 +22,22 @@ from paceline.distributed.communicator import Communicator
 from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.models.tensor_plan.style import Range
 from paceline.models.weights import deferred_conversion, move_model
-from paceline.parallel.base import (
-    MicroStep,
-    OptimizerStep,
-    Strategy,
+from paceline.parallel.comm_profile import CommProfile
+from paceline.parallel.compression.reducer import make_buckets
+from paceline.parallel.ddp.bucketed import BucketedStrategy
+from paceline.parallel.ddp.buckets import GradientBuckets, squared_norm_of
+from paceline.parallel.gradients import changing_buffers, clip_to
+from paceline.parallel.initial_weights import sync_weights
+from paceline.parallel.optimizer_state import optimizer_tensors
+from paceline.parallel.save_load import trained_state
+from paceline.parallel.state import (
+    TensorShard,
+    frozen_parts,
     full_shards,
-    optimizer_tensors,
+    low_dtype,
     trained_parameters,
 )
-from paceline.parallel.compression.reducer import make_buckets
-from paceline.parallel.ddp.buckets import GradientBuckets, squared_norm_of
-from paceline.parallel.ddp.reducer import GradientReducer
-from paceline.parallel.gradients import accumulate, changing_buffers, clip_to
-from paceline.parallel.initial_weights import sync_weights
-from paceline.parallel.protocols import EvalFn, reports_loss
-from paceline.parallel.save_load import trained_state
-from paceline.parallel.state import TensorShard, frozen_parts, low_dtype
+from paceline.parallel.strategy import EvalFn, MicroStep
 from paceline.parallel.tensor.shard import TensorParallelizer, TensorSlice, check_plan_sizes
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from paceline.parallel.pipeline.runner import PipelineRunner
 
 
-class HybridStrategy(Strategy):
+class HybridStrategy(BucketedStrategy):
     """Trains on any product of the axes data, shard, tensor and pipeline."""
 
     name = "hybrid"
@@ -57,7 +57,6 @@ class HybridStrategy(Strategy):
         self.pipeline: PipelineRunner | None = None
         self.sharding: FSDPSharding | None = None
         self.buckets: GradientBuckets | None = None
-        self.reducer: GradientReducer | None = None
 
     # -- setup
     def model_init_context(self) -> AbstractContextManager[None]:
@@ -121,16 +120,48 @@ class HybridStrategy(Strategy):
 
     # -- a step
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+        if self.pipeline is None:
+            self.accumulate(micro_step, self.model, num_micro_batches)
+            return
+        self.begin_accumulation()
+        if self.sharding is not None:
+            self._run_sharded_pipeline(micro_step, num_micro_batches, self.pipeline, self.sharding)
+        else:
+            assert self.buckets is not None
+            self.pipeline.backward(micro_step, num_micro_batches)
+            # Backward passes of several micro-batches overlap, so gradients are reduced after all
+            # of them.
+            self.buckets.start_reducing()
+        self.end_accumulation()
+
+    def begin_accumulation(self) -> None:
+        super().begin_accumulation()
         if self.sharding is not None:
             self.sharding.begin_step()
-            self._run_sharded_backward(micro_step, num_micro_batches, self.sharding)
+        else:
+            assert self.buckets is not None
+            self.buckets.zero()
+
+    def last_backward(self, loss: torch.Tensor) -> None:
+        if self.sharding is not None:
+            self.sharding.prepare_last_backward()
+            loss.backward()
+            return
+        assert self.buckets is not None
+        if self.tensor is not None and self.reducer is not None and self.world.device.type != "cpu":
+            # The reducer's thread would start collectives of the data group while autograd starts
+            # those of the tensor group; NCCL needs the same order on all ranks.
+            loss.backward()
+            self.buckets.start_reducing()
+            return
+        self.buckets.start_reducing()
+        loss.backward()
+
+    def end_accumulation(self) -> None:
+        if self.sharding is not None:
             self.sharding.end_step()
         else:
             assert self.buckets is not None
-            if self.reducer is not None:
-                self.reducer.scaler = self.scaler
-            self.buckets.zero()
-            self._run_backward(micro_step, num_micro_batches, self.buckets.start_reducing)
             self.buckets.finish()
             self.world.subgroup("data").broadcast(self.changing_buffers)
         if self.tensor is not None:
@@ -144,15 +175,16 @@ class HybridStrategy(Strategy):
         if self.pipeline is not None:
             self.pipeline.sum_shared_gradients()
 
-    def _run_sharded_backward(
-        self, micro_step: MicroStep, num_micro_batches: int, sharding: FSDPSharding
+    def _run_sharded_pipeline(
+        self,
+        micro_step: MicroStep,
+        num_micro_batches: int,
+        pipeline: PipelineRunner,
+        sharding: FSDPSharding,
     ) -> None:
-        if self.pipeline is None:
-            accumulate(micro_step, self.model, num_micro_batches, sharding.prepare_last_backward)
-            return
-        stages = self.pipeline.division.stages
+        stages = pipeline.division.stages
         remaining = {stage for name in self.trained for stage in stages[name]}
-        remaining &= set(self.pipeline.local_stages)
+        remaining &= set(pipeline.local_stages)
 
         def before_backward(stage: int, is_last: bool) -> None:
             if is_last:
@@ -160,31 +192,14 @@ class HybridStrategy(Strategy):
             if not remaining:  # the last backward of the last stage that trains
                 sharding.prepare_last_backward()
 
-        self.pipeline.before_backward = before_backward
-        self.pipeline.backward(micro_step, num_micro_batches)
+        pipeline.before_backward = before_backward
+        pipeline.backward(micro_step, num_micro_batches)
         if remaining and sharding.copies.size > 1:
             raise RunError(
                 "the last micro-batch of this step reaches no trained parameter of pipeline stage"
                 f" {min(remaining)}, so the replicas cannot sum that stage's gradients",
                 fix="set `parallel.data: 1`, or train parameters that every batch reaches",
             )
-
-    def _run_backward(
-        self, micro_step: MicroStep, num_micro_batches: int, before_last: Callable[[], None]
-    ) -> None:
-        if self.pipeline is not None:
-            self.pipeline.backward(micro_step, num_micro_batches)
-            # Backward passes of several micro-batches overlap, so gradients are reduced after all
-            # of them.
-            before_last()
-            return
-        if self.tensor is not None and self.reducer is not None and self.world.device.type != "cpu":
-            # The reducer's thread would start collectives of the data group while autograd starts
-            # those of the tensor group; NCCL needs the same order on all ranks.
-            accumulate(micro_step, self.model, num_micro_batches, lambda: None)
-            before_last()
-            return
-        accumulate(micro_step, self.model, num_micro_batches, before_last)
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         counted = {name for name in self.trained if self._counts(name)}
@@ -202,12 +217,6 @@ class HybridStrategy(Strategy):
         group.wait(group.all_reduce(total))
         scale = self.sharding.scale if self.sharding is not None else self.buckets.scale  # type: ignore[union-attr]
         return clip_to(max_norm, total.sqrt().float(), scale)
-
-    def optimizer_step(self, apply: OptimizerStep) -> bool:
-        updated = apply(self.optimizer)
-        if self.reducer is not None:
-            self.reducer.finish_step(updated)
-        return updated
 
     def local_grad_finite(self) -> torch.Tensor | None:
         return None if self.buckets is None else self.buckets.local_sum()
@@ -231,8 +240,7 @@ class HybridStrategy(Strategy):
         if self.pipeline is not None:
             result = self.pipeline.evaluate(run, model)
         else:
-            local_result = run(model)
-            result = local_result if reports_loss(self) else None
+            result = super().evaluate(run, model)
         if self.sharding is not None:
             self.sharding.reshard()
         return result
@@ -279,6 +287,10 @@ class HybridStrategy(Strategy):
     def after_load(self) -> None:
         if self.sharding is not None:
             self.sharding.reshard()
+
+    @property
+    def comm_profile(self) -> CommProfile | None:
+        return None if self.reducer is None else self.reducer.comm_profile
 
     @property
     def transient_bytes(self) -> int:

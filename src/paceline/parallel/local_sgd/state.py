@@ -18,17 +18,16 @@ from dataclasses import replace
 import torch
 
 from paceline.core.formatting import counted
-from paceline.parallel.base import persistent_buffers
-from paceline.parallel.compression.base import dropped_state_notices
 from paceline.parallel.local_sgd.strategy import LocalSGDBase
 from paceline.parallel.local_sgd.sync import PendingSync
-from paceline.parallel.save_load import (
-    collect_shards,
-    entry_shapes,
-    load_entries,
-    stored_entries_of,
+from paceline.parallel.optimizer_state import entry_shapes, stored_entries_of
+from paceline.parallel.save_load import load_entries
+from paceline.parallel.state import (
+    StateReader,
+    TensorShard,
+    dropped_state_notices,
+    persistent_buffers,
 )
-from paceline.parallel.state import StateReader, TensorShard
 
 _PREFIX = "local/"
 
@@ -39,7 +38,7 @@ class ResumableLocalSGD(LocalSGDBase):
     def state_shards(self) -> list[TensorShard]:
         """Return this rank's shards, with the workers' mean instead of local values. A
         collective."""
-        shards = collect_shards(self)
+        shards = super().state_shards()
         if self.is_synchronized:
             return shards
         mean = self._mean_by_name()

@@ -16,23 +16,17 @@ from paceline.distributed.collectives.schedules import all_reduce_bytes
 from paceline.distributed.communicator import Communicator, new_group
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
-from paceline.parallel.base import (
-    MicroStep,
-    OptimizerStep,
-    Strategy,
-    full_shards,
-    optimizer_tensors,
-    trained_parameters,
-)
 from paceline.parallel.comm_profile import CommProfile, CommTimes, StrategyMetrics
 from paceline.parallel.ddp.buckets import GradientBuckets
-from paceline.parallel.gradients import changing_buffers, clip_to, reduce_in_backward
+from paceline.parallel.gradients import changing_buffers, clip_to
 from paceline.parallel.initial_weights import sync_weights
 from paceline.parallel.local_sgd.cost import mean_bytes
 from paceline.parallel.local_sgd.schedule import SyncSchedule, fragment_range, num_workers, share
 from paceline.parallel.local_sgd.sync import FlatParams, GroupMean, PendingSync
+from paceline.parallel.optimizer_state import optimizer_tensors
 from paceline.parallel.save_load import trained_state
-from paceline.parallel.state import TensorShard, frozen_parts
+from paceline.parallel.state import TensorShard, frozen_parts, full_shards, trained_parameters
+from paceline.parallel.strategy import MicroStep, OptimizerStep, Strategy
 
 #: Number of elements that are averaged at a time when the whole model is averaged.
 _CHUNK_ELEMENTS = 1 << 24
@@ -59,7 +53,6 @@ class LocalSGDBase(Strategy):
     """
 
     replicas_diverge = True
-    max_count_lag = 1
     #: The result of a synchronization is the same for all workers.
     has_common_result = True
 
@@ -137,6 +130,11 @@ class LocalSGDBase(Strategy):
         """True before and in the steps of plain data parallelism."""
         return self.steps_done < self.schedule.warmup
 
+    def skip_warmup(self) -> None:
+        if self.in_warmup:
+            self.steps_done = self.schedule.warmup - 1
+            self.optimizer_step(lambda _: False)
+
     @property
     def is_synchronized(self) -> bool:
         """True if all workers have the same parameters."""
@@ -152,12 +150,22 @@ class LocalSGDBase(Strategy):
         return self.schedule.period
 
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
-        def worker_step(number: int, model: nn.Module) -> torch.Tensor:
-            loss = micro_step(number, model)
-            return loss if self.in_warmup else loss * self.workers
+        self.accumulate(micro_step, self.model, num_micro_batches)
 
+    def begin_accumulation(self) -> None:
         self.buckets.world = self.world if self.in_warmup else self.intra_group
-        reduce_in_backward(self.buckets, worker_step, self.model, num_micro_batches)
+        self.buckets.zero()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        # The loss is divided by the worker's count times the number of workers (`count_group`).
+        (loss if self.in_warmup else loss * self.workers).backward()
+
+    def last_backward(self, loss: torch.Tensor) -> None:
+        self.buckets.start_reducing()
+        self.backward(loss)
+
+    def end_accumulation(self) -> None:
+        self.buckets.finish()
         self.buckets.world.broadcast(self.changing_buffers)
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
@@ -260,18 +268,19 @@ class LocalSGDBase(Strategy):
 
     @contextmanager
     def consolidated(self) -> Iterator[None]:
-        if self.is_synchronized:
-            yield
-            return
-        tensors = self.local_tensors.tensors
-        copies = [tensor.clone() for tensor in tensors]
-        self.local_tensors.write(0, self.average())
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, values in zip(tensors, copies, strict=True):
-                    tensor.copy_(values)
+        with super().consolidated():
+            if self.is_synchronized:
+                yield
+                return
+            tensors = self.local_tensors.tensors
+            copies = [tensor.clone() for tensor in tensors]
+            self.local_tensors.write(0, self.average())
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for tensor, values in zip(tensors, copies, strict=True):
+                        tensor.copy_(values)
 
     # -- state and report
     def tensor_shards(self) -> Iterable[TensorShard]:

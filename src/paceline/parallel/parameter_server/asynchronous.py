@@ -20,7 +20,6 @@ from torch.distributed import rpc
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import TRAFFIC, uncounted
-from paceline.parallel.base import MicroStep
 from paceline.parallel.comm_profile import StrategyMetrics
 from paceline.parallel.gradients import clip_factor
 from paceline.parallel.parameter_server.client import RemoteEmbedding, rank_name, send_gradients
@@ -34,6 +33,7 @@ from paceline.parallel.parameter_server.server import (
 )
 from paceline.parallel.parameter_server.strategy import ParameterServerStrategy
 from paceline.parallel.state import TensorShard
+from paceline.parallel.strategy import MicroStep
 
 #: Maximum number of steps between ranks without a bound, because pending counts are kept.
 _MAX_LAG = 64
@@ -42,16 +42,19 @@ _MAX_LAG = 64
 class AsyncServerStrategy(ParameterServerStrategy):
     """Asynchronous, or with bounded staleness."""
 
-    traffic_period = 1
-
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
-        #: Only this rank: each divides the loss by its local count.
-        self.count_group = world.split([[rank] for rank in range(world.size)])
+        #: Only this rank.
+        self.own_group = world.split([[rank] for rank in range(world.size)])
         self.bound = self.options.max_staleness if self.options.consistency == "bounded" else None
         self.clock = 0
         if self.is_server:
             _STORE.open(self.num_workers)
+
+    @property
+    def count_group(self) -> Communicator:
+        """Only this rank: each divides the loss by its local count."""
+        return self.own_group
 
     @property
     def max_count_lag(self) -> int:
@@ -71,17 +74,28 @@ class AsyncServerStrategy(ParameterServerStrategy):
             return
         first = rank_name(self.num_workers)
         rpc.rpc_sync(first, enter, args=(self.world.rank, self.clock, self.bound))
-        self._before_forward()
-        pulled: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {
+        self.accumulate(micro_step, self.model, num_micro_batches)
+
+    def begin_accumulation(self) -> None:
+        super().begin_accumulation()
+        self.pulled: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {
             number: [] for number in range(len(self.tables))
         }
-        for number in range(num_micro_batches):
-            micro_step(number, self.model).backward()
-            for place, table in enumerate(self.tables.values()):
-                assert isinstance(table.source, RemoteEmbedding)
-                pulled[place] += table.source.gradients()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        for place, table in enumerate(self.tables.values()):
+            assert isinstance(table.source, RemoteEmbedding)
+            self.pulled[place] += table.source.gradients()
+
+    def last_backward(self, loss: torch.Tensor) -> None:
+        self.backward(loss)
+
+    def end_accumulation(self) -> None:
         # The loss was divided by this worker's count times the number of ranks (see `count_group`).
-        self.rows = {server: _sum_for(server, pulled, self.world.size) for server in self.servers}
+        self.rows = {
+            server: _sum_for(server, self.pulled, self.world.size) for server in self.servers
+        }
         for parameter in self.trained.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(self.world.size)

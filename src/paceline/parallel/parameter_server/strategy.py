@@ -35,16 +35,9 @@ from paceline.models.recommend import (
     named_tables,
     tables_without_values,
 )
-from paceline.parallel.base import (
-    MicroStep,
-    OptimizerFactory,
-    OptimizerStep,
-    Strategy,
-    optimizer_tensors,
-    persistent_buffers,
-)
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import changing_buffers, clip_factor
+from paceline.parallel.optimizer_state import entries_of, optimizer_tensors, read_entry
 from paceline.parallel.parameter_server.client import (
     RemoteEmbedding,
     connect,
@@ -63,9 +56,15 @@ from paceline.parallel.parameter_server.server import (
     push,
     sum_of_squares,
 )
-from paceline.parallel.protocols import RankLoss
-from paceline.parallel.save_load import collect_shards, entries_of, read_entry
-from paceline.parallel.state import StateReader, TensorShard
+from paceline.parallel.state import StateReader, TensorShard, persistent_buffers
+from paceline.parallel.strategy import (
+    MemoryKind,
+    MicroStep,
+    OptimizerFactory,
+    OptimizerStep,
+    RankLoss,
+    Strategy,
+)
 
 
 class ParameterServerStrategy(Strategy):
@@ -101,6 +100,8 @@ class ParameterServerStrategy(Strategy):
         self.connected = False
         self.members = list(range(self.num_workers))  # workers that have a share of the batch
         self.steps_missed: dict[int, int] = {}  # lost worker → last steps without its gradients
+        self.pushes: list[Any] = []  # messages of this step
+        self.num_pushed = 0  # micro-batches of this step
         self.local_count = 0.0
         self.total_count: Callable[[], torch.Tensor] | None = None
 
@@ -112,7 +113,11 @@ class ParameterServerStrategy(Strategy):
     def num_replicas(self) -> int:
         return len(self.members)
 
-    def poll_rank_losses(self) -> list[RankLoss]:
+    @property
+    def reports_loss(self) -> bool:
+        return self.has_data
+
+    def lost_since_last_step(self) -> list[RankLoss]:
         if not isinstance(self.world, ServerCommunicator):
             return []
         exits, before = self.world.losses, self.members
@@ -261,30 +266,37 @@ class ParameterServerStrategy(Strategy):
         return self.optimizer
 
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
-        if not self.is_server:
-            pushes = []
-            self._before_forward()
-            for number in range(num_micro_batches):
-                loss = micro_step(number, self.model)
-                is_last = number == num_micro_batches - 1
-                if is_last and not self.dense_on_servers:
-                    self.buckets.start_reducing()
-                loss.backward()
-                pushes += self._push(number, with_dense=is_last and self.dense_on_servers)
-            if not self.dense_on_servers:
-                self.buckets.finish()
-            self.workers.broadcast(self.changing_buffers)
-            for pushed in pushes:
-                pushed.wait()
-        self._merge()
+        if self.is_server:
+            self._merge()
+        else:
+            self.accumulate(micro_step, self.model, num_micro_batches)
 
-    def _before_forward(self) -> None:
+    def begin_accumulation(self) -> None:
+        self.pushes, self.num_pushed = [], 0
         if not self.dense_on_servers:
             self.buckets.zero()
             return
         self._pull_dense()
         for parameter in self.trained.values():
             parameter.grad = None
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        self._push(with_dense=False)
+
+    def last_backward(self, loss: torch.Tensor) -> None:
+        if not self.dense_on_servers:
+            self.buckets.start_reducing()
+        loss.backward()
+        self._push(with_dense=self.dense_on_servers)
+
+    def end_accumulation(self) -> None:
+        if not self.dense_on_servers:
+            self.buckets.finish()
+        self.workers.broadcast(self.changing_buffers)
+        for pushed in self.pushes:
+            pushed.wait()
+        self._merge()
 
     def _pull_dense(self, trains: bool = True) -> None:
         calls = [
@@ -303,21 +315,20 @@ class ParameterServerStrategy(Strategy):
             if parameter.grad is not None and self.owners[name] == server
         }
 
-    def _push(self, number: int, with_dense: bool) -> list[Any]:
-        """Send the gradients of the rows of a micro-batch, and of the dense parameters, one message
-        per server."""
+    def _push(self, with_dense: bool) -> None:
+        """Send the gradients of the rows of the next micro-batch, and of the dense parameters, one
+        message per server."""
         by_server: dict[int, Rows] = {server: {} for server in self.servers}
         for place, table in enumerate(self.tables.values()):
             assert isinstance(table.source, RemoteEmbedding)
             for server, rows, gradient in table.source.gradients():
                 by_server[server][place] = (rows, gradient)
-        calls = []
         for server, pushed in by_server.items():
             dense = self._gradients_for(server) if with_dense else {}
             if pushed or dense:
-                args = (self.world.rank, number, pushed, dense)
-                calls.append(send_gradients(server, push, *args))
-        return calls
+                args = (self.world.rank, self.num_pushed, pushed, dense)
+                self.pushes.append(send_gradients(server, push, *args))
+        self.num_pushed += 1
 
     def _merge(self) -> None:
         """Sum the pushes when all have arrived. If a worker was lost before all of its pushes had
@@ -371,13 +382,14 @@ class ParameterServerStrategy(Strategy):
 
     @contextmanager
     def consolidated(self) -> Iterator[None]:
-        with uncounted():
-            self.world.barrier()  # all pushes are applied
-            if self.dense_on_servers and not self.is_server:
-                self._pull_dense(trains=False)
-        yield
-        with uncounted():
-            self.world.barrier()
+        with super().consolidated():
+            with uncounted():
+                self.world.barrier()  # all pushes are applied
+                if self.dense_on_servers and not self.is_server:
+                    self._pull_dense(trains=False)
+            yield
+            with uncounted():
+                self.world.barrier()
 
     # -- state
     def tensor_shards(self) -> Iterable[TensorShard]:
@@ -397,8 +409,11 @@ class ParameterServerStrategy(Strategy):
             return entries_of(SERVED.optimizer, shard)
         return entries_of(self.optimizer, shard)
 
+    def stored_entries(self, shard: TensorShard) -> dict[str, torch.Tensor]:
+        return self.optimizer_entries(shard)
+
     def state_shards(self) -> list[TensorShard]:
-        stored = collect_shards(self)
+        stored = super().state_shards()
         names = {shard.name for shard in stored}
         for shard in self.shards:
             sums = self.optimizer.state[shard.values].get("row_sum")
@@ -440,6 +455,13 @@ class ParameterServerStrategy(Strategy):
         if self.is_server and shape == ():
             return source.read(name, (), ())
         return read_entry(self.optimizer, source, name, shape, shard)
+
+    def memory_by_kind(self, model: nn.Module) -> dict[MemoryKind, list[torch.Tensor]]:
+        kinds = super().memory_by_kind(model)
+        if SERVED.optimizer is not None:  # of the dense parameters
+            kinds["optimizer"] += optimizer_tensors(SERVED.optimizer)
+            kinds["gradients"] += SERVED.gradients()
+        return kinds
 
     def memory_tensors(self) -> list[Any]:
         if self.is_server:

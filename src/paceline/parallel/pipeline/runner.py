@@ -21,7 +21,6 @@ from paceline.distributed.traffic import uncounted
 from paceline.models.blocks import evaluation_mode, find_blocks, tied_names
 from paceline.models.shape.trace import Trace
 from paceline.models.weights import converted_weights
-from paceline.parallel.base import MicroStep
 from paceline.parallel.pipeline.check import check_blocks, check_bypasses
 from paceline.parallel.pipeline.partition import PartitionedModel, drop, partition_error
 from paceline.parallel.pipeline.schedule import (
@@ -33,6 +32,7 @@ from paceline.parallel.pipeline.schedule import (
 )
 from paceline.parallel.pipeline.stages import StagePlan, divide, num_chunks, rank_of_stage
 from paceline.parallel.state import local_tensor
+from paceline.parallel.strategy import MicroStep
 
 _DTYPES = (
     torch.float32,

@@ -8,24 +8,21 @@ from torch import nn
 
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
-from paceline.parallel.base import (
-    MicroStep,
-    OptimizerFactory,
-    OptimizerStep,
-    Strategy,
-    all_buffers,
-    optimizer_tensors,
-    persistent_buffers,
-    trained_parameters,
-)
 from paceline.parallel.gradients import (
     batch_norm_parameters,
     changing_buffers,
     clip_to,
-    reduce_in_backward,
 )
 from paceline.parallel.initial_weights import sync_weights
-from paceline.parallel.state import TensorShard, low_dtype
+from paceline.parallel.optimizer_state import optimizer_tensors
+from paceline.parallel.state import (
+    TensorShard,
+    all_buffers,
+    low_dtype,
+    persistent_buffers,
+    trained_parameters,
+)
+from paceline.parallel.strategy import MicroStep, OptimizerFactory, OptimizerStep, Strategy
 from paceline.parallel.zero1.buckets import ShardedBuckets
 
 
@@ -62,9 +59,18 @@ class Zero1Strategy(Strategy):
         return self.optimizer
 
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
-        reduce_in_backward(
-            self.buckets, micro_step, self.model, num_micro_batches, self.on_computed
-        )
+        self.accumulate(micro_step, self.model, num_micro_batches)
+
+    def begin_accumulation(self) -> None:
+        self.buckets.zero()
+
+    def last_backward(self, loss: torch.Tensor) -> None:
+        self.buckets.start_reducing()
+        loss.backward()
+
+    def end_accumulation(self) -> None:
+        self.note_computed()
+        self.buckets.finish()
         self.world.broadcast(self.changing_buffers)
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:

@@ -28,9 +28,8 @@ from paceline.models import attention
 from paceline.models.blocks import base_model
 from paceline.models.kinds import reads_images
 from paceline.models.transformers_compat import cache_argument
-from paceline.parallel.base import Strategy
 from paceline.parallel.capabilities import reason_against_generation
-from paceline.parallel.protocols import checkable_replicas, evaluate, replica_of
+from paceline.parallel.strategy import Strategy
 from paceline.tasks.base import Task
 from paceline.train.precision import Precision
 
@@ -231,15 +230,12 @@ class AnswerGenerator:
         the replicas do, or rank 0 processes all."""
         rank, num_shares = self.comm.rank, self.comm.size
         if self._works_together:
-            rank, num_shares = replica_of(self.strategy)
+            rank, num_shares = self.strategy.replica, self.strategy.num_replicas
             fillers = -len(batches) % num_shares
             padded = [*((batch, False) for batch in batches), *((batches[0], True),) * fillers]
             return padded[rank::num_shares]
-        replicas = checkable_replicas(self.strategy)
-        has_same_weights = self.strategy.replicas_diverge or (
-            replicas is not None and replicas.replica_group is self.comm
-        )
-        if not has_same_weights:
+        has_group = self.strategy.replica_group is self.comm
+        if not (has_group or self.strategy.replicas_diverge):
             rank, num_shares = (0, 1) if self.comm.is_rank_zero else (len(batches), 1)
         return [(batch, False) for batch in batches[rank::num_shares]]
 
@@ -280,7 +276,7 @@ class AnswerGenerator:
                 inputs = self._padded(texts) if cache is None else self._next(inputs, tokens)
         if self._works_together:
             # Releases the weights that were gathered for these forward passes.
-            evaluate(self.strategy, lambda model: {}, self.model)
+            self.strategy.evaluate(lambda model: {}, self.model)
         return answers, is_late
 
     def _padded(self, texts: list[list[int]]) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from paceline.distributed.progress import ProgressTracker
 from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import StepMetrics
 from paceline.parallel.balance import is_divisible, rank_weights, shares_by_speed, step_seconds
-from paceline.parallel.base import Strategy
+from paceline.parallel.strategy import Strategy
 from paceline.tasks.base import num_positions
 from paceline.train.callbacks.base import Callback
 from paceline.train.state import RankContext, StepResult, TrainState

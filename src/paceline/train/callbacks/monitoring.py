@@ -21,7 +21,7 @@ from paceline.models.transforms.compile import CompileTimes
 from paceline.observe.comm_advisor import CommAdvisor
 from paceline.observe.memory import STEPS_BEFORE, emit_memory
 from paceline.observe.metrics import PendingFigures, StepMetrics, restart_peak
-from paceline.parallel.base import Strategy
+from paceline.parallel.strategy import Strategy
 from paceline.train.callbacks.base import Callback
 from paceline.train.callbacks.sources import SourceRecorder
 from paceline.train.callbacks.task_metrics import MetricRecorder

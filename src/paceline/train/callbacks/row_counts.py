@@ -10,8 +10,7 @@ from paceline.data.counts import StreamCounts
 from paceline.data.loader import MicroBatch
 from paceline.data.pipeline import DataPipeline
 from paceline.distributed.traffic import uncounted
-from paceline.parallel.base import Strategy
-from paceline.parallel.protocols import reports_loss
+from paceline.parallel.strategy import Strategy
 from paceline.train.callbacks.base import Callback
 from paceline.train.evaluation import EvalResult
 from paceline.train.state import RankContext, StepResult, TrainState
@@ -34,7 +33,7 @@ class RowCounter(Callback):
         self, ctx: RankContext, strategy: Strategy, data: DataPipeline, source_names: Sequence[str]
     ) -> None:
         self.ctx, self.data, self.source_names = ctx, data, source_names
-        self._is_counted = reports_loss(strategy)
+        self._is_counted = strategy.reports_loss
         # Rank 0 also has the counts up to the checkpoint that the run resumed from.
         self._of_rank = StreamCounts()
         self._of_step = StreamCounts()

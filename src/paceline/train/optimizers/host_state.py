@@ -12,7 +12,7 @@ import torch
 
 from paceline.distributed.host_copies import CopyStream, empty_on_host
 from paceline.models.shape.record import OFFLOAD_MINIMUM, OFFLOADED_AT_ONCE
-from paceline.parallel.base import Strategy
+from paceline.parallel.strategy import Strategy
 
 #: A tensor of a parameter's state: the parameter, the key, and the tensor on the device.
 _Entry = tuple[torch.Tensor, str, torch.Tensor]
