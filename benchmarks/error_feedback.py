@@ -18,8 +18,8 @@ from statistics import fmean
 from typing import Any
 
 from paceline.parallel.capabilities import Capabilities
-from paceline.parallel.compression.sparsify import TopK
-from paceline.parallel.ddp.strategy import DDPStrategy
+from paceline.strategies.reducers.compression.sparsify import TopK
+from paceline.strategies.ddp.strategy import DDPStrategy
 from paceline.parallel.registry import StrategySpec
 
 
@@ -32,7 +32,7 @@ class TopKWithoutFeedback(TopK):
 
 
 class _MagnitudeCodec:
-    """A wrapper of :class:`paceline.parallel.compression.codecs.Codec` that drops the signs."""
+    """A wrapper of :class:`paceline.strategies.reducers.compression.codecs.Codec` that drops the signs."""
 
     def __init__(self, codec: Any) -> None:
         self.codec = codec

@@ -10,8 +10,8 @@ strategy that only changes where tensors are computed.
 import torch
 
 from paceline.parallel.capabilities import Capabilities, Limit
-from paceline.parallel.ddp.strategy import DDPStrategy
-from paceline.parallel.registry import StrategySpec
+from paceline.parallel.spec import StrategySpec
+from paceline.strategies.ddp.strategy import DDPStrategy
 
 
 class NormalizedDDPStrategy(DDPStrategy):
@@ -29,7 +29,7 @@ class NormalizedDDPStrategy(DDPStrategy):
 SPEC = StrategySpec(
     name="normalized",
     implementation="my_strategy:NormalizedDDPStrategy",
-    cost_model="paceline.parallel.ddp.cost:estimate",
+    cost_model="paceline.strategies.ddp.cost:estimate",
     capabilities=Capabilities(
         limits=(
             Limit(

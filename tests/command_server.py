@@ -38,7 +38,7 @@ _PRELOADED = (
     "paceline.commands.sft",
     "paceline.commands.verify",
     "paceline.launch.worker",
-    "paceline.parallel.ddp.strategy",
+    "paceline.strategies.ddp.strategy",
     "paceline.tasks.classify",
     "paceline.verify.worker",
 )

@@ -22,8 +22,8 @@ multiprocessing.set_forkserver_preload(
         "transformers.optimization",
         "peft",
         "paceline.data.loader",
-        "paceline.parallel.ddp.strategy",
-        "paceline.parallel.fsdp.strategy",
+        "paceline.strategies.ddp.strategy",
+        "paceline.strategies.fsdp.strategy",
     ]
 )
 

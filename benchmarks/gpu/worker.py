@@ -29,7 +29,7 @@ PRELOADED = (
     "paceline.api",
     "paceline.cluster.member",
     "paceline.launch.worker",
-    "paceline.parallel.ddp.strategy",
+    "paceline.strategies.ddp.strategy",
     "paceline.tasks.language",
 )
 

@@ -26,8 +26,8 @@ EXCEPTIONS = {
     "core/fork_server/server.py",  # lets children use the server from which they were forked
     "launch/fork_server.py",  # stops the server of an earlier run
     "distributed/torch_compat.py",
-    "parallel/pipeline/schedule.py",  # implements the stage of torch's pipeline schedules
-    "parallel/deepspeed/package.py",
+    "strategies/pipeline/schedule.py",  # implements the stage of torch's pipeline schedules
+    "strategies/deepspeed/package.py",
     "models/attention.py",
     "simulation/torch_internals.py",  # fake tensors and dispatched operations
     "simulation/cuda.py",  # replaces functions of torch.cuda that the CPU build lacks

@@ -19,6 +19,7 @@ from paceline.launch import model_check
 from paceline.models.checks.step import check_adapted_step
 from paceline.models.language import language_model_on_meta
 from paceline.parallel.registry import ParallelLayout
+from paceline.strategies.hybrid.model_check import check_stages
 
 
 def make_args(model: Path, output: Path, *extra_args: str) -> list[str]:
@@ -99,7 +100,7 @@ def test_check_stages_traces_model_once(tmp_path: Path) -> None:
     model = language_model_on_meta(config)
     forwards: list[Any] = []
     model.register_forward_pre_hook(lambda *_: forwards.append(_))
-    model_check.check_stages(model, config, 2)
+    check_stages(model, config, 2)
     assert len(forwards) == 1
 
 
@@ -112,11 +113,11 @@ def test_dry_run_partitions_model_into_stages(tmp_path: Path) -> None:
             train_args={"max_length": 64},
         )
         model = language_model_on_meta(config)
-        model_check.check_stages(model, config, 2)
+        check_stages(model, config, 2)
         model_check.check_model(config, ParallelLayout("pipeline", ParallelDims(pipeline=2), 2))
     model = language_model_on_meta(Config(model=str(tmp_path / "gpt2"), dataset="d"))
     with pytest.raises(ConfigError, match="pipeline"):
-        model_check.check_stages(model, config, 8)
+        check_stages(model, config, 8)
 
 
 def small_config(folder: Path, **settings: Any) -> Config:

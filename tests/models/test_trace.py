@@ -13,9 +13,9 @@ from paceline.core.errors import ConfigError
 from paceline.models.blocks import find_blocks
 from paceline.models.shape.outline import Probe, outline
 from paceline.models.shape.trace import trace, trace_model
-from paceline.parallel.pipeline.check import check_blocks
-from paceline.parallel.pipeline.partition import drop
-from paceline.parallel.pipeline.runner import divide_model
+from paceline.strategies.pipeline.model_check import check_blocks
+from paceline.strategies.pipeline.partition import drop
+from paceline.strategies.pipeline.runner import divide_model
 
 SIZES = {
     "vocab_size": 32,

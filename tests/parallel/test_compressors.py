@@ -12,13 +12,14 @@ from paceline.config.schema import Config
 from paceline.config.schema.compression import CHAINS, Compression
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.parallel.compression.base import slot_view
-from paceline.parallel.compression.codecs import CODECS
-from paceline.parallel.compression.local_adam import DirectionOptimizer, LocalAdam
-from paceline.parallel.compression.powersgd import orthonormal
-from paceline.parallel.compression.quantize import pack_bits, unpack_bits
-from paceline.parallel.compression.reducer import make_compressor
-from paceline.parallel.compression.sizes import (
+from paceline.parallel.state import SECOND_MOMENT
+from paceline.strategies.reducers.compression.base import slot_view
+from paceline.strategies.reducers.compression.codecs import CODECS
+from paceline.strategies.reducers.compression.local_adam import DirectionOptimizer, LocalAdam
+from paceline.strategies.reducers.compression.powersgd import orthonormal
+from paceline.strategies.reducers.compression.quantize import pack_bits, unpack_bits
+from paceline.strategies.reducers.compression.reducer import make_compressor
+from paceline.strategies.reducers.compression.sizes import (
     FORMATS,
     BucketShape,
     TensorSlot,
@@ -27,8 +28,7 @@ from paceline.parallel.compression.sizes import (
     num_chosen,
     sent_bytes,
 )
-from paceline.parallel.compression.sparsify import largest
-from paceline.parallel.state import SECOND_MOMENT
+from paceline.strategies.reducers.compression.sparsify import largest
 
 #: Two matrices, a vector and a scalar, with padding between them.
 SLOTS = (

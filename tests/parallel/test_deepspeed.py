@@ -21,10 +21,10 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.health.anomalies import UpdateDecision
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.ddp.strategy import SingleDeviceStrategy
-from paceline.parallel.deepspeed.strategy import DeepSpeedStrategy
 from paceline.parallel.registry import check_strategy, estimate_cost
 from paceline.parallel.save_load import load_state, memory_bytes
+from paceline.strategies.ddp.strategy import SingleDeviceStrategy
+from paceline.strategies.deepspeed.strategy import DeepSpeedStrategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 from paceline.train.precision import Precision
 
@@ -302,7 +302,7 @@ def test_missing_package_error_has_the_install_command(tmp_path):
 def test_import_failure_is_reported_with_its_reason(tmp_path):
     (tmp_path / "deepspeed.py").write_text("raise RuntimeError('no compiler')\n")
     message = error_message_of(
-        "from paceline.parallel.deepspeed.package import import_deepspeed; import_deepspeed('cpu')",
+        "from paceline.strategies.deepspeed.package import import_deepspeed as load; load('cpu')",
         str(tmp_path),
     )
     assert "DeepSpeed cannot be imported: RuntimeError: no compiler" in message

@@ -14,9 +14,9 @@ from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.parallel.cost import Workload
-from paceline.parallel.deepspeed.config import check_json, engine_config
-from paceline.parallel.deepspeed.cost import estimate
-from paceline.parallel.deepspeed.strategy import DeepSpeedStrategy
+from paceline.strategies.deepspeed.config import check_json, engine_config
+from paceline.strategies.deepspeed.cost import estimate
+from paceline.strategies.deepspeed.strategy import DeepSpeedStrategy
 
 
 def make_config(content, stage=2, **train_args):

@@ -20,8 +20,8 @@ from ranks import run_ranks
 from test_local_sgd import measure_costs, optimizer_groups
 from torch import nn
 
-from paceline.parallel.local_sgd.schedule import BLOCK, mean_traffic, row_bytes, share
-from paceline.parallel.local_sgd.sync import CODECS, FlatParams, GroupMean
+from paceline.strategies.local_sgd.schedule import BLOCK, mean_traffic, row_bytes, share
+from paceline.strategies.local_sgd.sync import CODECS, FlatParams, GroupMean
 
 RESUME_CASES = [
     ({"sync_every": 4}, (2, 4)),

@@ -16,10 +16,10 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.outline import outline
 from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 from paceline.parallel.cost import Workload
-from paceline.parallel.ddp.strategy import SingleDeviceStrategy
-from paceline.parallel.hybrid.strategy import HybridStrategy
 from paceline.parallel.registry import check_strategy, estimate_cost
 from paceline.parallel.save_load import load_state, memory_bytes
+from paceline.strategies.ddp.strategy import SingleDeviceStrategy
+from paceline.strategies.hybrid.strategy import HybridStrategy
 
 TOKENS, STEPS, MICRO_BATCHES = 14, 20, 2
 

@@ -28,9 +28,9 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.cost import Workload
-from paceline.parallel.local_sgd.schedule import SyncSchedule, num_workers
 from paceline.parallel.registry import check_steps, check_strategy, estimate_cost
 from paceline.parallel.save_load import memory_bytes
+from paceline.strategies.local_sgd.schedule import SyncSchedule, num_workers
 
 RESUME_CASES = [
     ({"sync_every": 4}, (2, 6)),

@@ -23,10 +23,10 @@ from paceline.launch.layout import choose_layout
 from paceline.models.recommend import ClickModel, load_recommender
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.parameter_server.asynchronous import _STORE
 from paceline.parallel.registry import check_strategy, estimate_cost
 from paceline.parallel.save_load import load_state, memory_bytes
 from paceline.parallel.strategy import make_strategy
+from paceline.strategies.parameter_server.asynchronous import _STORE
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 TABLES, DIM, ROWS = (5000, 7, 2), 4, 24

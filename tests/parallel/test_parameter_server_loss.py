@@ -13,7 +13,7 @@ import pytest
 from commands import start
 
 from paceline.core.event_log import read_events
-from paceline.parallel.parameter_server.collectives import CollectiveServer, WorkerExit
+from paceline.strategies.parameter_server.collectives import CollectiveServer, WorkerExit
 
 TASK = """
 import os, signal

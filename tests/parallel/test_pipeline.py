@@ -22,11 +22,11 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.models.blocks import find_blocks
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.pipeline.check import check_blocks
-from paceline.parallel.pipeline.cost import pipeline_cost
-from paceline.parallel.pipeline.partition import PartitionedModel
-from paceline.parallel.pipeline.runner import PipelineRunner, divide_model
-from paceline.parallel.pipeline.schedule import _run_backward
+from paceline.strategies.pipeline.cost import pipeline_cost
+from paceline.strategies.pipeline.model_check import check_blocks
+from paceline.strategies.pipeline.partition import PartitionedModel
+from paceline.strategies.pipeline.runner import PipelineRunner, divide_model
+from paceline.strategies.pipeline.schedule import _run_backward
 
 # Lengths of the samples of each micro-batch, which are packed into one row.
 LENGTHS = ((5, 3), (7,), (2, 2, 9), (4, 4))

@@ -9,8 +9,8 @@ from paceline.core.errors import ConfigError
 from paceline.models.shape.activations import Activations
 from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.parallel.cost import Workload
-from paceline.parallel.pipeline.cost import pipeline_cost
-from paceline.parallel.pipeline.stages import check_sizes, divide
+from paceline.strategies.pipeline.cost import pipeline_cost
+from paceline.strategies.pipeline.stages import check_sizes, divide
 
 
 def make_sizes(layers: int, layer: int, embedding: int, head: int) -> dict[str, int]:

@@ -13,9 +13,9 @@ from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.ddp.strategy import DDPStrategy
 from paceline.parallel.registry import estimate_cost
 from paceline.parallel.save_load import load_state, memory_bytes
+from paceline.strategies.ddp.strategy import DDPStrategy
 
 
 class Net(nn.Module):

@@ -10,8 +10,8 @@ from paceline.models.recommend import ClickModel
 from paceline.models.shape.outline import outline
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Workload
-from paceline.parallel.parameter_server.cost import assign_servers, distinct_ids
 from paceline.parallel.registry import estimate_cost
+from paceline.strategies.parameter_server.cost import assign_servers, distinct_ids
 
 TABLES, DIM = (10, 6), 4
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.parallel.parameter_server.cost import row_ranges
-from paceline.parallel.parameter_server.server import RowOptimizer, TableShard
+from paceline.strategies.parameter_server.cost import row_ranges
+from paceline.strategies.parameter_server.server import RowOptimizer, TableShard
 
 ROWS, DIM, STEPS = 12, 3, 5
 

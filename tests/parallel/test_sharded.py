@@ -13,9 +13,9 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.cost import ModelShape, TensorShape, Workload
-from paceline.parallel.fsdp.cost import shard_dim
-from paceline.parallel.fsdp.sharding import FSDPSharding
 from paceline.parallel.registry import check_strategy, estimate_cost
+from paceline.strategies.fsdp.cost import shard_dim
+from paceline.strategies.fsdp.sharding import FSDPSharding
 
 
 class SingleUse(Net):

@@ -9,7 +9,7 @@ from torch import nn
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.models.tensor_plan.plan import find_tensor_plan
-from paceline.parallel.tensor.shard import TensorParallelizer, check_plan_sizes
+from paceline.strategies.tensor.shard import TensorParallelizer, check_plan_sizes
 
 
 class Heads(nn.Module):

@@ -17,9 +17,9 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.models.blocks import find_blocks
 from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.models.tensor_plan.style import ranges
-from paceline.parallel.ddp.strategy import SingleDeviceStrategy
-from paceline.parallel.hybrid.strategy import HybridStrategy
 from paceline.parallel.save_load import load_state
+from paceline.strategies.ddp.strategy import SingleDeviceStrategy
+from paceline.strategies.hybrid.strategy import HybridStrategy
 
 SIZES = {
     "vocab_size": 96,

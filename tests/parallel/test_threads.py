@@ -9,10 +9,10 @@ from paceline.config.schema import Config
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.ddp.strategy import SingleDeviceStrategy
-from paceline.parallel.ddp.threads import ThreadedDPStrategy
 from paceline.parallel.registry import estimate_cost
 from paceline.parallel.save_load import memory_bytes
+from paceline.strategies.data_parallel.strategy import ThreadedDPStrategy
+from paceline.strategies.ddp.strategy import SingleDeviceStrategy
 
 
 class Tied(nn.Module):

@@ -34,7 +34,7 @@ def test_example_strategy_trains_a_step() -> None:
 
 
 INCOMPLETE = """
-from paceline.parallel.registry import StrategySpec
+from paceline.parallel.spec import StrategySpec
 from paceline.parallel.strategy import Strategy
 
 class Incomplete(Strategy):

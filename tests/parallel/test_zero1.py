@@ -11,10 +11,10 @@ from training import Adapted, Plain, largest_difference, train
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
+from paceline.parallel.buckets.layout import lay_out
 from paceline.parallel.cost import ModelShape, TensorShape, Workload
-from paceline.parallel.ddp.layout import lay_out
 from paceline.parallel.registry import check_strategy, estimate_cost
-from paceline.parallel.zero1.buckets import ShardedBuckets
+from paceline.strategies.zero1.buckets import ShardedBuckets
 from paceline.train.optimizer import build_optimizer
 
 

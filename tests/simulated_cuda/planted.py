@@ -84,7 +84,7 @@ NCCL_FAULTS: dict[str, Fault] = {
     # -- a wait is missing
     "gradients are not waited for": Fault(
         Replacement(
-            "paceline.parallel.ddp.buckets",
+            "paceline.parallel.buckets.gradients",
             "GradientBuckets.finish",
             {"self.world.wait(bucket.work)": "pass"},
         ),
@@ -93,7 +93,7 @@ NCCL_FAULTS: dict[str, Fault] = {
     ),
     "sums of activations are not waited for": Fault(
         Replacement(
-            "paceline.parallel.tensor.ops",
+            "paceline.strategies.tensor.ops",
             "_all_reduced",
             {"group.wait(group.all_reduce(result))": "group.all_reduce(result)"},
         ),
@@ -112,7 +112,7 @@ NCCL_FAULTS: dict[str, Fault] = {
     # -- the order of the communicators differs between ranks
     "groups are created in another order": Fault(
         Replacement(
-            "paceline.parallel.hybrid.strategy",
+            "paceline.strategies.hybrid.strategy",
             "HybridStrategy.setup",
             {
                 "):\n        self.world.subgroup(*names)": (
@@ -128,7 +128,7 @@ NCCL_FAULTS: dict[str, Fault] = {
     ),
     "a sum of all ranks runs beside the reducer's thread": Fault(
         Replacement(
-            "paceline.parallel.ddp.buckets",
+            "paceline.parallel.buckets.gradients",
             "GradientBuckets.finish",
             {
                 "for bucket in self.buckets:": (
@@ -223,7 +223,7 @@ STREAM_FAULTS: dict[str, StreamFault] = {
         ),
         _ddp("compression.method=topk", "compression.ratio=0.1"),
         MISSING_WAIT,
-        "parallel/compression/reducer.py",
+        "strategies/reducers/compression/reducer.py",
     ),
     # -- an event is on the wrong stream
     "the event of a copy to the host is on the current device's stream": StreamFault(

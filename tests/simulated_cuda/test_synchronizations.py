@@ -17,7 +17,7 @@ from synchronizations import VARIABLE, Synchronization, read_synchronizations
 
 from paceline.distributed import torch_compat
 from paceline.distributed.host_copies import HostCopy, tensor_of
-from paceline.parallel.ddp.buckets import squared_norm_of
+from paceline.parallel.buckets.gradients import squared_norm_of
 
 pytestmark = pytest.mark.slow
 

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.models.blocks import ModelEnds
-from paceline.parallel.ddp.buckets import squared_norm_of
-from paceline.parallel.fsdp import sharding
-from paceline.parallel.hybrid import strategy as hybrid
+from paceline.parallel.buckets.gradients import squared_norm_of
 from paceline.simulation import rank, worker
+from paceline.strategies.fsdp import sharding
+from paceline.strategies.hybrid import strategy as hybrid
 from paceline.tasks.language import LanguageTask
 
 

@@ -22,7 +22,7 @@ from paceline.models.recommend import (
     load_recommender,
     tables_without_values,
 )
-from paceline.parallel.ddp.strategy import DDPStrategy
+from paceline.strategies.ddp.strategy import DDPStrategy
 from paceline.tasks import load_task
 from paceline.tasks.base import Task
 from paceline.train.evaluation import EvalResult, evaluate

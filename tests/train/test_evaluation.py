@@ -14,7 +14,7 @@ from paceline.config.schema import Config
 from paceline.data.loader_process import LoaderOptions
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
-from paceline.parallel.ddp.strategy import DDPStrategy
+from paceline.strategies.ddp.strategy import DDPStrategy
 from paceline.tasks.base import Task
 from paceline.train.evaluation import EvalResult, evaluate
 from paceline.train.precision import Precision

@@ -36,8 +36,8 @@ MICRO = (
 )
 USER_STRATEGIES = '''
 import torch
-from paceline.parallel.ddp.strategy import DDPStrategy
-from paceline.parallel.registry import StrategySpec
+from paceline.strategies.ddp.strategy import DDPStrategy
+from paceline.parallel.spec import StrategySpec
 
 
 class UnsyncedStrategy(DDPStrategy):

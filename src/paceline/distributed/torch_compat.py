@@ -1,10 +1,9 @@
 """Wrappers for the private names of torch that Paceline uses.
 
-No other module uses private names of torch, except :mod:`paceline.parallel.pipeline.schedule`,
-whose stage implements the interface of torch's pipeline schedules, and
-:mod:`paceline.simulation.cuda`, which replaces functions of ``torch.cuda``. If the installed torch
-lacks a name, the wrapper raises a ConfigError with the supported range, or loops over public
-functions that compute the same numbers.
+No other module uses private names of torch, except the schedules of pipeline parallelism, whose
+stage implements the interface of torch's schedules, and :mod:`paceline.simulation.cuda`, which
+replaces functions of ``torch.cuda``. If the installed torch lacks a name, the wrapper raises a
+ConfigError with the supported range, or loops over public functions that compute the same numbers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

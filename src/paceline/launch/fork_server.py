@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from paceline.config.packages import DEVICE_PACKAGES, unused_in_ranks
 from paceline.config.schema import Config
 from paceline.core.fork_server.server import start_server
+from paceline.parallel.registry import modules_to_preload
 from paceline.tasks import uses_transformers
 
 #: Every torch optimizer imports this module when it is created, which takes about a second.
@@ -68,8 +69,7 @@ def modules_of(config: Config, can_fork: bool) -> list[str]:
         can_fork: see :func:`can_fork_after_imports`.
     """
     modules = ["paceline.launch.worker", OPTIMIZER_MODULE]
-    if config.parallel.mode in ("zero2", "zero3", "fsdp") or config.parallel.shard:
-        modules.append("torch.distributed.fsdp")
+    modules += modules_to_preload(config.parallel)
     if uses_transformers(config) and can_fork:
         from paceline.models.builtin import model_type
 

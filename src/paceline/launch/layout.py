@@ -209,22 +209,6 @@ def check_images(config: Config, dims: ParallelDims) -> None:
         )
 
 
-def check_row_state(config: Config, stored: Config, path: Path) -> None:
-    """Check that the optimizer can use the row state in a checkpoint of parameter servers.
-
-    Raises:
-        ConfigError: if the stored state belongs to another kind of optimizer.
-    """
-    stored_optimizer, optimizer = stored.parameter_server.optimizer, config.train_args.optim
-    was_served = stored.parallel.mode == "parameter_server" != config.parallel.mode
-    if was_served and stored_optimizer != optimizer:
-        raise ConfigError(
-            f"{path} was written with `parameter_server.optimizer: {stored_optimizer}`, whose state"
-            f" `optim: {optimizer}` (`parallel.mode: {config.parallel.mode}`) cannot use",
-            fix="set `parallel.mode: parameter_server`, or another `output_dir` for a new run",
-        )
-
-
 def sharing_text(config: Config, derived: ResolvedValues) -> str | None:
     """Describe how the replicas share the global batch if the run resumes with a different number
     of replicas or size of micro-batches. Return None if the config is unchanged."""

@@ -18,7 +18,7 @@ from paceline.launch.rank_processes import RankProcesses, open_store
 from paceline.launch.worker import RunRank
 
 if TYPE_CHECKING:
-    from paceline.parallel.registry import StrategySpec
+    from paceline.parallel.spec import StrategySpec
 
 logger = logging.getLogger(__name__)
 

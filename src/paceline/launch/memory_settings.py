@@ -25,7 +25,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.processes import available_memory
 from paceline.launch.layout import kept_settings
 from paceline.models.transforms.compile_check import check_compile
-from paceline.parallel.registry import check_strategy
+from paceline.parallel.registry import check_strategy, get_spec
 from paceline.planner.machine.local import DeviceMemory, local_machine, smallest_device_memory
 from paceline.planner.machine.memory_history import recall
 from paceline.planner.micro_batch import micro_batch
@@ -170,7 +170,11 @@ def _choose(
     machine = local_machine(layout.num_processes, is_cpu, dtype, memory.usable_bytes)
     trials = Trials(config, profile, micro_batch(config), machine)
     fit = fit_memory(
-        trials, layout, _stage(config, layout), kept=kept, host_memory_bytes=memory.host_bytes
+        trials,
+        layout,
+        get_spec(layout.strategy).variant(config),
+        kept=kept,
+        host_memory_bytes=memory.host_bytes,
     )
     if fit is None:
         return kept.settings
@@ -198,14 +202,6 @@ def _fits_by_far(config: Config, memory: RankMemory) -> bool:
     if batch.has_tokens and batch.known and fits_roughly(config, size_bytes, batch, share):
         return True
     return is_cpu and upper_bound(config) is None
-
-
-def _stage(config: Config, layout: ParallelLayout) -> int | None:
-    if layout.strategy != "deepspeed":
-        return None
-    from paceline.parallel.deepspeed.config import stage_of
-
-    return stage_of(config.parallel)
 
 
 #: Phases before the first step, in which only the state of the run takes memory.

@@ -57,6 +57,7 @@ def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
     from paceline.models.positions import check_length
     from paceline.models.transforms.activation_offloading import reduce_activations
     from paceline.models.transforms.parameters import parameter_settings
+    from paceline.parallel.registry import check_model_on_mesh
 
     kind = None
     if config.task in ("classify", "reward"):
@@ -68,37 +69,11 @@ def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
     check_length(config, model.config.to_dict())
     parameter_settings(model, config, 0.0)
     reduce_activations(model, config)
-    if layout.axes.pipeline > 1:
-        check_stages(model, config, layout.axes.pipeline)
     if config.lora.enable:
         check_adapted_step(model)
     notices = [Notice(*entry) for entry in model_notices(model, config)]
-    if layout.axes.tensor > 1:
-        from paceline.parallel.tensor.check import check_split_step
-
-        check_split_step(model, config, layout.axes.tensor)  # splits the layers in place
+    check_model_on_mesh(layout.strategy, model, config, layout.axes)
     return notices
-
-
-def check_stages(model: Any, config: Config, num_ranks: int) -> None:
-    """Check that a model on the meta device can be divided into pipeline stages.
-
-    Raises:
-        ConfigError: if it cannot be divided.
-    """
-    from paceline.models.blocks import find_blocks
-    from paceline.models.shape.trace import trace_model
-    from paceline.parallel.pipeline.check import check_trace
-    from paceline.parallel.pipeline.runner import divide_model
-    from paceline.parallel.pipeline.stages import num_chunks
-
-    trace = trace_model(model)
-    if trace is not None and trace.error is not None:
-        return  # some models cannot run forward on the meta device; the ranks check these
-    blocks = find_blocks(model)
-    check_trace(model, blocks, trace)
-    chunks = num_chunks(config.parallel.pipeline_schedule, config.parallel.stages_per_rank)
-    divide_model(model, blocks, num_ranks * chunks, trace)
 
 
 def _stored(config: Config, layout: ParallelLayout) -> StoredCheck:

@@ -75,8 +75,7 @@ from paceline.models.transforms.compile_check import check_compile
 from paceline.models.transforms.float8_check import check_float8
 from paceline.observe.console import derived_lines
 from paceline.parallel.balance import equal_notice
-from paceline.parallel.compression.cost import compression_notice
-from paceline.parallel.registry import ParallelLayout, check_steps, mode_of
+from paceline.parallel.registry import ParallelLayout, check_steps, mode_of, notice_of_compression
 from paceline.planner.devices import peak_rate
 from paceline.planner.estimate import with_accumulation
 from paceline.planner.machine.local import device_memory, local_machine
@@ -387,7 +386,7 @@ def _warn_about_idle_settings(
             loaders * num_ranks,
             cores,
         )
-    wasted = compression_notice(config, layout.axes.data)
+    wasted = notice_of_compression(layout.strategy, config, layout.axes)
     log_notices(logger, [] if wasted is None else [wasted])
 
 

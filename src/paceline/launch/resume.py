@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.report import Report
 from paceline.core.run_dir import RunDir, lock_run
-from paceline.launch.layout import check_row_state
+from paceline.parallel.registry import check_stored
 from paceline.tasks.base import Prepared
 from paceline.train.run_spec import RunSpec
 
@@ -121,7 +121,7 @@ def check_resume(
     """
     config, derived = spec.config, spec.derived
     _check_same_config(config, meta["config"], path, allow_change)
-    check_row_state(config, load_stored(meta["config"]), path)
+    check_stored(config.parallel.mode, config, load_stored(meta["config"]), path)
     _check_same_data(spec.data, meta, path, allow_change)
     if meta["step"] > derived.steps:
         raise ConfigError(

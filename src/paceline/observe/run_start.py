@@ -37,8 +37,7 @@ from paceline.models.shape.activations import Activations, language_activations
 from paceline.models.shape.dims import dims_of
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Cost, Workload
-from paceline.parallel.parameter_server.cost import distinct_ids
-from paceline.parallel.registry import ParallelLayout, estimate_cost, get_spec
+from paceline.parallel.registry import ParallelLayout, estimate_cost, get_spec, load_object
 from paceline.parallel.strategy import Strategy
 from paceline.version import __version__
 
@@ -128,18 +127,18 @@ class RunInfo:
     def _distinct_ids(self, step: int) -> tuple[tuple[float, ...], ...]:
         """Return the mean number of distinct IDs in a micro-batch by table and server, counted in
         some micro-batches of the run; empty if the data have no IDs."""
-        count_ids = getattr(self.train_dataset, "distinct_ids", None)
-        if count_ids is None or self.strategy.name != "parameter_server" or step == 0:
+        location = get_spec(self.layout.strategy).count_distinct
+        if location is None or step == 0:
             return ()
         num_parts = self.derived.replicas * self.derived.gradient_accumulation_steps
         steps = sorted({step * number // _COUNTED_STEPS for number in range(_COUNTED_STEPS)})
         micro_batches = (
             batch for step in steps for batch in self.order.micro_batches(step, num_parts)
         )
-        counts = [count_ids(batch[:, 1]) for batch in micro_batches if len(batch)]
-        return distinct_ids(
-            counts, self.train_dataset.tables, self.config.parameter_server.num_servers
+        counted: tuple[tuple[float, ...], ...] = load_object(location)(
+            self.config, self.train_dataset, micro_batches
         )
+        return counted
 
 
 def emit_run_start(

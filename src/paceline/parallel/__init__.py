@@ -1,1 +1,1 @@
-"""Parallelism strategies, which are listed in :mod:`paceline.parallel.registry`."""
+"""The core of parallelism: what a strategy is, and what several share."""

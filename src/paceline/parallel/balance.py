@@ -13,7 +13,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted, weighted_shares
 from paceline.distributed.mesh import ParallelDims
-from paceline.parallel.compression.settings import uses_local_moments
+from paceline.parallel.limits.compression import uses_local_moments
 
 #: Minimum number of micro-batches per step; fewer cannot express a useful ratio of speeds.
 MIN_MICRO_BATCHES = 4

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.diff import OTHER_TRAINING as OTHER_TRAINING
@@ -17,234 +17,51 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.capabilities import Capabilities, check_features, check_limits
 from paceline.parallel.cost import Cost, Workload
-from paceline.parallel.limits import precision, training
-from paceline.parallel.limits import strategies as limits
-from paceline.parallel.offload import ACTIVATION_OFFLOAD
-from paceline.parallel.parameter_server import roles
+from paceline.parallel.limits.shared import FOR_ALL
+from paceline.parallel.spec import StrategySpec
 
 if TYPE_CHECKING:
     from paceline.config.schema import Config
     from paceline.config.schema.parallel import Parallel
 
 
-def no_extra_ranks(config: Config) -> int:
-    """Return 0: every rank trains."""
-    return 0
-
-
-def no_role(config: Config, dims: ParallelDims, rank: int) -> str | None:
-    """Return None: all ranks have the same role."""
-    return None
-
-
-def no_ranks(config: Config, dims: ParallelDims) -> frozenset[int]:
-    """Return an empty set: the run ends when any rank exits."""
-    return frozenset()
-
-
-@dataclass(frozen=True)
-class StrategySpec:
-    """Describes a strategy without importing it. Classes and functions in other modules are given
-    as ``module:attribute``.
-
-    Args:
-        name: value of ``parallel.mode``.
-        implementation: class of the strategy, called with the config and the communicator.
-        cost_model: function of (shape, dims, workload, config) that returns a
-            :class:`~paceline.parallel.cost.Cost`.
-        main_dim: dimension of the mesh that gets all ranks not assigned to another dimension.
-        extra_dims: other dimensions that the mode supports.
-        capabilities: settings and features that the strategy supports.
-        options: keyword arguments of the implementation.
-        single_process: whether one process drives all devices.
-        has_low_weights: whether several ranks store or gather trained weights in the low precision
-            of the config; else autocast casts float32 weights in each forward pass.
-        check_sizes: function of (config, dims) that raises ConfigError for sizes that do not fit,
-            such as a number of layers that is not divisible by the number of stages.
-        check_steps: function of (config, steps), called once the number of steps is known.
-        check_installation: function of the config that raises ConfigError if a package is missing.
-        select: function that returns the implementation for a config, if the mode has several.
-        extra_ranks: function that returns the number of ranks without a share of the batch. They
-            are the last ranks of the world.
-        rank_role: function that returns the role of a rank, or None if all have the same.
-        expendable_ranks: function that returns the ranks whose processes may exit without ending
-            the run.
-    """
-
-    name: str
-    implementation: str
-    cost_model: str = "paceline.parallel.ddp.cost:estimate"
-    main_dim: str = "data"
-    extra_dims: tuple[str, ...] = ()
-    capabilities: Capabilities = field(default_factory=Capabilities)
-    options: Mapping[str, bool | float | str] = field(default_factory=dict)
-    single_process: bool = False
-    has_low_weights: bool = False
-    check_sizes: str | None = None
-    check_steps: str | None = None
-    check_installation: str | None = None
-    select: Callable[[Config], str] | None = None
-    extra_ranks: Callable[[Config], int] = no_extra_ranks
-    rank_role: Callable[[Config, ParallelDims, int], str | None] = no_role
-    expendable_ranks: Callable[[Config, ParallelDims], frozenset[int]] = no_ranks
-
-
-#: What no strategy supports.
-_FOR_ALL = (
-    *precision.PURE_BFLOAT16,
-    *precision.FLOAT8,
-    *ACTIVATION_OFFLOAD,
-    *training.AVERAGE,
-    limits.NO_DIVIDED_PREFERENCES,
-    limits.NO_DIVIDED_REWARDS,
-)
-_HYBRID = Capabilities(limits.HYBRID, reduces_in_buckets=True)
-_WORKERS_COUNT_EQUALLY = (
-    "every worker counts equally in the average, so unequal shares would change the training"
-)
+#: Locations of the specs, in the order of the documentation.
 _SPECS = (
-    StrategySpec(
-        name="single",
-        implementation="paceline.parallel.ddp.strategy:SingleDeviceStrategy",
-        capabilities=Capabilities(limits.DDP, unequal_shares=True, mixed_devices=True),
-    ),
-    StrategySpec(
-        name="dp",
-        implementation="paceline.parallel.ddp.threads:ThreadedDPStrategy",
-        cost_model="paceline.parallel.ddp.cost:estimate_threaded",
-        capabilities=Capabilities(
-            limits.THREADED_DP,
-            equal_shares_reason="its devices run their micro-batches in lockstep",
-            chosen_by_auto=False,
-        ),
-        single_process=True,
-    ),
-    StrategySpec(
-        name="ddp",
-        implementation="paceline.parallel.ddp.strategy:DDPStrategy",
-        capabilities=Capabilities(
-            limits.DDP, reduces_in_buckets=True, unequal_shares=True, mixed_devices=True
-        ),
-    ),
-    StrategySpec(
-        name="zero1",
-        implementation="paceline.parallel.zero1.strategy:Zero1Strategy",
-        cost_model="paceline.parallel.zero1.cost:estimate",
-        has_low_weights=True,
-        capabilities=Capabilities(limits.ZERO1, unequal_shares=True),
-    ),
-    StrategySpec(
-        name="zero2",
-        implementation="paceline.parallel.fsdp.strategy:FSDPStrategy",
-        options={"reshard_after_forward": False},
-        cost_model="paceline.parallel.fsdp.cost:estimate_zero2",
-        main_dim="shard",
-        extra_dims=("data",),
-        has_low_weights=True,
-        capabilities=Capabilities(
-            limits.FSDP,
-            equal_shares_reason=(
-                "it reduces gradients in every micro-batch, so all ranks must run the same number"
-                " of micro-batches"
-            ),
-        ),
-        check_sizes="paceline.parallel.fsdp.check:check_offload",
-    ),
-    StrategySpec(
-        name="zero3",
-        implementation="paceline.parallel.fsdp.strategy:FSDPStrategy",
-        cost_model="paceline.parallel.fsdp.cost:estimate_zero3",
-        main_dim="shard",
-        extra_dims=("data",),
-        has_low_weights=True,
-        capabilities=Capabilities(
-            limits.FSDP,
-            equal_shares_reason=(
-                "it gathers weights in every micro-batch, so all ranks must run the same number of"
-                " micro-batches"
-            ),
-        ),
-        check_sizes="paceline.parallel.fsdp.check:check_offload",
-    ),
-    StrategySpec(
-        name="deepspeed",
-        implementation="paceline.parallel.deepspeed.strategy:DeepSpeedStrategy",
-        cost_model="paceline.parallel.deepspeed.cost:estimate",
-        has_low_weights=True,
-        capabilities=Capabilities(
-            limits.DEEPSPEED,
-            equal_shares_reason=(
-                "DeepSpeed requires the same number of micro-batches on all ranks"
-            ),
-            chosen_by_auto=False,
-        ),
-        check_sizes="paceline.parallel.deepspeed.check:check_settings",
-        check_installation="paceline.parallel.deepspeed.check:check_package",
-    ),
-    StrategySpec(
-        name="tensor",
-        implementation="paceline.parallel.hybrid.strategy:HybridStrategy",
-        cost_model="paceline.parallel.hybrid.cost:estimate",
-        main_dim="tensor",
-        extra_dims=("data",),
-        capabilities=_HYBRID,
-        check_sizes="paceline.parallel.hybrid.check:check_sizes",
-    ),
-    StrategySpec(
-        name="pipeline",
-        implementation="paceline.parallel.hybrid.strategy:HybridStrategy",
-        cost_model="paceline.parallel.hybrid.cost:estimate",
-        main_dim="pipeline",
-        extra_dims=("data",),
-        capabilities=_HYBRID,
-        check_sizes="paceline.parallel.hybrid.check:check_sizes",
-    ),
-    StrategySpec(
-        name="hybrid",
-        implementation="paceline.parallel.hybrid.strategy:HybridStrategy",
-        cost_model="paceline.parallel.hybrid.cost:estimate",
-        extra_dims=("shard", "tensor", "pipeline"),
-        capabilities=_HYBRID,
-        check_sizes="paceline.parallel.hybrid.check:check_sizes",
-    ),
-    StrategySpec(
-        name="local_sgd",
-        implementation="paceline.parallel.local_sgd.algorithms:LocalSGDStrategy",
-        cost_model="paceline.parallel.local_sgd.cost:estimate_local_sgd",
-        capabilities=Capabilities(
-            limits.LOCAL_SGD,
-            equal_shares_reason=_WORKERS_COUNT_EQUALLY,
-            mixed_devices=True,
-            chosen_by_auto=False,
-        ),
-        check_sizes="paceline.parallel.local_sgd.schedule:check_sizes",
-        check_steps="paceline.parallel.local_sgd.schedule:check_steps",
-    ),
-    StrategySpec(
-        name="diloco",
-        implementation="paceline.parallel.local_sgd.algorithms:DiLoCoStrategy",
-        cost_model="paceline.parallel.local_sgd.cost:estimate_diloco",
-        capabilities=Capabilities(
-            limits.DILOCO,
-            equal_shares_reason=_WORKERS_COUNT_EQUALLY,
-            chosen_by_auto=False,
-        ),
-        check_sizes="paceline.parallel.local_sgd.schedule:check_sizes",
-        check_steps="paceline.parallel.local_sgd.schedule:check_steps",
-    ),
-    StrategySpec(
-        name="parameter_server",
-        implementation="paceline.parallel.parameter_server.strategy:ParameterServerStrategy",
-        cost_model="paceline.parallel.parameter_server.cost:estimate",
-        capabilities=Capabilities(limits.PARAMETER_SERVER, chosen_by_auto=False),
-        select=roles.implementation,
-        extra_ranks=roles.extra_ranks,
-        rank_role=roles.rank_role,
-        expendable_ranks=roles.expendable_ranks,
-    ),
+    "ddp.spec:SINGLE",
+    "data_parallel.spec:DP",
+    "ddp.spec:DDP",
+    "zero1.spec:ZERO1",
+    "fsdp.spec:ZERO2",
+    "fsdp.spec:ZERO3",
+    "deepspeed.spec:DEEPSPEED",
+    "hybrid.spec:TENSOR",
+    "hybrid.spec:PIPELINE",
+    "hybrid.spec:HYBRID",
+    "local_sgd.spec:LOCAL_SGD",
+    "local_sgd.spec:DILOCO",
+    "parameter_server.spec:PARAMETER_SERVER",
 )
+
+
+def modules_to_preload(parallel: Parallel) -> tuple[str, ...]:
+    """Return the modules that ranks import for a mode, if it is one of Paceline's."""
+    mode = "zero3" if parallel.shard else parallel.mode
+    spec = STRATEGIES.get(ALIASES.get(mode, mode))
+    return () if spec is None else spec.preload
+
+
+def load_object(path: str) -> Any:
+    """Import and return the object ``module:attribute``."""
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+#: Cost of a strategy that does not name a cost model: a full replica on each rank.
+_PLAIN_COST = "paceline.strategies.ddp.cost:estimate"
+_COMPRESSION_NOTICE = "paceline.strategies.reducers.compression.cost:compression_notice"
+_LOADED: list[StrategySpec] = [load_object(f"paceline.strategies.{spec}") for spec in _SPECS]
 #: Mode → its spec.
-STRATEGIES = {spec.name: spec for spec in _SPECS}
+STRATEGIES = {spec.name: spec for spec in _LOADED}
 ALIASES = {"fsdp": "zero3"}
 _AXIS_KEYS = ("data", "shard", "tensor", "pipeline")
 
@@ -370,23 +187,17 @@ def get_spec(mode: str) -> StrategySpec:
     if not isinstance(spec, StrategySpec):
         raise ConfigError(
             f"`parallel.mode: {mode}` is not a strategy: {where} has no StrategySpec `{attribute}`",
-            allowed="the name of a paceline.parallel.registry.StrategySpec",
+            allowed="the name of a paceline.parallel.spec.StrategySpec",
             fix="docs/strategies.md shows one",
         )
     return spec
-
-
-def load_object(path: str) -> Any:
-    """Import and return the object ``module:attribute``."""
-    module, _, attribute = path.partition(":")
-    return getattr(import_module(module), attribute)
 
 
 def estimate_cost(
     mode: str, shape: ModelShape, dims: ParallelDims, work: Workload, config: Config
 ) -> Cost:
     """Estimate the cost of a step with the strategy's cost model."""
-    cost: Cost = load_object(get_spec(mode).cost_model)(shape, dims, work, config)
+    cost: Cost = load_object(get_spec(mode).cost_model or _PLAIN_COST)(shape, dims, work, config)
     return cost
 
 
@@ -399,7 +210,7 @@ def check_strategy(mode: str, config: Config, dims: ParallelDims, installed: boo
             made for another machine.
     """
     spec = get_spec(mode)
-    for_all = Capabilities(limits=_FOR_ALL)
+    for_all = Capabilities(limits=FOR_ALL)
     check_limits(spec.name, for_all, config, dims)
     check_limits(spec.name, spec.capabilities, config, dims)
     if spec.check_sizes is not None:
@@ -409,6 +220,30 @@ def check_strategy(mode: str, config: Config, dims: ParallelDims, installed: boo
         load_object(spec.check_installation)(config)
     if mode not in STRATEGIES:  # the import of a user's class takes seconds, because of torch
         load_object("paceline.parallel.strategy:check_class")(mode)
+
+
+def check_model_on_mesh(mode: str, model: Any, config: Config, dims: ParallelDims) -> None:
+    """Raise ConfigError if ranks would fail with a model on the meta device, which is changed."""
+    spec = get_spec(mode)
+    if spec.check_model is not None:
+        load_object(spec.check_model)(model, config, dims)
+
+
+def notice_of_compression(mode: str, config: Config, dims: ParallelDims) -> tuple[str, str] | None:
+    """Return a warning, as (level, text), if the compression of the config saves nothing."""
+    if not config.compression.chain or not get_spec(mode).capabilities.reduces_in_buckets:
+        return None
+    notice: tuple[str, str] | None = load_object(_COMPRESSION_NOTICE)(config, dims.data)
+    return notice
+
+
+def check_stored(mode: str, config: Config, stored: Config, path: Path) -> None:
+    """Raise ConfigError if a run with ``mode`` cannot use the state in a checkpoint of another
+    mode."""
+    stored_mode = stored.parallel.mode
+    spec = STRATEGIES.get(stored_mode)
+    if spec is not None and spec.check_stored is not None and stored_mode != mode:
+        load_object(spec.check_stored)(config, stored, path)
 
 
 def check_steps(mode: str, config: Config, steps: int) -> None:

@@ -97,6 +97,9 @@ class Strategy(ABC):
     #: A micro-batch can be run without an update, and :meth:`discard_gradients` leaves no trace of
     #: it.
     runs_trials: bool = True
+    #: With ``cpu_offload: optimizer``, the strategy itself keeps the optimizer's state in host
+    #: memory.
+    keeps_state_on_host: bool = False
     #: False on a rank that has no share of the batch, such as a server.
     has_data: bool = True
     #: Called in :meth:`forward_backward` after the last micro-batch, before waiting for other

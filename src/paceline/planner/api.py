@@ -22,8 +22,7 @@ from paceline.distributed.devices import (
 )
 from paceline.models.files import fit_to_model
 from paceline.models.transforms.float8_check import check_float8
-from paceline.parallel.deepspeed.config import stage_of
-from paceline.parallel.registry import ParallelLayout, layout, mode_of
+from paceline.parallel.registry import ParallelLayout, get_spec, layout, mode_of
 from paceline.planner.advice import Advice, ChangeReport, advise
 from paceline.planner.assumed.estimate import AssumedEstimate, AssumedReport, estimate_assumed
 from paceline.planner.assumed.keys import Value, parse_assumptions
@@ -180,7 +179,7 @@ class Plan:
         if mode_of(parallel) == "auto" or self.layout_error is not None:
             return None
         configured = layout(parallel, self.machine.count)
-        stage = stage_of(parallel) if configured.strategy == "deepspeed" else None
+        stage = get_spec(configured.strategy).variant(self.config)
         for mode in self.choice.modes:
             if mode.layout == configured and mode.settings.get("deepspeed_stage") == stage:
                 return mode

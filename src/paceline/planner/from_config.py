@@ -2,7 +2,7 @@
 
 from paceline.config.schema import Config
 from paceline.models.shape.dims import LanguageDims
-from paceline.parallel.registry import ParallelLayout
+from paceline.parallel.registry import ParallelLayout, get_spec
 from paceline.planner.setup import Optimizer, Precision, Recomputation, Software, TrainingSetup
 
 _ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
@@ -71,7 +71,7 @@ def _reduces_in_16_bits(config: Config, layout: ParallelLayout, zero_stage: int)
         return False
     axes = layout.axes
     has_replicas = axes.shard > 1 and axes.data > 1
-    return layout.strategy == "deepspeed" or (
+    return get_spec(layout.strategy).reduces_low_weights or (
         config.parallel.reduce_dtype == "auto" and not has_replicas
     )
 

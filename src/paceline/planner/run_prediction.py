@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.parallel.deepspeed.config import stage_of
+from paceline.parallel.registry import get_spec
 from paceline.planner.machine.local import local_machine
 from paceline.planner.micro_batch import MicroBatchProfile
 from paceline.planner.mode_time import TimeEstimate, time_of_mode
@@ -60,5 +60,5 @@ def _predict(info: RunInfo, cost: Cost, step: int) -> TimeEstimate | None:
         update={"gradient_accumulation_steps": info.derived.gradient_accumulation_steps}
     )
     config = config.model_copy(update={"train_args": args})
-    stage = stage_of(config.parallel) if info.layout.strategy == "deepspeed" else None
+    stage = get_spec(info.layout.strategy).variant(config)
     return time_of_mode(info.layout, config, profile, batch, cost, machine, stage)

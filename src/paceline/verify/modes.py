@@ -24,7 +24,6 @@ from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.core.formatting import counted
 from paceline.parallel.balance import MIN_MICRO_BATCHES
-from paceline.parallel.deepspeed.config import stage_of
 from paceline.parallel.registry import (
     ALIASES,
     OTHER_TRAINING,
@@ -33,6 +32,7 @@ from paceline.parallel.registry import (
     layout,
     mode_of,
 )
+from paceline.strategies.deepspeed.config import stage_of
 
 _AXES = ("data", "shard", "tensor", "pipeline")
 _STAGES = (1, 2, 3)

@@ -11,7 +11,7 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.progress import PROGRESS
 from paceline.models import attention
-from paceline.parallel.ddp.strategy import DDPStrategy
+from paceline.strategies.ddp.strategy import DDPStrategy
 from paceline.tasks.language import LanguageTask
 from paceline.train.answers.generation import AnswerGenerator
 from paceline.train.answers.metrics import answer_metrics

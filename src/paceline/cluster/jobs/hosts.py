@@ -96,16 +96,18 @@ def _derived_overrides(config: Config, nodes: int, gpus: int) -> list[str]:
 
 
 def _check_axes(hosts: Hosts) -> None:
-    from paceline.parallel.registry import layout, mode_of
+    from paceline.parallel.registry import get_spec, layout, mode_of
 
     mode = mode_of(hosts.config.parallel)
-    if hosts.nodes > 1 and mode in ("single", "dp"):
+    spec = None if mode == "auto" or ":" in mode else get_spec(mode)
+    if hosts.nodes > 1 and spec is not None and not spec.spans_hosts:
         raise ConfigError(
             f"`parallel.mode: {mode}` is not supported with `--nodes {hosts.nodes}`: it runs in one"
             " process",
             fix="set `--nodes 1`, or `parallel.mode: ddp`",
         )
-    if hosts.ranks_per_node is None or mode == "parameter_server" or ":" in mode:
+    has_extra_ranks = spec is not None and spec.extra_ranks(hosts.config) > 0
+    if hosts.ranks_per_node is None or has_extra_ranks or ":" in mode:
         return  # the number or the roles of the ranks are not known here
     ranks = hosts.nodes * hosts.ranks_per_node
     try:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from paceline.distributed.communicator import Communicator
 
-PRELOAD = ("paceline.explain.training", "paceline.parallel.ddp.strategy")
+PRELOAD = ("paceline.explain.training", "paceline.strategies.ddp.strategy")
 _MICRO_BATCHES = 2
 _FEATURES = 4
 _TOLERANCE = 1e-5
@@ -210,7 +210,7 @@ def _record_rank(world: Communicator) -> RankGradients:
 
     from paceline.distributed.traffic import log_calls
     from paceline.explain import training
-    from paceline.parallel.ddp.strategy import DDPStrategy
+    from paceline.strategies.ddp.strategy import DDPStrategy
 
     def batches_of(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         generator = torch.Generator().manual_seed(rank)

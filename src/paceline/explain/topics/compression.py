@@ -27,7 +27,7 @@ from paceline.launch.rank_pool import run_on_ranks
 if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
 
-PRELOAD = ("paceline.parallel.compression.reducer",)
+PRELOAD = ("paceline.strategies.reducers.compression.reducer",)
 _ELEMENTS = 8
 _RATIO = 0.25
 _STEPS = 4
@@ -180,8 +180,8 @@ def _record_rank(world: Communicator, algorithm: str) -> RankSteps:
 
     from paceline.config.schema.compression import Compression
     from paceline.distributed.traffic import log_calls
-    from paceline.parallel.compression.reducer import make_compressor
-    from paceline.parallel.compression.sizes import BucketShape, TensorSlot
+    from paceline.strategies.reducers.compression.reducer import make_compressor
+    from paceline.strategies.reducers.compression.sizes import BucketShape, TensorSlot
 
     settings = Compression.model_validate({"method": algorithm, "ratio": _RATIO})
     compressor = make_compressor(settings, seed=0)

@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
     from paceline.distributed.communicator import Communicator
 
-PRELOAD = ("paceline.explain.training", "paceline.parallel.ddp.threads", OPTIMIZER_MODULE)
+PRELOAD = (
+    "paceline.explain.training",
+    "paceline.strategies.data_parallel.strategy",
+    OPTIMIZER_MODULE,
+)
 _WARM_UP_STEPS = 3
 _SHOWN = 4  # values of each tensor
 _ROWS = ("weights", "inputs", "outputs", "gradients")
@@ -208,7 +212,7 @@ def _record_step(world: Communicator, devices: int) -> ThreadedStep:
     from torch.utils.hooks import RemovableHandle
 
     from paceline.explain import training
-    from paceline.parallel.ddp.threads import ThreadedDPStrategy
+    from paceline.strategies.data_parallel.strategy import ThreadedDPStrategy
 
     spans: list[Span] = []
     values = [DeviceValues() for _ in range(devices)]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from paceline.distributed.communicator import Communicator
 
-PRELOAD = ("paceline.explain.training", "paceline.parallel.ddp.strategy", OPTIMIZER_MODULE)
+PRELOAD = ("paceline.explain.training", "paceline.strategies.ddp.strategy", OPTIMIZER_MODULE)
 _BUCKET_CAP_MB = 2.1  # two layers
 _WARM_UP_STEPS = 3
 _ABOUT = (
@@ -123,7 +123,7 @@ def _record_rank(world: Communicator) -> RankStep:
 
     from paceline.distributed.traffic import log_calls
     from paceline.explain import training
-    from paceline.parallel.ddp.strategy import DDPStrategy
+    from paceline.strategies.ddp.strategy import DDPStrategy
 
     strategy = DDPStrategy(training.make_config("ddp", _BUCKET_CAP_MB), world)
     model = training.make_model()

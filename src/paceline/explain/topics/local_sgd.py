@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from paceline.distributed.communicator import Communicator
 
-PRELOAD = ("paceline.explain.training", "paceline.parallel.local_sgd.algorithms")
+PRELOAD = ("paceline.explain.training", "paceline.strategies.local_sgd.algorithms")
 _WEIGHTS = 4
 _SYNC_EVERY = 4
 _STEPS = 2 * _SYNC_EVERY

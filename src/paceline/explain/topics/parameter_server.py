@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from paceline.distributed.communicator import Communicator
 
-PRELOAD = ("paceline.explain.training", "paceline.parallel.parameter_server.asynchronous")
+PRELOAD = ("paceline.explain.training", "paceline.strategies.parameter_server.asynchronous")
 _STEPS = 4
 _TABLE_ROWS = 6
 _LEARNING_RATE = 0.5
@@ -291,9 +291,9 @@ def _record_rank(world: Communicator, consistency: str) -> RankServed:
     from paceline.distributed.communicator import Communicator
     from paceline.distributed.mesh import ParallelDims
     from paceline.models.recommend import Table
-    from paceline.parallel.parameter_server.asynchronous import AsyncServerStrategy
-    from paceline.parallel.parameter_server.strategy import ParameterServerStrategy
     from paceline.parallel.strategy import make_strategy
+    from paceline.strategies.parameter_server.asynchronous import AsyncServerStrategy
+    from paceline.strategies.parameter_server.strategy import ParameterServerStrategy
 
     config = Config.model_validate(
         {

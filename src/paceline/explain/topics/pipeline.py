@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     import torch
 
     from paceline.distributed.communicator import Communicator
-    from paceline.parallel.pipeline.schedule import DynamicStage
+    from paceline.strategies.pipeline.schedule import DynamicStage
 
 PRELOAD = (
     "paceline.explain.training",
-    "paceline.parallel.hybrid.strategy",
-    "paceline.parallel.pipeline.runner",
+    "paceline.strategies.hybrid.strategy",
+    "paceline.strategies.pipeline.runner",
     OPTIMIZER_MODULE,
 )
 _WARM_UP_STEPS = 2
@@ -230,8 +230,8 @@ def _record_rank(world: Communicator, schedule: str, micro_batches: int) -> Rank
 
     from paceline.distributed.communicator import Communicator
     from paceline.explain import training
-    from paceline.parallel.hybrid.strategy import HybridStrategy
     from paceline.parallel.registry import layout
+    from paceline.strategies.hybrid.strategy import HybridStrategy
 
     config = training.make_config("pipeline")
     config.parallel.pipeline_schedule = schedule  # type: ignore[assignment]

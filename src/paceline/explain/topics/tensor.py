@@ -25,7 +25,7 @@ from paceline.launch.rank_pool import run_on_ranks
 if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
 
-PRELOAD = ("paceline.explain.training", "paceline.parallel.tensor.shard")
+PRELOAD = ("paceline.explain.training", "paceline.strategies.tensor.shard")
 _FEATURES = 3
 _UNITS = 2  # hidden units per rank
 _TOLERANCE = 1e-5
@@ -217,7 +217,7 @@ def _record_rank(world: Communicator) -> RankLayers:
 
     from paceline.distributed.traffic import log_calls
     from paceline.explain import training
-    from paceline.parallel.tensor.shard import TensorParallelizer
+    from paceline.strategies.tensor.shard import TensorParallelizer
 
     def make_layers() -> nn.Sequential:
         torch.manual_seed(0)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PRELOAD = (
     "paceline.explain.training",
-    "paceline.parallel.ddp.strategy",
+    "paceline.strategies.ddp.strategy",
     OPTIMIZER_MODULE,
     "torch.distributed.fsdp",
 )

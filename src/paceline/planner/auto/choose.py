@@ -13,6 +13,7 @@ from paceline.parallel.registry import (
     OTHER_TRAINING,
     STRATEGIES,
     ParallelLayout,
+    get_spec,
     layout,
     mode_of,
 )
@@ -129,9 +130,7 @@ def all_modes(
 def _all_modes(trials: Trials) -> list[ModeEstimate]:
     modes = []
     for candidate in candidates(trials.config, trials.machine.count):
-        stages: Sequence[int | None] = (None,)
-        if candidate.strategy == "deepspeed":
-            stages = (1, 2, 3)
+        stages: Sequence[int | None] = get_spec(candidate.strategy).variants or (None,)
         modes += [trials.estimate(candidate, {}, stage) for stage in stages]
     return modes
 

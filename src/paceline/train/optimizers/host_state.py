@@ -121,9 +121,9 @@ class _Copies:
 
 def offload_state(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
     """With ``cpu_offload: optimizer``, make the optimizer keep its state in host memory between its
-    steps. DeepSpeed does it itself."""
+    steps, unless the strategy does so itself."""
     offload = strategy.config.parallel.state_offload
-    if offload == "optimizer" and strategy.name != "deepspeed":
+    if offload == "optimizer" and not strategy.keeps_state_on_host:
         keep_state_on_host(optimizer)
 
 

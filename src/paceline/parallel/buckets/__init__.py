@@ -1,0 +1,1 @@
+"""Gradients in buckets, and how strategies sum them over replicas."""

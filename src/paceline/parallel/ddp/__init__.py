@@ -1,1 +1,0 @@
-"""Data parallelism with a full replica on each rank: ``single``, ``dp`` and ``ddp``."""

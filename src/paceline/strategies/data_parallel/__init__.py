@@ -1,0 +1,1 @@
+"""Data parallelism as in DataParallel: threads of one process drive several devices (`dp`)."""

@@ -1,0 +1,1 @@
+"""Data parallelism with a full replica on each rank: ``single`` and ``ddp``."""

@@ -1,0 +1,385 @@
+"""Memory and traffic of ZeRO stages 2 and 3."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from paceline.config.schema import Config
+from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
+from paceline.distributed.mesh import ParallelDims
+from paceline.models.shape.record import modules_around
+from paceline.parallel.cost import Cost, ModelShape, Workload
+from paceline.strategies.zero1.cost import (
+    batch_norm_names,
+    low_bytes_of,
+    reduced_bytes_of,
+    statistics_traffic,
+)
+
+#: The units that backward begins with, which stay gathered after forward: the head with the last
+#: norm, and the root.
+_HEAD = "(head)"
+_KEPT = frozenset({"", _HEAD})
+
+
+def shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
+    """Return the dimension along which a parameter is sharded.
+
+    It is the first dimension, unless it is smaller than the number of shards and another dimension
+    divides evenly. Otherwise most of the shards would be padding, as for the low-rank matrices of
+    LoRA.
+    """
+    if shape[0] < num_shards:
+        for dim, size in enumerate(shape):
+            if size % num_shards == 0:
+                return dim
+    return 0
+
+
+@lru_cache(maxsize=4096)
+def _shard_sizes(shape: tuple[int, ...], num_shards: int) -> tuple[int, int]:
+    """Return the number of elements of a parameter on the rank that holds the most, and the number
+    on all ranks including padding."""
+    if not shape:
+        return 1, 1
+    dim = shard_dim(shape, num_shards)
+    rows = math.ceil(shape[dim] / num_shards)
+    row_size = math.prod(shape) // shape[dim] if shape[dim] else 0
+    return rows * row_size, rows * row_size * num_shards
+
+
+def _unit_of(name: str, units: Mapping[str, str]) -> str:
+    """Return the unit that a parameter belongs to; "" for the root."""
+    return next((units[module] for module in modules_around(name) if module in units), "")
+
+
+def _units_by_parameter(shape: ModelShape) -> dict[str, str]:
+    """Return the unit with which each parameter is gathered: a block, the embedding, the head or
+    the root.
+
+    A block that shares a parameter with the rest of the model is gathered with the root.
+    """
+    units = dict.fromkeys(shape.head, _HEAD)
+    units |= {module: module for module in (shape.embedding, *shape.blocks) if module}
+    unit_of = {tensor.name: _unit_of(tensor.name, units) for tensor in shape.parameters}
+    shared = {
+        unit
+        for alias, first in shape.aliases.items()
+        for unit in (_unit_of(alias, units), unit_of[first])
+        if _unit_of(alias, units) != unit_of[first]
+    }
+    return {name: "" if unit in shared else unit for name, unit in unit_of.items()}
+
+
+def _reached_by_backward(shape: ModelShape, units: Mapping[str, str]) -> set[str]:
+    """Return the parameters of the blocks and of the embedding that are gathered in backward: from
+    the first trained parameter on, and of the unit before it, which FSDP prefetches."""
+    trained = {units[tensor.name] for tensor in shape.trained}
+    reached: set[str] = set()
+    begun = False
+    prefetched = ""
+    for tensor in shape.parameters:
+        unit = units[tensor.name]
+        begun = begun or tensor.trainable
+        if begun or unit in trained:
+            reached.add(unit)
+        elif unit not in _KEPT and not reached - _KEPT:
+            prefetched = unit
+    reached.add(prefetched)
+    return {name for name, unit in units.items() if unit in reached - _KEPT}
+
+
+@dataclass
+class _Unit:
+    """Bytes of the parameters that FSDP gathers together: a block, the embedding, the head, or the
+    root with all other parameters.
+
+    Args:
+        weights: when they are gathered. The message in which they arrive has the same size.
+        gradients: of the gathered weights.
+        message: the gradients as they are reduce-scattered.
+        shards: a rank's parts of the reduced gradients.
+        largest: of the parameter with the largest gradient.
+        activations: what the block saves for backward.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    message: int = 0
+    shards: int = 0
+    largest: int = 0
+    activations: int = 0
+
+
+@dataclass(frozen=True)
+class _Timeline:
+    """What exists during a step in addition to the shards of the weights and the optimizer's state.
+
+    Args:
+        embedding, head: empty if the root has their weights.
+        reshards: whether the weights of blocks and embedding are freed after forward (stage 3).
+        ends_tied: whether the embedding and the head share a weight.
+    """
+
+    root: _Unit
+    embedding: _Unit
+    blocks: Sequence[_Unit]
+    head: _Unit
+    work: Workload
+    num_shards: int
+    reshards: bool
+    ends_tied: bool
+
+    def peak_bytes(self) -> int:
+        """Return the peak of activations, gathered weights, messages and gradients."""
+        num = self.work.micro_batches
+        # Stage 2 frees the weights in the last backward. Gradients are added to the gradients of
+        # the micro-batches before.
+        passes = [(self.reshards or number == num - 1, number > 0) for number in range(min(num, 3))]
+        if num > 2:
+            passes[-1] = (True, True)
+        return round(max(self._forward(), *(self._backward(*each) for each in passes)))
+
+    def _forward(self) -> float:
+        """Return the peak until the loss is computed.
+
+        FSDP frees the message of a unit when the weights of the next have been copied out of
+        theirs, or at the end of the forward.
+        """
+        root, embedding, head = self.root.weights, self.embedding.weights, self.head.weights
+        first, before, last = (self._block(index) for index in (0, -2, -1))
+        gradients = self._all_shards() if self.work.micro_batches > 1 else 0
+        activations = self.work.activations
+        saved = activations.other_micro_batches + activations.at_loss
+        gathered = self._gathered()
+        with_message = gathered - head + last.weights
+        in_block = with_message + saved + (last.weights if self.reshards else 0)
+        at_end = gathered + saved + activations.ends
+        moments = [
+            2 * root + 2 * embedding,
+            # The message of the embedding or of the root exists until the first block is gathered.
+            root + (embedding or root) + 2 * first.weights + (0 if self.reshards else embedding),
+            # The weights of the last block are copied out.
+            in_block + before.weights - last.activations,
+            in_block + activations.temporary,
+            # Those of the head are copied out.
+            with_message + 2 * head + saved,
+            at_end + (head or last.weights) + activations.loss.in_model,
+            at_end + activations.loss.forward,
+        ]
+        return gradients + max(moments)
+
+    def _block(self, index: int) -> _Unit:
+        """Return a block, or the root if there is no such block."""
+        return self.blocks[index] if -len(self.blocks) <= index < len(self.blocks) else self.root
+
+    def _backward(self, frees: bool, accumulates: bool) -> float:
+        """Return the peak of a backward.
+
+        The root is gathered until the end, the head until backward reaches the blocks, and each
+        block when backward reaches it, while the next one's message arrives. The gradients of a
+        unit exist in full at its end, with the message of the unit before.
+
+        Args:
+            frees: whether the weights of a unit are freed after its backward.
+            accumulates: whether the shards of all gradients exist already.
+        """
+        root, embedding, head, blocks = self.root, self.embedding, self.head, self.blocks
+        activations = self.work.activations
+        shards = self._all_shards() if accumulates else 0
+        moments = [shards + self._backward_of_loss()]
+        saved = activations.other_micro_batches + sum(block.activations for block in blocks)
+        gathered = self._gathered() - (head.weights if frees else 0)
+        moments += self._reduction(head, saved + shards + gathered + self._prefetched(len(blocks)))
+        message = head.message
+        shards += 0 if accumulates else head.shards
+        # Without a unit of its own, the gradient of the head exists until the end.
+        of_head = 0 if head.weights else root.largest
+        for number in reversed(range(len(blocks))):
+            block = blocks[number]
+            weights = gathered
+            if self.reshards:
+                weights += block.weights + self._prefetched(number)
+            present = shards + weights + of_head + message
+            # Backward computes the gradient of the largest matrix first.
+            computing = activations.recomputed + activations.temporary + block.largest
+            moments.append(present + saved + computing)
+            saved -= block.activations
+            moments.append(present + saved + block.gradients)
+            message = block.message
+            shards += 0 if accumulates else block.shards
+            gathered -= block.weights if frees and not self.reshards else 0
+        others = saved + shards + gathered + message
+        if self.reshards:  # The weights of the embedding are copied out if it is trained.
+            moments.append(others + (2 if embedding.gradients else 1) * embedding.weights)
+            others += embedding.weights
+        # Of a tied weight, both gradients and their sum.
+        gradients = (3 if self.ends_tied else 1) * root.gradients
+        moments.append(others + gradients + embedding.gradients)
+        # At the end, FSDP frees and reduces the root before the embedding.
+        others += embedding.gradients - message - (root.weights if frees else 0)
+        moments += self._reduction(root, others, is_tied=self.ends_tied)
+        others -= embedding.gradients + (embedding.weights if frees else 0)
+        others += 0 if accumulates else root.shards
+        moments += self._reduction(embedding, others)
+        return max(moments)
+
+    def _reduction(self, unit: _Unit, present: float, is_tied: bool = False) -> tuple[float, float]:
+        """Return the bytes when the gradients of a unit are in their message, and when their sums
+        are received: FSDP frees the gradients before, except the last one, and casts the sums.
+
+        Args:
+            present: bytes of everything else.
+        """
+        last = 0 if is_tied else unit.largest
+        received = unit.message // self.num_shards
+        received += unit.shards if received != unit.shards else 0
+        present += unit.message
+        return present + unit.gradients, present + received + last
+
+    def _prefetched(self, number: int) -> int:
+        """Return the bytes of the message that arrives during the backward of a block, or of the
+        head after the last block."""
+        before = self.blocks[number - 1] if number else self.embedding
+        return before.weights if self.reshards else 0
+
+    def _backward_of_loss(self) -> float:
+        """Return the peak from the start of a backward to the last block."""
+        activations, loss = self.work.activations, self.work.activations.loss
+        saved = activations.other_micro_batches + activations.at_loss + activations.ends
+        saved += self._gathered()
+        largest = (self.head if self.head.weights else self.root).largest
+        of_head = loss.output_gradient + largest + loss.input_gradient
+        of_head = loss.backward if loss.in_chunks else of_head
+        return saved + max(loss.backward, of_head + self._prefetched(len(self.blocks)))
+
+    def _gathered(self) -> int:
+        """Return the bytes of the weights that are gathered when backward reaches the head."""
+        gathered = self.root.weights + self.head.weights
+        if self.reshards:
+            return gathered
+        return gathered + self.embedding.weights + sum(block.weights for block in self.blocks)
+
+    def _all_shards(self) -> int:
+        units = (self.root, self.embedding, self.head, *self.blocks)
+        return sum(unit.shards for unit in units)
+
+
+def estimate_zero2(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+    """Estimate the cost of ZeRO stage 2; see :func:`_estimate`."""
+    return _estimate(shape, axes, work, config, reshard_after_forward=False)
+
+
+def estimate_zero3(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+    """Estimate the cost of ZeRO stage 3; see :func:`_estimate`."""
+    return _estimate(shape, axes, work, config, reshard_after_forward=True)
+
+
+def _estimate(
+    shape: ModelShape,
+    axes: ParallelDims,
+    work: Workload,
+    config: Config,
+    reshard_after_forward: bool,
+) -> Cost:
+    """Estimate the cost of sharded training, with the padding of each parameter's shards.
+
+    Per trained parameter, N shards and Adam, stage 3 takes 16/N bytes (4 weights, 4 gradients, 8
+    moments: Rajbhandari et al., 2020, section 5.3, figure 1); the weights that are gathered at a
+    time count as activations. Stage 2 also holds the gathered weights, 2 bytes in mixed precision
+    or 4 (section 5.2; the paper's 2 + 14/N has gradients in the low precision, FSDP2 keeps
+    float32). Every rank holds a frozen parameter in full in stage 2; in stage 3 it is sharded.
+
+    Not everything exists at the same time; :class:`_Timeline` determines the peak. What it needs
+    beyond the training state counts as activations.
+
+    Each micro-batch reduce-scatters the gradients, Ψ(N-1)/N. Stage 2 gathers trained weights once
+    per step, stage 3 all weights in forward and backward of each micro-batch (section 7.2), except
+    that the head and the root are still gathered when backward begins. With D replicas a shard's
+    gradients are all-reduced once per step, both reductions in float32. Without replicas,
+    `parallel.reduce_dtype` decides.
+    A forward pass without gradients gathers all weights in both stages.
+    """
+    sharded_weights = full_weights = state = gathers = copies = scalars = 0
+    normed = batch_norm_names(shape)
+    unit_of = shape.memoize("units by parameter", lambda: _units_by_parameter(shape))
+    backward = _reached_by_backward(shape, unit_of)
+    on_host = config.parallel.state_offload == "all"
+    saved = work.activations.on_device or (0,) * len(shape.blocks)
+    units = {name: _Unit(activations=size) for name, size in zip(shape.blocks, saved, strict=True)}
+    units |= {name: _Unit() for name in (*_KEPT, shape.embedding)}
+    for tensor in shape.parameters:
+        low_bytes = low_bytes_of(tensor, shape.low_bytes, normed)
+        if not tensor.trainable and not reshard_after_forward:
+            full_weights += tensor.numel * (low_bytes if tensor.shape else tensor.element_bytes)
+            continue
+        unit = units[unit_of[tensor.name]]
+        size, padded = _shard_sizes(tensor.shape, axes.shard)
+        sharded_weights += size * tensor.element_bytes
+        if tensor.shape:
+            unit.weights += padded * low_bytes
+            passes = (2 if tensor.name in backward else 1) + config.extra_forwards
+            gathers += work.micro_batches * passes * padded * low_bytes
+            copies += work.micro_batches * passes * size * tensor.element_bytes
+        if tensor.trainable:
+            state += shape.optimizer.bytes_of(tensor.name, size)
+            unit.shards += size * tensor.element_bytes
+            if tensor.shape:
+                unit.gradients += padded * low_bytes
+                unit.message += padded * (
+                    reduced_bytes_of(low_bytes, shape.low_bytes, config)
+                    if axes.data == 1
+                    else tensor.element_bytes
+                )
+                unit.largest = max(unit.largest, padded * low_bytes)
+            else:
+                scalars += tensor.size_bytes
+    gathered = sum(unit.weights for unit in units.values())
+    gradients = sum(unit.shards for unit in units.values())
+    reduced = sum(unit.message for unit in units.values())
+    if not reshard_after_forward:
+        full_weights += gathered
+        gathers = gathered * (1 + work.micro_batches * config.extra_forwards)
+    traffic = {
+        "reduce_scatter": work.micro_batches * scatter_bytes(reduced, axes.shard),
+        "all_gather": scatter_bytes(gathers, axes.shard),
+        "all_reduce": (
+            all_reduce_bytes(gradients - scalars, axes.data)
+            + all_reduce_bytes(scalars, axes.replicas)
+        ),
+        **statistics_traffic(shape, axes.replicas),
+    }
+    if on_host:
+        for unit in units.values():
+            unit.shards = 0
+    present = set(unit_of.values())
+    timeline = _Timeline(
+        units[""],
+        units[shape.embedding] if shape.embedding else _Unit(),
+        [units[name] for name in shape.blocks if name in present],
+        units[_HEAD],
+        work,
+        axes.shard,
+        reshard_after_forward,
+        ends_tied=any(not unit_of[name] for name in shape.aliases.values()),
+    )
+    peak = timeline.peak_bytes()
+    local_gradients = 0 if on_host else gradients
+    counted = local_gradients + (0 if reshard_after_forward else gathered)
+    return Cost(
+        parameters=(0 if on_host else sharded_weights) + full_weights + shape.buffer_bytes,
+        gradients=local_gradients,
+        optimizer=0 if on_host else state,
+        activations=max(0, peak - counted),
+        not_at_peak=max(0, counted - max(peak, local_gradients)),
+        traffic=traffic,
+        host=sharded_weights + gradients + state if on_host else 0,
+        # The shards are copied to be gathered, in forward and backward or once per step.
+        host_traffic={
+            "parameters": (copies if reshard_after_forward else sharded_weights)
+            + work.micro_batches * gradients
+        }
+        if on_host
+        else {},
+    )

@@ -1,0 +1,330 @@
+"""`hybrid`: combine pipeline, tensor, sharded and replicated data parallelism on one mesh.
+
+They are applied in this order: the pipeline assigns the blocks to stages; tensor parallelism splits
+the layers of a stage; the result is sharded (`shard` > 1: FSDP over the axes data and shard) or
+replicated (gradients in buckets over the axis data). Each of them receives plain modules with plain
+parameters, smaller than before. Sharding before splitting would produce wrong gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from paceline.config.schema import Config
+from paceline.core.errors import RunError
+from paceline.distributed.communicator import Communicator
+from paceline.models.tensor_plan.plan import find_tensor_plan
+from paceline.models.tensor_plan.style import Range
+from paceline.models.weights import deferred_conversion, move_model
+from paceline.parallel.buckets.gradients import GradientBuckets, squared_norm_of
+from paceline.parallel.buckets.strategy import BucketedStrategy
+from paceline.parallel.comm_profile import CommProfile
+from paceline.parallel.gradients import changing_buffers, clip_to
+from paceline.parallel.initial_weights import sync_weights
+from paceline.parallel.optimizer_state import optimizer_tensors
+from paceline.parallel.save_load import trained_state
+from paceline.parallel.state import (
+    TensorShard,
+    frozen_parts,
+    full_shards,
+    low_dtype,
+    trained_parameters,
+)
+from paceline.parallel.strategy import EvalFn, MicroStep
+from paceline.strategies.reducers.compression.reducer import make_buckets
+from paceline.strategies.tensor.shard import TensorParallelizer, TensorSlice, check_plan_sizes
+
+if TYPE_CHECKING:
+    from paceline.strategies.fsdp.sharding import FSDPSharding
+    from paceline.strategies.pipeline.runner import PipelineRunner
+
+
+class HybridStrategy(BucketedStrategy):
+    """Trains on any product of the axes data, shard, tensor and pipeline."""
+
+    name = "hybrid"
+    rank0_has_full_model = False
+
+    def __init__(self, config: Config, world: Communicator) -> None:
+        super().__init__(config, world)
+        self.tensor: TensorParallelizer | None = None
+        self.pipeline: PipelineRunner | None = None
+        self.sharding: FSDPSharding | None = None
+        self.buckets: GradientBuckets | None = None
+
+    # -- setup
+    def model_init_context(self) -> AbstractContextManager[None]:
+        return deferred_conversion()
+
+    def setup(self, model: nn.Module) -> nn.Module:
+        axes = self.world.axes
+        for names in (
+            ("tensor",),
+            ("pipeline",),
+            ("data",),
+            ("shard",),
+            ("data", "shard"),
+            ("shard", "tensor", "pipeline"),
+        ):
+            self.world.subgroup(*names)  # every rank makes its groups in this order
+        sync_weights(model, self.world)
+        plan = None
+        if axes.tensor > 1:
+            plan = find_tensor_plan(model, self.config.parallel.tensor_plan)
+            check_plan_sizes(model, plan, axes.tensor)
+        if axes.pipeline > 1:
+            from paceline.strategies.pipeline.runner import PipelineRunner
+
+            self.pipeline = PipelineRunner(
+                model, self.world.subgroup("pipeline"), self.config, self.probe
+            )
+            model = self.pipeline.model
+            self.notices += self.pipeline.notices
+        if plan is not None:
+            self.tensor = TensorParallelizer(
+                model, self.world.subgroup("tensor"), self.config.parallel, plan
+            )
+            self.notices += self.tensor.notices
+        self.model = model
+        # Sharding replaces the parameters, under the same names.
+        partial = {id(parameter) for parameter in self.tensor.partial} if self.tensor else set()
+        self.partial_names = [
+            name for name, parameter in model.named_parameters() if id(parameter) in partial
+        ]
+        if axes.shard > 1:
+            from paceline.strategies.fsdp.sharding import FSDPSharding
+
+            self.sharding = FSDPSharding(
+                model,
+                self.world,
+                low_dtype=low_dtype(self.config),
+                reduces_in_float32=self.config.parallel.reduce_dtype == "float32",
+            )
+            if self.pipeline is not None:
+                self.pipeline.replica_group = self.world.subgroup("shard")
+            self.trained = self.sharding.trained
+        else:
+            move_model(model, self.world.device)
+            self.trained = trained_parameters(model)
+            self.changing_buffers = changing_buffers(model) if axes.data > 1 else []
+            self.buckets, self.reducer = make_buckets(
+                self, self.trained, self.world.subgroup("data")
+            )
+        return model
+
+    # -- a step
+    def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+        if self.pipeline is None:
+            self.accumulate(micro_step, self.model, num_micro_batches)
+            return
+        self.begin_accumulation()
+        if self.sharding is not None:
+            self._run_sharded_pipeline(micro_step, num_micro_batches, self.pipeline, self.sharding)
+        else:
+            assert self.buckets is not None
+            self.pipeline.backward(micro_step, num_micro_batches)
+            # Backward passes of several micro-batches overlap, so gradients are reduced after all
+            # of them.
+            self.buckets.start_reducing()
+        self.end_accumulation()
+
+    def begin_accumulation(self) -> None:
+        super().begin_accumulation()
+        if self.sharding is not None:
+            self.sharding.begin_step()
+        else:
+            assert self.buckets is not None
+            self.buckets.zero()
+
+    def last_backward(self, loss: torch.Tensor) -> None:
+        if self.sharding is not None:
+            self.sharding.prepare_last_backward()
+            loss.backward()
+            return
+        assert self.buckets is not None
+        if self.tensor is not None and self.reducer is not None and self.world.device.type != "cpu":
+            # The reducer's thread would start collectives of the data group while autograd starts
+            # those of the tensor group; NCCL needs the same order on all ranks.
+            loss.backward()
+            self.buckets.start_reducing()
+            return
+        self.buckets.start_reducing()
+        loss.backward()
+
+    def end_accumulation(self) -> None:
+        if self.sharding is not None:
+            self.sharding.end_step()
+        else:
+            assert self.buckets is not None
+            self.buckets.finish()
+            self.world.subgroup("data").broadcast(self.changing_buffers)
+        if self.tensor is not None:
+            size = self.tensor.group.size
+            self.tensor.sum_over_copies(
+                [(_gradient(self.trained[name]), size) for name in self.partial_names]
+            )
+            self.tensor.sum_over_copies(
+                [(gradient, rows.copies) for gradient, rows in self._shared_gradients()]
+            )
+        if self.pipeline is not None:
+            self.pipeline.sum_shared_gradients()
+
+    def _run_sharded_pipeline(
+        self,
+        micro_step: MicroStep,
+        num_micro_batches: int,
+        pipeline: PipelineRunner,
+        sharding: FSDPSharding,
+    ) -> None:
+        stages = pipeline.division.stages
+        remaining = {stage for name in self.trained for stage in stages[name]}
+        remaining &= set(pipeline.local_stages)
+
+        def before_backward(stage: int, is_last: bool) -> None:
+            if is_last:
+                remaining.discard(stage)
+            if not remaining:  # the last backward of the last stage that trains
+                sharding.prepare_last_backward()
+
+        pipeline.before_backward = before_backward
+        pipeline.backward(micro_step, num_micro_batches)
+        if remaining and sharding.copies.size > 1:
+            raise RunError(
+                "the last micro-batch of this step reaches no trained parameter of pipeline stage"
+                f" {min(remaining)}, so the replicas cannot sum that stage's gradients",
+                fix="set `parallel.data: 1`, or train parameters that every batch reaches",
+            )
+
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        counted = {name for name in self.trained if self._counts(name)}
+        if self.sharding is not None:
+            total = self.sharding.squared_norm(counted)
+        else:
+            gradients = [_gradient(self.trained[name]) for name in self.trained if name in counted]
+            total = squared_norm_of(gradients, self.world.device)
+        if self.tensor is not None:  # another rank of the tensor group counts these
+            shared = self._shared_gradients()
+            total -= squared_norm_of(
+                [gradient for gradient, rows in shared if not rows.owned], self.world.device
+            )
+        group = self.world.subgroup("shard", "tensor", "pipeline")
+        group.wait(group.all_reduce(total))
+        scale = self.sharding.scale if self.sharding is not None else self.buckets.scale  # type: ignore[union-attr]
+        return clip_to(max_norm, total.sqrt().float(), scale)
+
+    def local_grad_finite(self) -> torch.Tensor | None:
+        return None if self.buckets is None else self.buckets.local_sum()
+
+    @property
+    def replica_group(self) -> Communicator:
+        return self.world.subgroup("data")
+
+    def replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from trained_state(self)
+        yield from frozen_parts(self.model)
+
+    def _counts(self, name: str) -> bool:
+        """Return whether this rank counts its elements of ``name`` in the norm. Exactly one rank of
+        the tensor and pipeline groups does."""
+        if self.pipeline is not None and not self.pipeline.owns(name):
+            return False
+        return self.tensor is None or name in self.tensor.cuts or self.tensor.group.is_rank_zero
+
+    def evaluate(self, run: EvalFn, model: nn.Module) -> dict[str, torch.Tensor] | None:
+        if self.pipeline is not None:
+            result = self.pipeline.evaluate(run, model)
+        else:
+            result = super().evaluate(run, model)
+        if self.sharding is not None:
+            self.sharding.reshard()
+        return result
+
+    # -- state
+    def tensor_shards(self) -> Iterable[TensorShard]:
+        first_replica = self.world.coordinates["data"] == 0
+        for part in self._local_parts():
+            owned = part.owned and first_replica and self._counts(part.name)
+            cut = self.tensor.cuts.get(part.name) if self.tensor is not None else None
+            if cut is None:
+                yield replace(part, owned=owned)
+            else:
+                yield from _cut_parts(part, cut, owned)
+
+    def _shared_gradients(self) -> list[tuple[torch.Tensor, Range]]:
+        """Return this rank's gradients of weights that several ranks of the tensor group hold."""
+        assert self.tensor is not None
+        shared = []
+        for part in self._local_parts():
+            cut = self.tensor.cuts.get(part.name)
+            if cut is None or part.key is None:
+                continue
+            gradient = _gradient(self.trained[part.name])
+            for first, length, rows in cut.pieces(part.offset[cut.dim], part.tensor.shape[cut.dim]):
+                if rows.copies > 1:
+                    shared.append((gradient.narrow(cut.dim, first, length), rows))
+        return shared
+
+    def _local_parts(self) -> Iterable[TensorShard]:
+        """Return this rank's shards of its stage's tensor slices, as if these were the model."""
+        if self.sharding is not None:
+            return self.sharding.tensor_shards()
+        return full_shards(self.trained, self.model)
+
+    def memory_tensors(self) -> list[torch.Tensor]:
+        if self.sharding is not None:
+            return [*self.sharding.memory_tensors(), *optimizer_tensors(self.optimizer)]
+        assert self.buckets is not None
+        residuals = [] if self.reducer is None else self.reducer.memory_tensors()
+        state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *residuals]
+        return [*self.model.parameters(), *self.model.buffers(), *state]
+
+    def after_load(self) -> None:
+        if self.sharding is not None:
+            self.sharding.reshard()
+
+    @property
+    def comm_profile(self) -> CommProfile | None:
+        return None if self.reducer is None else self.reducer.comm_profile
+
+    @property
+    def transient_bytes(self) -> int:
+        return 0 if self.sharding is None else self.sharding.gathered_bytes
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _cut_parts(part: TensorShard, cut: TensorSlice, owned: bool) -> Iterable[TensorShard]:
+    """Return the shards of the full parameter in a shard of this rank's tensor slice: one for each
+    range of rows."""
+    pieces = cut.pieces(part.offset[cut.dim], part.tensor.shape[cut.dim])
+    if not pieces:  # a shard without elements is needed for the optimizer's step count
+        offset = tuple(cut.start if dim == cut.dim else 0 for dim in range(len(cut.shape)))
+        yield replace(part, owned=owned, shape=cut.shape, offset=offset)
+    for first, length, rows in pieces:
+        offset = tuple(
+            rows.start if dim == cut.dim else begin for dim, begin in enumerate(part.offset)
+        )
+        region = None
+        if len(pieces) > 1:
+            region = tuple(
+                slice(first, first + length) if dim == cut.dim else slice(None)
+                for dim in range(len(cut.shape))
+            )
+        is_all = length == part.tensor.shape[cut.dim]
+        yield replace(
+            part,
+            tensor=part.tensor if is_all else part.tensor.detach().narrow(cut.dim, first, length),
+            owned=owned and rows.owned,
+            shape=cut.shape,
+            offset=offset,
+            region=region,
+        )

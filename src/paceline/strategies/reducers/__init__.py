@@ -1,0 +1,1 @@
+"""Ways to sum the gradients of replicas."""
