@@ -333,7 +333,16 @@ def config_value(loaded: Loaded, key: str) -> Any:
             "new_special_tokens",
             ["<x>", "<y>"],
         ),
-        ("special_tokens: {pad_token: <p>, eos_token: <e>}", "new_special_tokens", []),
+        ("special_tokens: {pad_token: <p>, eos_token: <e>}", "new_special_tokens", ["<e>"]),
+        (
+            "special_tokens: {bos_token: <b>, additional_special_tokens: [<x>]}",
+            "new_special_tokens",
+            ["<x>", "<b>"],
+        ),
+        ("special_tokens: {eos_token: <e>}", "eos_token", "<e>"),
+        ("special_tokens: {bos_token: <b>}", "bos_token", "<b>"),
+        ("special_tokens: {pad_token: <p>}", "new_special_tokens", []),
+        ("base_model: m\nspecial_tokens: {eos_token: }", "eos_token", None),
         ("special_tokens:", "new_special_tokens", []),
     ],
 )
