@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 from adapter_families import make_family
+from tokenizers import Tokenizer, processors
 
 import paceline
+from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.data.text.new_tokens import config_tokenizer
+from paceline.data.text.tokenizer import load_tokenizer
 from paceline.inference.generate import generate_tokens, load_model
-from paceline.models.builtin import builtin_tokenizer
+from paceline.models.builtin import builtin_tokenizer, resolve_model
 
 END_OF_TEXT, TURN_START, TURN_END = 0, 1, 2
 #: A template that ends the last answer in another way than those before, as Olmo 3.
@@ -118,3 +122,28 @@ def test_special_tokens_of_axolotl_are_added_if_they_are_new(lora: bool, tmp_pat
     assert tokenizer.bos_token == "<|im_start|>"
     assert model.generation_config.eos_token_id == [END_OF_TEXT, tokenizer.eos_token_id]
     assert model.get_input_embeddings().weight.shape[0] > tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("has_bytes", [False, True])
+def test_tokenizer_adds_the_eos_token_of_the_config_alone(has_bytes: bool, tmp_path: Path) -> None:
+    """As tokenizers of Llama with `add_eos_token`, which add both tokens to a text."""
+    folder = write_base_model(tmp_path / "base")
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    template = processors.TemplateProcessing(
+        single="<|im_start|> $A <|endoftext|>",
+        pair="<|im_start|> $A <|endoftext|> $B",
+        special_tokens=[("<|im_start|>", TURN_START), ("<|endoftext|>", END_OF_TEXT)],
+    )
+    parts = [processors.ByteLevel(trim_offsets=True), template]
+    backend.post_processor = processors.Sequence(parts) if has_bytes else template
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = Config(model=str(folder), dataset="d", eos_token="<|im_end|>")
+    changed = load_tokenizer(config_tokenizer(config, resolve_model))
+    assert (changed.start_ids, changed.end_ids) == ((TURN_START,), (TURN_END,))
+    text = changed.encode_batch(["hello there"], add_special_tokens=True)[0]
+    assert changed.missing_end(text) == changed.missing_start(text) == []
+    assert text == [TURN_START, *backend.encode("hello there", add_special_tokens=False).ids, TURN_END]
+    offsets = changed.backend.encode("hello there", add_special_tokens=True).offsets
+    assert offsets[1:-1] == backend.encode("hello there", add_special_tokens=True).offsets[1:-1]

@@ -7,12 +7,12 @@ import json
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.core.files import cache_dir, write_json_atomic
 from paceline.data.cache import build_once, key_of
-from paceline.data.text.tokenizer import find_tokenizer, tokenizer_fingerprint
+from paceline.data.text.tokenizer import added_ids, find_tokenizer, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from paceline.config.schema import Config
@@ -89,7 +89,9 @@ def _write(config: Config, source: Path, target: Path) -> None:
             continue
         if token not in vocabulary:
             raise _not_in_vocabulary(key, token, tokenizer.get_added_vocab())
+        former = getattr(tokenizer, f"{key}_id")
         setattr(tokenizer, key, AddedToken(token, special=True, normalized=False))
+        _replace_around_texts(tokenizer, key == "eos_token", former, vocabulary[token])
     tokenizer.save_pretrained(str(target))
     for pattern in ("*processor_config.json", "config.json"):
         for file in source.glob(pattern):
@@ -97,6 +99,34 @@ def _write(config: Config, source: Path, target: Path) -> None:
     ids = set(vocabulary.values())
     added = NewTokens(sorted(ids - before), max(ids) + 1)
     write_json_atomic(target / _ADDED, dict(added._asdict()))
+
+
+def _replace_around_texts(tokenizer: Any, is_end: bool, former: int | None, token: int) -> None:
+    """Let a tokenizer that adds its former bos or eos token to texts add another token instead.
+
+    Args:
+        is_end: whether the token is the eos token.
+        former, token: token ids.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    around = added_ids(backend, tokenizer)
+    if backend is None or former not in around[is_end]:
+        return
+    from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
+
+    replaced = [token if old == former else old for old in around[is_end]]
+    start, end = (around[0], replaced) if is_end else (replaced, around[1])
+    names = {number: backend.id_to_token(number) for number in (*start, *end)}
+    before, after = ([names[number] for number in part] for part in (start, end))
+    template = TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *(f"{name}:1" for name in before), "$B:1"]
+        + [f"{name}:1" for name in after],
+        special_tokens=[(name, number) for number, name in names.items()],
+    )
+    state = backend.post_processor.__getstate__().decode().replace(" ", "")
+    offsets = ByteLevel(trim_offsets='"trim_offsets":true' in state)
+    backend.post_processor = Sequence([offsets, template]) if "ByteLevel" in state else template
 
 
 def _not_in_vocabulary(key: str, token: str, added: Collection[str]) -> ConfigError:
