@@ -39,7 +39,7 @@ def test_accepts_arguments(load: Load, text: str, expected: dict[str, float | st
     ("text", "fragment"),
     [
         ("cosine, lr_scheduler_kwargs: {min_lr: 1e-6}", "`cosine_with_min_lr` has a lowest"),
-        ("linear, lr_scheduler_kwargs: {power: 1}", "`linear` accepts no arguments"),
+        ("linear, lr_scheduler_kwargs: {power: 1}", "`linear` accepts num_training_steps"),
         ("cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1e-6, min_lr_rate: 0.1}", "keep one"),
         ("cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: low}", "min_lr: low is not a number"),
         ("cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: -1}", "of at least 0"),

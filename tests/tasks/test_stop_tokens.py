@@ -144,6 +144,10 @@ def test_tokenizer_adds_the_eos_token_of_the_config_alone(has_bytes: bool, tmp_p
     assert (changed.start_ids, changed.end_ids) == ((TURN_START,), (TURN_END,))
     text = changed.encode_batch(["hello there"], add_special_tokens=True)[0]
     assert changed.missing_end(text) == changed.missing_start(text) == []
-    assert text == [TURN_START, *backend.encode("hello there", add_special_tokens=False).ids, TURN_END]
+    assert text == [
+        TURN_START,
+        *backend.encode("hello there", add_special_tokens=False).ids,
+        TURN_END,
+    ]
     offsets = changed.backend.encode("hello there", add_special_tokens=True).offsets
     assert offsets[1:-1] == backend.encode("hello there", add_special_tokens=True).offsets[1:-1]

@@ -77,7 +77,10 @@ class TrainArgs(Section):
     )
     lr_scheduler_kwargs: ScheduleArguments = Field(
         default_factory=dict,
-        description="Additional arguments of the schedule, e.g. `{min_lr: 1e-6}`.",
+        description=(
+            "Additional arguments of the schedule, e.g. `{min_lr: 1e-6}`. `num_training_steps`: the"
+            " step at which a schedule ends, if not with the run."
+        ),
     )
     optim: OptimizerName = Field(
         "adamw",
