@@ -230,11 +230,11 @@ def json_notices(merge: Merge) -> list[Notice]:
     its schedule has no effect on another schedule."""
     notices = []
     length, kind = merge.winners.get(SCHEDULE_LENGTH), merge.winners.get(_SCHEDULE)
-    if length is not None and length.entry.layer == BELOW_FILE:
-        if kind is not None and kind.entry.layer != BELOW_FILE:
-            merge.winners[SCHEDULE_LENGTH] = replace(length, value=RESET, entry=kind.entry)
-            value = f"`{length.entry.key}: {short(length.value)}` ({length.entry.source})"
-            notices.append(("warning", f"{value} has no effect with {kind.entry.shown()}"))
+    is_of_json = [found is not None and found.entry.layer == BELOW_FILE for found in (length, kind)]
+    if length is not None and kind is not None and is_of_json == [True, False]:
+        merge.winners[SCHEDULE_LENGTH] = replace(length, value=RESET, entry=kind.entry)
+        value = f"`{length.entry.key}: {short(length.value)}` ({length.entry.source})"
+        notices.append(("warning", f"{value} has no effect with {kind.entry.shown()}"))
     for assigned in merge.below_file:
         winner, entry = merge.winners.get(assigned.target), assigned.entry
         if winner is None or winner.value in (RESET, assigned.value):
