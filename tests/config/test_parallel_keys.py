@@ -382,32 +382,6 @@ def test_deepspeed_json_sets_missing_keys(load: Load, in_folder: Path) -> None:
     ) in loaded.notices
 
 
-@pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR", "WarmupLR"])
-def test_schedule_of_a_deepspeed_json_has_its_own_length(load: Load, kind: str) -> None:
-    params = {"warmup_num_steps": 10, "total_num_steps": 50}
-    scheduler = {"type": kind, "params": params}
-    text = (
-        BASE
-        + "deepspeed: "
-        + json.dumps(json.dumps({"zero_optimization": {"stage": 2}, "scheduler": scheduler}))
-    )
-    loaded = load(text)
-    notices = "\n".join(text for _, text in loaded.notices)
-    args = loaded.config.train_args
-    assert args.warmup_steps == 10
-    if kind == "WarmupLR":
-        assert args.lr_scheduler_kwargs == {}
-        assert "scheduler.params.total_num_steps" in notices
-        return
-    assert args.lr_scheduler_kwargs == {"num_training_steps": 50}
-    kept = load(text + "\nlr_scheduler_kwargs: {num_training_steps: 30}").config.train_args
-    assert kept.lr_scheduler_kwargs == {"num_training_steps": 30}
-    other = load(text + "\nlr_scheduler_type: constant")
-    assert other.config.train_args.lr_scheduler_kwargs == {}
-    warnings = [text for level, text in other.notices if level == "warning"]
-    assert any("total_num_steps: 50` (" in text and "no effect" in text for text in warnings)
-
-
 def test_a_json_beside_the_config_is_found(tmp_path: Path) -> None:
     (tmp_path / "beside.json").write_text('{"zero_optimization": {"stage": 3}}')
     path = tmp_path / "c.yaml"

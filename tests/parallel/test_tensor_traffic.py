@@ -73,16 +73,16 @@ def sent_and_predicted(config: Config) -> tuple[dict[str, int], dict[str, int]]:
     shape = outline(model, config)
     assert shape.layer_uses is not None
     # Gradients that are summed after backward do not depend on the number of tokens.
-    more, fewer = (
+    larger, smaller = (
         Counter(dict(estimate_cost("hybrid", shape, AXES, Workload(1, tokens), config).traffic))
         for tokens in (2 * TOKENS_OF_STEP, TOKENS_OF_STEP)
     )
-    more.subtract(fewer)
+    larger.subtract(smaller)
     reduce_activations(model, config)
     recorder = Recorder()
     TensorParallelizer(model, recorder, config.parallel)
     assert step_failure(model) is None
-    return dict(+recorder.sent), dict(+more)
+    return dict(+recorder.sent), dict(+larger)
 
 
 def config_of(folder: Path, lora: bool, checkpointing: str = "none", **parallel: Any) -> Config:

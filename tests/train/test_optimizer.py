@@ -98,10 +98,10 @@ def test_learning_rate_matches_transformers_at_every_step(
 @pytest.mark.parametrize("kind", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
 def test_schedule_with_a_length_of_its_own(kind: str) -> None:
     """It ends before the run, or is not at its end after it; then the rate is constant."""
-    whole = make_schedule(kind, {}, steps=12)
-    short = make_schedule(kind, {"num_training_steps": 12})
-    expected = [whole.set_step(min(step, 12)) for step in range(20)]
-    assert [short.set_step(step) for step in range(20)] == expected
+    shorter = make_schedule(kind, {}, steps=12)
+    actual = make_schedule(kind, {"num_training_steps": 12})
+    expected = [shorter.set_step(min(step, 12)) for step in range(20)]
+    assert [actual.set_step(step) for step in range(20)] == expected
     assert expected[-1] == pytest.approx(1e-7 if kind == "polynomial" else 0)
     long = make_schedule(kind, {"num_training_steps": 40})
     expected = [make_schedule(kind, {}, steps=40).set_step(step) for step in range(20)]

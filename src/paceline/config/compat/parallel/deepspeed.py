@@ -230,8 +230,7 @@ def json_notices(merge: Merge) -> list[Notice]:
     its schedule has no effect on another schedule."""
     notices = []
     length, kind = merge.winners.get(SCHEDULE_LENGTH), merge.winners.get(_SCHEDULE)
-    is_of_json = [found is not None and found.entry.layer == BELOW_FILE for found in (length, kind)]
-    if length is not None and kind is not None and is_of_json == [True, False]:
+    if length and kind and length.entry.layer == BELOW_FILE and kind.entry.layer != BELOW_FILE:
         merge.winners[SCHEDULE_LENGTH] = replace(length, value=RESET, entry=kind.entry)
         value = f"`{length.entry.key}: {short(length.value)}` ({length.entry.source})"
         notices.append(("warning", f"{value} has no effect with {kind.entry.shown()}"))
