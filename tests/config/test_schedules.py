@@ -1,6 +1,7 @@
 """Test that arguments of learning rate schedules and rates that cannot be used are rejected when a
 config is loaded."""
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -39,7 +40,7 @@ def test_accepts_arguments(load: Load, text: str, expected: dict[str, float | st
     ("text", "fragment"),
     [
         ("cosine, lr_scheduler_kwargs: {min_lr: 1e-6}", "`cosine_with_min_lr` has a lowest"),
-        ("linear, lr_scheduler_kwargs: {power: 1}", "`linear` accepts no arguments"),
+        ("linear, lr_scheduler_kwargs: {power: 1}", "`linear` accepts num_training_steps"),
         ("cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1e-6, min_lr_rate: 0.1}", "keep one"),
         ("cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: low}", "min_lr: low is not a number"),
         ("cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: -1}", "of at least 0"),
@@ -73,3 +74,29 @@ def test_rejects_infinite_values_also_as_text(load: Load, key: str, value: str) 
     assert f"`{key}={value}`" in caught.value.paragraph()
     with pytest.raises(ConfigError, match=r"finite number|unsupported value"):
         load(f"{BASE}parameter_groups: [{{params: [a], learning_rate: '{value}'}}]")
+
+
+@pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR", "WarmupLR"])
+def test_schedule_of_a_deepspeed_json_has_its_own_length(load: Load, kind: str) -> None:
+    params = {"warmup_num_steps": 10, "total_num_steps": 50}
+    scheduler = {"type": kind, "params": params}
+    text = (
+        BASE
+        + "deepspeed: "
+        + json.dumps(json.dumps({"zero_optimization": {"stage": 2}, "scheduler": scheduler}))
+    )
+    loaded = load(text)
+    notices = "\n".join(text for _, text in loaded.notices)
+    args = loaded.config.train_args
+    assert args.warmup_steps == 10
+    if kind == "WarmupLR":
+        assert args.lr_scheduler_kwargs == {}
+        assert "scheduler.params.total_num_steps" in notices
+        return
+    assert args.lr_scheduler_kwargs == {"num_training_steps": 50}
+    kept = load(text + "\nlr_scheduler_kwargs: {num_training_steps: 30}").config.train_args
+    assert kept.lr_scheduler_kwargs == {"num_training_steps": 30}
+    other = load(text + "\nlr_scheduler_type: constant")
+    assert other.config.train_args.lr_scheduler_kwargs == {}
+    warnings = [text for level, text in other.notices if level == "warning"]
+    assert any("total_num_steps: 50` (" in text and "no effect" in text for text in warnings)

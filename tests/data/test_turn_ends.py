@@ -119,6 +119,20 @@ def test_answers_have_their_end_of_turn(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+def test_end_tokens_are_the_first_ones_with_loss_after_an_answer(name: str) -> None:
+    source, end, last = TEMPLATES[name]
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    expected = {text.strip().replace("><", "> <").split(" ")[0] for text in (end, last) if text}
+    assert ChatTemplate(source, special, None, SPECIAL).end_tokens() == sorted(expected)
+
+
+def test_end_token_of_a_template_for_one_answer() -> None:
+    refusal = "{% if messages | length > 2 %}{{ raise_exception('one answer') }}{% endif %}"
+    source = refusal + loop(HEADER + BODY + LAST) + PROMPT
+    assert ChatTemplate(source, {"eos_token": "</s>"}, None, SPECIAL).end_tokens() == ["</s>"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_tool_calls_have_their_end_of_turn(name: str) -> None:
     source, end, last = TEMPLATES[name]
     chat = [

@@ -79,6 +79,68 @@ def test_adapter_of_another_model_is_refused(
         assert "does not fit the model" in caught.value.paragraph()
 
 
+def without_an_expert(tensors: Tensors) -> Tensors:
+    return {name: value for name, value in tensors.items() if ".experts.3." not in name}
+
+
+def of_wider_experts(tensors: Tensors) -> Tensors:
+    return {
+        name: torch.zeros(4, 64) if name.endswith("w2.lora_A.weight") else value
+        for name, value in tensors.items()
+    }
+
+
+def single_experts(rank: int = 4) -> Tensors:
+    """Return an adapter on the experts of a tiny Mixtral as peft wrote it before transformers
+    stacked experts."""
+    sizes = {"w1": (32, 48), "w2": (48, 32), "w3": (32, 48)}
+    prefix = "base_model.model.model.layers.{}.block_sparse_moe.experts.{}.{}.lora_{}.weight"
+    return {
+        prefix.format(layer, expert, name, letter): torch.rand(
+            (rank, inputs) if letter == "A" else (outputs, rank)
+        )
+        for layer in range(2)
+        for expert in range(4)
+        for name, (inputs, outputs) in sizes.items()
+        for letter in "AB"
+    }
+
+
+@pytest.mark.parametrize(
+    ("is_stacked", "change", "expected"),
+    [
+        (False, without_second_layer, "no weights for 4 tensors of 8 (model.layers.1"),
+        (True, without_second_layer, "no weights for 4 tensors of 8 (model.layers.1"),
+        (False, of_another_model, "no place for "),
+        (True, of_another_model, "no place for 8 tensors of it (model.h.0"),
+        (False, without_an_expert, "[24, 32] in the file, [32, 32] in the model"),
+        (False, of_wider_experts, "[16, 64] in the file, [16, 48] in the model"),
+    ],
+)
+def test_adapter_on_experts_of_another_model_is_refused(
+    is_stacked: bool, change: Callable[[Tensors], Tensors], expected: str, tmp_path: Path
+) -> None:
+    base = make_family("mixtral", tmp_path / "base")
+    adapter = tmp_path / "adapter"
+    LoraConfig(r=4, target_modules=["w1", "w2", "w3"], task_type="CAUSAL_LM").save_pretrained(
+        adapter
+    )
+    file = adapter / "adapter_model.safetensors"
+    save_file(single_experts(), file, {"format": "pt"})
+    config = config_for(base, adapter)
+    language_model_on_meta(config)
+    model: Any = load_language_model(config)
+    if is_stacked:  # as the installed versions write it
+        model.save_pretrained(str(adapter), save_embedding_layers=False)
+        language_model_on_meta(config)
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    for build in (language_model_on_meta, load_language_model):
+        with pytest.raises(ConfigError) as caught:
+            build(config)
+        assert "does not fit the model" in caught.value.paragraph()
+        assert expected in caught.value.paragraph()
+
+
 def test_adapter_of_another_type_is_refused(tmp_path: Path) -> None:
     base = make_family("qwen2", tmp_path / "base")
     settings = IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM")

@@ -358,8 +358,8 @@ def test_stage_of_the_file_applies_without_load_config(tmp_path):
         ({"optimizer": {"params": {"max_coeff": 0.3}}}, "optimizer.params.max_coeff"),
         ({"scheduler": {"type": "OneCycle"}}, "train_args.lr_scheduler_type"),
         (
-            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 7}}},
-            "scheduler.params.total_num_steps",
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 0.5}}},
+            "scheduler.params.total_num_steps: 0.5 is not a whole number",
         ),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "nvme"),

@@ -6,12 +6,23 @@ from typing import Any
 
 import pytest
 from adapter_families import make_family
+from tokenizers import Tokenizer, processors
 
 import paceline
-from paceline.inference.generate import load_model
-from paceline.models.builtin import builtin_tokenizer
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.data.text.new_tokens import config_tokenizer
+from paceline.data.text.tokenizer import load_tokenizer
+from paceline.inference.generate import generate_tokens, load_model
+from paceline.models.builtin import builtin_tokenizer, resolve_model
 
 END_OF_TEXT, TURN_START, TURN_END = 0, 1, 2
+#: A template that ends the last answer in another way than those before, as Olmo 3.
+TWO_ENDS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{{ eos_token if loop.last and m.role == 'assistant' else '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def write_base_model(folder: Path, eos_token_id: object = END_OF_TEXT) -> Path:
@@ -43,6 +54,8 @@ def train(folder: Path, **settings: Any) -> Path:
     [
         ({"chat_template": "chatml"}, [END_OF_TEXT, TURN_END]),
         ({"chat_template": "alpaca"}, END_OF_TEXT),
+        ({"chat_template": "alpaca", "eos_token": "<|im_end|>"}, [END_OF_TEXT, TURN_END]),
+        ({"chat_template": TWO_ENDS}, [END_OF_TEXT, TURN_END]),
         ({"task": "pretrain"}, END_OF_TEXT),
     ],
 )
@@ -61,3 +74,80 @@ def test_stop_tokens_of_the_model_are_kept(tmp_path: Path) -> None:
     run = train(tmp_path, chat_template="chatml")
     saved = json.loads((run / "model" / "generation_config.json").read_text())
     assert saved["eos_token_id"] == [7, END_OF_TEXT, TURN_END]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_texts_end_with_the_eos_token_of_the_config(lora: bool, tmp_path: Path) -> None:
+    write_base_model(tmp_path / "base")
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"Say {n}.", "completion": " yes"} for n in range(8)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = {"num_train_epochs": 20, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    settings = {"dataset": str(data), "eos_token": "<|im_end|>", "lora": {"enable": lora}}
+    run = train(tmp_path, train_args={**args, "per_device_train_batch_size": 8}, **settings)
+    model, tokenizer = load_model(run)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", TURN_END)
+    assert model.generation_config.eos_token_id == [END_OF_TEXT, TURN_END]
+    if lora:  # the tokenizer had the token, so no embeddings are trained
+        assert not any("embed" in name for name, _ in model.named_parameters() if "lora" in name)
+        return
+    inputs = tokenizer("Say 3.", return_tensors="pt")
+    tokens = generate_tokens(model, tokenizer, inputs, max_new_tokens=16, temperature=0, seed=0)
+    assert tokenizer.decode(tokens) == " yes<|im_end|>"
+
+
+def test_eos_token_that_the_tokenizer_does_not_have(tmp_path: Path) -> None:
+    write_base_model(tmp_path / "base")
+    with pytest.raises(ConfigError, match=r"`eos_token: <\|im_ned\|>`.*no such token") as caught:
+        train(tmp_path, eos_token="<|im_ned|>")
+    assert caught.value.fix == "did you mean `<|im_end|>`?"
+    with pytest.raises(ConfigError, match="bos_token") as caught:
+        train(tmp_path, bos_token="[BEGIN]")
+    assert "new_special_tokens" in str(caught.value.fix)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_special_tokens_of_axolotl_are_added_if_they_are_new(lora: bool, tmp_path: Path) -> None:
+    write_base_model(tmp_path / "base")
+    config = tmp_path / "axolotl.yaml"
+    config.write_text(
+        f"base_model: {tmp_path / 'base'}\ndatasets: [{{path: 'builtin:python-docs#4'}}]\n"
+        f"output_dir: {tmp_path / 'run'}\nchat_template: alpaca\nsequence_len: 64\n"
+        "special_tokens:\n  eos_token: <|end|>\n  bos_token: <|im_start|>\nmax_steps: 1\n"
+        f"adapter: {'lora' if lora else ''}\n"
+    )
+    paceline.train(config, **{"parallel.device": "cpu", "parallel.num_gpus": 1})
+    model, tokenizer = load_model(tmp_path / "run")
+    assert tokenizer.eos_token == "<|end|>"
+    assert tokenizer.bos_token == "<|im_start|>"
+    assert model.generation_config.eos_token_id == [END_OF_TEXT, tokenizer.eos_token_id]
+    assert model.get_input_embeddings().weight.shape[0] > tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("has_bytes", [False, True])
+def test_tokenizer_adds_the_eos_token_of_the_config_alone(has_bytes: bool, tmp_path: Path) -> None:
+    """As tokenizers of Llama with `add_eos_token`, which add both tokens to a text."""
+    folder = write_base_model(tmp_path / "base")
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    template = processors.TemplateProcessing(
+        single="<|im_start|> $A <|endoftext|>",
+        pair="<|im_start|> $A <|endoftext|> $B",
+        special_tokens=[("<|im_start|>", TURN_START), ("<|endoftext|>", END_OF_TEXT)],
+    )
+    parts = [processors.ByteLevel(trim_offsets=True), template]
+    backend.post_processor = processors.Sequence(parts) if has_bytes else template
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = Config(model=str(folder), dataset="d", eos_token="<|im_end|>")
+    changed = load_tokenizer(config_tokenizer(config, resolve_model))
+    assert (changed.start_ids, changed.end_ids) == ((TURN_START,), (TURN_END,))
+    text = changed.encode_batch(["hello there"], add_special_tokens=True)[0]
+    assert changed.missing_end(text) == changed.missing_start(text) == []
+    assert text == [
+        TURN_START,
+        *backend.encode("hello there", add_special_tokens=False).ids,
+        TURN_END,
+    ]
+    offsets = changed.backend.encode("hello there", add_special_tokens=True).offsets
+    assert offsets[1:-1] == backend.encode("hello there", add_special_tokens=True).offsets[1:-1]

@@ -14,7 +14,7 @@ from transformers.trainer_utils import SchedulerType
 from paceline.config.derive import derive, optimizer_bytes_per_element
 from paceline.config.packages import check_optimizer_package
 from paceline.config.schema import Config
-from paceline.config.schema.schedules import ARGUMENTS
+from paceline.config.schema.schedules import ARGUMENTS, LENGTH
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
@@ -96,6 +96,31 @@ def test_learning_rate_matches_transformers_at_every_step(
         assert {group["lr"] for group in actual.optimizer.param_groups} == {actual.set_step(step)}
 
 
+@pytest.mark.parametrize("kind", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
+def test_schedule_with_a_length_of_its_own(kind: str) -> None:
+    """It ends before the run, or is not at its end after it; then the rate is constant."""
+    shorter = make_schedule(kind, {}, steps=12)
+    actual = make_schedule(kind, {"num_training_steps": 12})
+    expected = [shorter.set_step(min(step, 12)) for step in range(20)]
+    assert [actual.set_step(step) for step in range(20)] == expected
+    assert expected[-1] == pytest.approx(1e-7 if kind == "polynomial" else 0)
+    long = make_schedule(kind, {"num_training_steps": 40})
+    expected = [make_schedule(kind, {}, steps=40).set_step(step) for step in range(20)]
+    assert [long.set_step(step) for step in range(20)] == expected
+
+
+def test_linear_schedule_with_a_length_is_that_of_deepspeed() -> None:
+    lr_schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    _, optimizer = make_optimizer(TrainArgs())
+    reference = lr_schedules.WarmupDecayLR(
+        optimizer, 12, warmup_max_lr=1e-3, warmup_num_steps=4, warmup_type="linear"
+    )
+    schedule = make_schedule("linear", {"num_training_steps": 12})
+    for step in range(20):
+        reference.step(step)
+        assert schedule.set_step(step) == pytest.approx(reference.get_last_lr()[0], abs=1e-18)
+
+
 @pytest.mark.parametrize("kind", ["cosine_with_min_lr", "warmup_stable_decay"])
 def test_schedules_have_defaults_for_required_arguments(kind: str) -> None:
     actual = make_schedule(kind, {})
@@ -109,7 +134,7 @@ def test_arguments_of_schedules_are_those_of_transformers(kind: str) -> None:
     schedule = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(kind)]
     accepted = set(inspect.signature(schedule).parameters)
     accepted -= {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
-    assert set(ARGUMENTS[kind]) == accepted
+    assert set(ARGUMENTS[kind]) - {LENGTH} == accepted
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -52,6 +52,7 @@ def check_model(config: Config, layout: ParallelLayout) -> list[Notice]:
 
 def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
     from paceline.models.checks.step import check_adapted_step
+    from paceline.models.classifiers.texts import any_text_classifier
     from paceline.models.language import language_model_on_meta
     from paceline.models.notices import model_notices
     from paceline.models.positions import check_length
@@ -59,13 +60,7 @@ def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
     from paceline.models.transforms.parameters import parameter_settings
     from paceline.parallel.registry import check_model_on_mesh
 
-    kind = None
-    if config.task in ("classify", "reward"):
-        from paceline.models.classifiers.texts import REWARD_SETTINGS
-        from paceline.models.kinds import text_classifier
-
-        kind = text_classifier(REWARD_SETTINGS, has_new_head=True)  # any classes: the data has them
-    model: Any = language_model_on_meta(config, kind=kind)
+    model: Any = language_model_on_meta(config, kind=any_text_classifier(config))
     check_length(config, model.config.to_dict())
     parameter_settings(model, config, 0.0)
     reduce_activations(model, config)

@@ -30,6 +30,8 @@ _LANGUAGE_KEYS = (
     "tokenizer",
     "new_special_tokens",
     "new_tokens",
+    "eos_token",
+    "bos_token",
     "format",
     "system",
     "chat_template",

@@ -29,7 +29,7 @@ from paceline.data.order.build import SourceSize
 from paceline.data.sources.resolve import check_hub_sources
 from paceline.data.streaming.choice import try_stream
 from paceline.data.text.prepare import PreparedTokens, TextTask, prepare_tokens
-from paceline.data.text.templates import final_token, save_template
+from paceline.data.text.templates import end_tokens, save_template
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
 from paceline.data.text.tokenizer import load_tokenizer
 from paceline.models import attention, language
@@ -315,10 +315,8 @@ class LanguageTask(Task):
     def _stop_tokens(self, folder: Path) -> list[int]:
         """Return the tokens that the model was trained to end its answers with."""
         tokenizer = load_tokenizer(folder, self.config.trust_remote_code)
-        ends = [tokenizer.eos_token_id]
-        if self.config.task != "pretrain":
-            ends.append(final_token(self.config, tokenizer))
-        return [end for end in ends if end is not None]
+        ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        return ends if self.config.task == "pretrain" else ends + end_tokens(self.config, tokenizer)
 
 
 def _prepared_stream(config: Config, stream: PreparedStream) -> Prepared:

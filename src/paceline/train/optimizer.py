@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from paceline.config.derive import ResolvedValues
+from paceline.config.schema.schedules import LENGTH
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.formatting import counted
 from paceline.models.shape.record import QUANTIZED_BLOCK, QUANTIZED_MINIMUM, OptimizerMemory
@@ -152,12 +153,16 @@ class Schedule:
         self.optimizer = optimizer
         self.learning_rate = derived.learning_rate
         self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        arguments = _schedule_arguments(args, derived)
+        num_steps = int(arguments.pop(LENGTH, derived.steps))
+        #: Step from which the rate is constant: a cosine would rise again.
+        self.end = max(num_steps, derived.warmup_steps)
         self.inner = get_scheduler(
             "constant" if args.optim == "schedule_free_adamw" else args.lr_scheduler_type,
             optimizer,
             num_warmup_steps=derived.warmup_steps,
-            num_training_steps=derived.steps,
-            scheduler_specific_kwargs=_schedule_arguments(args, derived),
+            num_training_steps=num_steps,
+            scheduler_specific_kwargs=arguments,
         )
         #: Steps of the linear warm-up of schedule-free training, which begins above zero.
         self.warmup_steps = derived.warmup_steps if args.optim == "schedule_free_adamw" else 0
@@ -169,7 +174,7 @@ class Schedule:
         for group, base, factor in zip(
             self.optimizer.param_groups, self.base_rates, self.inner.lr_lambdas, strict=True
         ):
-            scale = factor(step) * min(1.0, (step + 1) / max(1, self.warmup_steps))
+            scale = factor(min(step, self.end)) * min(1.0, (step + 1) / max(1, self.warmup_steps))
             rate = self.learning_rate * scale
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(base * scale)

@@ -91,9 +91,10 @@ class Merge:
         if entry.value is None and target in KEYS and not takes_none(KEYS[target]):
             self._add_empty(entry, target)
             return
-        shared = alias_tables().shared.get(target)
-        if shared is None and (self.foreign or (entry.token and target in _COMMAND_LINE_FORMS)):
-            shared = alias_tables().shared_if_foreign.get(target)
+        tables = alias_tables()
+        shared = tables.shared.get(target)
+        if self.foreign or (entry.token and target in _COMMAND_LINE_FORMS):
+            shared = tables.shared_if_foreign.get(target, shared)
         if shared is not None and entry.value is not None:
             binding.alias = shared
             self._convert(binding, shared)

@@ -335,10 +335,16 @@ def tokens(target: str) -> Convert:
 
 
 def special_tokens(value: Any) -> Conversion:
-    """Convert axolotl's `special_tokens`, of which `additional_special_tokens` are new ones."""
+    """Convert axolotl's `special_tokens`, which are added to the tokenizer if it does not have
+    them."""
     named = {key: token for key, token in value.items() if token} if isinstance(value, dict) else {}
-    added = named.pop("additional_special_tokens", None)
-    sets: dict[str, YamlValue] = {} if added is None else {"new_special_tokens": as_names(added)}
+    new = as_names(named.pop("additional_special_tokens", []))
+    sets: dict[str, YamlValue] = {
+        key: str(named.pop(key)) for key in ("eos_token", "bos_token") if key in named
+    }
+    new += [str(token) for token in sets.values() if token not in new]
+    if new:
+        sets["new_special_tokens"] = new
     if not named:
         return Conversion(sets)
     return warning(f"{quoted_names(named)} in it: the tokenizer keeps its own", sets)

@@ -43,6 +43,16 @@ class Config(Section):
         default_factory=list,
         description="Tokens to add to the vocabulary that are text like any other.",
     )
+    eos_token: Text | None = Field(
+        None,
+        description=(
+            "Token that ends texts and answers, which is saved in the tokenizer and among the"
+            " model's stop tokens. Default: the tokenizer's."
+        ),
+    )
+    bos_token: Text | None = Field(
+        None, description="Token that begins texts. Default: the tokenizer's."
+    )
     task: Text = Field(
         "sft",
         description=(
@@ -318,6 +328,11 @@ class Config(Section):
     def adds_tokens(self) -> bool:
         """Whether tokens are added to the vocabulary."""
         return bool(self.new_tokens or self.new_special_tokens)
+
+    @property
+    def changes_tokenizer(self) -> bool:
+        """Whether tokens are added to the tokenizer, or one of its special tokens is another."""
+        return self.adds_tokens or self.eos_token is not None or self.bos_token is not None
 
     def _check_preference(self) -> None:
         names = self.preference.loss_type

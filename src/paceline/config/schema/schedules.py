@@ -37,13 +37,21 @@ class _Argument:
 
 _RATE, _SHARE, _COUNT = _Argument(), _Argument(maximum=1), _Argument(minimum=1, is_whole=True)
 _SHAPE = _Argument(names=("linear", "cosine", "1-sqrt"))
+#: The step at which a schedule ends, by default the last one of the run. The learning rate is then
+#: constant.
+LENGTH = "num_training_steps"
 #: ``train_args.lr_scheduler_type`` → its arguments.
 ARGUMENTS: dict[str, dict[str, _Argument]] = {
-    "linear": {},
-    "cosine": {"num_cycles": _RATE},
-    "cosine_with_restarts": {"num_cycles": _COUNT},
-    "cosine_with_min_lr": {"num_cycles": _RATE, "min_lr": _RATE, "min_lr_rate": _SHARE},
-    "polynomial": {"lr_end": _RATE, "power": _RATE},
+    "linear": {LENGTH: _COUNT},
+    "cosine": {"num_cycles": _RATE, LENGTH: _COUNT},
+    "cosine_with_restarts": {"num_cycles": _COUNT, LENGTH: _COUNT},
+    "cosine_with_min_lr": {
+        "num_cycles": _RATE,
+        "min_lr": _RATE,
+        "min_lr_rate": _SHARE,
+        LENGTH: _COUNT,
+    },
+    "polynomial": {"lr_end": _RATE, "power": _RATE, LENGTH: _COUNT},
     "constant": {},
     "constant_with_warmup": {},
     "inverse_sqrt": {"timescale": _COUNT},

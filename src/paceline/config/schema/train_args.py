@@ -77,7 +77,9 @@ class TrainArgs(Section):
     )
     lr_scheduler_kwargs: ScheduleArguments = Field(
         default_factory=dict,
-        description="Additional arguments of the schedule, e.g. `{min_lr: 1e-6}`.",
+        description=(
+            "Arguments of the schedule, e.g. `{min_lr: 1e-6}`; `num_training_steps`: its length."
+        ),
     )
     optim: OptimizerName = Field(
         "adamw",

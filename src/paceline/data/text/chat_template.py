@@ -281,13 +281,23 @@ class ChatTemplate:
                 end = len(body)
         return None if end is None else (start, self._turn_ends.end_of(full, start, end))
 
+    def end_tokens(self) -> list[str]:
+        """Return the special tokens with loss that end answers: the first one after the content of
+        each answer."""
+        for chat in (_probe(), _probe()[:2]):
+            try:
+                rendered = self.render_with_spans(chat)
+            except TemplateRefused:  # a template of one answer
+                continue
+            turns = [rendered.text[start:end] for start, end in rendered.spans]
+            return sorted(set(map(self._turn_ends.end_token_of, turns)) - {""})
+        return []
+
     @cached_property
     def _turn_ends(self) -> TurnEnds:
-        roles = ("user", "assistant") * (len(PROBE) // 2)
-        chat: list[Message] = [
-            {"role": role, "content": text} for role, text in zip(roles, PROBE, strict=True)
-        ]
-        probe, question = self._try(chat, False, None) or "", self._try(chat[:1], False, None) or ""
+        chat = _probe()
+        texts = (self._try(chat[:length], False, None) for length in (len(chat), 2))
+        probe, question = next(filter(None, texts), ""), self._try(chat[:1], False, None) or ""
         header = (self._try(chat[:1], True, None) or "").removeprefix(question)
         tokens = tokens_in(self._control_tokens, self._source, probe)
         return TurnEnds(tokens, probe, header)
@@ -333,6 +343,11 @@ class ChatTemplate:
             tail = upto[upto.rfind(piece) + len(piece) :].rstrip() if upto and piece in upto else ""
             return at, end + len(tail) if tail and full.startswith(tail, end) else end
         return None
+
+
+def _probe() -> list[Message]:
+    roles = ("user", "assistant") * (len(PROBE) // 2)
+    return [{"role": role, "content": text} for role, text in zip(roles, PROBE, strict=True)]
 
 
 def _trimmed(full: str, start: int, end: int, content: str) -> int:

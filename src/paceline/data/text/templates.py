@@ -459,17 +459,13 @@ def save_template(config: Config, folder: Path) -> None:
         (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
 
 
-def final_token(config: Config, tokenizer: LoadedTokenizer) -> int | None:
-    """Return the special token that the chat template in use writes after the last answer of a
-    chat, which a trained model ends its answers with; None if there is none."""
+def end_tokens(config: Config, tokenizer: LoadedTokenizer) -> list[int]:
+    """Return the token ids that a model trained with the chat template in use ends its answers
+    with, sorted."""
     source, _ = template_choice(config).choose(tokenizer)
     if source is None:
-        return None
-    chat = _PROBES[0]
-    try:
-        text = ChatTemplate(source, tokenizer.special_tokens).render(chat)
-    except TemplateRefused:
-        return None
-    _, separator, tail = text.rpartition(chat[-1]["content"])
-    ids = tokenizer.encode_batch([tail], add_special_tokens=False)[0] if separator else []
-    return next((token for token in ids if token in tokenizer.special_ids), None)
+        return []
+    control = tokenizer.control_tokens
+    template = ChatTemplate(source, tokenizer.special_tokens, control_tokens=control)
+    ids = tokenizer.encode_batch(template.end_tokens(), add_special_tokens=False)
+    return sorted(tokens[0] for tokens in ids if len(tokens) == 1)

@@ -138,6 +138,12 @@ class TokenDataset:
             write_json_atomic(file, largest)
         return largest
 
+    def largest_label(self) -> int:
+        """Return the largest token id with loss."""
+        has_loss = np.array(self._mask)
+        has_loss[self._starts[self.lengths > 0]] = False
+        return int(self._tokens[has_loss].max(initial=0))
+
     def subset(self, indices: Any) -> TokenDataset:
         """Return the samples at ``indices`` as a dataset over the same files."""
         chosen = np.asarray(indices, dtype=np.int64)

@@ -327,7 +327,7 @@ def _loaded(backend: Any, python: Any, special: dict[str, str], template: Any) -
         look_up = python.convert_tokens_to_ids
         size = len(python)
         special_ids = set(python.all_special_ids)
-    start, end = _added_ids(backend, python)
+    start, end = added_ids(backend, python)
     eos = look_up(special["eos_token"]) if "eos_token" in special else None
     pad = look_up(special["pad_token"]) if "pad_token" in special else None
     return LoadedTokenizer(
@@ -348,7 +348,7 @@ def _loaded(backend: Any, python: Any, special: dict[str, str], template: Any) -
 _PROBES = ("a", "the", "0", "一")
 
 
-def _added_ids(backend: Any, python: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def added_ids(backend: Any, python: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the special tokens that a tokenizer adds before and after a text."""
     for probe in _PROBES:
         if backend is not None:

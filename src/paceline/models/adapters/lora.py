@@ -27,7 +27,7 @@ from paceline.models.adapters.targets import (
     target_names,
 )
 from paceline.models.kinds import frozen_parts
-from paceline.models.transforms.new_tokens import embedding_names, has_tied_head
+from paceline.models.transforms.new_tokens import added_tokens, embedding_names, has_tied_head
 
 Notice = tuple[str, str]
 
@@ -157,7 +157,7 @@ def _peft_config(model: Any, config: Config) -> Any:
         left_out = [*bypassed_modules(model), *special_linear_modules(model)]
     excluded = [pattern_of(left_out)] if left_out else []
     excluded += [rf"(?:.*\.)?{part}\..*" for part in frozen_parts(config)]
-    embeddings = embedding_names(model) if config.adds_tokens else []
+    embeddings = embedding_names(model) if added_tokens(config) is not None else []
     shared: dict[str, Any] = {
         "r": lora.rank,
         "modules_to_save": [*lora.modules_to_save, *embeddings] or None,
@@ -238,7 +238,7 @@ def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
     """Return notices about dropout that cannot be applied and modules without an adapter."""
     lora = config.lora
     notices: list[Notice] = []
-    if config.adds_tokens and lora.adapter is None:
+    if lora.adapter is None and added_tokens(config) is not None:
         names = short_names(embedding_names(adapted.get_base_model()))
         text = f"LoRA: tokens are added, so these are trained in full and saved: {names}"
         notices.append(("info", text))

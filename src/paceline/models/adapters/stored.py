@@ -6,7 +6,6 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
-from paceline.models.adapters.targets import target_names
 from paceline.models.hub_configs import cached_file
 
 _FILE = "adapter_model.safetensors"
@@ -33,11 +32,9 @@ def check_stored_adapter(adapted: Any, folder: str, key: str) -> None:
         if cached is None:
             return
         file = Path(cached)
-    stored = _stored_shapes(file)
+    stored = _loaded_shapes(adapted, _stored_shapes(file))
     state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if any(".experts." in name for name in stored) or not _names_fit(adapted):
-        return  # peft renames and stacks the weights of experts
     _compare(stored, expected, key)
 
 
@@ -48,11 +45,19 @@ def _stored_shapes(file: Path) -> dict[str, Shape]:
         return {name: tuple(content.get_slice(name).get_shape()) for name in content.keys()}  # noqa: SIM118
 
 
-def _names_fit(adapted: Any) -> bool:
-    """Return whether the names of adapters in files are those of the model's modules."""
-    base = adapted.get_base_model()
-    linear = set(target_names(base))
-    return not linear - {name.rpartition(".")[2] for name, _ in base.named_modules()}
+def _loaded_shapes(adapted: Any, stored: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the names and shapes that peft gives the tensors of a file when it loads them: it
+    stacks the adapters of single experts, as files of older versions have them."""
+    import torch
+    from peft.utils.transformers_weight_conversion import (
+        convert_peft_adapter_state_dict_for_transformers,
+    )
+
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in stored.items()}
+    loaded = convert_peft_adapter_state_dict_for_transformers(
+        adapted, adapted.peft_config[adapted.active_adapter], tensors, adapted.active_adapter
+    )
+    return {name: tuple(tensor.shape) for name, tensor in loaded.items()}
 
 
 def _compare(stored: Mapping[str, Shape], expected: Mapping[str, Shape], key: str) -> None:

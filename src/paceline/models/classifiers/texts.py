@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.config.schema import Config
 from paceline.models.blocks import base_model
 from paceline.models.builtin import config_numbers
-from paceline.models.kinds import HeadSettings, is_text_classifier, text_classifier
+from paceline.models.kinds import HeadSettings, ModelKind, is_text_classifier, text_classifier
 from paceline.models.language import load_language_model
 
 if TYPE_CHECKING:
@@ -21,6 +21,14 @@ REWARD_SETTINGS: HeadSettings = {
     "problem_type": None,
 }
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
+
+
+def any_text_classifier(config: Config) -> ModelKind | None:
+    """Return the kind of the model of a task that classifies texts, with any classes: the data have
+    them. None for another task."""
+    if config.task not in ("classify", "reward"):
+        return None
+    return text_classifier(REWARD_SETTINGS, has_new_head=True)
 
 
 def known_classes(model: str) -> list[str]:

@@ -21,6 +21,7 @@ from paceline.models.blocks import (
     hidden_matrices,
     tied_names,
 )
+from paceline.models.shape.layer_uses import trace_layer_uses
 from paceline.models.shape.record import ModelShape, OptimizerMemory, TensorShape
 from paceline.models.shape.trace import on_meta, trace_model
 from paceline.models.tensor_plan.plan import find_tensor_plan
@@ -40,6 +41,7 @@ def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> Mod
     """Return the shape of the model that the task built, before the strategy sets it up."""
     args = config.train_args
     ends = find_ends(model)
+    plan = _tensor_plan(model, config)
     return ModelShape(
         parameters=tuple(
             TensorShape(
@@ -60,10 +62,11 @@ def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> Mod
         blocks=tuple(name for name, _ in find_blocks(model)),
         embedding=ends.embedding,
         head=ends.head,
-        tensor_plan=_tensor_plan(model, config),
+        tensor_plan=plan,
         aliases=tied_names(model),
         block_output_elements=_block_outputs(model, probe),
         phases=_phases(model, probe),
+        layer_uses=trace_layer_uses(model, plan) if plan and on_meta(model) else None,
     )
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -81,6 +81,21 @@ class OptimizerMemory:
         return not self.quantizes_whole_blocks or numel % QUANTIZED_BLOCK == 0
 
 
+class LayerUse(NamedTuple):
+    """A use of a layer in a forward pass.
+
+    Args:
+        needs_gradient: whether backward computes the gradient of the layer's input; of a projection
+            to latent features, of its output.
+        shares_input: whether the column layer before has the same input.
+        is_repeated: whether a recomputation of the block needs the layer's output.
+    """
+
+    needs_gradient: bool = True
+    shares_input: bool = False
+    is_repeated: bool = True
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The tensors of a model. A weight with several names is listed once, under the first.
@@ -100,6 +115,8 @@ class ModelShape:
             sample); empty if unknown.
         phases: parameter outside the blocks → when a forward pass uses it ("before" or "after" the
             blocks); None if the model was not traced.
+        layer_uses: module of ``tensor_plan``, or matrix of an adapter of it → its uses in a forward
+            pass; None if the model was not traced.
     """
 
     parameters: tuple[TensorShape, ...]
@@ -113,6 +130,7 @@ class ModelShape:
     aliases: Mapping[str, str] = field(default_factory=dict)
     block_output_elements: tuple[float, ...] = ()
     phases: Mapping[str, tuple[str, ...]] | None = None
+    layer_uses: Mapping[str, tuple[LayerUse, ...]] | None = None
 
     @cached_property
     def _results(self) -> dict[Hashable, Any]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.text.new_tokens import config_tokenizer, read_new_tokens
+from paceline.data.text.new_tokens import NewTokens, config_tokenizer, read_new_tokens
 from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.weights import convert_weights, unmark_files
@@ -24,10 +24,8 @@ def add_token_embeddings(model: Any, config: Config) -> None:
     The embeddings are enlarged only if they have no rows for these tokens. With adapters, they then
     have as many rows as the tokenizer has tokens, which is what peft expects.
     """
-    if not config.adds_tokens:
-        return
-    added = read_new_tokens(config_tokenizer(config, resolve_model))
-    if not added.ids:
+    added = added_tokens(config)
+    if added is None:
         return
     convert_weights(_weights(model))
     num_rows = int(model.get_input_embeddings().weight.shape[0])
@@ -45,6 +43,14 @@ def add_token_embeddings(model: Any, config: Config) -> None:
                 weight[new_rows] = mean.to(weight.dtype)
 
 
+def added_tokens(config: Config) -> NewTokens | None:
+    """Return the tokens that the config adds, or None if the tokenizer has all of them."""
+    if not config.adds_tokens:
+        return None
+    added = read_new_tokens(config_tokenizer(config, resolve_model))
+    return added if added.ids else None
+
+
 def embedding_names(model: Any) -> list[str]:
     """Return the names of the modules of :func:`_tables`, which have a weight each."""
     names = {id(module): name for name, module in model.named_modules()}
@@ -58,7 +64,7 @@ def has_tied_head(model: Any) -> bool:
 
 def check_token_embeddings(model: nn.Module, config: Config) -> None:
     """Raise ConfigError if tokens are added and their embeddings are frozen."""
-    if not config.adds_tokens:
+    if added_tokens(config) is None:
         return
     trained = {id(weight) for weight in model.parameters() if weight.requires_grad}
     if any(id(weight) not in trained for weight in _weights(base_model(model))):

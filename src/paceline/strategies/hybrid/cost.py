@@ -9,7 +9,7 @@ from paceline.config.schema import Config
 from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.activations import NO_ACTIVATIONS, Activations, trained_matrices
-from paceline.models.shape.record import ModelShape, TensorShape, modules_around
+from paceline.models.shape.record import LayerUse, ModelShape, TensorShape, modules_around
 from paceline.models.tensor_plan.style import (
     COLUMN,
     COLUMN_GATHERED,
@@ -201,27 +201,28 @@ def _tensor_traffic(
         traffic[collective] += sent_bytes(count * element_bytes, size)
 
     for layer in layers:
-        forwards = 1 + recomputed * (not layer.ends_block)
+        forwards = 1 + recomputed * layer.is_repeated
         if sequence:
             if layer.kind == COLUMN:
                 add("all_gather", padded * layer.width * forwards)
-                add("reduce_scatter", padded * layer.width * layer.reached)
+                add("reduce_scatter", padded * layer.width * layer.needs_gradient)
             elif layer.kind == ROW or layer.kind == _DOWN:
                 add("reduce_scatter", padded * layer.width * forwards)
                 add("all_gather", padded * layer.width)
         elif layer.kind in (COLUMN, COLUMN_GATHERED, LATENT):
-            add("all_reduce", tokens * layer.width * layer.reached)
+            add("all_reduce", tokens * layer.width * layer.needs_gradient)
         elif layer.kind == EXPERTS:
             # the output; the gradients of the input and of the weights of each token's experts
-            add("all_reduce", tokens * (layer.width * forwards + layer.width * layer.reached))
+            add("all_reduce", tokens * layer.width * (forwards + layer.needs_gradient))
             traffic["all_reduce"] += all_reduce_bytes(tokens * layer.gathered * outer_bytes, size)
         elif layer.kind in (ROW, ROW_SPLIT, _DOWN):
             add("all_reduce", tokens * layer.width * forwards)
         elif layer.kind == _UP:
             add("all_reduce", tokens * layer.width)
-        if layer.gathered and layer.kind != EXPERTS:
-            passes = forwards if layer.kind == COLUMN_GATHERED else layer.reached
-            add("all_gather", tokens * layer.gathered * passes)
+        elif layer.kind == _GATHER:
+            add("all_gather", tokens * layer.width * forwards)
+        if layer.kind in (ROW_SPLIT, _DOWN):
+            add("all_gather", tokens * layer.gathered * layer.needs_gradient)
     partial = part.memoize(("partial", sequence), lambda: _partial_bytes(stage, part, sequence))
     shared = stage.memoize(("shared", size), lambda: _shared_bytes(stage, size))
     traffic["all_reduce"] += all_reduce_bytes(
@@ -236,76 +237,111 @@ def _tensor_traffic(
     return {collective: size_bytes for collective, size_bytes in traffic.items() if size_bytes}
 
 
-#: LoRA's second matrix beside a column layer, and its first beside a row layer.
-_UP, _DOWN = "lora_B", "lora_A"
+#: LoRA's second matrix beside a column layer, and its first beside a row layer; the output of a
+#: column layer that all ranks have in full.
+_UP, _DOWN, _GATHER = "lora_B", "lora_A", "gather"
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Layers that share a collective.
+    """A use of layers that share a collective.
 
     Args:
-        kind: the kind of their style, or ``_UP`` or ``_DOWN``.
+        kind: the kind of their style, or ``_UP``, ``_DOWN`` or ``_GATHER``.
         width: features that the collective communicates.
-        reached: whether backward computes the gradient of their input.
-        ends_block: whether no recomputation needs their output.
-        gathered: features that are gathered in addition.
+        needs_gradient, is_repeated: see :class:`~paceline.models.shape.record.LayerUse`.
+        gathered: features whose gradient is gathered; of experts, the number of experts per token.
     """
 
     kind: str
     width: int
-    reached: bool = True
-    ends_block: bool = False
+    needs_gradient: bool = True
+    is_repeated: bool = True
     gathered: int = 0
 
 
 def _layers(stage: ModelShape, model: ModelShape) -> list[_Layer]:
-    """Return the collectives of one forward and backward, in order.
-
-    Successive column layers with the same parent and input width share a collective, and each
-    adapter has its own.
-    """
+    """Return the collectives of one forward and backward. Column layers with the same input share
+    one, and each adapter has its own."""
     shapes = {tensor.name: tensor for tensor in stage.parameters}
-    order = {tensor.name: number for number, tensor in enumerate(model.parameters)}
-    first_trained = min((order[tensor.name] for tensor in model.trained), default=len(order))
-    last_rows = _last_rows(stage)
     adapters_of = _adapters(stage)
+    uses_of = model.layer_uses
+    if uses_of is None:
+        uses_of = _likely_uses(stage, model, adapters_of)
     layers: list[_Layer] = []
-    shared: tuple[str, int] | None = None
     for name, style in stage.tensor_plan.items():
         kind, number = kind_of(style), parse_style(style).number
         weight = shapes.get(f"{name}.weight") or shapes.get(f"{name}.base_layer.weight")
-        if kind == EXPERTS:
-            experts = [tensor for key, tensor in shapes.items() if key.startswith(f"{name}.")]
-            if experts:
-                reached = first_trained < order[experts[0].name]
-                width = _expert_width(experts)
-                layers.append(_Layer(EXPERTS, width, reached, name in last_rows, number))
-                shared = None
-        elif weight is not None and kind == LATENT:
-            layers.append(_Layer(LATENT, number))
-            shared = None
+        experts = [tensor for key, tensor in shapes.items() if key.startswith(f"{name}.")]
+        if kind == EXPERTS and experts:
+            width = _expert_width(experts)
+            layers += [
+                _Layer(EXPERTS, width, use.needs_gradient, use.is_repeated, number)
+                for use in uses_of.get(name, ())
+            ]
+        elif kind == LATENT and weight is not None:
+            layers += [_Layer(LATENT, number, use.needs_gradient) for use in uses_of.get(name, ())]
         if weight is None or kind not in (COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT):
             continue
         rows, columns = reversed(weight.shape) if parse_style(style).transposed else weight.shape
         adapters = adapters_of.get(name, [])
-        if kind in (COLUMN, COLUMN_GATHERED):
-            key = (name.rpartition(".")[0], columns)
-            if key != shared:
-                layers.append(_Layer(kind, columns, first_trained < order[weight.name]))
-            shared = key
+        is_column = kind in (COLUMN, COLUMN_GATHERED)
+        for use in uses_of.get(name, ()):
+            if is_column and not use.shares_input:
+                layers.append(_Layer(kind, columns, use.needs_gradient))
+            elif not is_column:
+                gathered = columns if kind == ROW_SPLIT else 0
+                layers.append(_Layer(kind, rows, use.needs_gradient, use.is_repeated, gathered))
             if kind == COLUMN_GATHERED:
-                layers.append(_Layer("", 0, gathered=rows))
-            ups = [matrix for matrix in adapters if ".lora_B." in matrix.name]
-            layers += [_Layer(_UP, matrix.shape[1]) for matrix in ups]
-        else:
-            shared = None
-            # the input of lora_B, which is kept for backward, is computed after the sum
-            ends = name in last_rows and not adapters
-            layers.append(_Layer(kind, rows, True, ends, columns if kind == ROW_SPLIT else 0))
-            downs = [matrix for matrix in adapters if ".lora_A." in matrix.name]
-            layers += [_Layer(_DOWN, matrix.shape[0]) for matrix in downs]
+                layers.append(_Layer(_GATHER, rows, is_repeated=use.is_repeated))
+        for matrix in adapters:
+            is_up = ".lora_B." in matrix.name
+            for use in uses_of.get(matrix.name.removesuffix(".weight"), ()):
+                if is_up and is_column:
+                    layers.append(_Layer(_UP, matrix.shape[1]))
+                    if kind == COLUMN_GATHERED:
+                        layers.append(_Layer(_GATHER, rows, is_repeated=use.is_repeated))
+                elif not is_up and not is_column:
+                    gathered = columns if kind == ROW_SPLIT else 0
+                    layers.append(
+                        _Layer(
+                            _DOWN, matrix.shape[0], use.needs_gradient, use.is_repeated, gathered
+                        )
+                    )
     return layers
+
+
+def _likely_uses(
+    stage: ModelShape, model: ModelShape, adapters_of: Mapping[str, list[TensorShape]]
+) -> dict[str, tuple[LayerUse, ...]]:
+    """Return the uses of layers if the model was not traced: each layer runs once, in the order of
+    the plan, and successive column layers with the same parent and input width share an input."""
+    shapes = {tensor.name: tensor for tensor in stage.parameters}
+    order = {tensor.name: number for number, tensor in enumerate(model.parameters)}
+    first_trained = min((order[tensor.name] for tensor in model.trained), default=len(order))
+    last_rows = _last_rows(stage)
+    uses: dict[str, LayerUse] = {}
+    shared: tuple[str, int] | None = None
+    for name, style in stage.tensor_plan.items():
+        kind, adapters = kind_of(style), adapters_of.get(name, [])
+        uses |= {matrix.name.removesuffix(".weight"): LayerUse() for matrix in adapters}
+        first = next((tensor for key, tensor in shapes.items() if key.startswith(f"{name}.")), None)
+        if first is None:
+            continue
+        is_reached = first_trained < order[first.name]
+        if kind in (COLUMN, COLUMN_GATHERED):
+            is_transposed = parse_style(style).transposed
+            key = (name.rpartition(".")[0], first.shape[0 if is_transposed else -1])
+            uses[name] = LayerUse(is_reached, shares_input=key == shared)
+            shared = key
+        elif kind == LATENT:
+            uses[name], shared = LayerUse(), None
+        else:
+            # the input of lora_B, which is kept for backward, is computed after the sum
+            ends_block = name in last_rows and not adapters
+            needs_gradient = is_reached or kind != EXPERTS
+            uses[name], shared = LayerUse(needs_gradient, is_repeated=not ends_block), None
+    return {name: (use,) for name, use in uses.items()}
 
 
 def _expert_width(weights: list[TensorShape]) -> int:

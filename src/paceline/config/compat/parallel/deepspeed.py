@@ -2,6 +2,7 @@
 settings."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from paceline.config.compat.binding import KeyBinding
 from paceline.config.compat.conversion import Notice, UnsupportedValue
 from paceline.config.compat.merge import RESET, Assignment, Merge, SourceLine
 from paceline.config.compat.parallel.deepspeed_json import (
+    SCHEDULE_LENGTH,
     DeepSpeedJson,
     Setting,
     interpret,
@@ -22,6 +24,7 @@ from paceline.config.modes import read_mode, stage_settings
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError
 
+_SCHEDULE = "train_args.lr_scheduler_type"
 _PRECISION = {"train_args.bf16": BF16, "train_args.fp16": FP16}
 #: Accelerate's keys that have no effect here.
 _ACCELERATE_DEEPSPEED = (
@@ -223,8 +226,14 @@ def read_native_json(keys: StrategyKeys) -> None:
 
 
 def json_notices(merge: Merge) -> list[Notice]:
-    """Return a warning for each value of a DeepSpeed JSON that the config overrides."""
+    """Return a warning for each value of a DeepSpeed JSON that the config overrides. The length of
+    its schedule has no effect on another schedule."""
     notices = []
+    length, kind = merge.winners.get(SCHEDULE_LENGTH), merge.winners.get(_SCHEDULE)
+    if length and kind and length.entry.layer == BELOW_FILE and kind.entry.layer != BELOW_FILE:
+        merge.winners[SCHEDULE_LENGTH] = replace(length, value=RESET, entry=kind.entry)
+        value = f"`{length.entry.key}: {short(length.value)}` ({length.entry.source})"
+        notices.append(("warning", f"{value} has no effect with {kind.entry.shown()}"))
     for assigned in merge.below_file:
         winner, entry = merge.winners.get(assigned.target), assigned.entry
         if winner is None or winner.value in (RESET, assigned.value):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.compat.conversion import read_table
+from paceline.config.schema.schedules import LENGTH
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError, did_you_mean
 
@@ -73,6 +74,8 @@ _SCHEDULERS = {
     "warmupdecaylr": "linear",
     "warmupcosinelr": "cosine",
 }
+_WITH_END = ("warmupdecaylr", "warmupcosinelr")
+SCHEDULE_LENGTH = f"train_args.lr_scheduler_kwargs.{LENGTH}"
 
 
 @dataclass(frozen=True)
@@ -231,6 +234,12 @@ class DeepSpeedJson:
     def _scheduler(self, section: dict[str, YamlValue]) -> None:
         """Read the type. A schedule that Paceline does not have takes its other settings along."""
         kind = str(section.get("type", "auto"))
+        name, length = "scheduler.params.total_num_steps", _params(section).get("total_num_steps")
+        if kind.lower() in _WITH_END and not is_off(length):
+            self._check_type(name, length, int)
+            self._set(name, length, SCHEDULE_LENGTH)
+        elif not is_off(length):
+            self._ignore(name, "only WarmupDecayLR and WarmupCosineLR have an end")
         if kind == "auto":
             return
         if kind.lower() not in _SCHEDULERS:

@@ -22,7 +22,8 @@ class TurnEnds:
 
     Args:
         tokens: special tokens in the template or in the rendered probe.
-        probe: the rendered probe; empty if the template refuses it.
+        probe: the rendered probe, or its first answer if the template accepts only one; empty if
+            it refuses both.
         header: the generation prompt: how an answer begins.
     """
 
@@ -48,6 +49,12 @@ class TurnEnds:
         if match[1] == token or begins_turn or not text[match.end() :].strip():
             return match.end()
         return end
+
+    def end_token_of(self, turn: str) -> str:
+        """Return the first token after the content of a turn of the probe; empty if there is
+        none."""
+        tails = (turn.partition(answer)[2] for answer in PROBE[1::2] if answer in turn)
+        return next((token for tail in tails for token in self._tokens_of(tail)), "")
 
     def without_end(self, text: str) -> str:
         """Return a text without the special tokens and the white space that it ends with."""
