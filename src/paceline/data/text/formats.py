@@ -236,7 +236,8 @@ class RowConverter:
                 raise MalformedRow("no messages")
             if not isinstance(turns, list):
                 raise MalformedRow("messages are not a list")
-            sample, used = self._chat(self._read(turns), row), (key, *_SYSTEM)
+            turns, answers = self._with_answer(turns, row)
+            sample, used = self._chat(self._read(turns), row), (key, *answers, *_SYSTEM)
         self._finish(row, names, plan, sample, used)
         sample.weight = weight
         return sample
@@ -414,6 +415,21 @@ class RowConverter:
         if not isinstance(prompt, list) or not isinstance(answer, list):
             return None
         return keys.join(prompt, answer)
+
+    def _with_answer(self, turns: list[Any], row: Row) -> tuple[list[Any], tuple[str, ...]]:
+        """Return a chat that ends with a question together with its answer in another column, and
+        the names of columns with an answer. A chat that has its answer is returned as is."""
+        if self.turn_keys.role_of(turns[-1]) not in ("user", "tool"):
+            return turns, ()
+        name = next((name for name in _ANSWER if not is_missing(row.get(name))), None)
+        if name is None:
+            return turns, ()
+        answer = self.turn_keys.unpack(as_text(row[name]))
+        if isinstance(answer, str):
+            answer = [self.turn("assistant", answer)]
+        if not isinstance(answer, list):
+            answer = [answer]
+        return self.turn_keys.join(turns, answer), _ANSWER
 
     @property
     def turn_keys(self) -> TurnKeys:

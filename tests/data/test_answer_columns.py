@@ -1,0 +1,73 @@
+"""Chats that end with a question, with its answer in another column."""
+
+import json
+from typing import Any
+
+import pytest
+
+from paceline.data.preference.rows import AnswerConverter, PairConverter
+from paceline.data.sources.rows import MalformedRow
+from paceline.data.text.formats import RowConverter
+from paceline.data.text.sample import Sample
+from paceline.data.vision_language.rows import ImageRowConverter
+
+QUESTION = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+EXPECTED = [("user", "q"), ("assistant", "a")]
+
+
+def turns(sample: Sample | None) -> list[tuple[str, str]]:
+    assert sample is not None and sample.messages is not None
+    return [(message["role"], message["content"]) for message in sample.messages]
+
+
+@pytest.mark.parametrize("column", ["completion", "response", "output", "answer"])
+@pytest.mark.parametrize("answer", ["a", ANSWER, [ANSWER], json.dumps([ANSWER])])
+def test_answer_in_another_column(column: str, answer: Any) -> None:
+    converter = RowConverter("data")
+    assert turns(converter({"messages": [QUESTION], column: answer})) == EXPECTED
+    assert not converter.unused
+    shared = {"conversations": [{"from": "human", "value": "q"}], column: answer}
+    assert turns(RowConverter("data")(shared)) == EXPECTED
+    assert turns(RowConverter("data")({"messages": json.dumps([QUESTION]), column: answer})) == (
+        EXPECTED
+    )
+    assert turns(RowConverter("data", "messages")({"messages": [QUESTION], column: answer})) == (
+        EXPECTED
+    )
+    marked = AnswerConverter("data")({"messages": [QUESTION], column: answer, "label": True})
+    assert turns(marked) == EXPECTED
+
+
+def test_chat_of_several_turns_with_its_last_answer_in_another_column() -> None:
+    chat = [QUESTION, ANSWER, {"role": "user", "content": "r"}]
+    sample = RowConverter("data")({"messages": chat, "response": 7})
+    assert turns(sample) == [*EXPECTED, ("user", "r"), ("assistant", "7")]
+    assert sample.trailing_turns == 0
+    called = [QUESTION, {"role": "tool", "content": "1"}]
+    assert turns(RowConverter("data")({"messages": called, "answer": "a"})) == [
+        ("user", "q"), ("tool", "1"), ("assistant", "a"),
+    ]  # fmt: skip
+
+
+def test_rejected_answer_beside_the_answer() -> None:
+    row = {"messages": [QUESTION], "completion": "a", "rejected_response": "b"}
+    sample = PairConverter("data")(row)
+    assert turns(sample) == EXPECTED
+    assert turns(sample.rejected) == [("user", "q"), ("assistant", "b")]
+
+
+def test_images_of_a_chat_without_its_answer() -> None:
+    row = {"messages": [QUESTION], "completion": "a", "images": ["a.png"]}
+    sample = ImageRowConverter("data")(row)
+    assert len(turns(sample)) == 2 and sample.images == ("a.png",)
+
+
+def test_answers_of_complete_chats_are_not_added() -> None:
+    converter = RowConverter("data")
+    assert turns(converter({"messages": [QUESTION, ANSWER], "answer": "42"})) == EXPECTED
+    assert converter.unused["answer"] == 1
+    with pytest.raises(MalformedRow, match="no assistant turn"):
+        RowConverter("data")({"messages": [QUESTION], "answer": None})
+    with pytest.raises(MalformedRow, match="a message is not an object"):
+        RowConverter("data")({"messages": [QUESTION], "answer": ["a", "b", "c"]})
