@@ -17,7 +17,8 @@ EXPECTED = [("user", "q"), ("assistant", "a")]
 
 
 def turns(sample: Sample | None) -> list[tuple[str, str]]:
-    assert sample is not None and sample.messages is not None
+    assert sample is not None
+    assert sample.messages is not None
     return [(message["role"], message["content"]) for message in sample.messages]
 
 
@@ -60,7 +61,8 @@ def test_rejected_answer_beside_the_answer() -> None:
 def test_images_of_a_chat_without_its_answer() -> None:
     row = {"messages": [QUESTION], "completion": "a", "images": ["a.png"]}
     sample = ImageRowConverter("data")(row)
-    assert len(turns(sample)) == 2 and sample.images == ("a.png",)
+    assert len(turns(sample)) == 2
+    assert sample.images == ("a.png",)
 
 
 def test_answers_of_complete_chats_are_not_added() -> None:

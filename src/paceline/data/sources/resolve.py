@@ -19,7 +19,7 @@ from paceline.core.log import Notice
 from paceline.data.cache import fingerprint
 from paceline.data.sources import hub
 from paceline.data.sources.builtin import builtin_dataset, check_builtin_dataset
-from paceline.data.sources.folder import find_files, tables_or_texts
+from paceline.data.sources.folder import LocalFolder, find_files, tables_or_texts
 from paceline.data.sources.opening import (
     COMPRESSED_SUFFIXES,
     Position,
@@ -209,7 +209,8 @@ def open_source(spec: DatasetSource, *, validation: bool = False) -> ResolvedSou
     if path.exists() or is_pattern(name):
         check_split(spec)
     if path.is_dir():
-        files, notices = find_files(path, spec, validation)
+        names, notices = find_files(LocalFolder(path), spec, validation)
+        files = [path / name for name in names]
     elif path.exists():
         if not (is_table(path) or is_text(path)):
             raise unknown_kind(path)

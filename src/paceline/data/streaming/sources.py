@@ -14,6 +14,7 @@ from paceline.core.errors import ConfigError, NotStreamable
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.data.cache import fingerprint, key_of
+from paceline.data.sources.folder import find_files
 from paceline.data.sources.opening import (
     Take,
     data_suffix,
@@ -21,12 +22,12 @@ from paceline.data.sources.opening import (
     number_to_take,
     take_count,
 )
-from paceline.data.sources.readers import TEXT_SUFFIXES
+from paceline.data.sources.readers import TEXT_SUFFIXES, is_table
 from paceline.data.sources.resolve import ResolvedSource, is_url, open_source, unused_settings
 from paceline.data.sources.splits import check_split
 from paceline.data.streaming.line_index import HASHED_BYTES
 from paceline.data.streaming.order import StreamShuffle
-from paceline.data.streaming.remote import find_remote, identity
+from paceline.data.streaming.remote import RemoteFolder, find_remote, identity, name_of
 from paceline.data.streaming.selection import RemainingTable, SelectedTable, split_by_table
 from paceline.data.streaming.shards import Shard, ShardRows
 from paceline.data.streaming.tables import RowTable, TableRows, open_table
@@ -73,11 +74,18 @@ def _find(number: int, spec: DatasetSource) -> StreamSource:
     name, take = take_count(spec.path)
     if is_url(name):
         check_split(spec)
-        remote, locations = ResolvedSource(spec, notices=unused_settings(spec, [])), []
+        remote = ResolvedSource(spec)
+        locations, named = [], []
         for part in expand_braces(name):
-            files, notices = find_remote(part, spec)
-            locations += files
-            remote.notices += notices
+            found = find_remote(part, is_table)
+            if isinstance(found, RemoteFolder):
+                names, notices = find_files(found, spec)
+                locations += [found.url(name) for name in names]
+                remote.notices += notices
+            else:
+                locations += found
+                named += [Path(name_of(url)) for url in found]
+        remote.notices += unused_settings(spec, named) if named else []
         return StreamSource(number, remote, locations, take)
     resolved = open_source(spec)
     locations = [str(path) for path in resolved.files]
@@ -124,6 +132,12 @@ def _tables(source: StreamSource) -> list[RowTable] | None:
     for location in source.locations:
         table = None if is_url(location) else open_table(Path(location))
         if table is None:
+            if is_url(location) and has_text([location]):
+                raise ConfigError(
+                    f"`{location}` is plain text at a URL, which is not supported",
+                    allowed="tables at a URL (JSON, CSV, Parquet, Arrow, tar), or a local text",
+                    fix="copy the text to a local file",
+                )
             if has_text([location]):
                 raise NotStreamable(
                     f"`{location}` cannot be streamed: it is compressed or not UTF-8",
@@ -136,7 +150,7 @@ def _tables(source: StreamSource) -> list[RowTable] | None:
 
 def has_text(locations: Sequence[str]) -> bool:
     """Return whether some of the files are plain text."""
-    return any(data_suffix(Path(location)) in TEXT_SUFFIXES for location in locations)
+    return any(data_suffix(Path(name_of(name))) in TEXT_SUFFIXES for name in locations)
 
 
 def _take(source: StreamSource, take: Take, tables: list[RowTable], seed: int) -> list[RowTable]:
