@@ -15,8 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.data.sources.folder import DataFolder, LocalFolder
-from paceline.data.sources.opening import expand_braces
-from paceline.data.sources.resolve import is_url
+from paceline.data.sources.opening import expand_braces, is_url
 from paceline.data.sources.splits import choose_files, for_validation, split_of_file
 from paceline.data.sources.tar import TarFile, TarSample, is_tar, sample_class, tar_samples
 from paceline.data.streaming.remote import RemoteFolder, fetch, find_remote

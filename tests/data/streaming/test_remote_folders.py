@@ -13,11 +13,15 @@ import fsspec
 import pytest
 
 from paceline.config.schema import Config
+from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
 from paceline.data.image_shards import open_image_shards
 from paceline.data.images import open_images
+from paceline.data.sources.kinds import classifies_images
+from paceline.data.sources.resolve import open_source
+from paceline.data.streaming.order import StreamShuffle
 from paceline.data.streaming.remote import fetch
-from paceline.data.streaming.sources import StreamSource, find_sources
+from paceline.data.streaming.sources import StreamSource, find_sources, open_rows
 
 CARD = """---
 configs:
@@ -96,6 +100,26 @@ def test_configurations_of_a_remote_card(folder: str) -> None:
         find(folder, name="absent")
     with pytest.raises(ConfigError, match="has no split `dev`"):
         find(folder, split="dev")
+
+
+def test_urls_of_data_that_are_not_streamed(folder: str) -> None:
+    for name in (f"{folder}/data/part-0.jsonl", f"{folder}/*.jsonl", folder):
+        with pytest.raises(ConfigError, match="is a URL, which is supported only") as caught:
+            open_source(DatasetSource(path=name))
+        caught.match("copy the files to this host")
+    for name, has_images in ((f"{folder}/data/part-0.jsonl", False), (f"{folder}/shards", True)):
+        config = Config(model="builtin:qwen2-micro", dataset=name, task="classify")
+        assert classifies_images(config) == has_images
+
+
+def test_plain_text_at_a_url(folder: str) -> None:
+    source = find(f"{folder}/README.md")
+    with pytest.raises(ConfigError, match="plain text at a URL, which is not supported"):
+        open_rows(
+            [source],
+            Config(model="builtin:qwen2-micro", dataset=folder),
+            StreamShuffle(0, False, 1),
+        )
 
 
 def test_subfolder_is_a_configuration_without_a_card(folder: str) -> None:

@@ -27,6 +27,7 @@ from paceline.data.sources.opening import (
     data_suffix,
     expand_braces,
     is_pattern,
+    is_url,
     number_to_take,
     take_count,
     windows_fix,
@@ -206,6 +207,13 @@ def open_source(spec: DatasetSource, *, validation: bool = False) -> ResolvedSou
         return ResolvedSource(spec, files=files, take=take, notices=unused_settings(spec, files))
     if name.startswith(hub.MODELSCOPE_PREFIX):
         path = Path(hub.download_from_modelscope(name, "dataset"))
+    if is_url(name) and not path.exists():
+        raise ConfigError(
+            f"`{name}` is a URL, which is supported only for `dataset` of a run that streams its"
+            " data",
+            allowed="a file or a folder of this host, or a hub id",
+            fix="copy the files to this host, or for `dataset` set `streaming: true`",
+        )
     if path.exists() or is_pattern(name):
         check_split(spec)
     if path.is_dir():
@@ -238,11 +246,6 @@ def unused_settings(spec: DatasetSource, files: list[Path]) -> list[Notice]:
         text = f"{spec.path}: `split: {spec.split}` has no effect, because `dataset` names files"
         notices.append(Notice("warning", text))
     return notices
-
-
-def is_url(name: str) -> bool:
-    """Return whether a source is a URL."""
-    return "://" in name
 
 
 def is_local(name: str) -> bool:

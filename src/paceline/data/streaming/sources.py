@@ -19,11 +19,12 @@ from paceline.data.sources.opening import (
     Take,
     data_suffix,
     expand_braces,
+    is_url,
     number_to_take,
     take_count,
 )
 from paceline.data.sources.readers import TEXT_SUFFIXES, is_table
-from paceline.data.sources.resolve import ResolvedSource, is_url, open_source, unused_settings
+from paceline.data.sources.resolve import ResolvedSource, open_source, unused_settings
 from paceline.data.sources.splits import check_split
 from paceline.data.streaming.line_index import HASHED_BYTES
 from paceline.data.streaming.order import StreamShuffle
