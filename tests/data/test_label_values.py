@@ -11,8 +11,9 @@ from prepared_tokens import MODEL, PAIRS, notice_text, save
 from paceline.config.schema import Config
 from paceline.data.preference.rows import AnswerConverter, MarginConverter, PairConverter
 from paceline.data.sources.rows import MalformedRow, Unsupported
+from paceline.data.text.encoding.encoder import Encoded
 from paceline.data.text.formats import RowConverter
-from paceline.data.text.labels import LabelConverter
+from paceline.data.text.labels import LabelConverter, LabelEncoder
 from paceline.data.text.prepare import prepare_tokens
 from paceline.data.text.sample import Sample
 from paceline.models.builtin import resolve_model
@@ -94,6 +95,29 @@ def test_classes_minus_one_and_one(labels: list[Any], tmp_path: Path) -> None:
     assert targets(task) == [0, 1, 1, 0]
 
 
+def test_classes_minus_one_and_one_are_tokenized_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = LabelEncoder.__call__
+
+    def count(self: LabelEncoder, samples: list[Sample]) -> list[Encoded | str]:
+        encoded.append(len(samples))
+        return encode(self, samples)
+
+    monkeypatch.setattr(LabelEncoder, "__call__", count)
+    for labels in ([-1, 1] * 40, [1] * 40 + [-1] * 40, [0, 1, 2, 1]):
+        classify(tmp_path / "a.jsonl", labels)
+        assert sum(encoded) == len(labels)
+        encoded.clear()
+
+
+def test_minus_one_as_text_stands_for_a_missing_label_too(tmp_path: Path) -> None:
+    task = classify(tmp_path / "a.jsonl", ["0", "-1", "1", "2"])
+    assert list(task.prepared.counts.dropped.values()) == [1]
+    assert task.prepared.handle.classes == ["0", "1", "2"]
+
+
 def test_negative_labels_among_other_classes(tmp_path: Path) -> None:
     """They stand for missing labels, unless the config lists them."""
     task = classify(tmp_path / "a.jsonl", [0, -1, 1, 2])
@@ -102,6 +126,10 @@ def test_negative_labels_among_other_classes(tmp_path: Path) -> None:
     assert task.prepared.handle.classes == ["0", "1", "2"]
     task = classify(tmp_path / "a.jsonl", [0, -1, 1], classify={"labels": ["-1", "0", "1"]})
     assert (task.prepared.counts.dropped, targets(task)) == ({}, [1, 0, 2])
+    # The first label that is not -1 or 1 comes last.
+    task = classify(tmp_path / "a.jsonl", [1, -1] * 20 + [3])
+    assert list(task.prepared.counts.dropped.values()) == [20]
+    assert set(targets(task)) == {1, 3}
     task = classify(tmp_path / "a.jsonl", [-2, 1, 0, 1])
     assert targets(task) == [1, 0, 1]
     with pytest.raises(MalformedRow, match="negative label"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NotRequired, TypedDict
@@ -31,7 +32,7 @@ from paceline.data.text.encoding.chunks import (
 )
 from paceline.data.text.encoding.workers import encode_chunks, start_workers
 from paceline.data.text.formats import matching_formats
-from paceline.data.text.labels import LABEL_LISTS, NEGATIVE_LABEL
+from paceline.data.text.labels import LABEL_LISTS, SIGNED_CLASSES, have_sign_only
 from paceline.data.text.refused_rows import MEDIA
 from paceline.data.text.templates import TemplateChoice
 from paceline.data.text.token_dataset import LabelWriter, TokenWriter
@@ -89,6 +90,40 @@ def build_entry(
     Raises:
         ConfigError: no row could be used; the message explains why.
     """
+    if task == "classify" and "-1" not in config.classify.labels:
+        # Labels of -1 are a class as long as no other label than 1 occurs.
+        classify = config.classify.model_copy(update={"labels": list(SIGNED_CLASSES)})
+        signed = config.model_copy(update={"classify": classify})
+        with suppress(_OtherLabels):
+            return _build(
+                folder, sources, signed, task, tokenizer_folder, template, workers, is_signed=True
+            )
+    return _build(folder, sources, config, task, tokenizer_folder, template, workers)
+
+
+class _OtherLabels(Exception):
+    """Labels of -1 occur among others than 1, so that they stand for missing labels."""
+
+
+def _build(
+    folder: Path,
+    sources: list[ResolvedSource],
+    config: Config,
+    task: str,
+    tokenizer_folder: Path,
+    template: TemplateChoice,
+    workers: int | None,
+    *,
+    is_signed: bool = False,
+) -> EntryMeta:
+    """Tokenize ``sources``, as :func:`build_entry` describes it.
+
+    Args:
+        is_signed: whether -1 is a class of labeled texts only beside 1.
+
+    Raises:
+        _OtherLabels: the labels are signed, and there are others than -1 and 1.
+    """
     num_workers = _num_workers(sources) if workers is None else workers
     with start_workers(num_workers) as pool:
         tokenizer = load_tokenizer(tokenizer_folder, config.trust_remote_code)
@@ -113,18 +148,32 @@ def build_entry(
         )
         progress = Progress(_text_bytes(sources))
         try:
-            _write_all(encoded, results, encoder, config, writers, progress)
+            _write_all(
+                _checked(encoded) if is_signed else encoded,
+                results,
+                encoder,
+                config,
+                writers,
+                progress,
+            )
         finally:
             progress.close()
             writers.close(has_lists=encoder.facts[LABEL_LISTS] > 0)
-    if writers.labels is not None and writers.labels.labels == {1}:
-        dropped = sum(result.counts.dropped[NEGATIVE_LABEL] for result in results)
-        if dropped and "-1" not in config.classify.labels:  # the classes are -1 and 1
-            signed = config.model_copy(
-                update={"classify": config.classify.model_copy(update={"labels": ["-1", "1"]})}
-            )
-            return build_entry(folder, sources, signed, task, tokenizer_folder, template, workers)
     return _entry_meta(results, notices, writers.tokens, encoder, config, tokenizer.pad_token_id)
+
+
+def _checked(chunks: Iterable[EncodedChunk]) -> Iterator[EncodedChunk]:
+    """Yield the chunks of labeled texts.
+
+    Raises:
+        _OtherLabels: some labels are -1, and others are neither -1 nor 1.
+    """
+    labels: set[str] = set()
+    for chunk in chunks:
+        labels.update(str(label) for of_sample in chunk.labels for label in of_sample)
+        if "-1" in labels and not have_sign_only(labels):
+            raise _OtherLabels
+        yield chunk
 
 
 @dataclass

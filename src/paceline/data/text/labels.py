@@ -39,6 +39,8 @@ FORMATS = {
 LABEL_LISTS = "label_lists"
 #: Why a row is dropped whose label is a negative number: usually it stands for a missing label.
 NEGATIVE_LABEL = "negative label; `classify.labels` makes it a class if it lists it"
+#: The classes of data whose labels are -1 and 1, or only one of them.
+SIGNED_CLASSES = ("-1", "1")
 #: More classes than this are identifiers rather than classes.
 _MAX_CLASSES = 100_000
 
@@ -109,7 +111,7 @@ class LabelConverter:
         values = value if isinstance(value, list) else [value]
         labels = tuple(dict.fromkeys(map(_read_label, values)))
         for label in labels:
-            if isinstance(label, int) and label < 0 and str(label) not in self.classes:
+            if _is_negative(label) and str(label) not in self.classes:
                 raise MalformedRow(NEGATIVE_LABEL)
         return labels, isinstance(value, list)
 
@@ -230,7 +232,18 @@ class LabelEncoder:
             yield list(full["input_ids"]), list(full["token_type_ids"]), is_truncated
 
 
+def _is_negative(label: Label) -> bool:
+    text = str(label)
+    return text.startswith("-") and text[1:].isdecimal()
+
+
 # -- classes
+def have_sign_only(labels: Iterable[Label]) -> bool:
+    """Return whether all labels are -1 or 1, so that -1 is a class. Among other labels, it stands
+    for a missing label."""
+    return set(map(str, labels)) <= set(SIGNED_CLASSES)
+
+
 @dataclass(frozen=True)
 class StoredLabels:
     """The distinct labels of a cache entry, in the order of their numbers there.
