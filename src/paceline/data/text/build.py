@@ -18,6 +18,7 @@ from paceline.data.preference.dataset import PreferenceWriter
 from paceline.data.progress import Progress
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import ResolvedSource
+from paceline.data.text.columns import matching_formats
 from paceline.data.text.encoding.chunks import (
     NO_ANSWER,
     TOO_LONG,
@@ -31,7 +32,6 @@ from paceline.data.text.encoding.chunks import (
     make_setup,
 )
 from paceline.data.text.encoding.workers import encode_chunks, start_workers
-from paceline.data.text.formats import matching_formats
 from paceline.data.text.labels import LABEL_LISTS, SIGNED_CLASSES, have_sign_only
 from paceline.data.text.refused_rows import MEDIA
 from paceline.data.text.templates import TemplateChoice
@@ -43,9 +43,6 @@ from paceline.distributed.devices import cpu_cores
 #: For less text, starting worker processes takes longer than encoding.
 _PARALLEL_BYTES = 16 << 20
 _MAX_WORKERS = 32
-_COLUMNS_FIX = (
-    "map the columns: `dataset: {path: ..., columns: {prompt: YOURS, completion: YOURS}}`"
-)
 
 
 class SourceMeta(TypedDict):
@@ -348,12 +345,12 @@ def nothing_kept(
         columns = next(iter(converter.unmatched))
         shown = f"`{source.label}` ({', '.join(columns) or 'none'})"
         if converter.format == "auto":
-            what, fix = f"the columns of {shown} match no format", _COLUMNS_FIX
+            what, fix = f"the columns of {shown} match no format", converter.fix
         else:
             what = f"the columns of {shown} do not match the format `{converter.format}`"
             matches = matching_formats({key: [{}] for key in columns})
             fix = f"set `format: {matches[0]}` or remove it; " if matches else ""
-            fix += _COLUMNS_FIX
+            fix += converter.fix
         return ConfigError(what, allowed=formats, fix=fix)
     if dropped and set(dropped) <= {TOO_LONG, NO_ANSWER}:
         what = (
@@ -370,7 +367,7 @@ def nothing_kept(
     return ConfigError(
         f"no row of `{source.label}` can be used. {_drop_reasons(counts)}{refusal}",
         allowed=formats,
-        fix=f"correct the rows, or {_COLUMNS_FIX}",
+        fix=f"correct the rows, or {converter.fix}",
     )
 
 
