@@ -25,7 +25,7 @@ from paceline.data.text.columns import (
     LOSS_WEIGHT,
     chat_turns,
     check_columns,
-    columns_fix,
+    mapping_of,
 )
 from paceline.data.text.formats import RowConverter
 from paceline.data.text.messages import as_text
@@ -116,7 +116,7 @@ class PairConverter(_PreferenceConverter):
         "chosen_rejected": "chosen, rejected (and prompt, instruction, messages or conversations)",
         "rejected_response": "a row with an answer, and rejected_response or rejected_messages",
     }
-    fix: ClassVar = columns_fix("prompt", "chosen", "rejected")
+    mapping: ClassVar = mapping_of("prompt", "chosen", "rejected")
 
     @property
     def row_format(self) -> str:
@@ -326,7 +326,7 @@ class AnswerConverter(_PreferenceConverter):
         "label": "a row with an answer, and a boolean `label` (or `kto_tag`)",
         **FORMATS,
     }
-    fix: ClassVar = columns_fix("prompt", "completion", "label")
+    mapping: ClassVar = mapping_of("prompt", "completion", "label")
 
     def __call__(self, row: Any) -> Sample:
         """Convert one row.

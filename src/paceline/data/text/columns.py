@@ -1,7 +1,8 @@
 """The columns of formats: their names, the format that matches them, and the mapping of columns to
 these names."""
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from paceline.core.errors import ConfigError, did_you_mean
@@ -130,11 +131,25 @@ def check_columns(
             )
 
 
-def columns_fix(*names: str) -> str:
+def mapping_of(*names: str) -> dict[str, str]:
+    """Return the form of a mapping of columns to the expected names."""
+    return dict.fromkeys(names, "YOURS")
+
+
+def suggested_columns(names: Iterable[str]) -> dict[str, str]:
+    """Return the mapping of columns whose names differ from expected ones only in upper and lower
+    case and in white space, or nothing if fewer than two do."""
+    known = EXPECTED | {"chosen", "rejected", "label"}
+    simple = {name: re.sub(r"[\s_-]+", "_", name.strip().lower()) for name in names}
+    mapping = {short: name for name, short in simple.items() if short != name and short in known}
+    return mapping if len(mapping) > 1 or len(simple) == 1 else {}
+
+
+def columns_fix(mapping: Mapping[str, str]) -> str:
     """Return how to name the columns of a source.
 
     Args:
-        names: expected names.
+        mapping: `{expected name: name in the data}`.
     """
-    mapping = ", ".join(f"{name}: YOURS" for name in names)
-    return f"map the columns: `dataset: {{path: ..., columns: {{{mapping}}}}}`"
+    shown = ", ".join(f"{expected}: {name}" for expected, name in mapping.items())
+    return f"map the columns: `dataset: {{path: ..., columns: {{{shown}}}}}`"

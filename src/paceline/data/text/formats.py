@@ -25,8 +25,8 @@ from paceline.data.text.columns import (
     TOOLS,
     chat_turns,
     check_columns,
-    columns_fix,
     find_format,
+    mapping_of,
     matching_formats,
 )
 from paceline.data.text.messages import (
@@ -97,7 +97,7 @@ class RowConverter:
     roles: Mapping[str, str | list[str]] = field(default_factory=dict)
     template: ChatTemplate | None = None
     formats = FORMATS
-    fix = columns_fix("prompt", "completion")
+    mapping = mapping_of("prompt", "completion")
     seen: Counter[str] = field(default_factory=Counter)
     unused: Counter[str] = field(default_factory=Counter)
     unmatched: Counter[tuple[str, ...]] = field(default_factory=Counter)
@@ -127,6 +127,8 @@ class RowConverter:
             MalformedRow: the row cannot be used.
             Unsupported: the dataset needs another kind of training.
         """
+        if self.turn_keys.are_messages(row):
+            row = {"messages": row}
         if not isinstance(row, dict):
             raise MalformedRow("not an object with columns")
         weight = self.loss_weight(row)
@@ -157,6 +159,8 @@ class RowConverter:
                 if self.format == "auto"
                 else f"columns do not match `{self.format}`"
             )
+        if kind == "text" and not self.pretrain:
+            self._check_not_message(row)
         self.seen[kind] += 1
         used: tuple[str, ...]
         if kind == "text":
@@ -252,7 +256,21 @@ class RowConverter:
         for name in plan.media:
             check_column(name, row[name])
         if kind is None:
+            self._check_not_message(row)
             check_without_format(row)
+
+    def _check_not_message(self, row: Row) -> None:
+        """Reject a row that is a message.
+
+        Raises:
+            Unsupported: the row has a role and a content.
+        """
+        if self.turn_keys.are_messages([row]) and self.turn_keys.role_of(row) is not None:
+            raise Unsupported(
+                "the row is a single message and not a chat: it has a role and a content",
+                allowed="rows with a list of messages each",
+                fix='write each chat as a row: `{"messages": [{"role": …, "content": …}, …]}`',
+            )
 
     def _finish(
         self,

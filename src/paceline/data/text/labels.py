@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, is_missing
-from paceline.data.text.columns import check_columns, columns_fix
+from paceline.data.text.columns import check_columns, mapping_of
 from paceline.data.text.encoding.encoder import Encoded
 from paceline.data.text.messages import read_text
 from paceline.data.text.sample import Sample
@@ -67,7 +67,7 @@ class LabelConverter:
     classes: Collection[str] = ()
     format: str = "auto"
     formats = FORMATS
-    fix = columns_fix("text", "label")
+    mapping = mapping_of("text", "label")
     seen: Counter[str] = field(default_factory=Counter)
     unused: Counter[str] = field(default_factory=Counter)
     unmatched: Counter[tuple[str, ...]] = field(default_factory=Counter)
