@@ -44,7 +44,7 @@ def test_marks_of_answers(name: str, value: Any, mark: bool) -> None:
 
 @pytest.mark.parametrize("value", [2, -1, 0.5, "0.5", "maybe", float("nan"), None, "10"])
 def test_other_marks_are_dropped(value: Any) -> None:
-    with pytest.raises(MalformedRow, match=r"neither true nor false|does not mark its answer"):
+    with pytest.raises(MalformedRow, match=r"neither true nor false|`label` is empty"):
         AnswerConverter("data")({"prompt": "q", "completion": "a", "label": value})
 
 

@@ -240,3 +240,28 @@ def test_columns_that_the_error_for_pairs_suggests(tmp_path: Path) -> None:
         prepare_tokens(Config(model=MODEL, dataset=path), "sft", resolve_model)
     columns = "{chosen: response_j, rejected: response_k}"
     assert f"set `task: dpo` or `reward` with `columns: {columns}`" in str(caught.value)
+
+
+@pytest.mark.parametrize("empty", ["", "  ", None, [], float("nan")])
+def test_empty_answers_and_marks_are_named(tmp_path: Path, empty: Any) -> None:
+    for row, columns, reason in (
+        ({"prompt": "q", "chosen": empty, "rejected": "b"}, {}, "`chosen` is empty"),
+        ({"prompt": "q", "chosen": "a", "rejected": empty}, {}, "`rejected` is empty"),
+        ({"prompt": "q", "good": "a", "bad": empty}, {"chosen": "good", "rejected": "bad"},
+         "`bad` is empty"),
+        ({"prompt": "q", "chosen_response": empty, "rejected_response": empty}, {},
+         "`chosen_response` is empty"),
+        ({"prompt": "q", "completion": "a", "rejected_response": empty}, {},
+         "`rejected_response` is empty"),
+    ):  # fmt: skip
+        converter = PairConverter("data", columns=columns)
+        with pytest.raises(MalformedRow, match=reason):
+            converter(row)
+        assert not converter.unmatched
+    answers = AnswerConverter("data")
+    with pytest.raises(MalformedRow, match="`label` is empty"):
+        answers({"prompt": "q", "completion": "a", "label": empty})
+    assert not answers.unmatched
+    path = save(tmp_path / "a.jsonl", [{"prompt": "q", "chosen": "a", "rejected": empty}])
+    with pytest.raises(ConfigError, match=r"no row of .* can be used. `rejected` is empty: 1"):
+        prepare_tokens(Config(model=MODEL, dataset=path), "pairs", resolve_model)

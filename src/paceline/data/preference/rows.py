@@ -10,7 +10,7 @@ preferred chat in `messages` too. A single answer is a usual row with a `label` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite, nan
@@ -108,6 +108,17 @@ class _PreferenceConverter:
         taken = set(self._names.values())
         return marks, {name: value for name, value in row.items() if name not in taken}
 
+    def _check_not_empty(self, row: Row, marks: Row, names: Sequence[str]) -> None:
+        """Raise MalformedRow if the row has columns for all of the names, and one is empty.
+
+        Args:
+            marks: the values of those that are not empty, from :meth:`_take`.
+        """
+        columns = {name: self._names[name] for name in names}
+        if all(column in row for column in columns.values()):
+            empty = [column for name, column in columns.items() if name not in marks]
+            raise MalformedRow(f"`{empty[0]}` is empty")
+
 
 class PairConverter(_PreferenceConverter):
     """Convert the rows of one source to pairs: samples with :attr:`Sample.rejected`."""
@@ -145,6 +156,8 @@ class PairConverter(_PreferenceConverter):
             chosen, rejected = rest, self._with_rejected(rest, marks)
         else:
             self._check_kind(marks, rest)
+            for names in (("chosen", "rejected"), *_PAIRS, *zip(_REJECTED, strict=True)):
+                self._check_not_empty(row, marks, names)
             self.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow("the row has no pair of answers")
         sample = _answered(self._convert.convert(chosen))
@@ -345,6 +358,8 @@ class AnswerConverter(_PreferenceConverter):
                     allowed="; ".join(self.formats.values()),
                     fix="set `task: dpo`, or divide each pair into two rows with a `label`",
                 )
+            for label in _LABELS:
+                self._check_not_empty(row, marks, (label,))
             self.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow("the row does not mark its answer as good or bad")
         value = marks[name]
