@@ -1,4 +1,4 @@
-"""Chats that end with a question, with its answer in another column."""
+"""Chats that end with a question, with its answer in another column; columns with images."""
 
 import json
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from paceline.data.preference.rows import AnswerConverter, PairConverter
-from paceline.data.sources.rows import MalformedRow
+from paceline.data.sources.rows import MalformedRow, Unsupported
 from paceline.data.text.formats import RowConverter
 from paceline.data.text.sample import Sample
-from paceline.data.vision_language.rows import ImageRowConverter
+from paceline.data.vision_language.rows import IMAGE_MARK, ImageRowConverter
 
 QUESTION = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
@@ -73,3 +73,39 @@ def test_answers_of_complete_chats_are_not_added() -> None:
         RowConverter("data")({"messages": [QUESTION], "answer": None})
     with pytest.raises(MalformedRow, match="a message is not an object"):
         RowConverter("data")({"messages": [QUESTION], "answer": ["a", "b", "c"]})
+
+
+IMAGE_PARTS = [{"type": "image"}, {"type": "text", "text": "q"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": json.dumps([{"role": "user", "content": IMAGE_PARTS}]), "completion": "a"},
+        {"messages": json.dumps([{"role": "user", "content": IMAGE_PARTS}, ANSWER])},
+        {"messages": json.dumps([{"role": "user", "content": "<image>q"}]), "answer": "a"},
+    ],
+)
+def test_images_of_chats_in_json_text(row: dict[str, Any]) -> None:
+    sample = ImageRowConverter("data")({**row, "images": ["a.png"]})
+    assert turns(sample) == [("user", f"{IMAGE_MARK}q"), ("assistant", "a")]
+    assert sample.images == ("a.png",)
+
+
+def test_list_of_messages_with_images() -> None:
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "q"}]
+    sample = ImageRowConverter("data")([{"role": "user", "content": parts}, ANSWER])
+    assert turns(sample) == [("user", f"{IMAGE_MARK}q"), ("assistant", "a")]
+
+
+@pytest.mark.parametrize("value", ["pictures/a.PNG", ["a.jpg", "b.jpg"]])
+@pytest.mark.parametrize("name", ["image_path", "img", "Photo"])
+def test_images_in_columns_of_other_names_are_not_left_out(name: str, value: Any) -> None:
+    row = {"prompt": "q", "completion": "a", name: value}
+    with pytest.raises(Unsupported, match=f"`{name}` has the path of an image") as caught:
+        ImageRowConverter("data")(row)
+    assert f"`columns: {{image: {name}}}`" in str(caught.value.fix)
+    mapped = ImageRowConverter("data", columns={"image": name})(row)
+    assert mapped.images[0] == (value if isinstance(value, str) else value[0])
+    assert not ImageRowConverter("data", ignore_columns=[name])(row).images
+    assert not ImageRowConverter("data")({**row, name: "a photo"}).images
