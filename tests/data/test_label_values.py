@@ -213,3 +213,52 @@ def test_answers_of_several_turns_may_differ() -> None:
     follow = [QUESTION, GOOD, OTHER, GOOD]
     sample = PairConverter("data")({"chosen": follow, "rejected": [QUESTION, BAD, QUESTION, BAD]})
     assert turns(sample) == ["q", "good", "other", "good"]
+
+
+# -- texts of classes
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": 7}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": CHAT},
+        {"messages": json.dumps(CHAT)},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "7"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, CHAT[1]]},
+        {"text": None, "messages": CHAT},
+        {"text": "", "sentence": "q\n7"},
+        {"text": "q\n7", "messages": None},
+    ],
+)
+def test_labeled_chats_and_texts(row: dict[str, Any]) -> None:
+    sample = LabelConverter("data")({**row, "label": 1})
+    assert (sample.text, sample.labels) == ("q\n7", (1,))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("prompt", "response"), ("question", "answer"), ("question", "passage"),
+     ("instruction", "output"), ("prompt", "completion"), ("query", "document")],
+)  # fmt: skip
+def test_labeled_pairs_of_prompts_and_answers(names: tuple[str, str]) -> None:
+    converter = LabelConverter("data")
+    assert converter({names[0]: "q", names[1]: 7, "label": "x"}).pair == ("q", "7")
+    assert not converter.unused
+    with pytest.raises(MalformedRow, match="empty text_pair"):
+        converter({names[0]: "q", names[1]: None, "label": "x"})
+    assert converter({names[0]: None, names[1]: None, "text": "t", "label": "x"}).text == "t"
+
+
+def test_label_is_the_first_column_that_is_not_empty() -> None:
+    assert LabelConverter("data")({"text": "a", "label": None, "category": "x"}).labels == ("x",)
+    with pytest.raises(MalformedRow, match="no label"):
+        LabelConverter("data")({"text": "a", "label": None})
+
+
+@pytest.mark.parametrize("labels", [[0, 0, 1], [1.0, 0.0, 1.0], [False, True, True, False]])
+def test_a_zero_or_one_for_each_class_is_refused(labels: list[Any]) -> None:
+    with pytest.raises(Unsupported, match="a 0 or 1 for each class"):
+        LabelConverter("data")({"text": "a", "labels": labels})
+    assert LabelConverter("data")({"text": "a", "labels": [0, 1]}).labels == (0, 1)
+    assert LabelConverter("data")({"text": "a", "labels": []}).labels == ()
