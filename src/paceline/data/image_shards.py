@@ -106,12 +106,12 @@ def _find_shards(name: str, validation: bool) -> tuple[list[Path], list[Notice]]
     notices: list[Notice] = []
     for pattern in expand_braces(name):
         if is_url(pattern):
-            found = find_remote(pattern, _is_shard)
-            if isinstance(found, RemoteFolder):
-                names, split_notices = _shards_of_split(found, validation)
-                found = [found.url(name) for name in names]
+            urls = find_remote(pattern, _is_shard)
+            if isinstance(folder := urls, RemoteFolder):
+                names, split_notices = _shards_of_split(folder, validation)
+                urls = [folder.url(name) for name in names]
                 notices += split_notices
-            matches = [fetch(url) for url in found]
+            matches = [fetch(url) for url in urls]
         elif (path := Path(pattern).expanduser()).is_dir():
             names, split_notices = _shards_of_split(LocalFolder(path), validation)
             matches = [path / name for name in names]

@@ -78,14 +78,14 @@ def _find(number: int, spec: DatasetSource) -> StreamSource:
         remote = ResolvedSource(spec)
         locations, named = [], []
         for part in expand_braces(name):
-            found = find_remote(part, is_table)
-            if isinstance(found, RemoteFolder):
-                names, notices = find_files(found, spec)
-                locations += [found.url(name) for name in names]
+            urls = find_remote(part, is_table)
+            if isinstance(folder := urls, RemoteFolder):
+                names, notices = find_files(folder, spec)
+                locations += [folder.url(name) for name in names]
                 remote.notices += notices
             else:
-                locations += found
-                named += [Path(name_of(url)) for url in found]
+                locations += urls
+                named += [Path(name_of(url)) for url in urls]
         remote.notices += unused_settings(spec, named) if named else []
         return StreamSource(number, remote, locations, take)
     resolved = open_source(spec)
