@@ -107,9 +107,9 @@ def _find_shards(name: str, validation: bool) -> tuple[list[Path], list[Notice]]
     for pattern in expand_braces(name):
         if is_url(pattern):
             urls = find_remote(pattern, _is_shard)
-            if isinstance(folder := urls, RemoteFolder):
-                names, split_notices = _shards_of_split(folder, validation)
-                urls = [folder.url(name) for name in names]
+            if isinstance(urls, RemoteFolder):
+                names, split_notices = _shards_of_split(urls, validation)
+                urls = list(map(urls.url, names))
                 notices += split_notices
             matches = [fetch(url) for url in urls]
         elif (path := Path(pattern).expanduser()).is_dir():

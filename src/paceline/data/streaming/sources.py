@@ -79,9 +79,9 @@ def _find(number: int, spec: DatasetSource) -> StreamSource:
         locations, named = [], []
         for part in expand_braces(name):
             urls = find_remote(part, is_table)
-            if isinstance(folder := urls, RemoteFolder):
-                names, notices = find_files(folder, spec)
-                locations += [folder.url(name) for name in names]
+            if isinstance(urls, RemoteFolder):
+                names, notices = find_files(urls, spec)
+                locations += map(urls.url, names)
                 remote.notices += notices
             else:
                 locations += urls
