@@ -76,7 +76,8 @@ def _find(number: int, spec: DatasetSource) -> StreamSource:
     if is_url(name):
         check_split(spec)
         remote = ResolvedSource(spec)
-        locations, named = [], []
+        locations: list[str] = []
+        named: list[Path] = []
         for part in expand_braces(name):
             urls = find_remote(part, is_table)
             if isinstance(urls, RemoteFolder):
