@@ -77,6 +77,12 @@ class LoadedTokenizer:
             end = []
         return end if end[-1:] == eos else [*end, *eos]
 
+    def without_space_after_end(self, text: str) -> str:
+        """Return a text without the white space after the end-of-text token that it ends with, so
+        that the token is not added again."""
+        eos, stripped = self.special_tokens.get("eos_token"), text.rstrip()
+        return stripped if eos and stripped.endswith(eos) else text
+
     def added_once(self, ids: list[int]) -> slice:
         """Return the part of a tokenized text, with special tokens, that leaves out those which the
         tokenizer added although the text has them."""

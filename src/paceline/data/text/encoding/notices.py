@@ -149,6 +149,12 @@ def row_notices(
             " model will not learn where to stop",
         ),
         (
+            facts["formatted"],
+            f"{counted(facts['formatted'], 'sample')} with tokens of the chat template in a"
+            " question: if the prompts are formatted already, set `chat_template: empty`, or write"
+            " each sample to a column `text`",
+        ),
+        (
             config.system and not has_template,
             "`system` has no effect, because there is no chat template",
         ),
