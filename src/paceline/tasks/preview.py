@@ -18,8 +18,9 @@ from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.data.images import ImageDataset
 from paceline.data.sources.kinds import classifies_images
-from paceline.data.sources.resolve import ResolvedSource, open_source
+from paceline.data.sources.resolve import ResolvedSource
 from paceline.data.sources.rows import MalformedRow, Unsupported
+from paceline.data.streaming.sources import open_first_file
 from paceline.data.text.encoding.chunks import (
     NO_ANSWER,
     TOO_LONG,
@@ -136,7 +137,7 @@ def preview(config: Config, rows: int = 5) -> Preview:
     task = "reward" if config.task == "reward" else text_task(config)
     task = "vision" if reads_images(config) else task
     encoder = make_encoder(config, task, tokenizer, template, choice.for_tools(tokenizer), folder)
-    sources = [open_source(source) for source in config.sources()]
+    sources = [open_first_file(source) for source in config.sources()]
     shown = [row for source in sources for row in _rows(source, rows, encoder, tokenizer, config)]
     notices = [*template_notices, *(notice for source in sources for notice in source.notices)]
     return Preview(
@@ -315,7 +316,7 @@ def _clicks(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]:
 def _labeled(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]:
     if classifies_images(config):
         return _images(config, rows)
-    sources = [open_source(source) for source in config.sources()]
+    sources = [open_first_file(source) for source in config.sources()]
     shown = []
     for source in sources:
         raw_rows = list(islice(source.rows(config.train_args.seed), rows))

@@ -22,6 +22,7 @@ from paceline.data.sources.resolve import open_source
 from paceline.data.streaming.order import StreamShuffle
 from paceline.data.streaming.remote import fetch
 from paceline.data.streaming.sources import StreamSource, find_sources, open_rows
+from paceline.tasks.preview import preview
 
 CARD = """---
 configs:
@@ -110,6 +111,13 @@ def test_urls_of_data_that_are_not_streamed(folder: str) -> None:
     for name, has_images in ((f"{folder}/data/part-0.jsonl", False), (f"{folder}/shards", True)):
         config = Config(model="builtin:qwen2-micro", dataset=name, task="classify")
         assert classifies_images(config) == has_images
+
+
+def test_preview_of_rows_at_a_url(folder: str) -> None:
+    config = Config(model="builtin:qwen2-micro", dataset=folder, task="pretrain")
+    shown = preview(config, 5)
+    assert ["".join(part["text"] for part in row["segments"])[:1] for row in shown["rows"]] == ["a"]
+    assert f"{folder}: rows of the first of 2 files" in [text for _, text in shown["notices"]]
 
 
 def test_plain_text_at_a_url(folder: str) -> None:

@@ -210,7 +210,7 @@ def open_source(spec: DatasetSource, *, validation: bool = False) -> ResolvedSou
     if is_url(name) and not path.exists():
         raise ConfigError(
             f"`{name}` is a URL, which is supported only for `dataset` of a run that streams its"
-            " data",
+            " data, and for a preview",
             allowed="a file or a folder of this host, or a hub id",
             fix="copy the files to this host, or for `dataset` set `streaming: true`",
         )

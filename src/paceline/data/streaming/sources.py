@@ -28,7 +28,7 @@ from paceline.data.sources.resolve import ResolvedSource, open_source, unused_se
 from paceline.data.sources.splits import check_split
 from paceline.data.streaming.line_index import HASHED_BYTES
 from paceline.data.streaming.order import StreamShuffle
-from paceline.data.streaming.remote import RemoteFolder, find_remote, identity, name_of
+from paceline.data.streaming.remote import RemoteFolder, fetch, find_remote, identity, name_of
 from paceline.data.streaming.selection import RemainingTable, SelectedTable, split_by_table
 from paceline.data.streaming.shards import Shard, ShardRows
 from paceline.data.streaming.tables import RowTable, TableRows, open_table
@@ -101,6 +101,24 @@ def _find(number: int, spec: DatasetSource) -> StreamSource:
         text = f"{resolved.label}: {counted(len(locations), 'file')} on the hub, read when needed"
         resolved.notices.append(Notice("info", text))
     return StreamSource(number, resolved, locations, resolved.take)
+
+
+def open_first_file(spec: DatasetSource) -> ResolvedSource:
+    """Return a source for a preview of its rows: of a URL, only the first file is downloaded.
+
+    Raises:
+        ConfigError: the source does not exist.
+        RunError: the file cannot be downloaded.
+    """
+    if not is_url(take_count(spec.path)[0]):
+        return open_source(spec)
+    source = _find(0, spec)
+    first, *others = source.locations
+    source.resolved.files = [fetch(first)]
+    if others:
+        text = f"{source.label}: rows of the first of {counted(len(source.locations), 'file')}"
+        source.resolved.notices.append(Notice("info", text))
+    return source.resolved
 
 
 def open_rows(
