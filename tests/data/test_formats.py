@@ -1,12 +1,17 @@
 """Conversion of rows to samples, and every reason for dropping a row."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prepared_tokens import prepare, save
 
+from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
 from paceline.data.sources.hub import HUB_NAMES, find_hub_name
-from paceline.data.sources.rows import MalformedRow
+from paceline.data.sources.resolve import open_source
+from paceline.data.sources.rows import MalformedRow, Row, Unsupported
 from paceline.data.text.formats import RowConverter
 from paceline.data.text.sample import Sample
 
@@ -236,3 +241,40 @@ def test_columns_setting_assigns_or_disables_column() -> None:
         ("user", "question"),
         ("assistant", "answer"),
     ]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_rows_that_are_lists_of_messages(tmp_path: Path, name: str) -> None:
+    shared = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    for chat in (CHAT, shared):
+        assert turns(convert(chat)) == [("user", "q"), ("assistant", "a")]
+    lines = [json.dumps(chat) for chat in (CHAT, shared)]
+    text = "\n".join(lines) if name == "a.jsonl" else f"[{', '.join(lines)}]"
+    (tmp_path / name).write_text(text)
+    source = open_source(DatasetSource(path=str(tmp_path / name)))
+    assert [len(turns(convert(row))) for _, row in source.rows(0)] == [2, 2]
+    with pytest.raises(MalformedRow, match="not an object with columns"):
+        convert(["a", "b"])
+
+
+@pytest.mark.parametrize("row", [*CHAT, {"from": "human", "value": "q", "id": 1}])
+def test_rows_that_are_single_messages_are_refused(row: Row) -> None:
+    with pytest.raises(Unsupported, match="a single message and not a chat") as caught:
+        convert(row)
+    assert "write each chat as a row" in str(caught.value.fix)
+    assert convert({**row, "text": "t", "role": "Hamlet", "from": "x"}).text is not None
+    assert convert({"text": "t", **row, "content": "c"}, pretrain=True).text == "t"
+
+
+def test_names_that_differ_in_case_are_suggested(tmp_path: Path) -> None:
+    for columns, mapping in (
+        (["Prompt", "Completion"], "{prompt: Prompt, completion: Completion}"),
+        (["Question ", "ANSWER"], "{question: Question , answer: ANSWER}"),
+        (["System Prompt", "Messages"], "{system_prompt: System Prompt, messages: Messages}"),
+        (["Text"], "{text: Text}"),
+        (["Text", "number"], "{prompt: YOURS, completion: YOURS}"),
+    ):
+        path = save(tmp_path / "a.jsonl", [dict.fromkeys(columns, "x")])
+        with pytest.raises(ConfigError) as caught:
+            prepare(path)
+        assert f"columns: {mapping}" in str(caught.value)

@@ -11,8 +11,9 @@ from prepared_tokens import MODEL, PAIRS, notice_text, save
 from paceline.config.schema import Config
 from paceline.data.preference.rows import AnswerConverter, MarginConverter, PairConverter
 from paceline.data.sources.rows import MalformedRow, Unsupported
+from paceline.data.text.encoding.encoder import Encoded
 from paceline.data.text.formats import RowConverter
-from paceline.data.text.labels import LabelConverter
+from paceline.data.text.labels import LabelConverter, LabelEncoder
 from paceline.data.text.prepare import prepare_tokens
 from paceline.data.text.sample import Sample
 from paceline.models.builtin import resolve_model
@@ -43,7 +44,7 @@ def test_marks_of_answers(name: str, value: Any, mark: bool) -> None:
 
 @pytest.mark.parametrize("value", [2, -1, 0.5, "0.5", "maybe", float("nan"), None, "10"])
 def test_other_marks_are_dropped(value: Any) -> None:
-    with pytest.raises(MalformedRow, match=r"neither true nor false|does not mark its answer"):
+    with pytest.raises(MalformedRow, match=r"neither true nor false|`label` is empty"):
         AnswerConverter("data")({"prompt": "q", "completion": "a", "label": value})
 
 
@@ -94,6 +95,29 @@ def test_classes_minus_one_and_one(labels: list[Any], tmp_path: Path) -> None:
     assert targets(task) == [0, 1, 1, 0]
 
 
+def test_classes_minus_one_and_one_are_tokenized_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = LabelEncoder.__call__
+
+    def count(self: LabelEncoder, samples: list[Sample]) -> list[Encoded | str]:
+        encoded.append(len(samples))
+        return encode(self, samples)
+
+    monkeypatch.setattr(LabelEncoder, "__call__", count)
+    for labels in ([-1, 1] * 40, [1] * 40 + [-1] * 40, [0, 1, 2, 1]):
+        classify(tmp_path / "a.jsonl", labels)
+        assert sum(encoded) == len(labels)
+        encoded.clear()
+
+
+def test_minus_one_as_text_stands_for_a_missing_label_too(tmp_path: Path) -> None:
+    task = classify(tmp_path / "a.jsonl", ["0", "-1", "1", "2"])
+    assert list(task.prepared.counts.dropped.values()) == [1]
+    assert task.prepared.handle.classes == ["0", "1", "2"]
+
+
 def test_negative_labels_among_other_classes(tmp_path: Path) -> None:
     """They stand for missing labels, unless the config lists them."""
     task = classify(tmp_path / "a.jsonl", [0, -1, 1, 2])
@@ -102,6 +126,10 @@ def test_negative_labels_among_other_classes(tmp_path: Path) -> None:
     assert task.prepared.handle.classes == ["0", "1", "2"]
     task = classify(tmp_path / "a.jsonl", [0, -1, 1], classify={"labels": ["-1", "0", "1"]})
     assert (task.prepared.counts.dropped, targets(task)) == ({}, [1, 0, 2])
+    # The first label that is not -1 or 1 comes last.
+    task = classify(tmp_path / "a.jsonl", [1, -1] * 20 + [3])
+    assert list(task.prepared.counts.dropped.values()) == [20]
+    assert set(targets(task)) == {1, 3}
     task = classify(tmp_path / "a.jsonl", [-2, 1, 0, 1])
     assert targets(task) == [1, 0, 1]
     with pytest.raises(MalformedRow, match="negative label"):
@@ -185,3 +213,52 @@ def test_answers_of_several_turns_may_differ() -> None:
     follow = [QUESTION, GOOD, OTHER, GOOD]
     sample = PairConverter("data")({"chosen": follow, "rejected": [QUESTION, BAD, QUESTION, BAD]})
     assert turns(sample) == ["q", "good", "other", "good"]
+
+
+# -- texts of classes
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": 7}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": CHAT},
+        {"messages": json.dumps(CHAT)},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "7"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, CHAT[1]]},
+        {"text": None, "messages": CHAT},
+        {"text": "", "sentence": "q\n7"},
+        {"text": "q\n7", "messages": None},
+    ],
+)
+def test_labeled_chats_and_texts(row: dict[str, Any]) -> None:
+    sample = LabelConverter("data")({**row, "label": 1})
+    assert (sample.text, sample.labels) == ("q\n7", (1,))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("prompt", "response"), ("question", "answer"), ("question", "passage"),
+     ("instruction", "output"), ("prompt", "completion"), ("query", "document")],
+)  # fmt: skip
+def test_labeled_pairs_of_prompts_and_answers(names: tuple[str, str]) -> None:
+    converter = LabelConverter("data")
+    assert converter({names[0]: "q", names[1]: 7, "label": "x"}).pair == ("q", "7")
+    assert not converter.unused
+    with pytest.raises(MalformedRow, match="empty text_pair"):
+        converter({names[0]: "q", names[1]: None, "label": "x"})
+    assert converter({names[0]: None, names[1]: None, "text": "t", "label": "x"}).text == "t"
+
+
+def test_label_is_the_first_column_that_is_not_empty() -> None:
+    assert LabelConverter("data")({"text": "a", "label": None, "category": "x"}).labels == ("x",)
+    with pytest.raises(MalformedRow, match="no label"):
+        LabelConverter("data")({"text": "a", "label": None})
+
+
+@pytest.mark.parametrize("labels", [[0, 0, 1], [1.0, 0.0, 1.0], [False, True, True, False]])
+def test_a_zero_or_one_for_each_class_is_refused(labels: list[Any]) -> None:
+    with pytest.raises(Unsupported, match="a 0 or 1 for each class"):
+        LabelConverter("data")({"text": "a", "labels": labels})
+    assert LabelConverter("data")({"text": "a", "labels": [0, 1]}).labels == (0, 1)
+    assert LabelConverter("data")({"text": "a", "labels": []}).labels == ()

@@ -8,6 +8,7 @@ import pytest
 from prepared_tokens import MODEL, loss_segments, save
 
 from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
 from paceline.data.preference.rows import AnswerConverter, MarginConverter, PairConverter
 from paceline.data.sources.rows import MalformedRow
 from paceline.data.text.formats import RowConverter
@@ -190,3 +191,77 @@ def test_answer_that_is_no_message_is_dropped() -> None:
         for prompt in ({"prompt": "q"}, {"instruction": "q"}, {"messages": [QUESTION]}):
             with pytest.raises(MalformedRow):
                 PairConverter("data")({**prompt, **answers})
+
+
+MAPPED: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({"messages": [QUESTION]}, {"prompt": "messages"}),
+    ({"messages": "q"}, {"prompt": "messages"}),
+    ({"conversations": shared_gpt([QUESTION])}, {"prompt": "conversations"}),
+    ({"prompt": [QUESTION]}, {"messages": "prompt"}),
+    ({"prompt": "q"}, {"question": "prompt"}),
+    ({"prompt": "q"}, {"instruction": "prompt"}),
+    ({"completion": "q"}, {"prompt": "completion"}),
+    ({"completion": "q"}, {"instruction": "completion"}),
+    ({"output": "q"}, {"prompt": "output"}),
+    ({"input": "q", "messages": [NEXT]}, {"prompt": "input"}),
+    ({"text": "q"}, {"prompt": "text"}),
+]
+
+
+@pytest.mark.parametrize(("row", "columns"), MAPPED)
+@pytest.mark.parametrize("answers", [TEXTS, SINGLE])
+def test_prompts_that_are_mapped_from_names_of_answers(
+    row: dict[str, Any], columns: dict[str, str], answers: dict[str, Any]
+) -> None:
+    converter = PairConverter("data", columns=columns)
+    sample = converter({**row, **answers})
+    assert (turns(sample), turns(sample.rejected)) == (["q", "good"], ["q", "bad"])
+    assert set(converter.unused) <= {"messages"} & set(row)
+
+
+def test_unused_chat_is_counted_under_its_name_in_the_data() -> None:
+    converter = PairConverter("data", columns={"messages": "log"}, ignore_columns=["output"])
+    sample = converter({"question": "q", "log": [QUESTION, GOOD], "output": "x", **TEXTS})
+    assert turns(sample) == ["q", "good"]
+    assert (converter.unused, converter.ignored) == ({"log": 1}, {"output": 1})
+
+
+def test_columns_that_the_error_for_pairs_suggests(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.jsonl", [{"question": "q", "response_j": "a", "response_k": "b"}])
+    for task, columns in (
+        ("pairs", "{prompt: YOURS, chosen: YOURS, rejected: YOURS}"),
+        ("answers", "{prompt: YOURS, completion: YOURS, label: YOURS}"),
+        ("classify", "{text: YOURS, label: YOURS}"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            prepare_tokens(Config(model=MODEL, dataset=path), task, resolve_model)
+        assert f"columns: {columns}" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        prepare_tokens(Config(model=MODEL, dataset=path), "sft", resolve_model)
+    columns = "{chosen: response_j, rejected: response_k}"
+    assert f"set `task: dpo` or `reward` with `columns: {columns}`" in str(caught.value)
+
+
+@pytest.mark.parametrize("empty", ["", "  ", None, [], float("nan")])
+def test_empty_answers_and_marks_are_named(tmp_path: Path, empty: Any) -> None:
+    for row, columns, reason in (
+        ({"prompt": "q", "chosen": empty, "rejected": "b"}, {}, "`chosen` is empty"),
+        ({"prompt": "q", "chosen": "a", "rejected": empty}, {}, "`rejected` is empty"),
+        ({"prompt": "q", "good": "a", "bad": empty}, {"chosen": "good", "rejected": "bad"},
+         "`bad` is empty"),
+        ({"prompt": "q", "chosen_response": empty, "rejected_response": empty}, {},
+         "`chosen_response` is empty"),
+        ({"prompt": "q", "completion": "a", "rejected_response": empty}, {},
+         "`rejected_response` is empty"),
+    ):  # fmt: skip
+        converter = PairConverter("data", columns=columns)
+        with pytest.raises(MalformedRow, match=reason):
+            converter(row)
+        assert not converter.unmatched
+    answers = AnswerConverter("data")
+    with pytest.raises(MalformedRow, match="`label` is empty"):
+        answers({"prompt": "q", "completion": "a", "label": empty})
+    assert not answers.unmatched
+    path = save(tmp_path / "a.jsonl", [{"prompt": "q", "chosen": "a", "rejected": empty}])
+    with pytest.raises(ConfigError, match=r"no row of .* can be used. `rejected` is empty: 1"):
+        prepare_tokens(Config(model=MODEL, dataset=path), "pairs", resolve_model)

@@ -151,6 +151,12 @@ def test_labels_minus_one_and_one_are_classes_as_in_training(tmp_path):
     path.write_text('{"text": "a", "label": -1}\n{"text": "b", "label": 1}\n')
     rows = preview(config_of(path, task="classify"))["rows"]
     assert [row["label"] for row in rows] == ["-1", "1"]
+    path.write_text('{"sentence": "a", "class": -1.0}\n' * 2)
+    rows = preview(config_of(path, task="classify"))["rows"]
+    assert [row["label"] for row in rows] == ["-1", "-1"]
+    path.write_text('{"text": "a", "label": -1}\n{"text": "b", "label": 2}\n')
+    rows = preview(config_of(path, task="classify"))["rows"]
+    assert "the row is dropped: negative label" in rows[0]["label"]
 
 
 def test_labeled_texts_show_dropped_rows(tmp_path):

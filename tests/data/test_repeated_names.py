@@ -20,6 +20,8 @@ from paceline.data.sources.resolve import open_source
 from paceline.data.sources.rows import RepeatedKey, parse_json
 from paceline.data.streaming.prepare import prepare_stream
 from paceline.data.streaming.tables import open_table
+from paceline.data.text.formats import RowConverter
+from paceline.data.text.prepare import prepare_tokens
 from paceline.models.builtin import resolve_model
 
 GOOD = '{"prompt": "a", "completion": "b"}'
@@ -163,3 +165,58 @@ def test_files_of_a_tar_sample_with_the_same_column(tmp_path: Path) -> None:
     text = error_of(shard({"1.json": '{"text": "a", "text": "b"}'}))
     assert "`1.json` in" in text
     assert "has the key `text` twice" in text
+
+
+QUESTION = '{"role": "user", "content": "q"}'
+ANSWER = '{"role": "assistant", "content": "a"}'
+TWICE = '{"role": "assistant", "content": "a", "content": "b"}'
+CALL = '{"name": "f", "arguments": {"city": "Bonn", "city": "Rome"}}'
+
+
+def with_call(call: Any) -> list[dict[str, Any]]:
+    """Return a chat with a call."""
+    return [json.loads(QUESTION), {"role": "assistant", "content": "", "tool_calls": call}]
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"messages": f"[{QUESTION}, {TWICE}]"}, "`content` twice in `[1]`"),
+        ({"prompt": f"[{QUESTION}]", "completion": f"[{TWICE}]"}, "`content` twice in `[0]`"),
+        ({"instruction": "q", "output": "a", "history": '[{"a": 1, "a": 2}]'}, "`a` twice"),
+        ({"messages": with_call(f"[{CALL}]")}, "`city` twice in `[0].arguments`"),
+        ({"messages": with_call([CALL])}, "`city` twice in `arguments`"),
+        (
+            {"messages": with_call([{"name": "f", "arguments": '{"city": 1, "city": 2}'}])},
+            "`city` twice.",
+        ),
+        ({"messages": with_call(["{'name': 'f', 'name': 'g'}"])}, "`name` twice."),
+        (
+            {"messages": [json.loads(QUESTION), json.loads(ANSWER)],
+             "tools": '[{"name": "f", "name": "g"}]'},
+            "`name` twice in `[0]`",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_key_of_json_text_in_a_cell_that_occurs_twice(
+    tmp_path: Path, kind: str, row: dict[str, Any], text: str
+) -> None:
+    path = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_text(json.dumps(row) + "\n")
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    config = Config(model="builtin:qwen2-micro", dataset=str(path), chat_template="qwen3")
+    for prepare in (prepare_tokens, prepare_stream):
+        with pytest.raises(ConfigError) as caught:
+            prepare(config, "sft", resolve_model)
+        message = str(caught.value)
+        assert f"1 of {path}: JSON text in a value of the row has the key {text}" in message
+        assert "keep one of the values" in message
+
+
+def test_texts_that_look_like_json_with_a_repeated_key_stay_texts() -> None:
+    for text in ('[{"a": 1, "a": 2}]', '{"role": "x", "role": "y"}', "{'a': 1, 'a': 2}"):
+        sample = RowConverter("data")({"prompt": text, "completion": text})
+        assert sample.pair == (text, text)

@@ -63,6 +63,7 @@ def test_cache_key_depends_on_everything_that_changes_tokens(
     tmp_path: Path, bare_tokenizer: str
 ) -> None:
     data = save(tmp_path / "a.jsonl", PAIRS)
+    swapped = {"completion": "prompt", "prompt": "completion"}
     folders = [
         prepare(data).train_folder, prepare(data, "pretrain").train_folder,
         prepare(data, system="Be.").train_folder,
@@ -71,7 +72,7 @@ def test_cache_key_depends_on_everything_that_changes_tokens(
         prepare(data, train_args={"truncation_strategy": "drop"}).train_folder,
         prepare(data, train_args={"train_on_inputs": True}).train_folder,
         prepare(data, format="prompt_completion").train_folder, prepare(f"{data}#5").train_folder,
-        prepare({"path": data, "columns": {"completion": "prompt"}}).train_folder,
+        prepare({"path": data, "columns": swapped}).train_folder,
         prepare(save(tmp_path / "a.jsonl", PAIRS[::-1])).train_folder,
     ]  # fmt: skip
     assert len(set(folders)) == len(folders)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prepared_tokens import MODEL, save
+from prepared_tokens import MODEL, notice_text, save
 from text_tokenizers import KINDS, SENTENCE_PIECE_KINDS, make_python_tokenizer, make_tokenizer
 
 from paceline.config.schema import Config
@@ -252,3 +252,53 @@ def test_turns_of_a_chat_are_one_text(kind: str, make: Maker, tmp_path: Path) ->
         if flag:
             expected[2:] = ["".join(expected[2:])]
         assert texts == expected
+
+
+@pytest.mark.parametrize("kind", ["bytes", "metaspace"])
+def test_space_after_the_end_of_text_token_does_not_double_it(
+    kind: str, make: Maker, tmp_path: Path
+) -> None:
+    tokenizer = make(kind)
+    for space in ("\n", " ", "\n\n"):
+        for task, name, rows in (
+            ("sft", "sft", lambda end: [{"prompt": "Is 7?", "completion": f" Yes{end}"}]),
+            ("sft", "sft", lambda end: [{"text": f"hello{end}"}]),
+            ("pretrain", "pretrain", lambda end: [{"text": f"hello{end}"}]),
+            ("answers", "kto",
+             lambda end: [{"prompt": "Is 7?", "completion": f" Yes{end}", "label": True}]),
+            ("pairs", "dpo",
+             lambda end: [{"prompt": "Is 7?", "chosen": f" Yes{end}", "rejected": f" it{end}"}]),
+        ):  # fmt: skip
+            with_space, without = (
+                samples(tmp_path, tokenizer, rows(end), task, name) for end in (f"</s>{space}", "")
+            )
+            for key in with_space[0]:
+                assert np.array_equal(with_space[0][key], without[0][key]), (task, key)
+        chats = [
+            [{"messages": [{"role": "user", "content": "Is 7?"},
+                           {"role": "assistant", "content": f"Yes{end}"}]}]
+            for end in (f"</s>{space}", "")
+        ]  # fmt: skip
+        first, second = (
+            samples(tmp_path, tokenizer, rows, chat_template="zephyr")[0]["input_ids"]
+            for rows in chats
+        )
+        assert np.array_equal(first, second)
+
+
+def test_prompts_that_are_formatted_already_are_reported(tmp_path: Path) -> None:
+    formatted = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    for task, rows in (
+        ("sft", [{"prompt": formatted, "completion": "a"}, {"prompt": "q", "completion": "a"}]),
+        ("pairs", [{"prompt": formatted, "chosen": "a", "rejected": "b"}]),
+    ):
+        config = Config(model=MODEL, dataset=save(tmp_path / "rows.jsonl", rows))
+        text = notice_text(prepare_tokens(config, task, resolve_model))
+        assert "1 sample with tokens of the chat template in a question" in text
+        plain = Config(
+            model=MODEL, dataset=save(tmp_path / "rows.jsonl", rows[1:] or rows),
+            chat_template="empty" if task == "pairs" else None,
+        )  # fmt: skip
+        assert "tokens of the chat template in a question" not in notice_text(
+            prepare_tokens(plain, task, resolve_model)
+        )

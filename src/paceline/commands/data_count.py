@@ -1,5 +1,7 @@
 """`paceline data count`: count the words or tokens of files."""
 
+from __future__ import annotations
+
 import json
 import logging
 import os
@@ -11,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from paceline.commands.options import (
     Choice,
@@ -24,8 +26,11 @@ from paceline.commands.options import (
 from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, ConfigError, did_you_mean
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, printable
-from paceline.data.count.job import MIN_MEMORY_BYTES, CountResult, CountSpec, count_locally
+from paceline.data.count.limits import DEFAULT_MEMORY_BYTES, MIN_MEMORY_BYTES
 from paceline.distributed.devices import cpu_cores
+
+if TYPE_CHECKING:
+    from paceline.data.count.job import CountResult, CountSpec
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +123,7 @@ def add_arguments(parser: OptionParser) -> None:
         "--memory-per-rank",
         type=MemorySize(),
         metavar="SIZE",
-        help=f"memory of each rank (default: {CountSpec.memory_bytes // 10**6}MB)",
+        help=f"memory of each rank (default: {DEFAULT_MEMORY_BYTES // 10**6}MB)",
     )
     parser.add_argument(
         "--engine",
@@ -198,13 +203,15 @@ def make_spec(args: Namespace) -> CountSpec:
         from paceline.data.count.ray_engine import check_ray
 
         check_ray()
+    from paceline.data.count.job import CountSpec
+
     return CountSpec(
         files=tuple(args.files),
         by=args.unit,
         tokenizer=_tokenizer_folder(args.unit, args.tokenizer),
         field=args.field,
         errors=args.decode_errors,
-        memory_bytes=args.memory_per_rank or CountSpec.memory_bytes,
+        memory_bytes=args.memory_per_rank or DEFAULT_MEMORY_BYTES,
         top=args.top,
     )
 
@@ -236,6 +243,8 @@ def _count(spec: CountSpec, args: Namespace) -> CountResult:
         from paceline.data.count.ray_engine import count_on_ray
 
         return count_on_ray(spec, args.ranks, args.output)
+    from paceline.data.count.job import count_locally
+
     return count_locally(spec, args.ranks, args.output)
 
 

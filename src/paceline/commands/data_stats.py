@@ -1,9 +1,11 @@
 """`paceline data stats`: show the statistics of a dataset as a table, as JSON, or as a page."""
 
+from __future__ import annotations
+
 import json
 import sys
 from argparse import Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.commands.options import (
     OptionParser,
@@ -14,10 +16,11 @@ from paceline.commands.options import (
     print_notices,
     write_output,
 )
-from paceline.config.schema import Config
 from paceline.core.errors import EXIT_DONE, ConfigError
 from paceline.core.log import Notice
-from paceline.data.sources.kinds import classifies_images
+
+if TYPE_CHECKING:
+    from paceline.config.schema import Config
 
 _DEFAULT_MODEL = "builtin:qwen2-tiny"
 
@@ -45,6 +48,8 @@ def add_arguments(parser: OptionParser) -> None:
 
 def run(args: Namespace) -> int:
     """Prepare the data, print its statistics, and write the page."""
+    from paceline.data.sources.kinds import classifies_images
+
     _add_default_model(args)
     loaded = load_fitted_config(args)
     config = loaded.config

@@ -6,6 +6,7 @@ has no network.
 
 import importlib
 import os
+import re
 import socket
 import sys
 import threading
@@ -25,6 +26,9 @@ _FILE_SUFFIXES = (
     *(".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow"),
     *(".txt", ".gz", ".bz2", ".xz", ".zst", ".py"),
 )
+#: Characters that hub IDs do not have. A colon is in the names of built-in models and of
+#: ModelScope, and in drives of Windows.
+_NOT_HUB = re.compile(r"[:\\\x00-\x1f]")
 
 
 def endpoint() -> str:
@@ -35,7 +39,7 @@ def endpoint() -> str:
 def is_hub_id(name: str) -> bool:
     """Return whether the name of a model or a dataset refers to the hub, not to a built-in one, to
     ModelScope or to a path."""
-    if name.startswith((".", "/", "~", "builtin:", "modelscope:")) or name.count("/") > 1:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or _NOT_HUB.search(name):
         return False
     return not Path(name).expanduser().exists()
 

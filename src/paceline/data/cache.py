@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import cache_dir, human_bytes, replace_dir
 
 #: Part of every key. Increase it when the stored data or its computation changes.
-LAYOUT = 3
+LAYOUT = 4
 #: Files up to this size are hashed completely; for larger files, the size, the modification time
 #: and both ends are hashed.
 FULL_HASH_BYTES = 256 << 20

@@ -14,11 +14,11 @@ from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
-from paceline.data.sources.opening import expand_braces
-from paceline.data.sources.resolve import is_url
+from paceline.data.sources.folder import DataFolder, LocalFolder
+from paceline.data.sources.opening import expand_braces, is_url
 from paceline.data.sources.splits import choose_files, for_validation, split_of_file
 from paceline.data.sources.tar import TarFile, TarSample, is_tar, sample_class, tar_samples
-from paceline.data.streaming.remote import fetch, find_remote
+from paceline.data.streaming.remote import RemoteFolder, fetch, find_remote
 
 #: Number of bytes from which Pillow's plugins recognize an image.
 _HEAD_BYTES = 16
@@ -46,9 +46,9 @@ class ImageShards:
 
 
 def names_shards(name: str) -> bool:
-    """Return whether a dataset is a tar shard, a pattern or URL of some, or a folder with shards
+    """Return whether a dataset is a tar shard, a pattern of shards, a URL, or a folder with shards
     and without subfolders."""
-    if is_tar(name):
+    if is_tar(name) or is_url(name):
         return True
     path = Path(name).expanduser()
     if not path.is_dir():
@@ -104,31 +104,38 @@ def _find_shards(name: str, validation: bool) -> tuple[list[Path], list[Notice]]
     of other splits."""
     shards: list[Path] = []
     notices: list[Notice] = []
-    spec = DatasetSource(path=name)
     for pattern in expand_braces(name):
         if is_url(pattern):
-            urls, split_notices = find_remote(pattern, spec, _is_shard)
+            urls = find_remote(pattern, _is_shard)
+            if isinstance(urls, RemoteFolder):
+                names, split_notices = _shards_of_split(urls, validation)
+                urls = list(map(urls.url, names))
+                notices += split_notices
             matches = [fetch(url) for url in urls]
+        elif (path := Path(pattern).expanduser()).is_dir():
+            names, split_notices = _shards_of_split(LocalFolder(path), validation)
+            matches = [path / name for name in names]
+            notices += split_notices
         else:
-            matches, split_notices = _local_shards(Path(pattern).expanduser(), spec, validation)
+            matches = sorted([path] if path.is_file() else map(Path, glob.glob(str(path))))
         if not matches:
             raise ConfigError(f"`{pattern}` does not exist", fix="check the path of the tar shards")
         shards += matches
-        notices += split_notices
     return [shard.absolute() for shard in shards], notices
 
 
-def _local_shards(
-    path: Path, spec: DatasetSource, validation: bool
-) -> tuple[list[Path], list[Notice]]:
-    if not path.is_dir():
-        matches = [path] if path.is_file() else list(map(Path, glob.glob(str(path))))
-        return sorted(matches), []
-    names = sorted(entry.name for entry in path.iterdir() if _is_shard(entry))
+def _shards_of_split(folder: DataFolder, validation: bool) -> tuple[list[str], list[Notice]]:
+    """Return the names of the training shards of a folder, or of its held-out ones for validation
+    if it has some, and messages about the others."""
+    names = [name for name in folder.names() if _is_shard(Path(name))]
+    if not names:
+        raise ConfigError(
+            f"`{folder.label}` has no tar shards", fix="check the path of the tar shards"
+        )
+    spec = DatasetSource(path=folder.label)
     if validation:
         spec = for_validation(spec, map(split_of_file, names))
-    chosen, notices = choose_files(names, spec, spec.path)
-    return [path / name for name in chosen], notices
+    return choose_files(names, spec, folder.label)
 
 
 def _is_shard(path: Path) -> bool:

@@ -1,17 +1,21 @@
 """Choose the devices and the precision of a run. A device that is not available is an error."""
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.config.schema import Config
-from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
+
+if TYPE_CHECKING:
+    from paceline.config.schema import Config
+    from paceline.config.schema.parallel import Parallel
 
 #: Environment variables that limit the visible devices: CUDA, ROCm, Intel GPUs.
 _VISIBLE = (

@@ -22,6 +22,7 @@ from paceline.core.files import cache_dir
 from paceline.data.cache import build_once
 from paceline.data.sources.builtin import builtin_dataset, python_version
 from paceline.data.sources.hub import MODELSCOPE_PREFIX, download_from_modelscope
+from paceline.data.sources.opening import with_slashes
 from paceline.data.text.qwen_tokenizer import QWEN2_PATTERN
 from paceline.models.hub_configs import canonical_id, read_config
 
@@ -77,7 +78,8 @@ def resolve_model(name: str) -> str:
 
     ``builtin:NAME`` becomes the folder of the model, which is created on first use;
     ``modelscope:OWNER/NAME`` becomes the folder to which it is downloaded; a well-known hub ID gets
-    the hub's spelling. Any other name is returned unchanged.
+    the hub's spelling; a path of Windows becomes one of this system if that exists. Any other name
+    is returned unchanged.
 
     The folder of a built-in model has ``config.json``, ``model.safetensors`` (float32),
     ``tokenizer.json``, ``tokenizer_config.json`` with the chat template, and
@@ -89,7 +91,7 @@ def resolve_model(name: str) -> str:
     if name.startswith(MODELSCOPE_PREFIX):
         return download_from_modelscope(name, "model")
     if not name.startswith("builtin:"):
-        return canonical_id(name)
+        return canonical_id(with_slashes(name))
     short = name.removeprefix("builtin:")
     if short not in _SHAPES:
         known = [f"builtin:{shape}" for shape in _SHAPES]

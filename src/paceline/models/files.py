@@ -9,6 +9,7 @@ from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.hub import FIX, go_offline, is_hub_id, unreachable
+from paceline.data.sources.opening import windows_fix, with_slashes
 from paceline.models.adapters.check import fit_adapter
 from paceline.models.hub_configs import cached_file
 from paceline.models.json_config import JsonObject
@@ -46,9 +47,8 @@ def check_files(config: Config) -> None:
         ConfigError: a folder does not exist, has invalid JSON, or has no or incomplete weights.
     """
     name = config.model
-    folder = Path(name).expanduser()
-    looks_local = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not name.startswith(("builtin:", "modelscope:")):
+    folder = Path(with_slashes(name)).expanduser()
+    if not is_hub_id(name) and not name.startswith(("builtin:", "modelscope:")):
         _check_folder(folder)
         _check_model(folder)
     if config.lora.adapter is not None:
@@ -92,7 +92,7 @@ def _check_folder(folder: Path) -> None:
                 "a folder with config.json and weights, a hub id such as Qwen/Qwen2.5-0.5B, or"
                 " builtin:qwen2-tiny"
             ),
-            fix="check the path",
+            fix=windows_fix(str(folder)) or "check the path",
         )
     if not folder.is_dir():
         raise ConfigError(
@@ -260,19 +260,19 @@ def _listing(folder: Path) -> str:
 
 def _check_adapter(config: Config) -> None:
     name = str(config.lora.adapter)
-    folder = Path(name).expanduser()
+    folder = Path(with_slashes(name)).expanduser()
     if not config.lora.enable:
         raise ConfigError(
             f"`lora.adapter: {name}` requires `lora.enable: true`",
             fix="set `lora.enable: true`, or leave `lora.adapter` out",
         )
-    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
+    if not folder.exists() and (not is_hub_id(name) or "/" not in name):
         raise ConfigError(
             f"`lora.adapter: {name}` does not exist",
             allowed=(
                 "the folder that peft's save_pretrained wrote (in a run of Paceline: RUN/model)"
             ),
-            fix="check the path",
+            fix=windows_fix(name) or "check the path",
         )
     if folder.exists():
         if not (folder / "adapter_config.json").is_file():

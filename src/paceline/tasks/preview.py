@@ -4,7 +4,8 @@ click log with their IDs."""
 
 import base64
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any, TypedDict
@@ -17,8 +18,9 @@ from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.data.images import ImageDataset
 from paceline.data.sources.kinds import classifies_images
-from paceline.data.sources.resolve import ResolvedSource, open_source
+from paceline.data.sources.resolve import ResolvedSource
 from paceline.data.sources.rows import MalformedRow, Unsupported
+from paceline.data.streaming.sources import open_first_file
 from paceline.data.text.encoding.chunks import (
     NO_ANSWER,
     TOO_LONG,
@@ -29,10 +31,12 @@ from paceline.data.text.encoding.chunks import (
     unsupported_row,
 )
 from paceline.data.text.encoding.encoder import Encoded
-from paceline.data.text.labels import LabelConverter
+from paceline.data.text.labels import SIGNED_CLASSES, LabelConverter, have_sign_only
 from paceline.data.text.new_tokens import config_tokenizer
 from paceline.data.text.prepare import text_task
+from paceline.data.text.sample import Sample
 from paceline.data.text.templates import template_choice
+from paceline.data.text.token_dataset import Label
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 from paceline.models.builtin import resolve_model
 from paceline.models.kinds import reads_images
@@ -133,7 +137,7 @@ def preview(config: Config, rows: int = 5) -> Preview:
     task = "reward" if config.task == "reward" else text_task(config)
     task = "vision" if reads_images(config) else task
     encoder = make_encoder(config, task, tokenizer, template, choice.for_tools(tokenizer), folder)
-    sources = [open_source(source) for source in config.sources()]
+    sources = [open_first_file(source) for source in config.sources()]
     shown = [row for source in sources for row in _rows(source, rows, encoder, tokenizer, config)]
     notices = [*template_notices, *(notice for source in sources for notice in source.notices)]
     return Preview(
@@ -312,13 +316,17 @@ def _clicks(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]:
 def _labeled(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]:
     if classifies_images(config):
         return _images(config, rows)
-    sources = [open_source(source) for source in config.sources()]
+    sources = [open_first_file(source) for source in config.sources()]
     shown = []
     for source in sources:
         raw_rows = list(islice(source.rows(config.train_args.seed), rows))
-        spec, classes = source.spec, config.classify.labels
-        if not classes and _has_signed_labels(raw_rows, spec.columns.get("label", "label")):
-            classes = ["-1", "1"]
+        spec = source.spec
+        classes: Collection[str] = config.classify.labels
+        if not classes:
+            convert = LabelConverter(
+                source.label, spec.columns, spec.ignore_columns, SIGNED_CLASSES
+            )
+            classes = _signed_classes(raw_rows, convert)
         converter = LabelConverter(source.label, spec.columns, spec.ignore_columns, classes)
         for place, raw_row in raw_rows:
             try:
@@ -338,10 +346,15 @@ def _labeled(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]
     return shown, [notice for source in sources for notice in source.notices]
 
 
-def _has_signed_labels(rows: Iterable[tuple[Any, Any]], column: str) -> bool:
-    """Return whether the labels of the rows are −1 and 1, which are classes then."""
-    labels = {str(row.get(column)) for _, row in rows if isinstance(row, dict)}
-    return labels == {"-1", "1"}
+def _signed_classes(
+    rows: Iterable[tuple[Any, Any]], convert: Callable[[Any], Sample]
+) -> Collection[str]:
+    """Return the classes -1 and 1 if the labels of the rows have only these values."""
+    labels: set[Label] = set()
+    for _, row in rows:
+        with suppress(MalformedRow, Unsupported):
+            labels.update(convert(row).labels)
+    return SIGNED_CLASSES if have_sign_only(labels) else ()
 
 
 _WITHOUT_TOKENS: dict[str, Callable[[Config, int], tuple[list[PreviewRow], list[Notice]]]] = {

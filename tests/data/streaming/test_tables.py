@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import RunError
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError, RunError
 from paceline.data.sources.csv_rows import NOT_CSV
 from paceline.data.sources.readers import LineBlock, read_file
 from paceline.data.sources.resolve import rows_of_block
 from paceline.data.sources.rows import BrokenRow
 from paceline.data.streaming import line_index
+from paceline.data.streaming.prepare import prepare_stream
 from paceline.data.streaming.tables import open_table
+from paceline.models.builtin import resolve_model
 
 ROWS = [{"prompt": f"Frage {n} „süß“", "completion": "x" * (n % 7)} for n in range(60)]
 
@@ -111,3 +114,15 @@ def test_csv_row_that_is_not_text_is_dropped(tmp_path: Path) -> None:
     assert table is not None
     assert table.row(1) == (f"line 3 of {path}", BrokenRow(NOT_CSV))
     assert numbered(table.row(2))[1]["completion"] == "e " * 100_000
+
+
+def test_error_of_lines_without_a_row_names_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "q", "completion": "a"},\n' * 3)
+    config = Config(model="builtin:qwen2-micro", dataset=str(path), streaming=True)
+    with pytest.raises(ConfigError, match=r"line 1 of .* is not valid JSON.*remove the comma"):
+        prepare_stream(config, "sft", resolve_model)
+    path.write_text('{"prompt": "q", "completion": "a"}\n{"prompt": "q"}\n{"x\n')
+    notices = "\n".join(text for _, text in prepare_stream(config, "sft", resolve_model).notices)
+    assert "2 of 3 rows that were checked are dropped. " in notices
+    assert f"malformed line: 1 (first: line 3 of {path})" in notices

@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from paceline.core.errors import RunError
 from paceline.core.files import Scratch
+from paceline.data.count.limits import DEFAULT_MEMORY_BYTES
 from paceline.data.count.runs import (
     Row,
     Run,
@@ -49,8 +50,6 @@ from paceline.data.count.shards import (
 from paceline.data.worker_pool import worker_pool
 from paceline.distributed.devices import cpu_cores
 
-#: With less memory, a chunk of text and the table do not fit.
-MIN_MEMORY_BYTES = 1 << 20
 _COUNT_BYTES = 32  # size of an int in a table
 _MAX_CHUNK_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 18
@@ -77,7 +76,7 @@ class CountSpec:
     tokenizer: Path | None = None
     field: str | None = None
     errors: Errors = "strict"
-    memory_bytes: int = 256_000_000
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
     top: int = 10
 
     @property

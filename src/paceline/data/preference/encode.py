@@ -56,7 +56,8 @@ class PreferenceEncoder(Encoder):
         self.facts["trailing_turns"] += any(answer.trailing_turns > 0 for answer in answers)
         if self.template is None and sample.pair is not None:
             prompt = sample.pair[0]
-            return prompt, ["".join(answer.pair or ()) for answer in answers]
+            texts = ["".join(answer.pair or ()) for answer in answers]
+            return prompt, [*map(self.tokenizer.without_space_after_end, texts)]
         if self.template is None:
             self._render(sample)  # raises: there is no chat template
         chats = [
@@ -64,6 +65,7 @@ class PreferenceEncoder(Encoder):
             for answer in answers
         ]
         assert self.template is not None
+        self.facts["formatted"] += self.template.is_formatted(chats[0])
         template = self.template.select(chats[0], sample.tools)
         prompt_turns = chats[0][: _num_prompt_turns(chats)]
         return (

@@ -10,7 +10,7 @@ preferred chat in `messages` too. A single answer is a usual row with a `label` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite, nan
@@ -19,8 +19,15 @@ from typing import Any, ClassVar
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing, is_missing
 from paceline.data.text.chat_template import ChatTemplate
 from paceline.data.text.chats.turns import first_value
-from paceline.data.text.columns import check_columns
-from paceline.data.text.formats import CHAT, FORMATS, LOSS_WEIGHT, RowConverter, chat_turns
+from paceline.data.text.columns import (
+    CHAT,
+    FORMATS,
+    LOSS_WEIGHT,
+    chat_turns,
+    check_columns,
+    mapping_of,
+)
+from paceline.data.text.formats import RowConverter
 from paceline.data.text.messages import as_text
 from paceline.data.text.sample import Sample
 from paceline.data.text.tool_calls import Message
@@ -32,8 +39,6 @@ _REJECTED = ("rejected_response", "rejected_messages")
 _LABELS = ("label", "kto_tag", "kto_label")
 #: Own columns that are not texts.
 _VALUES = (*_LABELS, "margin")
-#: The columns of the rows with one answer that are made of a pair.
-_MADE = ("messages", "prompt", "completion", "output")
 _ANSWERS = ("response", "output", "completion", "answer")
 _MARKS = {
     "true": True, "1": True, "desirable": True,
@@ -66,18 +71,13 @@ class _PreferenceConverter:
         self._names = {name: self.columns.get(name, name) for name in self.own_columns}
         taken = {name: of for name, of in self.columns.items() if name in self._names}
         check_columns(self.label, taken, self.ignore_columns, self.own_columns)
-        columns = {name: of for name, of in self.columns.items() if name not in taken}
-        # The converter of rows with one answer gets columns of these names in any case.
-        disabled = {name for name in _MADE if columns.get(name) == ""}
-        self._hidden = disabled | {name for name in self.ignore_columns if name in _MADE}
-        columns = {name: of for name, of in columns.items() if name not in disabled}
         make = partial(
             RowConverter,
             self.label,
             self.row_format,
-            columns,
+            {name: of for name, of in self.columns.items() if name not in taken},
             self.system,
-            ignore_columns=[name for name in self.ignore_columns if name not in _MADE],
+            ignore_columns=self.ignore_columns,
             roles=self.roles,
             template=self.template,
         )
@@ -105,12 +105,19 @@ class _PreferenceConverter:
             for name, column in self._names.items()
             if column in row and column not in ignored and not _is_empty(row[column])
         }
-        self.ignored.update(name for name in ignored & self._hidden if name in row)
-        taken = {*self._names.values(), *self._hidden}
+        taken = set(self._names.values())
         return marks, {name: value for name, value in row.items() if name not in taken}
 
-    def _column(self, name: str) -> str:
-        return self._convert.columns.get(name, name)
+    def _check_not_empty(self, row: Row, marks: Row, names: Sequence[str]) -> None:
+        """Raise MalformedRow if the row has columns for all of the names, and one is empty.
+
+        Args:
+            marks: the values of those that are not empty, from :meth:`_take`.
+        """
+        columns = {name: self._names[name] for name in names}
+        if all(column in row for column in columns.values()):
+            empty = [column for name, column in columns.items() if name not in marks]
+            raise MalformedRow(f"`{empty[0]}` is empty")
 
 
 class PairConverter(_PreferenceConverter):
@@ -120,6 +127,7 @@ class PairConverter(_PreferenceConverter):
         "chosen_rejected": "chosen, rejected (and prompt, instruction, messages or conversations)",
         "rejected_response": "a row with an answer, and rejected_response or rejected_messages",
     }
+    mapping: ClassVar = mapping_of("prompt", "chosen", "rejected")
 
     @property
     def row_format(self) -> str:
@@ -133,6 +141,8 @@ class PairConverter(_PreferenceConverter):
             Unsupported: the dataset needs another kind of training.
         """
         marks, rest = self._take(row)
+        _check_weight(self._convert.loss_weight(rest))
+        rest = self._convert.renamed(rest)
         for good, bad in _PAIRS:
             if good in marks and bad in marks:
                 marks = {"chosen": marks[good], "rejected": marks[bad]}
@@ -146,10 +156,12 @@ class PairConverter(_PreferenceConverter):
             chosen, rejected = rest, self._with_rejected(rest, marks)
         else:
             self._check_kind(marks, rest)
+            for names in (("chosen", "rejected"), *_PAIRS, *zip(_REJECTED, strict=True)):
+                self._check_not_empty(row, marks, names)
             self.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow("the row has no pair of answers")
-        sample = _answered(self._convert(chosen))
-        sample.rejected = _answered(self._convert_second(rejected))
+        sample = _answered(self._convert.convert(chosen))
+        sample.rejected = _answered(self._convert_second.convert(rejected))
         _check_prompts(sample.messages or [], sample.rejected.messages or [])
         return sample
 
@@ -174,9 +186,9 @@ class PairConverter(_PreferenceConverter):
             raise MalformedRow("chosen and rejected are of different types")
         chats = self._chats(rest)
         others = {name: value for name, value in rest.items() if name not in chats}
-        has_instruction = self._column("instruction") in rest
+        has_instruction = "instruction" in rest
         question = self._question(others, has_instruction)
-        named = set(self._convert.columns.values())
+        named = self._convert.columns
         candidates = chats
         if question in named:  # `columns` names the prompt
             candidates = {name: turns for name, turns in chats.items() if name in named}
@@ -185,11 +197,11 @@ class PairConverter(_PreferenceConverter):
         if isinstance(chosen, str) and self._convert.turn_keys.are_same(prompt or [], single):
             is_exact = False  # the chat has only the text of the prompt
         if prompt is not None and (is_exact or (question is None and not has_instruction)):
-            self.unused.update(name for name in chats if name != column)
+            self._count_unused(name for name in chats if name != column)
             return lambda answer: {**others, "messages": self._join(prompt, answer)}
-        self.unused.update(chats)
+        self._count_unused(chats)
         if has_instruction and self._is_single(chosen) and self._is_single(rejected):
-            return lambda answer: {**others, self._column("output"): self._text_of(answer)}
+            return lambda answer: {**others, "output": self._text_of(answer)}
         if not isinstance(chosen, str):
             text = None if question is None else as_text(others.pop(question))
             return partial(self._after_question, others, text)
@@ -209,12 +221,14 @@ class PairConverter(_PreferenceConverter):
         ordered = sorted(names, key=lambda name: name not in self._convert.columns)
         chats: dict[str, list[Any]] = {}
         for name in ordered:
-            column = self._column(name)
-            value = self._convert.turn_keys.unpack(rest.get(column))
+            value = self._convert.turn_keys.unpack(rest.get(name))
             turns = chat_turns(value) if name in CHAT else value
             if isinstance(turns, list) and turns:
-                chats.setdefault(column, turns)
+                chats[name] = turns
         return chats
+
+    def _count_unused(self, names: Iterable[str]) -> None:
+        self.unused.update(self._convert.columns.get(name, name) for name in names)
 
     def _prompt_chat(
         self, chats: dict[str, list[Any]], chosen: Any, rejected: Any
@@ -226,7 +240,7 @@ class PairConverter(_PreferenceConverter):
         not one of the row's. If the answers are no chats of their own, the prompt is what precedes
         its answer.
         """
-        keys, named = self._convert.turn_keys, set(self._convert.columns.values())
+        keys, named = self._convert.turn_keys, self._convert.columns
         answers = [self._turns(chosen), self._turns(rejected)]
         shared: list[tuple[str, list[Any], bool]] = []
         for name, turns in chats.items():
@@ -243,8 +257,7 @@ class PairConverter(_PreferenceConverter):
         first."""
         names = _QUESTIONS if has_instruction else (*_QUESTIONS, "input")
         ordered = sorted(names, key=lambda name: name not in self._convert.columns)
-        columns = map(self._column, ordered)
-        return next((name for name in columns if _is_text(rest.get(name))), None)
+        return next((name for name in ordered if _is_text(rest.get(name))), None)
 
     def _with_rejected(self, rest: Row, marks: Row) -> Row:
         """Return the row with its answer replaced by the rejected one."""
@@ -261,7 +274,7 @@ class PairConverter(_PreferenceConverter):
         answer = marks.get("rejected_response")
         for name, turns in chats.items():
             return {**rest, name: [*turns[:-1], *self._turns(answer)]}
-        for name in map(self._column, _ANSWERS):
+        for name in _ANSWERS:
             if name in rest:
                 return {**rest, name: self._text_of(answer)}
         raise MalformedRow("the row has a rejected answer and no other answer")
@@ -326,6 +339,7 @@ class AnswerConverter(_PreferenceConverter):
         "label": "a row with an answer, and a boolean `label` (or `kto_tag`)",
         **FORMATS,
     }
+    mapping: ClassVar = mapping_of("prompt", "completion", "label")
 
     def __call__(self, row: Any) -> Sample:
         """Convert one row.
@@ -344,12 +358,15 @@ class AnswerConverter(_PreferenceConverter):
                     allowed="; ".join(self.formats.values()),
                     fix="set `task: dpo`, or divide each pair into two rows with a `label`",
                 )
+            for label in _LABELS:
+                self._check_not_empty(row, marks, (label,))
             self.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow("the row does not mark its answer as good or bad")
         value = marks[name]
         mark = _mark_of(value)
         if mark is None:
             raise MalformedRow(f"`{name}` is neither true nor false")
+        _check_weight(self._convert.loss_weight(rest))
         sample = _answered(self._convert(rest))
         sample.is_desirable = mark
         return sample
@@ -358,12 +375,15 @@ class AnswerConverter(_PreferenceConverter):
 def _answered(sample: Sample) -> Sample:
     if sample.text is not None:
         raise MalformedRow("a text without a prompt")
-    if sample.weight is not None:
+    return sample
+
+
+def _check_weight(weight: float | None) -> None:
+    if weight is not None:
         raise Unsupported(
             f"the rows have weights (`{LOSS_WEIGHT}`), which preference training does not support",
             fix=f"set `ignore_columns: [{LOSS_WEIGHT}]`",
         )
-    return sample
 
 
 def _mark_of(value: Any) -> bool | None:

@@ -3,16 +3,16 @@ Face hub."""
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
 from paceline.core.errors import ConfigError, did_you_mean, first_line
 from paceline.core.log import Notice
 
-_CARD = "README.md"
+#: The name of the card.
+CARD = "README.md"
 _FENCE = "---"
 #: Keys of a configuration that do not change how its files are read.
 _WITHOUT_EFFECT = {"config_name", "data_files", "data_dir", "default", "features", "version"}
@@ -37,37 +37,32 @@ class CardConfig:
     is_default: bool = False
     unused: tuple[str, ...] = ()
 
-    def splits(self, folder: Path) -> dict[str, list[Path]]:
-        """Return the files of each split below ``folder``, in the order of the patterns.
+    def patterns_of(self, split: str) -> list[str]:
+        """Return the patterns of a split, relative to the folder of the card.
 
         Raises:
             ConfigError: a pattern is a URL, or leads out of the folder.
         """
-        root = folder / self.data_dir
-        return {
-            split: [path for pattern in patterns for path in self._matches(root, pattern)]
-            for split, patterns in self.patterns.items()
-        }
-
-    def _matches(self, root: Path, pattern: str) -> list[Path]:
-        if "://" in pattern or pattern.startswith("/") or ".." in Path(pattern).parts:
-            raise ConfigError(
-                f"the configuration `{self.name}` of `{root / _CARD}` names `{pattern}`, which is"
-                " not a file in the folder",
-                allowed="patterns relative to the folder",
-                fix="name the files in the config instead: `dataset: [FILE, ...]`",
-            )
-        names = sorted(glob.glob(pattern, root_dir=root, recursive=True))
-        return [root / name for name in names if (root / name).is_file()]
+        patterns = self.patterns[split]
+        for pattern in patterns:
+            if "://" in pattern or pattern.startswith("/") or ".." in pattern.split("/"):
+                raise ConfigError(
+                    f"the configuration `{self.name}` of the dataset card names `{pattern}`, which"
+                    " is not a file in its folder",
+                    allowed="patterns relative to the folder",
+                    fix="name the files in the config instead: `dataset: [FILE, ...]`",
+                )
+        return [PurePosixPath(self.data_dir, pattern).as_posix() for pattern in patterns]
 
 
-def read_card(folder: Path) -> tuple[list[CardConfig], list[Notice]]:
-    """Return the configurations that the card of a folder declares, and messages about it."""
-    path = folder / _CARD
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return [], []
+def read_card(text: str | None, label: str) -> tuple[list[CardConfig], list[Notice]]:
+    """Return the configurations that a dataset card declares, and messages about it.
+
+    Args:
+        text: the text of the card, or None without one.
+        label: name of the folder of the card, for messages.
+    """
+    lines = [] if text is None else text.splitlines()
     if not lines or lines[0].removeprefix("\ufeff").strip() != _FENCE:
         return [], []
     end = next((n for n, line in enumerate(lines[1:], 1) if line.strip() == _FENCE), None)
@@ -80,7 +75,8 @@ def read_card(folder: Path) -> tuple[list[CardConfig], list[Notice]]:
         entries = values.get("configs", []) if isinstance(values, dict) else []
         return [_read_config(entry) for entry in entries or []], []
     except (yaml.YAMLError, LookupError, ValueError, TypeError, AttributeError) as error:
-        text = f"{path}: `configs` cannot be read and is not used ({first_line(error)})"
+        place = f"{label.rstrip('/')}/{CARD}"
+        text = f"{place}: `configs` cannot be read and is not used ({first_line(error)})"
         return [], [Notice("warning", text)]
 
 
@@ -88,12 +84,12 @@ def _read_config(entry: Any) -> CardConfig:
     if not isinstance(entry, dict) or not isinstance(entry.get("config_name"), str):
         raise ValueError("an entry has no `config_name`")
     data_dir = entry.get("data_dir") or "."
-    if not isinstance(data_dir, str) or ".." in Path(data_dir).parts or data_dir.startswith("/"):
+    if not isinstance(data_dir, str) or ".." in data_dir.split("/") or data_dir.startswith("/"):
         raise ValueError(f"`data_dir: {data_dir}` is not a folder below the card")
     return CardConfig(
         entry["config_name"],
         _read_patterns(entry.get("data_files")),
-        data_dir,
+        PurePosixPath(data_dir).as_posix(),
         bool(entry.get("default", False)),
         tuple(sorted(str(key) for key in entry if key not in _WITHOUT_EFFECT)),
     )
@@ -117,7 +113,7 @@ def _read_patterns(value: Any) -> dict[str, list[str]]:
     return patterns
 
 
-def choose_config(configs: list[CardConfig], name: str | None, folder: Path) -> CardConfig:
+def choose_config(configs: list[CardConfig], name: str | None, folder: str) -> CardConfig:
     """Return the configuration with this name, or the default one.
 
     Raises:
@@ -138,7 +134,7 @@ def choose_config(configs: list[CardConfig], name: str | None, folder: Path) -> 
     )
 
 
-def unknown_name(folder: Path | str, name: str, names: list[str]) -> ConfigError:
+def unknown_name(folder: str, name: str, names: list[str]) -> ConfigError:
     """Return the error for a configuration that a dataset does not have."""
     return ConfigError(
         f"the dataset `{folder}` has no configuration `{name}`",

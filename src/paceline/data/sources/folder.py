@@ -1,14 +1,17 @@
-"""Find the data files of a folder: those of a configuration and of a split."""
+"""Find the data files of a folder, local or at a URL: those of a configuration and of a split."""
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
-from paceline.data.sources.card import CardConfig, choose_config, read_card, unknown_name
+from paceline.data.sources.card import CARD, CardConfig, choose_config, read_card, unknown_name
 from paceline.data.sources.readers import KINDS, conversion_fix, is_table, is_text
 from paceline.data.sources.splits import (
     choose_files,
@@ -28,11 +31,53 @@ _NOT_DATA = {
 }
 
 
+class DataFolder(Protocol):
+    """A folder with files. Their names are paths below it, with ``/``."""
+
+    @property
+    def label(self) -> str:
+        """The name of the folder in messages."""
+
+    def names(self) -> list[str]:
+        """Return the names of all files, sorted."""
+
+    def matches(self, pattern: str) -> list[str]:
+        """Return the names of the files that match a pattern, sorted."""
+
+    def read(self, name: str) -> str | None:
+        """Return the text of a file, or None if there is none."""
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """A folder of this host, as :class:`DataFolder` describes it."""
+
+    path: Path
+
+    @property
+    def label(self) -> str:
+        return str(self.path)
+
+    def names(self) -> list[str]:
+        files = (path for path in self.path.rglob("*") if path.is_file())
+        return sorted(path.relative_to(self.path).as_posix() for path in files)
+
+    def matches(self, pattern: str) -> list[str]:
+        names = sorted(glob.glob(pattern, root_dir=self.path, recursive=True))
+        return [name for name in names if (self.path / name).is_file()]
+
+    def read(self, name: str) -> str | None:
+        try:
+            return (self.path / name).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None
+
+
 def find_files(
-    folder: Path, spec: DatasetSource, validation: bool = False
-) -> tuple[list[Path], list[Notice]]:
-    """Return the data files of a folder, sorted, and messages about the others: tables if there are
-    any, else plain text.
+    folder: DataFolder, spec: DatasetSource, validation: bool = False
+) -> tuple[list[str], list[Notice]]:
+    """Return the names of the data files of a folder, sorted, and messages about the others: tables
+    if there are any, else plain text.
 
     The dataset card of the folder declares the files of its configurations and splits, as on the
     hub. Without a declaration, `name` is a subfolder, and the names of the files show the splits.
@@ -43,36 +88,38 @@ def find_files(
     Raises:
         ConfigError: there are no data files, or no such configuration or split.
     """
-    configs, notices = read_card(folder)
-    root, config = folder, None
+    configs, notices = read_card(folder.read(CARD), folder.label)
+    config, subfolder = None, "."
     if configs:
-        config = choose_config(configs, spec.name, folder)
-        root = folder / config.data_dir
+        config = choose_config(configs, spec.name, folder.label)
+        subfolder = config.data_dir
         notices += _config_notices(folder, configs, config, spec)
-    elif spec.name not in (None, "default"):
-        root = _subfolder(folder, str(spec.name))
     if config is not None and config.patterns:
         if validation:
             spec = for_validation(spec, map(split_kind, config.patterns))
         files, split_notices = _files_of_card(folder, config, spec)
         return files, [*notices, *split_notices]
-    files = _list_files(root)
-    data = _data_files(files)
+    names = [name for name in folder.names() if not _is_hidden(name)]
+    if config is None and spec.name not in (None, "default"):
+        subfolder = _subfolder(folder, names, str(spec.name))
+    root = "" if subfolder == "." else f"{subfolder.strip('/')}/"
+    below = [name.removeprefix(root) for name in names if name.startswith(root)]
+    data = _data_files(below)
     if not data:
-        names = ", ".join(path.name for path in files[:6]) or "nothing"
-        fix = next(filter(None, (conversion_fix(path) for path in files)), "")
+        shown = ", ".join(_base(name) for name in below[:6]) or "nothing"
+        fix = next(filter(None, (conversion_fix(Path(name)) for name in below)), "")
+        where = "/".join([folder.label.rstrip("/"), *([root.rstrip("/")] if root else [])])
         raise ConfigError(
-            f"no data files in the folder `{root}` (it has {names})", allowed=KINDS, fix=fix
+            f"no data files in the folder `{where}` (it has {shown})", allowed=KINDS, fix=fix
         )
-    by_name = {path.relative_to(root).as_posix(): path for path in data}
     if validation:
-        spec = for_validation(spec, map(split_of_file, by_name))
-    chosen, split_notices = choose_files(list(by_name), spec, str(folder))
-    skipped = [path.name for path in files if path not in data]
+        spec = for_validation(spec, map(split_of_file, data))
+    chosen, split_notices = choose_files(data, spec, folder.label)
+    skipped = [name for name in below if name not in data]
     if skipped:
-        text = f"{folder}: {len(chosen)} data files; skipped {shorten(skipped)}"
+        text = f"{folder.label}: {len(chosen)} data files; skipped {shorten(skipped)}"
         split_notices.append(Notice("info", text))
-    return [by_name[name] for name in chosen], [*notices, *split_notices]
+    return [root + name for name in chosen], [*notices, *split_notices]
 
 
 def tables_or_texts(files: Iterable[Path]) -> list[Path]:
@@ -81,74 +128,72 @@ def tables_or_texts(files: Iterable[Path]) -> list[Path]:
     return [path for path in files if is_table(path)] or [path for path in files if is_text(path)]
 
 
-def _list_files(folder: Path) -> list[Path]:
-    """Return the files below a folder, without hidden ones, sorted."""
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.is_file()
-        and not any(part.startswith((".", "__")) for part in path.relative_to(folder).parts)
+def _data_files(names: Iterable[str]) -> list[str]:
+    files = (
+        Path(name)
+        for name in names
+        if _base(name).lower() not in _NOT_DATA and not _base(name).startswith("cache-")
     )
+    return [path.as_posix() for path in tables_or_texts(files)]
 
 
-def _data_files(files: Iterable[Path]) -> list[Path]:
-    return tables_or_texts(
-        path
-        for path in files
-        if path.name.lower() not in _NOT_DATA and not path.name.startswith("cache-")
-    )
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith((".", "__")) for part in name.split("/"))
 
 
 def _config_notices(
-    folder: Path, configs: list[CardConfig], config: CardConfig, spec: DatasetSource
+    folder: DataFolder, configs: list[CardConfig], config: CardConfig, spec: DatasetSource
 ) -> list[Notice]:
     notices = []
     if spec.name is None and len(configs) > 1:
         others = ", ".join(each.name for each in configs if each is not config)
-        text = f"{folder}: configuration `{config.name}`, the default; not used: {others}"
+        text = f"{folder.label}: configuration `{config.name}`, the default; not used: {others}"
         notices.append(Notice("info", text))
     if config.unused:
-        text = f"{folder}: settings of the dataset card that are not used:"
+        text = f"{folder.label}: settings of the dataset card that are not used:"
         notices.append(Notice("warning", f"{text} {', '.join(config.unused)}"))
     return notices
 
 
-def _subfolder(folder: Path, name: str) -> Path:
+def _subfolder(folder: DataFolder, names: list[str], subfolder: str) -> str:
     """Return the subfolder with the files of a configuration that no card declares."""
-    known = sorted(
-        path.name
-        for path in folder.iterdir()
-        if path.is_dir() and split_kind(path.name) is None and _data_files(_list_files(path))
-    )
-    if name not in known:
-        raise unknown_name(folder, name, known)
-    return folder / name
+    below = [name for name in names if "/" in name and _data_files([name])]
+    known = sorted({name.partition("/")[0] for name in below})
+    known = [name for name in known if split_kind(name) is None]
+    if subfolder not in known:
+        raise unknown_name(folder.label, subfolder, known)
+    return subfolder
 
 
 def _files_of_card(
-    folder: Path, config: CardConfig, spec: DatasetSource
-) -> tuple[list[Path], list[Notice]]:
+    folder: DataFolder, config: CardConfig, spec: DatasetSource
+) -> tuple[list[str], list[Notice]]:
     """Return the files of the split of a configuration whose card names them."""
-    splits, wanted = config.splits(folder), spec.split
+    splits, wanted = list(config.patterns), spec.split
     name = wanted
     if wanted not in splits:
         kind = split_kind(wanted)
         of_kind = [each for each in splits if kind is not None and split_kind(each) == kind]
         is_only = "split" not in spec.model_fields_set and len(splits) == 1
-        of_kind = of_kind or (list(splits) if is_only else [])
+        of_kind = of_kind or (splits if is_only else [])
         if len(of_kind) != 1:
             raise ConfigError(
-                f"the configuration `{config.name}` of `{folder}` has no split `{wanted}`",
+                f"the configuration `{config.name}` of `{folder.label}` has no split `{wanted}`",
                 allowed=", ".join(splits),
-                fix=f"select one: `dataset: {{path: {folder}, split: {next(iter(splits))}}}`",
+                fix=f"select one: `dataset: {{path: {folder.label}, split: {splits[0]}}}`",
             )
         name = of_kind[0]
-    files = list(dict.fromkeys(tables_or_texts(splits[name])))
+    matches = [path for pattern in config.patterns_of(name) for path in folder.matches(pattern)]
+    files = [path.as_posix() for path in dict.fromkeys(tables_or_texts(map(Path, matches)))]
     if not files:
         patterns = ", ".join(config.patterns[name])
         raise ConfigError(
-            f"the folder `{folder}` has no data files of the split `{name}` of the configuration"
-            f" `{config.name}` (patterns of its card: {patterns})",
+            f"the folder `{folder.label}` has no data files of the split `{name}` of the"
+            f" configuration `{config.name}` (patterns of its card: {patterns})",
             allowed=KINDS,
             fix="download the files, or select another configuration with `name`",
         )
@@ -156,5 +201,5 @@ def _files_of_card(
     unused = f"; not used: {', '.join(others)}" if others else ""
     level = "info" if name == wanted else "warning"
     if others or level == "warning":
-        return files, [Notice(level, f"{folder}: using split `{name}`{unused}")]
+        return files, [Notice(level, f"{folder.label}: using split `{name}`{unused}")]
     return files, []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from paceline.config.schema import Config
 from paceline.data.sources.builtin import LABELED_DATASETS
-from paceline.data.sources.opening import is_pattern, take_count
+from paceline.data.sources.opening import is_pattern, is_url, take_count
 from paceline.data.sources.readers import is_table, is_text
 from paceline.data.sources.tar import IMAGE_SUFFIXES, is_tar
 
@@ -21,6 +21,8 @@ def classifies_images(config: Config) -> bool:
         return name.removeprefix("builtin:") not in LABELED_DATASETS
     if is_tar(name):
         return True
+    if is_url(name):
+        return not is_table(Path(name))
     path = Path(name).expanduser()
     if path.is_dir():
         return _has_images(path)

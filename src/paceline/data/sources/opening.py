@@ -92,7 +92,7 @@ def windows_fix(name: str) -> str | None:
     if drive := _DRIVE.match(name):
         rest = name[drive.end() :].replace("\\", "/")
         return (
-            "this is a path of Windows, and this system has no drives: copy the data, or in WSL"
+            "this is a path of Windows, and this system has no drives: copy the files, or in WSL"
             f" use `/mnt/{drive[1].lower()}/{rest}`"
         )
     return None
@@ -106,6 +106,11 @@ def number_to_take(take: Take, total: int) -> int:
 def is_pattern(name: str) -> bool:
     """Return whether a name stands for several files."""
     return any(character in name for character in "*?[") or _BRACES.search(name) is not None
+
+
+def is_url(name: str) -> bool:
+    """Return whether a source is a URL."""
+    return "://" in name
 
 
 def expand_braces(pattern: str) -> list[str]:

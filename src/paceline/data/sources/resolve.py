@@ -19,7 +19,7 @@ from paceline.core.log import Notice
 from paceline.data.cache import fingerprint
 from paceline.data.sources import hub
 from paceline.data.sources.builtin import builtin_dataset, check_builtin_dataset
-from paceline.data.sources.folder import find_files, tables_or_texts
+from paceline.data.sources.folder import LocalFolder, find_files, tables_or_texts
 from paceline.data.sources.opening import (
     COMPRESSED_SUFFIXES,
     Position,
@@ -27,6 +27,7 @@ from paceline.data.sources.opening import (
     data_suffix,
     expand_braces,
     is_pattern,
+    is_url,
     number_to_take,
     take_count,
     windows_fix,
@@ -206,10 +207,18 @@ def open_source(spec: DatasetSource, *, validation: bool = False) -> ResolvedSou
         return ResolvedSource(spec, files=files, take=take, notices=unused_settings(spec, files))
     if name.startswith(hub.MODELSCOPE_PREFIX):
         path = Path(hub.download_from_modelscope(name, "dataset"))
+    if is_url(name) and not path.exists():
+        raise ConfigError(
+            f"`{name}` is a URL, which is supported only for `dataset` of a run that streams its"
+            " data, and for a preview",
+            allowed="a file or a folder of this host, or a hub id",
+            fix="copy the files to this host, or for `dataset` set `streaming: true`",
+        )
     if path.exists() or is_pattern(name):
         check_split(spec)
     if path.is_dir():
-        files, notices = find_files(path, spec, validation)
+        names, notices = find_files(LocalFolder(path), spec, validation)
+        files = [path / name for name in names]
     elif path.exists():
         if not (is_table(path) or is_text(path)):
             raise unknown_kind(path)
@@ -237,11 +246,6 @@ def unused_settings(spec: DatasetSource, files: list[Path]) -> list[Notice]:
         text = f"{spec.path}: `split: {spec.split}` has no effect, because `dataset` names files"
         notices.append(Notice("warning", text))
     return notices
-
-
-def is_url(name: str) -> bool:
-    """Return whether a source is a URL."""
-    return "://" in name
 
 
 def is_local(name: str) -> bool:

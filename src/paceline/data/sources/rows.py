@@ -178,6 +178,27 @@ def parse_json(text: str, *, checks_text: bool = True) -> Any:
     return value
 
 
+def parse_cell(text: str) -> Any:
+    """Return the value of JSON text in a cell, or in a value, of a row.
+
+    Raises:
+        Unsupported: an object has a key twice.
+        ValueError: it is not valid JSON.
+    """
+    try:
+        return parse_json(text, checks_text=False)
+    except RepeatedKey as error:
+        raise repeated_in_cell(error) from error
+
+
+def repeated_in_cell(error: RepeatedKey) -> Unsupported:
+    """Return the error for text in a cell with an object that has a key twice."""
+    return Unsupported(
+        f"JSON text in a value of the row has the key `{error.key}` twice{error.place()}",
+        fix="keep one of the values, or give them different keys",
+    )
+
+
 def parse_json_values(text: str) -> Iterator[Any]:
     """Yield the JSON values of a text, one after the other.
 

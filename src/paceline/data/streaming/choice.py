@@ -8,8 +8,8 @@ from paceline.config.schema import Config
 from paceline.core.errors import NotStreamable
 from paceline.core.files import human_bytes
 from paceline.core.log import Notice
-from paceline.data.sources.opening import take_count
-from paceline.data.sources.resolve import is_local, is_url, open_source
+from paceline.data.sources.opening import is_url, take_count
+from paceline.data.sources.resolve import is_local, open_source
 
 if TYPE_CHECKING:
     from paceline.data.streaming.prepare import PreparedStream

@@ -68,6 +68,8 @@ class RowEncoder:
     def __init__(self, setup: Setup, cuts_documents: bool) -> None:
         self.setup, self.cuts_documents = setup, cuts_documents
         self._chunk_encoder: ChunkEncoder | None = None
+        #: The error of the first line that is not a row.
+        self.first_error: ConfigError | None = None
 
     def __getstate__(self) -> object:
         return {**self.__dict__, "_chunk_encoder": None}
@@ -98,7 +100,8 @@ class RowEncoder:
             if source not in of_source or (not by_source and chunks[-1][0].source != source):
                 of_source[source] = (Chunk(source), RowCounts())
                 chunks.append(of_source[source])
-            _add(row, *of_source[source], is_start)
+            error = _add(row, *of_source[source], is_start)
+            self.first_error = self.first_error or error
         encoded = []
         for chunk, malformed in chunks:
             result = self._encode(chunk)
@@ -186,8 +189,8 @@ def read_rows(
     return samples, counts
 
 
-def _add(row: RawRow, chunk: Chunk, malformed: RowCounts, is_start: bool) -> None:
-    """Add a parsed row to the chunk, or count it as malformed."""
+def _add(row: RawRow, chunk: Chunk, malformed: RowCounts, is_start: bool) -> ConfigError | None:
+    """Add a parsed row to the chunk, or count it as malformed and return the error."""
     try:
         rows = rows_of_block(row) if isinstance(row, LineBlock) else [row]
         for parsed in rows:
@@ -198,6 +201,8 @@ def _add(row: RawRow, chunk: Chunk, malformed: RowCounts, is_start: bool) -> Non
             raise
         malformed.read += 1
         malformed.drop(_REPEATED_KEY if is_repeated else MALFORMED, _place(row))
+        return error
+    return None
 
 
 def _place(row: RawRow) -> Place:

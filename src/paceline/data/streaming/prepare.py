@@ -25,11 +25,10 @@ from paceline.data.streaming.build import (
     open_streams,
     uses_windows,
 )
-from paceline.data.streaming.dataset import RowEncoder, StreamedRows, StreamedText
+from paceline.data.streaming.dataset import MALFORMED, RowEncoder, StreamedRows, StreamedText
 from paceline.data.streaming.sources import StreamSource, find_sources, without_rows
 from paceline.data.streaming.streams import TextStreams
 from paceline.data.streaming.tables import TableRows
-from paceline.data.text.build import column_notices, nothing_kept
 from paceline.data.text.encoding.chunks import (
     COUNTERS,
     RowCounts,
@@ -37,6 +36,7 @@ from paceline.data.text.encoding.chunks import (
     make_converter,
     make_setup,
 )
+from paceline.data.text.encoding.notices import column_notices, drop_reasons, nothing_kept
 from paceline.data.text.new_tokens import ResolveModel, config_tokenizer
 from paceline.data.text.prepare import TextTask, TokenEntry, split_indices, split_notice
 from paceline.data.text.templates import template_choice
@@ -204,11 +204,13 @@ def _check_rows(
             for name in COUNTERS:
                 getattr(converter, name).update(chunk.converted[name])
         if counts.kept == 0:
+            if set(counts.dropped) == {MALFORMED} and encode.first_error is not None:
+                raise encode.first_error
             raise nothing_kept(source, converter, encoder, counts, config)
         notices += source.notices + column_notices(source, converter)
         if dropped := counts.dropped.total():
-            text = f"{source.label}: {dropped} of {counts.read} rows that were checked are dropped"
-            notices.append(Notice("warning", text))
+            text = f"{source.label}: {dropped} of {counts.read} rows that were checked are dropped."
+            notices.append(Notice("warning", f"{text} {drop_reasons(counts)}"))
         checked.num_rows += counts.read
         truncated += counts.truncated
     if truncated and config.task == "pretrain":

@@ -6,36 +6,84 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError, RunError, first_line
 from paceline.core.files import cache_dir
-from paceline.core.log import Notice
 from paceline.data.cache import build_once, key_of
-from paceline.data.sources.opening import is_pattern
-from paceline.data.sources.readers import is_table
-from paceline.data.sources.splits import choose_files
-
-_FILE = "data"
 
 
-def list_files(url: str, is_data: Callable[[Path], bool] = is_table) -> list[str]:
-    """Return the URLs of the data files at ``url``: a file, a pattern, or all data files below a
-    folder, sorted.
+class RemoteFolder:
+    """A folder at a URL, as :class:`paceline.data.sources.folder.DataFolder` describes it.
+
+    Raises:
+        ConfigError: the package for the URL is missing.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.label = url
+        self._fs, path = _filesystem(url)
+        self._path = path.rstrip("/")
+
+    def names(self) -> list[str]:
+        """Return the names of all files, sorted.
+
+        Raises:
+            ConfigError: the location cannot be read.
+        """
+        return self._below(lambda: self._fs.find(self._path))
+
+    def matches(self, pattern: str) -> list[str]:
+        """Return the names of the files that match a pattern, sorted.
+
+        Raises:
+            ConfigError: the location cannot be read.
+        """
+        return self._below(lambda: self._fs.glob(f"{self._path}/{pattern}"))
+
+    def read(self, name: str) -> str | None:
+        """Return the text of a file, or None if there is none.
+
+        Raises:
+            ConfigError: the location cannot be read.
+        """
+        try:
+            content: bytes = self._fs.cat_file(f"{self._path}/{name}")
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # each store's library raises errors of its own
+            raise _unreachable(self.label, error) from error
+        return content.decode("utf-8", errors="replace")
+
+    def url(self, name: str) -> str:
+        """Return the URL of a file."""
+        return str(self._fs.unstrip_protocol(f"{self._path}/{name}"))
+
+    def _below(self, find: Callable[[], list[str]]) -> list[str]:
+        try:
+            paths = find()
+        except Exception as error:  # each store's library raises errors of its own
+            raise _unreachable(self.label, error) from error
+        return sorted(path.removeprefix(f"{self._path}/") for path in paths)
+
+
+def find_remote(url: str, is_data: Callable[[Path], bool]) -> list[str] | RemoteFolder:
+    """Return the URL of a file, the sorted URLs of the files that match a pattern, or the folder at
+    ``url``.
 
     Args:
         is_data: whether a file is a data file, by its name.
 
     Raises:
-        ConfigError: the location cannot be read or has no data files, or a package is missing.
+        ConfigError: the location cannot be read, a pattern matches no data files, or a package is
+            missing.
     """
     fs, path = _filesystem(url)
     try:
-        if any(char in path for char in "*?["):
-            paths = fs.glob(path)
-        elif fs.isfile(path):
-            return [url]
-        else:
-            paths = fs.find(path)
+        if not any(character in path for character in _pattern_characters(url)):
+            # A web server answers for a folder as for a file.
+            is_named = is_data(Path(name_of(url)))
+            is_file = fs.isfile(path) and (is_named or not fs.isdir(path))
+            return [url] if is_file else RemoteFolder(url)
+        paths = fs.glob(path)
     except Exception as error:  # each store's library raises errors of its own
         raise _unreachable(url, error) from error
     files = sorted(str(fs.unstrip_protocol(name)) for name in paths if is_data(Path(name)))
@@ -44,26 +92,19 @@ def list_files(url: str, is_data: Callable[[Path], bool] = is_table) -> list[str
     return files
 
 
-def find_remote(
-    url: str, spec: DatasetSource, is_data: Callable[[Path], bool] = is_table
-) -> tuple[list[str], list[Notice]]:
-    """Return the URLs of :func:`list_files` (those of a folder only of the split that ``spec``
-    selects), and messages about the others.
-
-    Raises:
-        ConfigError: as :func:`list_files`; or no file belongs to the split.
-    """
-    files = list_files(url, is_data)
-    if files == [url] or is_pattern(url):
-        return files, []
-    folder = _path_of(url)
-    by_name = {_path_of(file).removeprefix(f"{folder}/"): file for file in files}
-    chosen, notices = choose_files(list(by_name), spec, url)
-    return [by_name[name] for name in chosen], notices
+def _pattern_characters(url: str) -> str:
+    """Return the characters of patterns; in a web address ``?`` begins the query."""
+    return "*[" if _is_web(url) else "*?["
 
 
-def _path_of(url: str) -> str:
-    return url.partition("://")[2].strip("/")
+def _is_web(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
+def name_of(url: str) -> str:
+    """Return the name of the file at a URL, without the query of a web address."""
+    name = PurePosixPath(url).name
+    return name.partition("?")[0] if _is_web(url) else name
 
 
 def identity(url: str) -> list[Any]:
@@ -84,7 +125,7 @@ def fetch(url: str) -> Path:
     Raises:
         RunError: the file cannot be downloaded.
     """
-    name = PurePosixPath(url).name
+    name = name_of(url)
     folder = cache_dir() / "shards" / key_of(identity(url))
 
     def download(staging: Path) -> None:

@@ -14,19 +14,21 @@ from paceline.core.errors import ConfigError, NotStreamable
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.data.cache import fingerprint, key_of
+from paceline.data.sources.folder import find_files
 from paceline.data.sources.opening import (
     Take,
     data_suffix,
     expand_braces,
+    is_url,
     number_to_take,
     take_count,
 )
-from paceline.data.sources.readers import TEXT_SUFFIXES
-from paceline.data.sources.resolve import ResolvedSource, is_url, open_source, unused_settings
+from paceline.data.sources.readers import TEXT_SUFFIXES, is_table
+from paceline.data.sources.resolve import ResolvedSource, open_source, unused_settings
 from paceline.data.sources.splits import check_split
 from paceline.data.streaming.line_index import HASHED_BYTES
 from paceline.data.streaming.order import StreamShuffle
-from paceline.data.streaming.remote import find_remote, identity
+from paceline.data.streaming.remote import RemoteFolder, fetch, find_remote, identity, name_of
 from paceline.data.streaming.selection import RemainingTable, SelectedTable, split_by_table
 from paceline.data.streaming.shards import Shard, ShardRows
 from paceline.data.streaming.tables import RowTable, TableRows, open_table
@@ -73,11 +75,19 @@ def _find(number: int, spec: DatasetSource) -> StreamSource:
     name, take = take_count(spec.path)
     if is_url(name):
         check_split(spec)
-        remote, locations = ResolvedSource(spec, notices=unused_settings(spec, [])), []
+        remote = ResolvedSource(spec)
+        locations: list[str] = []
+        named: list[Path] = []
         for part in expand_braces(name):
-            files, notices = find_remote(part, spec)
-            locations += files
-            remote.notices += notices
+            urls = find_remote(part, is_table)
+            if isinstance(urls, RemoteFolder):
+                names, notices = find_files(urls, spec)
+                locations += map(urls.url, names)
+                remote.notices += notices
+            else:
+                locations += urls
+                named += [Path(name_of(url)) for url in urls]
+        remote.notices += unused_settings(spec, named) if named else []
         return StreamSource(number, remote, locations, take)
     resolved = open_source(spec)
     locations = [str(path) for path in resolved.files]
@@ -91,6 +101,24 @@ def _find(number: int, spec: DatasetSource) -> StreamSource:
         text = f"{resolved.label}: {counted(len(locations), 'file')} on the hub, read when needed"
         resolved.notices.append(Notice("info", text))
     return StreamSource(number, resolved, locations, resolved.take)
+
+
+def open_first_file(spec: DatasetSource) -> ResolvedSource:
+    """Return a source for a preview of its rows: of a URL, only the first file is downloaded.
+
+    Raises:
+        ConfigError: the source does not exist.
+        RunError: the file cannot be downloaded.
+    """
+    if not is_url(take_count(spec.path)[0]):
+        return open_source(spec)
+    source = _find(0, spec)
+    first, *others = source.locations
+    source.resolved.files = [fetch(first)]
+    if others:
+        text = f"{source.label}: rows of the first of {counted(len(source.locations), 'file')}"
+        source.resolved.notices.append(Notice("info", text))
+    return source.resolved
 
 
 def open_rows(
@@ -124,6 +152,12 @@ def _tables(source: StreamSource) -> list[RowTable] | None:
     for location in source.locations:
         table = None if is_url(location) else open_table(Path(location))
         if table is None:
+            if is_url(location) and has_text([location]):
+                raise ConfigError(
+                    f"`{location}` is plain text at a URL, which is not supported",
+                    allowed="tables at a URL (JSON, CSV, Parquet, Arrow, tar), or a local text",
+                    fix="copy the text to a local file",
+                )
             if has_text([location]):
                 raise NotStreamable(
                     f"`{location}` cannot be streamed: it is compressed or not UTF-8",
@@ -136,7 +170,7 @@ def _tables(source: StreamSource) -> list[RowTable] | None:
 
 def has_text(locations: Sequence[str]) -> bool:
     """Return whether some of the files are plain text."""
-    return any(data_suffix(Path(location)) in TEXT_SUFFIXES for location in locations)
+    return any(data_suffix(Path(name_of(name))) in TEXT_SUFFIXES for name in locations)
 
 
 def _take(source: StreamSource, take: Take, tables: list[RowTable], seed: int) -> list[RowTable]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NotRequired, TypedDict
@@ -11,15 +12,12 @@ from typing import NotRequired, TypedDict
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.events import DataFigures
-from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.data.preference.dataset import PreferenceWriter
 from paceline.data.progress import Progress
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import ResolvedSource
 from paceline.data.text.encoding.chunks import (
-    NO_ANSWER,
-    TOO_LONG,
     AnyConverter,
     AnyEncoder,
     EncodedChunk,
@@ -29,10 +27,9 @@ from paceline.data.text.encoding.chunks import (
     make_encoder,
     make_setup,
 )
+from paceline.data.text.encoding.notices import column_notices, nothing_kept, row_notices
 from paceline.data.text.encoding.workers import encode_chunks, start_workers
-from paceline.data.text.formats import matching_formats
-from paceline.data.text.labels import LABEL_LISTS, NEGATIVE_LABEL
-from paceline.data.text.refused_rows import MEDIA
+from paceline.data.text.labels import LABEL_LISTS, SIGNED_CLASSES, have_sign_only
 from paceline.data.text.templates import TemplateChoice
 from paceline.data.text.token_dataset import LabelWriter, TokenWriter
 from paceline.data.text.tokenizer import load_tokenizer
@@ -42,9 +39,6 @@ from paceline.distributed.devices import cpu_cores
 #: For less text, starting worker processes takes longer than encoding.
 _PARALLEL_BYTES = 16 << 20
 _MAX_WORKERS = 32
-_COLUMNS_FIX = (
-    "map the columns: `dataset: {path: ..., columns: {prompt: YOURS, completion: YOURS}}`"
-)
 
 
 class SourceMeta(TypedDict):
@@ -89,6 +83,40 @@ def build_entry(
     Raises:
         ConfigError: no row could be used; the message explains why.
     """
+    if task == "classify" and "-1" not in config.classify.labels:
+        # Labels of -1 are a class as long as no other label than 1 occurs.
+        classify = config.classify.model_copy(update={"labels": list(SIGNED_CLASSES)})
+        signed = config.model_copy(update={"classify": classify})
+        with suppress(_OtherLabels):
+            return _build(
+                folder, sources, signed, task, tokenizer_folder, template, workers, is_signed=True
+            )
+    return _build(folder, sources, config, task, tokenizer_folder, template, workers)
+
+
+class _OtherLabels(Exception):
+    """Labels of -1 occur among others than 1, so that they stand for missing labels."""
+
+
+def _build(
+    folder: Path,
+    sources: list[ResolvedSource],
+    config: Config,
+    task: str,
+    tokenizer_folder: Path,
+    template: TemplateChoice,
+    workers: int | None,
+    *,
+    is_signed: bool = False,
+) -> EntryMeta:
+    """Tokenize ``sources``, as :func:`build_entry` describes it.
+
+    Args:
+        is_signed: whether -1 is a class of labeled texts only beside 1.
+
+    Raises:
+        _OtherLabels: the labels are signed, and there are others than -1 and 1.
+    """
     num_workers = _num_workers(sources) if workers is None else workers
     with start_workers(num_workers) as pool:
         tokenizer = load_tokenizer(tokenizer_folder, config.trust_remote_code)
@@ -113,18 +141,32 @@ def build_entry(
         )
         progress = Progress(_text_bytes(sources))
         try:
-            _write_all(encoded, results, encoder, config, writers, progress)
+            _write_all(
+                _checked(encoded) if is_signed else encoded,
+                results,
+                encoder,
+                config,
+                writers,
+                progress,
+            )
         finally:
             progress.close()
             writers.close(has_lists=encoder.facts[LABEL_LISTS] > 0)
-    if writers.labels is not None and writers.labels.labels == {1}:
-        dropped = sum(result.counts.dropped[NEGATIVE_LABEL] for result in results)
-        if dropped and "-1" not in config.classify.labels:  # the classes are -1 and 1
-            signed = config.model_copy(
-                update={"classify": config.classify.model_copy(update={"labels": ["-1", "1"]})}
-            )
-            return build_entry(folder, sources, signed, task, tokenizer_folder, template, workers)
     return _entry_meta(results, notices, writers.tokens, encoder, config, tokenizer.pad_token_id)
+
+
+def _checked(chunks: Iterable[EncodedChunk]) -> Iterator[EncodedChunk]:
+    """Yield the chunks of labeled texts.
+
+    Raises:
+        _OtherLabels: some labels are -1, and others are neither -1 nor 1.
+    """
+    labels: set[str] = set()
+    for chunk in chunks:
+        labels.update(str(label) for of_sample in chunk.labels for label in of_sample)
+        if "-1" in labels and not have_sign_only(labels):
+            raise _OtherLabels
+        yield chunk
 
 
 @dataclass
@@ -248,7 +290,7 @@ def _entry_meta(
         total.add(result.counts)
         notices += column_notices(result.source, result.converter)
         formats.update(result.converter.seen)
-    notices += _row_notices(total, encoder, formats, config)
+    notices += row_notices(total, encoder, formats, config)
     return {
         "samples": len(writer.lengths),
         "tokens": sum(writer.lengths),
@@ -276,174 +318,3 @@ def _num_workers(sources: list[ResolvedSource]) -> int:
     if has_documents_only or (size is not None and size < _PARALLEL_BYTES):
         return 1
     return min(cpu_cores(), _MAX_WORKERS)
-
-
-def _drop_reasons(counts: RowCounts) -> str:
-    return "; ".join(
-        f"{reason}: {num_rows:,} (first: {counts.first[reason]})"
-        for reason, num_rows in counts.dropped.most_common()
-    )
-
-
-def nothing_kept(
-    source: ResolvedSource,
-    converter: AnyConverter,
-    encoder: AnyEncoder,
-    counts: RowCounts,
-    config: Config,
-) -> ConfigError:
-    """Return the error for a source of which no row can be used."""
-    dropped = counts.dropped
-    formats = "; ".join(f"{name}: {columns}" for name, columns in converter.formats.items())
-    if converter.unmatched and converter.unmatched.total() == dropped.total():
-        columns = next(iter(converter.unmatched))
-        shown = f"`{source.label}` ({', '.join(columns) or 'none'})"
-        if converter.format == "auto":
-            what, fix = f"the columns of {shown} match no format", _COLUMNS_FIX
-        else:
-            what = f"the columns of {shown} do not match the format `{converter.format}`"
-            matches = matching_formats({key: [{}] for key in columns})
-            fix = f"set `format: {matches[0]}` or remove it; " if matches else ""
-            fix += _COLUMNS_FIX
-        return ConfigError(what, allowed=formats, fix=fix)
-    if dropped and set(dropped) <= {TOO_LONG, NO_ANSWER}:
-        what = (
-            f"every sample of `{source.label}` is too long: the shortest has"
-            f" {counts.shortest_overlong:,} tokens, train_args.max_length is"
-            f" {config.train_args.max_length:,}"
-        )
-        fix = f"set `train_args.max_length` to at least {counts.shortest_overlong}"
-        if TOO_LONG in dropped:
-            return ConfigError(what, fix=f"{fix}, or `train_args.truncation_strategy: truncate`")
-        return ConfigError(f"{what}, and no answer starts before that", fix=fix)
-    refusals = encoder.refusals.most_common(1)
-    refusal = f". Error of the chat template: {refusals[0][0]}" if refusals else ""
-    return ConfigError(
-        f"no row of `{source.label}` can be used. {_drop_reasons(counts)}{refusal}",
-        allowed=formats,
-        fix=f"correct the rows, or {_COLUMNS_FIX}",
-    )
-
-
-def column_notices(source: ResolvedSource, converter: AnyConverter) -> list[Notice]:
-    """Return messages about the format of a source and its unused columns."""
-    infos = []
-    if len(converter.seen) > 1:
-        counts = (f"{name} ({num_rows:,} rows)" for name, num_rows in converter.seen.most_common())
-        infos.append(f"several formats: {', '.join(counts)}")
-    elif converter.format == "auto" and converter.seen:
-        infos.append(f"format {next(iter(converter.seen))}, detected from the columns")
-    if converter.unused:
-        infos.append(f"unused columns: {_names(converter.unused)}")
-    if converter.ignored:
-        infos.append(f"ignored by `ignore_columns`: {_names(converter.ignored)}")
-    warnings = []
-    missing = [
-        name
-        for name in converter.ignore_columns
-        if name not in converter.ignored and name not in MEDIA
-    ]
-    if missing:
-        warnings.append(f"no row has the columns {_names(missing)} of `ignore_columns`")
-    if set(converter.binary_labels) & {"0", "1"} and "other" not in converter.binary_labels:
-        warnings.append(
-            "`label` has only the values 0 and 1 and is not used. If it marks good and bad"
-            " answers, the model also learns the bad ones"
-        )
-    return [
-        *(Notice("info", f"{source.label}: {text}") for text in infos),
-        *(Notice("warning", f"{source.label}: {text}") for text in warnings),
-    ]
-
-
-def _names(names: Iterable[str]) -> str:
-    # Text in parentheses after a name describes where it occurs.
-    parts = (name.partition(" (") for name in names)
-    return ", ".join(f"`{name}`{parenthesis}{where}" for name, parenthesis, where in parts)
-
-
-def _row_notices(
-    counts: RowCounts, encoder: AnyEncoder, formats: Counter[str], config: Config
-) -> list[Notice]:
-    limit, facts = config.train_args.max_length, encoder.facts
-    has_answers = not encoder.pretrain
-    num_pairs = formats["prompt_completion"] if has_answers else 0
-    has_template = encoder.template is not None
-    dropped = counts.dropped.total()
-    reason = "disabled in the data"
-    if config.train_args.train_on_turns == "last":
-        reason = "`train_args.train_on_turns: last`"
-    every_token = "train_on_inputs: every token carries loss, not only the answers"
-    if counts.excluded_turns:
-        every_token += ", except in turns whose loss the data disables"
-    warnings = [
-        (dropped, f"{dropped:,} of {counts.read:,} rows dropped. {_drop_reasons(counts)}"),
-        (counts.truncated, f"{counts.truncated:,} samples truncated to max_length {limit:,}"),
-        (
-            counts.equal_pairs,
-            f"{counted(counts.equal_pairs, 'pair')} of answers with the same tokens (first:"
-            f" {counts.first_equal_pair}): no preference can be learned from them. If the answers"
-            " differ only after `max_length`, raise it",
-        ),
-        (
-            facts["unplaced"],
-            f"{facts['unplaced']:,} assistant turns are changed by the chat template and carry no"
-            " loss",
-        ),
-        (
-            facts["no_eos"],
-            "the tokenizer has no end-of-text token: the model will not learn where to stop",
-        ),
-        (
-            facts["no_end_of_turn"],
-            f"the chat template adds no end-of-turn token to {facts['no_end_of_turn']:,} chats: the"
-            " model will not learn where to stop",
-        ),
-        (
-            config.system and not has_template,
-            "`system` has no effect, because there is no chat template",
-        ),
-    ]
-    infos = [
-        (
-            counts.documents_cut,
-            f"{counts.documents_cut:,} documents cut into samples of {limit:,} tokens",
-        ),
-        (
-            counts.lone_tokens,
-            f"{counts.lone_tokens:,} last samples with a single token dropped: nothing to predict",
-        ),
-        (
-            counts.excluded_turns,
-            f"{counts.excluded_turns:,} assistant turns carry no loss ({reason})",
-        ),
-        (
-            facts["other_template"],
-            f"{facts['other_template']:,} chats with tools or reasoning use the tokenizer's chat"
-            f" template, because `{config.chat_template}` does not support them",
-        ),
-        (
-            facts["trailing_turns"],
-            f"{facts['trailing_turns']:,} chats do not end with an answer; the turns after the last"
-            " answer are removed",
-        ),
-        (
-            num_pairs and has_template,
-            "prompts and completions are formatted as user and assistant turns of the chat"
-            " template",
-        ),
-        (
-            num_pairs and not has_template,
-            "no chat template: prompts and completions are concatenated, followed by the"
-            " end-of-text token",
-        ),
-        (
-            formats["text"] and has_answers,
-            "plain text has no answers: every token of it carries loss",
-        ),
-        (has_answers and config.train_args.train_on_inputs, every_token),
-    ]
-    return [
-        *(Notice("warning", text) for applies, text in warnings if applies),
-        *(Notice("info", text) for applies, text in infos if applies),
-    ]

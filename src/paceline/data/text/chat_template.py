@@ -122,14 +122,25 @@ class ChatTemplate:
         template writes one."""
         return [
             {**message, "content": self._without_end(message["content"])}
-            if message["role"] == "assistant" and message["content"][-1:] in self._last_characters
+            if message["role"] == "assistant"
+            and message["content"].rstrip()[-1:] in self._last_characters
             else message
             for message in messages
         ]
 
     def _without_end(self, content: str) -> str:
-        token = next(filter(content.endswith, self._turn_ends.added), "")
-        return content.removesuffix(token)
+        stripped = content.rstrip()
+        token = next(filter(stripped.endswith, self._turn_ends.added), "")
+        return stripped.removesuffix(token) if token else content
+
+    def is_formatted(self, messages: list[Message]) -> bool:
+        """Return whether a question has tokens with which the template begins turns, so that it may
+        be formatted already."""
+        tokens = self._turn_ends.before_turns
+        return any(
+            message["role"] == "user" and any(token in message["content"] for token in tokens)
+            for message in messages
+        )
 
     def _converted(self, messages: list[Message]) -> Sequence[object]:
         """Return the messages as the template gets them."""

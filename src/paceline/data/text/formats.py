@@ -10,7 +10,25 @@ from paceline.data.sources.readers import DOCUMENT
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing, is_missing
 from paceline.data.text.chat_template import ChatTemplate
 from paceline.data.text.chats.turns import TurnKeys, unpack_list
-from paceline.data.text.columns import check_columns
+from paceline.data.text.columns import (
+    ALPACA,
+    ANSWER,
+    CHAT,
+    EXPECTED,
+    FORMATS,
+    INPUT,
+    LOSS_WEIGHT,
+    MUST_BE_USED,
+    PAIRS,
+    SYSTEM,
+    TEXT,
+    TOOLS,
+    chat_turns,
+    check_columns,
+    find_format,
+    mapping_of,
+    matching_formats,
+)
 from paceline.data.text.messages import (
     Chat,
     MessageReader,
@@ -33,94 +51,6 @@ from paceline.data.text.refused_rows import (
 )
 from paceline.data.text.sample import Sample, as_chat, exchange
 from paceline.data.text.tool_calls import Message, read_tools
-
-#: Accepted names of each column, the usual one first.
-CHAT = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
-_SYSTEM = ("system", "system_prompt")
-_INPUT = ("input", "context")
-_ANSWER = ("output", "response", "completion", "answer")
-_PAIRS = (
-    ("prompt", "completion"), ("question", "answer"), ("query", "response"), ("prompt", "response"),
-    ("question", "response"),
-    ("query", "answer"), ("prompt", "answer"), ("input", "output"), ("problem", "solution"),
-    ("prompt", "output"), ("question", "completion"),
-)  # fmt: skip
-_TEXT = ("text", "content", "story", "document")
-_TOOLS = ("tools", "functions")
-_ALPACA = ("instruction", *_INPUT, *_ANSWER, *_SYSTEM, "history", "reasoning_content")
-#: Columns that change the meaning of a row. It is an error if one is neither empty nor used, unless
-#: `ignore_columns` lists it.
-MUST_BE_USED = ("history", "reasoning_content", "rejected", "rejected_response", *_TOOLS)
-
-FORMATS = {
-    "alpaca": "instruction, output (and input, system, history)",
-    "messages": "messages: a list of {role, content}",
-    "sharegpt": "conversations: a list of {from, value}",
-    "prompt_completion": (
-        "prompt, completion (or question, answer; query, response; prompt, response)"
-    ),
-    "text": "text",
-}
-#: Expected name of the column with the weights of the rows' losses. It is read only if `columns`
-#: names it, because messages may have a key of this name.
-LOSS_WEIGHT = "loss_weight"
-_EXPECTED = {
-    LOSS_WEIGHT,
-    *CHAT,
-    *_SYSTEM,
-    *_INPUT,
-    *_ANSWER,
-    *_TEXT,
-    *(name for pair in _PAIRS for name in pair),
-    *MUST_BE_USED,
-    *MEDIA,
-    *LABELS,
-    *("instruction", "chosen", "rejected", "role", "content", "from", "value", "weight"),
-    *("train_detail", "tool_calls", "tool_call_id", "name"),
-}
-
-
-def find_format(columns: Row, pretrain: bool = False) -> str | None:
-    """Return the format that matches a row's columns, or None. If several match, the order is
-    chats, alpaca, prompt and completion, text; for pretraining text comes first."""
-    names = set(columns)
-    if DOCUMENT in names or (pretrain and "text" in names):
-        return "text"
-    for key in CHAT:
-        if key in names and (turns := chat_turns(columns[key])) is not None:
-            first = next(iter(turns), None)
-            return "sharegpt" if isinstance(first, dict) and "from" in first else "messages"
-    if "instruction" in names and names & set(_ANSWER):
-        return "alpaca"
-    if any(prompt in names and answer in names for prompt, answer in _PAIRS):
-        return "prompt_completion"
-    if names & set(CHAT):  # the column exists, but this row has no list in it
-        return "messages"
-    return "text" if names & set(_TEXT) else None
-
-
-def chat_turns(value: Any) -> list[Any] | None:
-    """Return the turns in a column of chats, which may be JSON text, or None if it has another
-    text, such as a transcript that begins with ``[``."""
-    turns = unpack_list(value)
-    if not isinstance(turns, list):
-        return None
-    return turns if turns is value or all(isinstance(turn, dict) for turn in turns) else None
-
-
-def matching_formats(columns: Row) -> list[str]:
-    """Return all formats that match the columns, for error messages."""
-    names = set(columns)
-    matches = {
-        "alpaca": "instruction" in names and bool(names & set(_ANSWER)),
-        "prompt_completion": any(prompt in names and answer in names for prompt, answer in _PAIRS),
-        "text": bool(names & set(_TEXT)) or DOCUMENT in names,
-    }
-    chats = [find_format({key: columns[key]}) for key in CHAT if key in names]
-    return [
-        *dict.fromkeys(chat for chat in chats if chat),
-        *(name for name, is_match in matches.items() if is_match),
-    ]
 
 
 @dataclass(frozen=True)
@@ -167,6 +97,7 @@ class RowConverter:
     roles: Mapping[str, str | list[str]] = field(default_factory=dict)
     template: ChatTemplate | None = None
     formats = FORMATS
+    mapping = mapping_of("prompt", "completion")
     seen: Counter[str] = field(default_factory=Counter)
     unused: Counter[str] = field(default_factory=Counter)
     unmatched: Counter[tuple[str, ...]] = field(default_factory=Counter)
@@ -174,7 +105,7 @@ class RowConverter:
     binary_labels: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        check_columns(self.label, self.columns, self.ignore_columns, _EXPECTED)
+        check_columns(self.label, self.columns, self.ignore_columns, EXPECTED)
         self._read = MessageReader(
             self.columns,
             role_names(self.roles, self.label),
@@ -196,13 +127,25 @@ class RowConverter:
             MalformedRow: the row cannot be used.
             Unsupported: the dataset needs another kind of training.
         """
+        if self.turn_keys.are_messages(row):
+            row = {"messages": row}
         if not isinstance(row, dict):
             raise MalformedRow("not an object with columns")
-        weight = self._loss_weight(row)
+        weight = self.loss_weight(row)
         if DOCUMENT in row:
             self.seen["text"] += 1
             return Sample(text=row[DOCUMENT], is_document=True)
-        row = self._renamed(row)
+        sample = self.convert(self.renamed(row))
+        sample.weight = weight
+        return sample
+
+    def convert(self, row: Row) -> Sample:
+        """Convert a row whose columns have the expected names, apart from the weight of its loss.
+
+        Raises:
+            MalformedRow: the row cannot be used.
+            Unsupported: the dataset needs another kind of training.
+        """
         names = tuple(row)
         plan = self._plans.get(names) or self._make_plan(names)
         kind = self._format_of(row, plan)
@@ -216,18 +159,20 @@ class RowConverter:
                 if self.format == "auto"
                 else f"columns do not match `{self.format}`"
             )
+        if kind == "text" and not self.pretrain:
+            self._check_not_message(row)
         self.seen[kind] += 1
         used: tuple[str, ...]
         if kind == "text":
-            sample = Sample(text=read_text(row, _TEXT, "text"))
-            used = _TEXT
+            sample = Sample(text=read_text(row, TEXT, "text"))
+            used = TEXT
         elif kind == "prompt_completion":
             sample, used = self._pair(row)
         elif kind == "alpaca":
             chat = Chat(_alpaca(row))
             self._add_reasoning(row, chat)
-            sample, used = self._chat(chat, row), _ALPACA
-            self._check_prompts(row, _ALPACA[:3])
+            sample, used = self._chat(chat, row), ALPACA
+            self._check_prompts(row, ALPACA[:3])
         else:
             lists = (name for name in plan.chat if chat_turns(row[name]) is not None)
             key = plan.chat[0] if len(plan.chat) == 1 else next(lists, plan.chat[0])
@@ -236,12 +181,12 @@ class RowConverter:
                 raise MalformedRow("no messages")
             if not isinstance(turns, list):
                 raise MalformedRow("messages are not a list")
-            sample, used = self._chat(self._read(turns), row), (key, *_SYSTEM)
+            turns, answers = self._with_answer(turns, row)
+            sample, used = self._chat(self._read(turns), row), (key, *answers, *SYSTEM)
         self._finish(row, names, plan, sample, used)
-        sample.weight = weight
         return sample
 
-    def _loss_weight(self, row: Row) -> float | None:
+    def loss_weight(self, row: Row) -> float | None:
         """Return the weight of the row's loss, or None if no column has it."""
         if not self.columns.get(LOSS_WEIGHT):
             return None
@@ -255,9 +200,9 @@ class RowConverter:
         return weight
 
     # -- columns
-    def _renamed(self, row: Row) -> Row:
-        """Return the row under the expected names. An optional column that is mapped to another
-        name is not read under its usual name."""
+    def renamed(self, row: Row) -> Row:
+        """Return the row under the expected names, without the columns to ignore. A column
+        that is mapped to another name is not read under its usual name."""
         if not self.columns and not self.ignore_columns:
             return row
         if self.ignore_columns:
@@ -269,19 +214,17 @@ class RowConverter:
             return row
         skipped = {expected for expected, name in self.columns.items() if name == ""}
         self.unused.update(name for name in skipped if not is_missing(row.get(name)))
-        optional = {*_INPUT, *_SYSTEM, *CHAT, "history"}
-        skipped |= set(self.columns.values()) & optional - set(self.columns)
+        skipped |= set(self.columns.values()) - set(self.columns)
         renamed = {expected: row[name] for expected, name in self.columns.items() if name in row}
         return {**{key: value for key, value in row.items() if key not in skipped}, **renamed}
 
     def _make_plan(self, names: tuple[str, ...]) -> _ColumnPlan:
-        mapped = set(self.columns.values()) - set(self.columns)
-        unmapped = [name for name in names if isinstance(name, str) and name not in mapped]
+        texts = [name for name in names if isinstance(name, str)]
         self._plans[names] = plan = _ColumnPlan(
-            rejected=tuple(name for name in unmapped if name in REJECTED),
-            labels=tuple(name for name in unmapped if name in LABELS),
-            media=tuple(name for name in unmapped if name in MEDIA),
-            must_be_used=tuple(name for name in unmapped if name in MUST_BE_USED),
+            rejected=tuple(name for name in texts if name in REJECTED),
+            labels=tuple(name for name in texts if name in LABELS),
+            media=tuple(name for name in texts if name in MEDIA),
+            must_be_used=tuple(name for name in texts if name in MUST_BE_USED),
             chat=tuple(name for name in CHAT if name in names),
             format=find_format(dict.fromkeys(names, ""), self.pretrain),
         )
@@ -304,7 +247,7 @@ class RowConverter:
             check_pairs(row, plan.rejected, kind is not None)
         for name in plan.labels:
             if kind not in (None, "text") or (
-                kind is None and any(answer in row for answer in _ANSWER)
+                kind is None and any(answer in row for answer in ANSWER)
             ):
                 check_label(row, name)
                 number = str(row[name]).strip().removesuffix(".0")
@@ -313,7 +256,21 @@ class RowConverter:
         for name in plan.media:
             check_column(name, row[name])
         if kind is None:
+            self._check_not_message(row)
             check_without_format(row)
+
+    def _check_not_message(self, row: Row) -> None:
+        """Reject a row that is a message.
+
+        Raises:
+            Unsupported: the row has a role and a content.
+        """
+        if self.turn_keys.are_messages([row]) and self.turn_keys.role_of(row) is not None:
+            raise Unsupported(
+                "the row is a single message and not a chat: it has a role and a content",
+                allowed="rows with a list of messages each",
+                fix='write each chat as a row: `{"messages": [{"role": …, "content": …}, …]}`',
+            )
 
     def _finish(
         self,
@@ -328,7 +285,7 @@ class RowConverter:
         for name in plan.must_be_used:
             if holds_nothing(row[name]) or name in used:
                 continue
-            if name not in _TOOLS or sample.text is not None:
+            if name not in TOOLS or sample.text is not None:
                 raise Unsupported(
                     f"the rows have a column `{name}`, which their format does not use",
                     fix=(
@@ -363,12 +320,8 @@ class RowConverter:
             for name in names
             if isinstance(name, str) and name not in used and name not in known
         ]
-        # These are used under the expected name.
-        renamed = set(self.columns.values()) - set(self.columns)
-        for group in (_SYSTEM, _INPUT, _ANSWER, _TEXT):
-            present = [
-                name for name in group if name in names and name in used and name not in renamed
-            ]
+        for group in (SYSTEM, INPUT, ANSWER, TEXT):
+            present = [name for name in group if name in names and name in used]
             optional += [
                 (name, tuple(present[:index])) for index, name in enumerate(present) if index
             ]
@@ -381,7 +334,7 @@ class RowConverter:
 
     # -- formats
     def _pair(self, row: Row) -> tuple[Sample, tuple[str, ...]]:
-        pairs = [pair for pair in _PAIRS if pair[0] in row and pair[1] in row]
+        pairs = [pair for pair in PAIRS if pair[0] in row and pair[1] in row]
         prompt_key, answer_key = next(
             (pair for pair in pairs if row[pair[0]] is not None and row[pair[1]] is not None),
             pairs[0],
@@ -389,14 +342,14 @@ class RowConverter:
         turns = self._turns_of_pair(row[prompt_key], row[answer_key])
         if turns is not None:
             chat = self._chat(self._read(turns), row)
-            return chat, (prompt_key, answer_key, *_SYSTEM)
-        used = (prompt_key, answer_key, *_SYSTEM, "history", "reasoning_content")
+            return chat, (prompt_key, answer_key, *SYSTEM)
+        used = (prompt_key, answer_key, *SYSTEM, "history", "reasoning_content")
         pair = (read_text(row, (prompt_key,), "prompt"), read_text(row, (answer_key,), "answer"))
         self._check_prompts(row, (prompt_key,))
         exchanged = Chat([*earlier_turns(row), *exchange(*pair)])
         self._add_reasoning(row, exchanged)
         is_pair = len(exchanged.messages) == 2 and len(exchanged.messages[-1]) == 2
-        if is_pair and all(is_missing(row.get(name)) for name in _SYSTEM):
+        if is_pair and all(is_missing(row.get(name)) for name in SYSTEM):
             return Sample(pair=pair), used
         return self._chat(exchanged, row), used
 
@@ -415,6 +368,21 @@ class RowConverter:
             return None
         return keys.join(prompt, answer)
 
+    def _with_answer(self, turns: list[Any], row: Row) -> tuple[list[Any], tuple[str, ...]]:
+        """Return a chat that ends with a question together with its answer in another column, and
+        the names of columns with an answer. A chat that has its answer is returned as is."""
+        if self.turn_keys.role_of(turns[-1]) not in ("user", "tool"):
+            return turns, ()
+        name = next((name for name in ANSWER if not is_missing(row.get(name))), None)
+        if name is None:
+            return turns, ()
+        answer = self.turn_keys.unpack(as_text(row[name]))
+        if isinstance(answer, str):
+            answer = [self.turn("assistant", answer)]
+        if not isinstance(answer, list):
+            answer = [answer]
+        return self.turn_keys.join(turns, answer), ANSWER
+
     @property
     def turn_keys(self) -> TurnKeys:
         """The names of the keys and roles of turns."""
@@ -431,9 +399,8 @@ class RowConverter:
 
     def _add_reasoning(self, row: Row, chat: Chat) -> None:
         reasoning = row.get("reasoning_content")
-        is_mapped = "reasoning_content" in set(self.columns.values()) - set(self.columns)
         is_empty = not reasoning.strip() if isinstance(reasoning, str) else holds_nothing(reasoning)
-        if is_mapped or is_empty:
+        if is_empty:
             return
         if not self._supports("reasoning_content"):
             raise template_lacks("reasoning_content")
@@ -464,7 +431,7 @@ class RowConverter:
                 fix="use `task: sft`, or add the key to `ignore_columns`",
             )
         excluded = frozenset(index for index in chat.excluded if index <= last)
-        system = read_optional_text(row, _SYSTEM)
+        system = read_optional_text(row, SYSTEM)
         if used[0]["role"] != "system":
             system = system or self.system
             if system:
@@ -477,8 +444,8 @@ class RowConverter:
 
 def _alpaca(row: Row) -> list[Message]:
     instruction = read_optional_text(row, ("instruction",)) or ""
-    context = read_optional_text(row, _INPUT) or ""
-    answer = read_text(row, _ANSWER, "answer")
+    context = read_optional_text(row, INPUT) or ""
+    answer = read_text(row, ANSWER, "answer")
     question = "\n".join(part for part in (instruction, context) if part.strip())
     if not question:
         raise MalformedRow("empty prompt")

@@ -14,9 +14,10 @@ import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, is_missing
-from paceline.data.text.columns import check_columns
+from paceline.data.text.chats.turns import unpack_list
+from paceline.data.text.columns import CHAT, check_columns, mapping_of
 from paceline.data.text.encoding.encoder import Encoded
-from paceline.data.text.messages import read_text
+from paceline.data.text.messages import MessageReader, read_text
 from paceline.data.text.sample import Sample
 from paceline.data.text.token_dataset import LABEL_NAMES, Label
 from paceline.data.text.tokenizer import LoadedTokenizer
@@ -27,9 +28,11 @@ _PAIRS = (
     ("text", "text_pair"), ("sentence1", "sentence2"), ("premise", "hypothesis"),
     ("question1", "question2"), ("text_a", "text_b"), ("query", "passage"),
     ("question", "sentence"), ("sentence", "sentence_pair"), ("question", "context"),
+    ("question", "passage"), ("question", "answer"), ("query", "document"), ("prompt", "response"),
+    ("prompt", "completion"), ("instruction", "output"),
 )  # fmt: skip
 _LABELS = ("label", "labels", "class", "category")
-_EXPECTED = {*_TEXT, *_LABELS, "messages", *(name for pair in _PAIRS for name in pair)}
+_EXPECTED = {*_TEXT, *_LABELS, *CHAT, *(name for pair in _PAIRS for name in pair)}
 FORMATS = {
     "text": "text (or sentence), label",
     "pair": "text, text_pair (or sentence1, sentence2; premise, hypothesis), label",
@@ -39,6 +42,8 @@ FORMATS = {
 LABEL_LISTS = "label_lists"
 #: Why a row is dropped whose label is a negative number: usually it stands for a missing label.
 NEGATIVE_LABEL = "negative label; `classify.labels` makes it a class if it lists it"
+#: The classes of data whose labels are -1 and 1, or only one of them.
+SIGNED_CLASSES = ("-1", "1")
 #: More classes than this are identifiers rather than classes.
 _MAX_CLASSES = 100_000
 
@@ -65,6 +70,7 @@ class LabelConverter:
     classes: Collection[str] = ()
     format: str = "auto"
     formats = FORMATS
+    mapping = mapping_of("text", "label")
     seen: Counter[str] = field(default_factory=Counter)
     unused: Counter[str] = field(default_factory=Counter)
     unmatched: Counter[tuple[str, ...]] = field(default_factory=Counter)
@@ -73,6 +79,9 @@ class LabelConverter:
 
     def __post_init__(self) -> None:
         check_columns(self.label, self.columns, self.ignore_columns, _EXPECTED)
+        self._read = MessageReader(
+            {}, {}, self.ignore_columns, lambda name: True, self.unused, self.ignored
+        )
 
     def __call__(self, row: Any) -> Sample:
         """Convert one row.
@@ -84,20 +93,18 @@ class LabelConverter:
         if not isinstance(row, dict):
             raise MalformedRow("not an object with columns")
         row = self._renamed(row)
-        label = next((name for name in _LABELS if name in row), None)
+        label = _first(row, _LABELS)
         kind, texts = _texts_of(row)
         if label is None or kind is None:
             self.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow("columns match no format")
         self.seen[kind] += 1
         self.unused.update(
-            name
-            for name in row
-            if name not in (*texts, label, "messages") and not is_missing(row[name])
+            name for name in row if name not in (*texts, label) and not is_missing(row[name])
         )
         labels, has_list = self._read_labels(row[label])
         if kind == "messages":
-            return Sample(text=_joined(row["messages"]), labels=labels, has_list=has_list)
+            return Sample(text=self._joined(row[texts[0]]), labels=labels, has_list=has_list)
         text = read_text(row, (texts[0],), "text")
         if kind == "text":
             return Sample(text=text, labels=labels, has_list=has_list)
@@ -107,11 +114,27 @@ class LabelConverter:
     def _read_labels(self, value: Any) -> tuple[tuple[Label, ...], bool]:
         """Return the labels of a row, and whether it may have several."""
         values = value if isinstance(value, list) else [value]
+        if len(values) > 2 and set(map(_read_label, values)) == {0, 1}:
+            raise Unsupported(
+                "the labels of a row are a 0 or 1 for each class",
+                allowed="a list of the classes of the row, as numbers or texts",
+                fix="write the list of the classes that have a 1",
+            )
         labels = tuple(dict.fromkeys(map(_read_label, values)))
         for label in labels:
-            if isinstance(label, int) and label < 0 and str(label) not in self.classes:
+            if _is_negative(label) and str(label) not in self.classes:
                 raise MalformedRow(NEGATIVE_LABEL)
         return labels, isinstance(value, list)
+
+    def _joined(self, messages: Any) -> str:
+        """Return the text of a chat: the contents of its turns on separate lines."""
+        turns = unpack_list(messages)
+        if not isinstance(turns, list):
+            raise MalformedRow("messages are not a list")
+        texts = [message["content"] for message in self._read(turns).messages]
+        if not texts or not all(text.strip() for text in texts):
+            raise MalformedRow("empty text")
+        return "\n".join(texts)
 
     def _renamed(self, row: Row) -> Row:
         """Return the row under the expected names, without the columns to ignore."""
@@ -128,23 +151,23 @@ class LabelConverter:
 
 def _texts_of(row: Row) -> tuple[str | None, tuple[str, ...]]:
     """Return the format that matches the columns, and the columns of its texts."""
-    for pair in _PAIRS:
-        if all(name in row for name in pair):
+    present = [pair for pair in _PAIRS if all(name in row for name in pair)]
+    for pair in present:
+        if not any(is_missing(row[name]) for name in pair):
             return "pair", pair
-    for name in _TEXT:
-        if name in row:
-            return "text", (name,)
-    return ("messages", ()) if "messages" in row else (None, ())
+    text, chat = _first(row, _TEXT), _first(row, CHAT)
+    if present and (text is None or text in present[0]):
+        return "pair", present[0]
+    if text is not None and not (is_missing(row[text]) and chat is not None):
+        return "text", (text,)
+    return ("messages", (chat,)) if chat is not None else (None, ())
 
 
-def _joined(messages: Any) -> str:
-    """Return the text of a chat: the contents of its turns on separate lines."""
-    if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
-        raise MalformedRow("messages are not a list")
-    texts = [turn.get("content") for turn in messages]
-    if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise MalformedRow("empty text")
-    return "\n".join(map(str, texts))
+def _first(row: Row, names: Sequence[str]) -> str | None:
+    """Return the first of the columns that is not empty, else the first that the row has."""
+    present = [name for name in names if name in row]
+    filled = (name for name in present if not is_missing(row[name]))
+    return next(filled, present[0] if present else None)
 
 
 def _read_label(value: Any) -> Label:
@@ -230,7 +253,18 @@ class LabelEncoder:
             yield list(full["input_ids"]), list(full["token_type_ids"]), is_truncated
 
 
+def _is_negative(label: Label) -> bool:
+    text = str(label)
+    return text.startswith("-") and text[1:].isdecimal()
+
+
 # -- classes
+def have_sign_only(labels: Iterable[Label]) -> bool:
+    """Return whether all labels are -1 or 1, so that -1 is a class. Among other labels, it stands
+    for a missing label."""
+    return set(map(str, labels)) <= set(SIGNED_CLASSES)
+
+
 @dataclass(frozen=True)
 class StoredLabels:
     """The distinct labels of a cache entry, in the order of their numbers there.

@@ -125,7 +125,8 @@ def check_without_format(row: Row) -> None:
     """
     for pair in _TWO_ANSWERS:
         if all(not holds_nothing(row.get(name)) for name in pair):
-            raise two_answers(_names(pair))
+            chosen, rejected = pair
+            raise two_answers(_names(pair), f"{{chosen: {chosen}, rejected: {rejected}}}")
     if isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list):
         raise Unsupported(
             "the rows have a label for each step of an answer (`completions`, `labels`) for a"
@@ -135,13 +136,20 @@ def check_without_format(row: Row) -> None:
         )
 
 
-def two_answers(where: str) -> Unsupported:
+def two_answers(where: str, columns: str | None = None) -> Unsupported:
     """Return the error for rows with two answers in ``where``: two columns, or a list in the column
-    of the answer, which is an older form of preference pairs."""
+    of the answer, which is an older form of preference pairs.
+
+    Args:
+        columns: the value of `columns` for two columns.
+    """
+    fix = "and write them to the columns `chosen` and `rejected`"
+    if columns is not None:
+        fix = f"with `columns: {columns}` if the first is the preferred answer"
     return Unsupported(
         f"the rows have two answers each ({where}) for a reward model or DPO; {_UNSUPPORTED}",
         allowed=_SINGLE_ANSWER,
-        fix=f"{_OTHER_TOOL}, or keep one answer per row",
+        fix=f"set `task: dpo` or `reward` {fix}; or keep one answer per row",
     )
 
 

@@ -10,8 +10,9 @@ from typing import Any, cast
 from pydantic import JsonValue
 
 from paceline.core.errors import ConfigError, first_line
-from paceline.core.hub import go_offline_if_unreachable
+from paceline.core.hub import go_offline_if_unreachable, is_hub_id
 from paceline.data.cache import fingerprint
+from paceline.data.sources.opening import windows_fix, with_slashes
 from paceline.data.text.qwen_tokenizer import QWEN2_PATTERN, converted_tokenizer, is_qwen_tokenizer
 
 _PATTERNS = (
@@ -76,6 +77,12 @@ class LoadedTokenizer:
             end = []
         return end if end[-1:] == eos else [*end, *eos]
 
+    def without_space_after_end(self, text: str) -> str:
+        """Return a text without the white space after the end-of-text token that it ends with, so
+        that the token is not added again."""
+        eos, stripped = self.special_tokens.get("eos_token"), text.rstrip()
+        return stripped if eos and stripped.endswith(eos) else text
+
     def added_once(self, ids: list[int]) -> slice:
         """Return the part of a tokenized text, with special tokens, that leaves out those which the
         tokenizer added although the text has them."""
@@ -114,7 +121,7 @@ def find_tokenizer(name: str, trust_remote_code: bool = False) -> Path:
     Raises:
         ConfigError: the folder does not exist or has no tokenizer, or the download failed.
     """
-    folder = Path(name).expanduser()
+    folder = Path(with_slashes(name)).expanduser()
     if not folder.exists():
         return _from_hub(name, trust_remote_code)
     if not folder.is_dir():
@@ -150,14 +157,14 @@ def _adapter_base(folder: Path) -> str | None:
 
 
 def _from_hub(name: str, trust_remote_code: bool) -> Path:
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # a path, not a hub id
+    if not is_hub_id(name):
         raise ConfigError(
             f"`{name}` does not exist",
             allowed=(
                 "a folder with a tokenizer, a hub id such as Qwen/Qwen2.5-0.5B, or"
                 " builtin:qwen2-tiny"
             ),
-            fix="check the path",
+            fix=windows_fix(name) or "check the path",
         )
     go_offline_if_unreachable(name)
     from huggingface_hub import HfApi, snapshot_download

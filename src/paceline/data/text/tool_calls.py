@@ -3,11 +3,19 @@ the form that chat templates expect."""
 
 import ast
 import json
+from collections import Counter
 from typing import Any, NotRequired, TypedDict
 
 from pydantic import JsonValue
 
-from paceline.data.sources.rows import MalformedRow, Row, holds_nothing
+from paceline.data.sources.rows import (
+    MalformedRow,
+    RepeatedKey,
+    Row,
+    holds_nothing,
+    parse_cell,
+    repeated_in_cell,
+)
 
 
 class CalledFunction(TypedDict):
@@ -132,13 +140,20 @@ def _arguments(value: Any) -> Any:
 
 def _json(text: str, reason: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError:
+        return parse_cell(text)
+    except (ValueError, RecursionError):
         pass
     try:  # some published files contain Python literals with single quotes
-        return ast.literal_eval(text.strip())
+        tree = ast.parse(text.strip(), mode="eval")
+        value = ast.literal_eval(tree)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         raise MalformedRow(reason) from None
+    for node in ast.walk(tree):
+        keys = [each.value for each in getattr(node, "keys", ()) if isinstance(each, ast.Constant)]
+        for key, count in Counter(keys).items():
+            if count > 1:
+                raise repeated_in_cell(RepeatedKey(str(key)))
+    return value
 
 
 def name_calls(messages: list[Message]) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import base64
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
 from paceline.data.sources.opening import windows_fix, with_slashes
-from paceline.data.sources.rows import MalformedRow, Unsupported, holds_nothing
-from paceline.data.sources.tar import is_tar_file
+from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing
+from paceline.data.sources.tar import IMAGE_SUFFIXES, is_tar_file
 from paceline.data.text.formats import RowConverter
 from paceline.data.text.sample import Sample
 from paceline.data.text.tool_calls import Message
@@ -28,6 +29,8 @@ IMAGE_MARK = "\ufdd2"
 _SOURCE_KEYS = ("image", "image_url", "path", "url", "bytes", "value")
 #: What a data URL with an image has before the comma.
 _BASE64 = "data:image;base64"
+#: Names of columns that may have images.
+_IMAGE_NAME = re.compile(r"image|img|picture|photo", re.IGNORECASE)
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
@@ -52,6 +55,8 @@ class ImageRowConverter(RowConverter):
             MalformedRow: the row cannot be used.
             Unsupported: the dataset needs another kind of training.
         """
+        if self.turn_keys.are_messages(row):
+            row = {"messages": row}
         if not isinstance(row, dict):
             return super().__call__(row)
         named = {name: self.columns.get(name, name) for name in _COLUMNS}
@@ -64,12 +69,16 @@ class ImageRowConverter(RowConverter):
         ]
         in_parts: list[Any] = []
         text_row = {
-            name: _with_marks(value, in_parts) for name, value in row.items() if name not in columns
+            name: _with_marks(self.turn_keys.unpack(value), in_parts)
+            for name, value in row.items()
+            if name not in columns
         }
         if images and in_parts and len(in_parts) != len(images):
             raise MalformedRow("images in both a column and the messages")
         # Parts without an image of their own stand for those of the column, as in TRL.
         sources = images or in_parts
+        if not sources:
+            self._check_unused(text_row)
         if any(source is None for source in sources):
             raise MalformedRow("an image without a path or content")
         if self.max_images is not None and len(sources) > self.max_images:
@@ -78,6 +87,27 @@ class ImageRowConverter(RowConverter):
         sample.images = tuple(map(_source, sources))
         _place(sample)
         return sample
+
+    def _check_unused(self, row: Row) -> None:
+        """Reject a row whose only image is in a column of another name.
+
+        Raises:
+            Unsupported: a column has the path of an image.
+        """
+        for name, value in row.items():
+            is_known = name in self.columns.values() or name in self.ignore_columns
+            if _IMAGE_NAME.search(name) and not is_known and _is_image_path(value):
+                raise Unsupported(
+                    f"the column `{name}` has the path of an image and is not read",
+                    allowed="images in the columns `images` and `image`, or in the messages",
+                    fix=f"set `columns: {{image: {name}}}`, or `ignore_columns: [{name}]` to train"
+                    " without the images",
+                )
+
+
+def _is_image_path(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, str) and first.lower().endswith(tuple(f".{s}" for s in IMAGE_SUFFIXES))
 
 
 def _as_list(value: Any) -> list[Any]:

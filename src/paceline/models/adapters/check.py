@@ -8,6 +8,7 @@ from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
+from paceline.data.sources.opening import with_slashes
 from paceline.models.json_config import JsonObject, read_object
 
 #: Field of `lora` → key of peft's adapter_config.json.
@@ -32,7 +33,8 @@ def fit_adapter(loaded: Loaded) -> Loaded:
     lora = loaded.config.lora
     if not lora.enable or lora.adapter is None:
         return loaded
-    content = read_object(Path(lora.adapter).expanduser() / "adapter_config.json")
+    folder = Path(with_slashes(lora.adapter)).expanduser()
+    content = read_object(folder / "adapter_config.json")
     if content is None:  # reported by the check of the model's files
         return loaded
     values = adapter_settings(content)

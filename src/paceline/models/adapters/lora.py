@@ -8,6 +8,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, first_line
+from paceline.data.sources.opening import with_slashes
 from paceline.models import qwen
 from paceline.models.adapters.initialization import add_initial_buffers, correct_rounding
 from paceline.models.adapters.quantize import expert_weights
@@ -70,7 +71,7 @@ def _load_adapters(model: Any, config: Config, read_weights: bool) -> Any:
 
     lora = config.lora
     key = f"`lora.adapter: {lora.adapter}`"
-    folder = str(Path(str(lora.adapter)).expanduser())
+    folder = str(Path(with_slashes(str(lora.adapter))).expanduser())
     absent: list[str] = []
     try:
         settings = PeftConfig.from_pretrained(folder)

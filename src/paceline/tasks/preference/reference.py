@@ -6,6 +6,7 @@ from typing import Any
 from paceline.config.schema import Config
 from paceline.data.cache import fingerprint, key_of
 from paceline.data.preference.dataset import PreferenceDataset
+from paceline.data.sources.opening import with_slashes
 from paceline.models.builtin import resolve_model
 from paceline.models.files import weight_files
 from paceline.models.hub_configs import config_folder
@@ -49,6 +50,6 @@ def _adapter(config: Config) -> list[Any] | None:
     lora = config.lora
     if not lora.enable or lora.adapter is None:
         return None
-    folder = Path(lora.adapter).expanduser()
+    folder = Path(with_slashes(lora.adapter)).expanduser()
     files = sorted(folder.glob("adapter*")) if folder.is_dir() else []
     return [str(lora.adapter), [[file.name, *fingerprint(file)] for file in files]]

@@ -73,6 +73,12 @@ class TurnEnds:
         return frozenset(match[1] for match in matches if match is not None)
 
     @cached_property
+    def before_turns(self) -> frozenset[str]:
+        """The tokens before the text of the first question, and those of the generation prompt."""
+        first = max(0, self.probe.find(PROBE[0]))
+        return tokens_in(self.tokens, self.probe[:first], self.header)
+
+    @cached_property
     def _sorted(self) -> tuple[str, ...]:
         return tuple(sorted(self.tokens, key=len, reverse=True))
 

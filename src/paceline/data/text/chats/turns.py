@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.chat_names import CALL
+from paceline.data.sources.rows import RepeatedKey, parse_cell, parse_json, repeated_in_cell
 
 #: Keys of turns with a question and its answer, as ms-swift allows.
 ASKS = ("human", "user", "query", "instruction", "question", "prompt")
@@ -49,9 +50,22 @@ class TurnKeys:
 
     def unpack(self, value: Any) -> Any:
         """Parse messages that are stored as JSON text, as in CSV files. Any other text is a text,
-        such as ``[3, 1]`` or a list of other objects, and is returned as is."""
-        parsed = unpack_list(value)
-        return parsed if parsed is value or self.are_messages(parsed) else value
+        such as ``[3, 1]`` or a list of other objects, and is returned as is.
+
+        Raises:
+            Unsupported: one of the messages has a key twice.
+        """
+        if not _looks_like_list(value):
+            return value
+        try:
+            parsed = parse_json(value, checks_text=False)
+        except RepeatedKey as error:
+            if self.are_messages(json.loads(value)):
+                raise repeated_in_cell(error) from error
+            return value
+        except (ValueError, RecursionError):
+            return value
+        return parsed if self.are_messages(parsed) else value
 
     def ends_with_answer(self, turns: list[Any]) -> bool:
         """Return whether the last turn is an answer or a tool call."""
@@ -117,10 +131,18 @@ def first_value(turn: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
 
 def unpack_list(value: Any) -> Any:
     """Parse a list that is stored as JSON text, as in CSV files, of a column that has only lists.
-    Other values are returned as is."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
+    Other values are returned as is.
+
+    Raises:
+        Unsupported: an object of the list has a key twice.
+    """
+    if not _looks_like_list(value):
+        return value
+    try:
+        return parse_cell(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _looks_like_list(value: Any) -> bool:
+    return isinstance(value, str) and value.lstrip().startswith("[")

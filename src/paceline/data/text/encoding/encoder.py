@@ -140,6 +140,7 @@ class Encoder:
                 index for index, message in enumerate(messages) if message["role"] == "assistant"
             ]
             excluded = excluded.union(answers[:-1])
+        self.facts["formatted"] += self.template.is_formatted(messages)
         selected = self.template.select(messages, sample.tools)
         self.facts["other_template"] += selected is not self.template
         rendered = selected.render_with_spans(messages, sample.tools, excluded)
@@ -159,7 +160,9 @@ class Encoder:
 
     def _as_text(self, sample: Sample) -> str:
         if sample.text is not None:
-            return sample.text
+            if sample.is_document:
+                return sample.text
+            return self.tokenizer.without_space_after_end(sample.text)
         if self.template is not None and sample.messages is not None:
             return self.template.render(sample.messages, tools=sample.tools)
         messages = sample.messages or []
@@ -198,7 +201,8 @@ class Encoder:
         """Tokenize each prompt with its completion. A token that has characters of both carries
         loss."""
         samples = []
-        texts = tokenize(self.tokenizer, [prompt + answer for prompt, answer in pairs])
+        complete = (prompt + answer for prompt, answer in pairs)
+        texts = tokenize(self.tokenizer, [*map(self.tokenizer.without_space_after_end, complete)])
         for (prompt, _), text in zip(pairs, texts, strict=True):
             ids, start = self._complete(text, len(prompt))
             mask = np.arange(len(ids)) >= start

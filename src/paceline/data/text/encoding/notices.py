@@ -1,0 +1,204 @@
+"""Messages about the rows of sources: their formats, unused columns, and why rows are dropped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.core.formatting import counted
+from paceline.core.log import Notice
+from paceline.data.sources.resolve import ResolvedSource
+from paceline.data.text.columns import columns_fix, matching_formats, suggested_columns
+from paceline.data.text.encoding.chunks import (
+    NO_ANSWER,
+    TOO_LONG,
+    AnyConverter,
+    AnyEncoder,
+    RowCounts,
+)
+from paceline.data.text.refused_rows import MEDIA
+
+
+def drop_reasons(counts: RowCounts) -> str:
+    """Return why rows are dropped, with the number of rows and the first one for each reason."""
+    return "; ".join(
+        f"{reason}: {num_rows:,} (first: {counts.first[reason]})"
+        for reason, num_rows in counts.dropped.most_common()
+    )
+
+
+def nothing_kept(
+    source: ResolvedSource,
+    converter: AnyConverter,
+    encoder: AnyEncoder,
+    counts: RowCounts,
+    config: Config,
+) -> ConfigError:
+    """Return the error for a source of which no row can be used."""
+    dropped = counts.dropped
+    formats = "; ".join(f"{name}: {columns}" for name, columns in converter.formats.items())
+    if converter.unmatched and converter.unmatched.total() == dropped.total():
+        columns = next(iter(converter.unmatched))
+        mapping = suggested_columns(columns) or converter.mapping
+        shown = f"`{source.label}` ({', '.join(columns) or 'none'})"
+        if converter.format == "auto":
+            what, fix = f"the columns of {shown} match no format", columns_fix(mapping)
+        else:
+            what = f"the columns of {shown} do not match the format `{converter.format}`"
+            matches = matching_formats({key: [{}] for key in columns})
+            fix = f"set `format: {matches[0]}` or remove it; " if matches else ""
+            fix += columns_fix(mapping)
+        return ConfigError(what, allowed=formats, fix=fix)
+    if dropped and set(dropped) <= {TOO_LONG, NO_ANSWER}:
+        what = (
+            f"every sample of `{source.label}` is too long: the shortest has"
+            f" {counts.shortest_overlong:,} tokens, train_args.max_length is"
+            f" {config.train_args.max_length:,}"
+        )
+        fix = f"set `train_args.max_length` to at least {counts.shortest_overlong}"
+        if TOO_LONG in dropped:
+            return ConfigError(what, fix=f"{fix}, or `train_args.truncation_strategy: truncate`")
+        return ConfigError(f"{what}, and no answer starts before that", fix=fix)
+    refusals = encoder.refusals.most_common(1)
+    refusal = f". Error of the chat template: {refusals[0][0]}" if refusals else ""
+    return ConfigError(
+        f"no row of `{source.label}` can be used. {drop_reasons(counts)}{refusal}",
+        allowed=formats,
+        fix=f"correct the rows, or {columns_fix(converter.mapping)}",
+    )
+
+
+def column_notices(source: ResolvedSource, converter: AnyConverter) -> list[Notice]:
+    """Return messages about the format of a source and its unused columns."""
+    infos = []
+    if len(converter.seen) > 1:
+        counts = (f"{name} ({num_rows:,} rows)" for name, num_rows in converter.seen.most_common())
+        infos.append(f"several formats: {', '.join(counts)}")
+    elif converter.format == "auto" and converter.seen:
+        infos.append(f"format {next(iter(converter.seen))}, detected from the columns")
+    if converter.unused:
+        infos.append(f"unused columns: {_names(converter.unused)}")
+    if converter.ignored:
+        infos.append(f"ignored by `ignore_columns`: {_names(converter.ignored)}")
+    warnings = []
+    missing = [
+        name
+        for name in converter.ignore_columns
+        if name not in converter.ignored and name not in MEDIA
+    ]
+    if missing:
+        warnings.append(f"no row has the columns {_names(missing)} of `ignore_columns`")
+    if set(converter.binary_labels) & {"0", "1"} and "other" not in converter.binary_labels:
+        warnings.append(
+            "`label` has only the values 0 and 1 and is not used. If it marks good and bad"
+            " answers, the model also learns the bad ones"
+        )
+    return [
+        *(Notice("info", f"{source.label}: {text}") for text in infos),
+        *(Notice("warning", f"{source.label}: {text}") for text in warnings),
+    ]
+
+
+def _names(names: Iterable[str]) -> str:
+    # Text in parentheses after a name describes where it occurs.
+    parts = (name.partition(" (") for name in names)
+    return ", ".join(
+        f"`{name}`{parenthesis}{where}" if name else "a column without a name"
+        for name, parenthesis, where in parts
+    )
+
+
+def row_notices(
+    counts: RowCounts, encoder: AnyEncoder, formats: Counter[str], config: Config
+) -> list[Notice]:
+    """Return messages about the rows of all sources and how they are encoded."""
+    limit, facts = config.train_args.max_length, encoder.facts
+    has_answers = not encoder.pretrain
+    num_pairs = formats["prompt_completion"] if has_answers else 0
+    has_template = encoder.template is not None
+    dropped = counts.dropped.total()
+    reason = "disabled in the data"
+    if config.train_args.train_on_turns == "last":
+        reason = "`train_args.train_on_turns: last`"
+    every_token = "train_on_inputs: every token carries loss, not only the answers"
+    if counts.excluded_turns:
+        every_token += ", except in turns whose loss the data disables"
+    warnings = [
+        (dropped, f"{dropped:,} of {counts.read:,} rows dropped. {drop_reasons(counts)}"),
+        (counts.truncated, f"{counts.truncated:,} samples truncated to max_length {limit:,}"),
+        (
+            counts.equal_pairs,
+            f"{counted(counts.equal_pairs, 'pair')} of answers with the same tokens (first:"
+            f" {counts.first_equal_pair}): no preference can be learned from them. If the answers"
+            " differ only after `max_length`, raise it",
+        ),
+        (
+            facts["unplaced"],
+            f"{facts['unplaced']:,} assistant turns are changed by the chat template and carry no"
+            " loss",
+        ),
+        (
+            facts["no_eos"],
+            "the tokenizer has no end-of-text token: the model will not learn where to stop",
+        ),
+        (
+            facts["no_end_of_turn"],
+            f"the chat template adds no end-of-turn token to {facts['no_end_of_turn']:,} chats: the"
+            " model will not learn where to stop",
+        ),
+        (
+            facts["formatted"],
+            f"{counted(facts['formatted'], 'sample')} with tokens of the chat template in a"
+            " question: if the prompts are formatted already, set `chat_template: empty`, or write"
+            " each sample to a column `text`",
+        ),
+        (
+            config.system and not has_template,
+            "`system` has no effect, because there is no chat template",
+        ),
+    ]
+    infos = [
+        (
+            counts.documents_cut,
+            f"{counts.documents_cut:,} documents cut into samples of {limit:,} tokens",
+        ),
+        (
+            counts.lone_tokens,
+            f"{counts.lone_tokens:,} last samples with a single token dropped: nothing to predict",
+        ),
+        (
+            counts.excluded_turns,
+            f"{counts.excluded_turns:,} assistant turns carry no loss ({reason})",
+        ),
+        (
+            facts["other_template"],
+            f"{facts['other_template']:,} chats with tools or reasoning use the tokenizer's chat"
+            f" template, because `{config.chat_template}` does not support them",
+        ),
+        (
+            facts["trailing_turns"],
+            f"{facts['trailing_turns']:,} chats do not end with an answer; the turns after the last"
+            " answer are removed",
+        ),
+        (
+            num_pairs and has_template,
+            "prompts and completions are formatted as user and assistant turns of the chat"
+            " template",
+        ),
+        (
+            num_pairs and not has_template,
+            "no chat template: prompts and completions are concatenated, followed by the"
+            " end-of-text token",
+        ),
+        (
+            formats["text"] and has_answers,
+            "plain text has no answers: every token of it carries loss",
+        ),
+        (has_answers and config.train_args.train_on_inputs, every_token),
+    ]
+    return [
+        *(Notice("warning", text) for applies, text in warnings if applies),
+        *(Notice("info", text) for applies, text in infos if applies),
+    ]
