@@ -194,16 +194,7 @@ def main() -> int:
         folder = Path(scratch)
         environment = _make_environment(folder)
         _write_data(folder, environment)
-        results = {
-            name: run_often(folder, name, settings, environment, args.rounds)
-            for name, settings in selected.items()
-        }
-    digests = {name: repeated[0] for name, repeated in results.items()}
-    problems = [
-        f"{name}: not deterministic: {', '.join(repeated)}"
-        for name, repeated in results.items()
-        if len(set(repeated)) > 1
-    ]
+        digests, problems = run_all(folder, selected, environment, args.rounds)
     if args.compare:
         expected = json.loads(args.compare.read_text(encoding="utf-8"))
         missing_matters = args.only == "*"
@@ -211,7 +202,8 @@ def main() -> int:
     print(json.dumps(digests, indent=2))
     if args.output:
         _write_result(args.output, digests)
-    print(*problems, sep="\n", file=sys.stderr)
+    for problem in problems:
+        print(problem, file=sys.stderr)
     return 1 if problems else 0
 
 
@@ -227,15 +219,29 @@ def compare(expected: dict[str, str], digests: dict[str, str], missing_matters: 
     return problems
 
 
-def run_often(
-    folder: Path, name: str, settings: tuple[str, ...], environment: dict[str, str], rounds: int
-) -> list[str]:
-    """Return the digest of each round, or the reason why there is none."""
-    started_at = time.monotonic()
-    repeated = [_train(folder, settings, environment) for _ in range(rounds)]
-    seconds = (time.monotonic() - started_at) / rounds
-    print(f"{name}: {', '.join(text[:80] for text in repeated)} ({seconds:.1f} s)", file=sys.stderr)
-    return repeated
+def run_all(
+    folder: Path, runs: dict[str, tuple[str, ...]], environment: dict[str, str], rounds: int
+) -> tuple[dict[str, str], list[str]]:
+    """Return the digest of each run, and as text which runs failed or differ between rounds."""
+    digests, problems = {}, []
+    for name, settings in runs.items():
+        started_at = time.monotonic()
+        try:
+            repeated = {_train(folder, settings, environment) for _ in range(rounds)}
+        except RunFailed as error:
+            problems.append(f"{name}: {error}")
+            print(problems[-1], file=sys.stderr)
+            continue
+        digests[name] = repeated.pop()
+        if repeated:
+            problems.append(f"{name}: not deterministic: {digests[name]}, {', '.join(repeated)}")
+        seconds = (time.monotonic() - started_at) / rounds
+        print(f"{name}: {digests[name]} ({seconds:.1f} s)", file=sys.stderr)
+    return digests, problems
+
+
+class RunFailed(Exception):
+    """A run ended with another exit code than 0."""
 
 
 def _train(folder: Path, settings: tuple[str, ...], environment: dict[str, str]) -> str:
@@ -243,23 +249,22 @@ def _train(folder: Path, settings: tuple[str, ...], environment: dict[str, str])
     shutil.rmtree(output, ignore_errors=True)
     merged = dict(setting.split("=", 1) for setting in (*BASE, *settings))
     options = [f"{key}={value.format(data=folder)}" for key, value in merged.items()]
-    done = _paceline(["sft", *options, f"output_dir={output}", "--quiet"], environment)
-    if done.returncode != 0:
-        return f"exit code {done.returncode}: {done.stderr.strip()[-2000:]}"
-    inspected = _paceline(["inspect", str(output), "--json"], environment)
-    return str(json.loads(inspected.stdout)["digest"])
+    _paceline(["sft", *options, f"output_dir={output}", "--quiet"], environment)
+    return str(json.loads(_paceline(["inspect", str(output), "--json"], environment))["digest"])
 
 
-def _paceline(
-    arguments: list[str], environment: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def _paceline(arguments: list[str], environment: dict[str, str]) -> str:
+    """Run a command and return its standard output."""
+    done = subprocess.run(
         [sys.executable, "-m", "paceline", *arguments],
         env=environment,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
     )
+    if done.returncode != 0:
+        raise RunFailed(f"exit code {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return done.stdout
 
 
 def _make_environment(folder: Path) -> dict[str, str]:
