@@ -69,6 +69,8 @@ MODES = {
     "deepspeed": ("parallel.deepspeed_stage=2",),
     "hybrid": ("parallel.tensor=2", "parallel.pipeline=2", "parallel.num_gpus=4"),
 }
+#: With `dp`, the threads of the CPU share a random generator, so dropout is not deterministic.
+WITH_LORA = {"dp": ("lora.dropout=0",)}
 LORA = ("lora.enable=true", "lora.rank=4")
 MESH = ("parallel.mode=hybrid", "parallel.data=2", "parallel.tensor=2", "parallel.num_gpus=4")
 #: Name → settings, besides those of every mode (`mode_runs`). Most optimizers are in runs that have
@@ -174,7 +176,7 @@ def mode_runs() -> dict[str, tuple[str, ...]]:
     for mode in STRATEGIES.keys() - {"parameter_server"}:
         settings = (f"parallel.mode={mode}", *MODES.get(mode, ()))
         runs[f"mode/{mode}"] = settings
-        runs[f"mode/{mode}-lora"] = (*settings, *LORA)
+        runs[f"mode/{mode}-lora"] = (*settings, *LORA, *WITH_LORA.get(mode, ()))
     return runs
 
 
@@ -337,9 +339,16 @@ def _write_models(folder: Path, environment: dict[str, str]) -> None:
 
 
 def _write_result(path: Path, digests: dict[str, str]) -> None:
+    """Write the digests with the versions. An existing file keeps its other runs if its machine and
+    versions are the same."""
     from run import describe_machine
 
-    result = {"date": str(date.today()), "machine": describe_machine(), "digests": digests}
+    machine = describe_machine()
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if before["machine"] == machine:
+            digests = dict(sorted({**before["digests"], **digests}.items()))
+    result = {"date": str(date.today()), "machine": machine, "digests": digests}
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
@@ -355,7 +364,10 @@ def _arguments() -> argparse.Namespace:
         "--rounds", type=int, default=1, help="repeat each run, whose digests must be equal"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="also write the digests with all versions"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="also write the digests with all versions, or update a file",
     )
     return parser.parse_args()
 
