@@ -5,13 +5,11 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
 import pytest
+from fact_sources import CHECKOUT, last_name
 
-ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "paceline"
+SOURCE = CHECKOUT.root / "src" / "paceline"
 MAX_LINES = 500
 MAX_MODULES = 16
 #: One file per command or topic.
@@ -22,33 +20,6 @@ MAPPINGS = {"dict", "Dict", "Mapping", "MutableMapping", "defaultdict", "Ordered
 PRINTING = ("commands/", "cli.py")
 #: The console layer, which writes messages and progress.
 CONSOLE = ("core/log.py", "data/progress.py", "observe/console.py", "observe/terminal.py")
-
-
-def find_modules() -> dict[str, Path]:
-    """Return every module of the package by its dotted name."""
-    return {
-        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(
-            ".__init__"
-        ): path
-        for path in SOURCE.rglob("*.py")
-    }
-
-
-def imported_modules(path: Path, known: dict[str, Path]) -> set[str]:
-    """Return the modules of the package that a file imports, anywhere in it."""
-
-    def module_of(name: str) -> str:
-        while name and name not in known:
-            name = name.rpartition(".")[0]
-        return name
-
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names.update(module_of(f"{node.module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Import):
-            names.update(module_of(alias.name) for alias in node.names)
-    return names - {""}
 
 
 def find_cycles(imports: dict[str, set[str]]) -> list[list[str]]:
@@ -80,8 +51,10 @@ def find_cycles(imports: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_no_import_cycles() -> None:
-    known = find_modules()
-    imports = {name: imported_modules(path, known) - {name} for name, path in known.items()}
+    imports: dict[str, set[str]] = {name: set() for name in CHECKOUT.modules}
+    for each in CHECKOUT.imports:
+        if each.module != each.importer:
+            imports[each.importer].add(each.module)
     assert find_cycles(imports) == []
 
 
@@ -91,10 +64,7 @@ def test_cycles_are_detected() -> None:
 
 
 def test_files_are_at_most_500_lines_long() -> None:
-    lengths = {
-        str(path.relative_to(SOURCE)): len(path.read_text(encoding="utf-8").splitlines())
-        for path in SOURCE.rglob("*.py")
-    }
+    lengths = {name: len(file.lines) for name, file in CHECKOUT.files.items()}
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 
@@ -106,25 +76,17 @@ def test_folders_hold_at_most_16_modules() -> None:
     assert {name: too_large[name] for name in too_large.keys() - ANY_NUMBER_OF_MODULES} == {}
 
 
-@cache
 def parse_files() -> dict[str, ast.Module]:
-    return {
-        path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-        for path in sorted(SOURCE.rglob("*.py"))
-    }
-
-
-def name_of(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return {name: file.tree for name, file in CHECKOUT.files.items()}
 
 
 def is_untyped_mapping(node: ast.AST) -> bool:
     """Return whether a type is a mapping with values of any type, such as ``dict[str, Any]``."""
     return (
         isinstance(node, ast.Subscript)
-        and name_of(node.value) in MAPPINGS
+        and last_name(node.value) in MAPPINGS
         and isinstance(node.slice, ast.Tuple)
-        and name_of(node.slice.elts[-1]) in ("Any", "object")
+        and last_name(node.slice.elts[-1]) in ("Any", "object")
     )
 
 
@@ -150,7 +112,7 @@ def find_aliases(tree: ast.Module) -> Iterator[str]:
         ):
             target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
             if any(is_untyped_mapping(node) for node in walk_types(statement.value)):
-                yield name_of(target)
+                yield last_name(target)
 
 
 def find_untyped_mappings(trees: dict[str, ast.Module]) -> list[str]:
@@ -206,7 +168,7 @@ def test_output_is_detected() -> None:
 
 
 def read_map() -> list[tuple[str, str]]:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (CHECKOUT.root / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = text.partition("| I want to change | go to |\n")[2].partition("\n\n")[0]
     rows = [line.strip("|").split("|") for line in table.splitlines()[1:]]
     return [(topic.strip(), target.strip()) for topic, target in rows]
