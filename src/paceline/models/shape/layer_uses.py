@@ -31,7 +31,7 @@ def trace_layer_uses(
     inputs = made_up_inputs(model)
     if inputs is None:
         return None
-    recorder = _Recorder()
+    recorder = _UseRecorder()
     was_training = model.training
     try:
         with (
@@ -49,7 +49,7 @@ def trace_layer_uses(
     return {name: tuple(uses) for name, uses in recorder.uses.items()}
 
 
-class _Recorder:
+class _UseRecorder:
     """Records the uses of layers in hooks of their modules."""
 
     def __init__(self) -> None:
