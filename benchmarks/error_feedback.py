@@ -18,9 +18,9 @@ from statistics import fmean
 from typing import Any
 
 from paceline.parallel.capabilities import Capabilities
-from paceline.strategies.reducers.compression.sparsify import TopK
+from paceline.parallel.spec import StrategySpec
 from paceline.strategies.ddp.strategy import DDPStrategy
-from paceline.parallel.registry import StrategySpec
+from paceline.strategies.reducers.compression.sparsify import TopK
 
 
 class TopKWithoutFeedback(TopK):
@@ -32,7 +32,7 @@ class TopKWithoutFeedback(TopK):
 
 
 class _MagnitudeCodec:
-    """A wrapper of :class:`paceline.strategies.reducers.compression.codecs.Codec` that drops the signs."""
+    """A wrapper of a codec (`strategies/reducers/compression/codecs.py`) that drops the signs."""
 
     def __init__(self, codec: Any) -> None:
         self.codec = codec
