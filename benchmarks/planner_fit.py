@@ -15,13 +15,13 @@ from scipy.optimize import least_squares
 
 from paceline.planner.devices import Device
 from paceline.planner.machine.profile import DeviceRates, MeasuredLink, ProductCurve
-from paceline.planner.memory.parts import MemoryParts, memory_parts
+from paceline.planner.memory.parts import AssumedMemory, memory_parts
 from paceline.planner.memory.total import MemoryCoefficients, memory_bytes, memory_factors
 from paceline.planner.setup import TrainingSetup
 from paceline.planner.time.constants import Factors, cpu_factors, factors_of, on_cpu
 from paceline.planner.time.rates import Rates, cpu_rates, curve_of, rates_of
 from paceline.planner.time.step import Coefficients, step_time
-from paceline.planner.time.work import Work, count_work
+from paceline.planner.time.work import RankWork, count_work
 
 Array = npt.NDArray[np.float64]
 
@@ -268,7 +268,7 @@ class TimeProblem(_Problem):
 
     def __init__(self, rows: Sequence[Row]) -> None:
         works = [count_work(row.setup, rates_of(row.setup, row.device)) for row in rows]
-        self.work = Work(**_stacked(works))  # type: ignore[arg-type]
+        self.work = RankWork(**_stacked(works))  # type: ignore[arg-type]
         priors = PRIORS | {f"products: {row.device.chip}": chip_prior(row.device) for row in rows}
         factors = [factors_of(row.setup, row.device) for row in rows]
         super().__init__(rows, priors, factors, _SCALE)
@@ -285,7 +285,7 @@ class MemoryProblem(_Problem):
     """The bytes of ranks of rows."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self.parts = MemoryParts(**_stacked([memory_parts(row.setup) for row in rows]))  # type: ignore[arg-type]
+        self.parts = AssumedMemory(**_stacked([memory_parts(row.setup) for row in rows]))  # type: ignore[arg-type]
         factors = [memory_factors(row.setup, row.memory_kind) for row in rows]
         super().__init__(rows, MEMORY_PRIORS, factors, _MEMORY_SCALE)
         matrix, _ = self.maps["reserved"]
@@ -309,7 +309,7 @@ class CpuProblem(_Problem):
         rates = [row.reached_rates for row in rows]
         works = [count_work(row.setup, each) for row, each in zip(rows, rates, strict=True)]
         self.rates = Rates(**_stacked(rates))  # type: ignore[arg-type]
-        self.work = Work(**_stacked(works))  # type: ignore[arg-type]
+        self.work = RankWork(**_stacked(works))  # type: ignore[arg-type]
         self.curve = ProductCurve(**_stacked([row.curve for row in rows]))  # type: ignore[arg-type]
         priors = priors or CPU_PRIORS | {"dequantize": PRIORS["dequantize"]}
         super().__init__(rows, priors, [cpu_factors()] * len(rows), _SCALE)

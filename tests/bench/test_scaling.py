@@ -9,8 +9,8 @@ from short_run_figures import short_run
 
 from paceline.bench.intervals import estimate, geometric_estimate
 from paceline.bench.scaling import (
-    Case,
     Runs,
+    ScalingCase,
     ScalingOptions,
     ScalingReport,
     Units,
@@ -167,7 +167,14 @@ def test_strong_scaling_shares_one_global_batch() -> None:
     options = ScalingOptions((1, 2, 3), _LENGTH)
     config = _config(gradient_accumulation_steps=2)
     cases = cases_of(config, options)
-    assert cases == [Case(1, 2), Case(2, 2), Case(3, 2), Case(1, 12), Case(2, 6), Case(3, 4)]
+    assert cases == [
+        ScalingCase(1, 2),
+        ScalingCase(2, 2),
+        ScalingCase(3, 2),
+        ScalingCase(1, 12),
+        ScalingCase(2, 6),
+        ScalingCase(3, 4),
+    ]
     with pytest.raises(ConfigError, match="no small common multiple"):
         cases_of(config, ScalingOptions((7, 11, 13), _LENGTH))
 

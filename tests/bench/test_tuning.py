@@ -20,9 +20,9 @@ from paceline.bench.tuning import (
     measure_tuning,
     planned_steps,
 )
-from paceline.bench.tuning_changes import Change, candidate_changes, with_values
+from paceline.bench.tuning_changes import TuningChange, candidate_changes, with_values
 from paceline.bench.tuning_decision import (
-    Trial,
+    TuningTrial,
     combined_change,
     final_choice,
     select_changes,
@@ -37,8 +37,8 @@ from paceline.train.run_spec import TrainResult
 
 _OPTIONS = TuningOptions(RunLength(8, 2))
 _MARGIN = _OPTIONS.margin
-_COMPILE = Change("torch_compile: true", "compile", {"train_args.torch_compile": True})
-_BF16 = Change(
+_COMPILE = TuningChange("torch_compile: true", "compile", {"train_args.torch_compile": True})
+_BF16 = TuningChange(
     "precision: bf16-mixed",
     "precision",
     {"train_args.precision": "bf16-mixed"},
@@ -50,13 +50,13 @@ def _config(**settings: object) -> Config:
     return Config.model_validate({"model": "model", "dataset": "data.jsonl", **settings})
 
 
-def _trial(change: Change, speedups: list[float], **figures: object) -> Trial:
+def _trial(change: TuningChange, speedups: list[float], **figures: object) -> TuningTrial:
     """Return a trial whose rounds have these speedups."""
     pairs = [(short_run(1.0), short_run(1 / speedup, **figures)) for speedup in speedups]
-    return Trial(change, pairs)
+    return TuningTrial(change, pairs)
 
 
-def _report(trials: list[Trial], chosen: Trial | None) -> TuningReport:
+def _report(trials: list[TuningTrial], chosen: TuningTrial | None) -> TuningReport:
     return make_report(_config(), _OPTIONS, [short_run(1.0)], trials, chosen, 300)
 
 
@@ -143,10 +143,10 @@ def test_memory_is_a_goal_of_its_own() -> None:
         (short_run(1.0, memory_bytes=1000 + noise), short_run(1.5, memory_bytes=600 - noise))
         for noise in (0, 4, 9)
     ]
-    trial = Trial(_COMPILE, pairs)
+    trial = TuningTrial(_COMPILE, pairs)
     assert verdict_of(trial, "memory", _MARGIN, None) == "recommended"
     assert verdict_of(trial, "time", _MARGIN, None) == "no gain"
-    unknown = Trial(_COMPILE, [(short_run(1.0), short_run(1.0, memory_bytes=None))] * 3)
+    unknown = TuningTrial(_COMPILE, [(short_run(1.0), short_run(1.0, memory_bytes=None))] * 3)
     assert verdict_of(unknown, "memory", _MARGIN, None) == "unclear"
 
 
@@ -155,7 +155,7 @@ def test_a_longer_first_step_must_pay_off_within_the_run() -> None:
         (short_run(1.0, first_step_s=1.0), short_run(0.8 + noise, first_step_s=41.0))
         for noise in (0.0, 0.01, -0.01)
     ]
-    trial = Trial(_COMPILE, pairs)
+    trial = TuningTrial(_COMPILE, pairs)
     assert trial.steps_to_pay_off() == pytest.approx(200)
     assert verdict_of(trial, "time", _MARGIN, 300) == "recommended"
     assert verdict_of(trial, "time", _MARGIN, 199) == "no gain"
@@ -167,7 +167,7 @@ def test_table_says_when_a_longer_first_step_pays_off() -> None:
         (short_run(1.0, first_step_s=1.0), short_run(0.8 + noise, first_step_s=100.9))
         for noise in (0.0, 0.01, -0.01)
     ]
-    (change,) = _report([Trial(_COMPILE, pairs)], None)["changes"]
+    (change,) = _report([TuningTrial(_COMPILE, pairs)], None)["changes"]
     assert change["verdict"] == "no gain"  # the run has 300 steps
     text = verdict_text(change, 300)
     assert text == "no gain: pays off after 500 steps, the run has 300"
@@ -181,7 +181,7 @@ def test_repeating_gives_the_same_recommendation() -> None:
     recommended = dict.fromkeys(gains, 0)
     for _ in range(200):
         trials = [
-            _noisy_trial(Change(name, name, {name: True}), gain, generator)
+            _noisy_trial(TuningChange(name, name, {name: True}), gain, generator)
             for name, gain in gains.items()
         ]
         for trial in select_changes(trials, "time", _MARGIN, None):
@@ -240,11 +240,11 @@ def test_runs_with_short_steps_have_more_steps(monkeypatch: pytest.MonkeyPatch) 
     assert report["steps"] == 24
 
 
-def _noisy_trial(change: Change, gain: float, generator: random.Random) -> Trial:
+def _noisy_trial(change: TuningChange, gain: float, generator: random.Random) -> TuningTrial:
     return _measured_until_clear(change, lambda: gain * generator.lognormvariate(0, 0.05))
 
 
-def _measured_until_clear(change: Change, speedup: Callable[[], float]) -> Trial:
+def _measured_until_clear(change: TuningChange, speedup: Callable[[], float]) -> TuningTrial:
     """Return a trial with up to four times five rounds, as the command measures it."""
     trial = _trial(change, [speedup() for _ in range(5)])
     while len(trial.pairs) < 20 and verdict_of(trial, "time", _MARGIN, None) == "unclear":
@@ -253,8 +253,8 @@ def _measured_until_clear(change: Change, speedup: Callable[[], float]) -> Trial
 
 
 def test_conflicting_changes_are_not_combined() -> None:
-    half = Change("half", "accumulation", {"train_args.per_device_train_batch_size": 2})
-    double = Change("double", "accumulation", {"train_args.per_device_train_batch_size": 8})
+    half = TuningChange("half", "accumulation", {"train_args.per_device_train_batch_size": 2})
+    double = TuningChange("double", "accumulation", {"train_args.per_device_train_batch_size": 8})
     trials = [
         _trial(half, [1.10, 1.11, 1.12]),
         _trial(_BF16, [1.80, 1.81, 1.82]),
@@ -276,7 +276,7 @@ def test_combination_is_recommended_only_if_it_is_better() -> None:
     change = combined_change(selected)
     better = _trial(change, [2.0, 2.1, 2.05])
     worse = _trial(change, [1.5, 1.5, 1.51])
-    refused = Trial(change, error=("not supported", "no"))
+    refused = TuningTrial(change, error=("not supported", "no"))
     assert final_choice(selected, better, "time", _MARGIN, None) is better
     assert final_choice(selected, worse, "time", _MARGIN, None) is selected[0]
     assert final_choice(selected, refused, "time", _MARGIN, None) is selected[0]
@@ -284,8 +284,8 @@ def test_combination_is_recommended_only_if_it_is_better() -> None:
 
 
 def test_report_has_the_measured_value_beside_each_claim() -> None:
-    full = Change("full", "checkpointing", {"train_args.gradient_checkpointing": "full"})
-    off = Change("precision: 32", "precision", {}, turns_on=False)
+    full = TuningChange("full", "checkpointing", {"train_args.gradient_checkpointing": "full"})
+    off = TuningChange("precision: 32", "precision", {}, turns_on=False)
     trials = [
         _trial(off, [0.5, 0.5, 0.5]),
         _trial(full, [0.8, 0.8, 0.8], memory_bytes=3 << 28),
@@ -308,7 +308,7 @@ def test_tables_show_all_changes() -> None:
     from rich.console import Console
 
     best = _trial(_COMPILE, [1.30, 1.32, 1.28])
-    refused = Trial(_BF16, error=("not supported", "bfloat16 is not supported here"))
+    refused = TuningTrial(_BF16, error=("not supported", "bfloat16 is not supported here"))
     report = _report([best, refused], best)
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(tuning_tables(report))

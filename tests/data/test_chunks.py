@@ -22,7 +22,7 @@ import pytest
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.progress import Progress
+from paceline.data.progress import RowProgress
 from paceline.data.sources.resolve import open_source
 from paceline.data.text import build
 from paceline.data.text.encoding.chunks import make_chunks
@@ -323,13 +323,13 @@ def test_interrupted_tokenization_leaves_no_cache_entry_or_process(tmp_path: Pat
 
 
 def test_progress_line() -> None:
-    progress = Progress(2000, io.StringIO())
+    progress = RowProgress(2000, io.StringIO())
     progress.add(100, 500)
     assert (
         progress.text(2.0)
         == "[#####...............] 25%  tokenizing: 100 rows  50 rows/s  ETA 0:06"
     )
-    without_total = Progress(None, io.StringIO())
+    without_total = RowProgress(None, io.StringIO())
     without_total.add(100, 0)
     assert without_total.text(2.0) == "tokenizing: 100 rows  50 rows/s"
     assert without_total.stream.getvalue() == ""  # type: ignore[attr-defined]  (nothing if it is fast)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from paceline.core.errors import ConfigError
-from paceline.distributed.collectives.run import Trace, all_reduce, broadcast
+from paceline.distributed.collectives.run import CollectiveTrace, all_reduce, broadcast
 from paceline.distributed.collectives.schedules import (
     ALGORITHMS,
     all_reduce_bytes,
@@ -208,14 +208,14 @@ def test_bytes_sent_match_the_formulas(size: int) -> None:
     assert {rank["naive"] for rank in ranks[1:]} == {4000}
 
 
-def _check_trace(world: Communicator) -> Trace:
-    trace = Trace()
+def _check_trace(world: Communicator) -> CollectiveTrace:
+    trace = CollectiveTrace()
     tensor = torch.full((10,), 2.0**world.rank)
     all_reduce(world, tensor, "ring", trace)
     assert trace.values[0] == [2.0**world.rank] * 10
     assert trace.values[-1] == tensor.tolist()
     single_rank = Communicator(RankEnv(), world.device)
-    assert all_reduce(single_rank, tensor, "ring", Trace()).messages == 0
+    assert all_reduce(single_rank, tensor, "ring", CollectiveTrace()).messages == 0
     world.barrier()
     return trace
 

@@ -8,7 +8,7 @@ from ranks import run_ranks
 
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.link import Link
-from paceline.doctor.links import Network, Pair, check_links, measure_network
+from paceline.doctor.links import NetworkMeasurements, Pair, check_links, measure_network
 
 
 def _measure(world: Communicator) -> tuple[Any, int]:
@@ -60,7 +60,7 @@ def test_detects_corrupted_messages() -> None:
 
 
 PAIR = Pair(0, 1, 1e-4, 1e9, True, 0.0)
-GOOD = Network(
+GOOD = NetworkMeasurements(
     ["a", "a", "b"],
     [PAIR, replace(PAIR, receiver=2), replace(PAIR, sender=1, receiver=2)],
     Link(1e-4, 1e9, 3),

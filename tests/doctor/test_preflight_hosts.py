@@ -16,7 +16,7 @@ from namespaces import create_network, create_two_host_network
 from not_run import record_not_run, skip_with_summary
 
 from paceline.doctor.host_pairs import Findings, HostFacts, schedule
-from paceline.doctor.host_probe import Probe
+from paceline.doctor.host_probe import HostProbe
 from paceline.doctor.host_report import evaluate
 from paceline.launch.host_checks import CheckResult
 
@@ -216,7 +216,7 @@ GOOD = Findings(
     [A, B],
     2,
     {(0, 1): {40000: "open"}, (1, 0): {50000: "open"}},
-    {(0, 1): Probe(1e-4, 0.0, 1e9, 1e9, 0.0, 0.0, 1500, 1500)},
+    {(0, 1): HostProbe(1e-4, 0.0, 1e9, 1e9, 0.0, 0.0, 1500, 1500)},
 )
 
 

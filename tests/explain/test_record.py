@@ -10,10 +10,10 @@ from paceline.explain.record import (
     Cell,
     Check,
     Collective,
+    DrawnMessage,
+    DrawnRow,
     Frame,
-    Message,
     Recording,
-    Row,
     Span,
     check_traffic,
     on_step_clock,
@@ -25,11 +25,13 @@ _SVG = "{http://www.w3.org/2000/svg}"
 
 
 def _recording(title: str = "Two ranks", caption: str = "Rank 0 sends.") -> Recording:
-    start = ((Row("", (Cell("a", ranks=(0,)),)),), (Row("", (Cell("b", ranks=(1,)),)),))
-    end = ((Row("", (Cell("a"),)),), (Row("", (Cell("a+b", tone="new", ranks=(0, 1)),)),))
+    start = ((DrawnRow("", (Cell("a", ranks=(0,)),)),), (DrawnRow("", (Cell("b", ranks=(1,)),)),))
+    end = ((DrawnRow("", (Cell("a"),)),), (DrawnRow("", (Cell("a+b", tone="new", ranks=(0, 1)),)),))
     frames = (
         Frame("Start.", start, time_s=0.0),
-        Frame(caption, end, messages=(Message(0, 1, "a", 8, row=0, cells=(0, 1)),), time_s=0.5),
+        Frame(
+            caption, end, messages=(DrawnMessage(0, 1, "a", 8, row=0, cells=(0, 1)),), time_s=0.5
+        ),
         Frame("Sum.", end, collectives=(Collective("all-reduce", (0, 1), "sum", 4),), time_s=1.0),
     )
     return Recording(

@@ -19,7 +19,7 @@ from paceline.observe.comm_advisor import CommAdvisor, StepTimings, evaluate, ev
 from paceline.observe.console import end_lines
 from paceline.observe.metrics import StepMetrics
 from paceline.observe.report.tables import communication_rows
-from paceline.observe.terminal import Progress
+from paceline.observe.terminal import RunProgress
 from paceline.parallel.comm_profile import CommProfile, CommTimes
 from paceline.parallel.strategy import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
@@ -311,7 +311,7 @@ def test_report_and_final_console_lines_show_result():
     # Reports of versions that did not measure links have only these rows.
     assert old_rows == {"Method", "Sent, relative to plain ddp"}
     lines = dict(
-        end_lines(Progress(), {"status": "done", "step": 20, "network": "topk does not pay"})
+        end_lines(RunProgress(), {"status": "done", "step": 20, "network": "topk does not pay"})
     )
     assert lines["network"] == "topk does not pay"
-    assert "network" not in dict(end_lines(Progress(), {"status": "done", "step": 20}))
+    assert "network" not in dict(end_lines(RunProgress(), {"status": "done", "step": 20}))

@@ -9,11 +9,11 @@ import pytest
 from paceline.models.shape.dims import LanguageDims, dims_of
 from paceline.planner.assumed.keys import assume, parse_assumptions
 from paceline.planner.devices import find_device
-from paceline.planner.memory.parts import MemoryParts, memory_parts
+from paceline.planner.memory.parts import AssumedMemory, memory_parts
 from paceline.planner.setup import TrainingSetup
 from paceline.planner.time.constants import coefficients_of, constants
 from paceline.planner.time.rates import rates_of
-from paceline.planner.time.step import StepTime, step_time
+from paceline.planner.time.step import EstimatedStepTime, step_time
 from paceline.planner.time.work import count_work
 
 H100, _ = find_device("H100-SXM")
@@ -26,8 +26,8 @@ DENSE = LanguageDims(
 @dataclass(frozen=True)
 class Estimate:
     setup: TrainingSetup
-    memory: MemoryParts
-    time: StepTime
+    memory: AssumedMemory
+    time: EstimatedStepTime
 
     @property
     def state(self) -> float:

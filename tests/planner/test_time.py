@@ -10,8 +10,8 @@ from paceline.planner.devices import Device, devices, find_device
 from paceline.planner.setup import TrainingSetup
 from paceline.planner.time.constants import coefficients_of, constants, factors_of, spread_of
 from paceline.planner.time.rates import rates_of
-from paceline.planner.time.step import StepTime, step_time
-from paceline.planner.time.work import Work, count_work
+from paceline.planner.time.step import EstimatedStepTime, step_time
+from paceline.planner.time.work import RankWork, count_work
 
 LLAMA_8B = LanguageDims(
     hidden=4096, layers=32, heads=32, key_heads=8, queries=4096, keys=1024, feed_forward=14336,
@@ -21,11 +21,11 @@ A100, H100 = find_device("A100-80GB")[0], find_device("H100-SXM")[0]
 SETUP = TrainingSetup(LLAMA_8B, samples=1, length=4096, software="fused", cross_entropy="fused")
 
 
-def work(setup: TrainingSetup, device: Device = A100) -> Work:
+def work(setup: TrainingSetup, device: Device = A100) -> RankWork:
     return count_work(setup, rates_of(setup, device))
 
 
-def time(setup: TrainingSetup, device: Device = A100) -> StepTime:
+def time(setup: TrainingSetup, device: Device = A100) -> EstimatedStepTime:
     return step_time(work(setup, device), coefficients_of(setup, device, constants()))
 
 

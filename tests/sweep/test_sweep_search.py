@@ -7,7 +7,7 @@ from paceline.core.event_log import EventLog
 from paceline.sweep.metric import Metric
 from paceline.sweep.search import Search
 from paceline.sweep.space import parse_space
-from paceline.sweep.state import RunRecord, SweepState, load_state
+from paceline.sweep.state import SweepRun, SweepState, load_state
 
 METRIC = Metric("eval_loss", False)
 SPACE = parse_space(["learning_rate=1e-5..1e-1:log", "lora.rank=4..16:4", "optim=adamw,sgd"])
@@ -17,7 +17,7 @@ def make_search(state: SweepState, num_trials: int, prunes: bool = True) -> Sear
     return Search(SPACE, state, METRIC, num_trials, 42, prunes)
 
 
-def complete(search: Search, run: RunRecord, status: str = "done") -> None:
+def complete(search: Search, run: SweepRun, status: str = "done") -> None:
     """Give a run a loss that is lowest at a learning rate of 1e-3."""
     run["status"] = status
     rate = float(run["overrides"]["learning_rate"])
@@ -26,7 +26,7 @@ def complete(search: Search, run: RunRecord, status: str = "done") -> None:
     search.state.save()
 
 
-def next_run(search: Search) -> RunRecord:
+def next_run(search: Search) -> SweepRun:
     run = search.next_run()
     assert run is not None
     return run

@@ -6,7 +6,7 @@ from paceline.core.errors import ConfigError
 from paceline.sweep.devices import divide_accelerators, divide_cores
 from paceline.sweep.metric import Metric, choose_metric
 from paceline.sweep.space import (
-    Range,
+    SampledRange,
     Values,
     combinations,
     extremes,
@@ -16,7 +16,7 @@ from paceline.sweep.space import (
 )
 
 
-def axes(*overrides: str) -> list[Values | Range]:
+def axes(*overrides: str) -> list[Values | SampledRange]:
     return list(parse_space(overrides).axes)
 
 
@@ -45,24 +45,24 @@ def test_commas_separate_values_outside_brackets_and_quotes() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("1e-5..1e-3:log", Range("x", 1e-5, 1e-3, is_log=True)),
-        ("0..0.2", Range("x", 0.0, 0.2)),
-        ("4..64", Range("x", 4, 64, is_integer=True)),
-        ("4..64:4", Range("x", 4, 64, step=4, is_integer=True)),
-        ("4..64:log", Range("x", 4, 64, is_log=True, is_integer=True)),
-        ("0..1:0.25", Range("x", 0, 1, step=0.25)),
-        ("-1.5..-.5", Range("x", -1.5, -0.5)),
+        ("1e-5..1e-3:log", SampledRange("x", 1e-5, 1e-3, is_log=True)),
+        ("0..0.2", SampledRange("x", 0.0, 0.2)),
+        ("4..64", SampledRange("x", 4, 64, is_integer=True)),
+        ("4..64:4", SampledRange("x", 4, 64, step=4, is_integer=True)),
+        ("4..64:log", SampledRange("x", 4, 64, is_log=True, is_integer=True)),
+        ("0..1:0.25", SampledRange("x", 0, 1, step=0.25)),
+        ("-1.5..-.5", SampledRange("x", -1.5, -0.5)),
     ],
 )
-def test_ranges(text: str, expected: Range) -> None:
+def test_ranges(text: str, expected: SampledRange) -> None:
     assert axes(f"x={text}") == [expected]
 
 
 def test_range_contains_its_steps_only() -> None:
-    axis = Range("x", 4, 64, step=4, is_integer=True)
+    axis = SampledRange("x", 4, 64, step=4, is_integer=True)
     assert [value for value in (4, 6, 8, 64, 68) if axis.contains(value)] == [4, 8, 64]
-    assert Range("x", 0.0, 1.0).contains(0.3)
-    assert not Range("x", 0.0, 1.0).contains("a")
+    assert SampledRange("x", 0.0, 1.0).contains(0.3)
+    assert not SampledRange("x", 0.0, 1.0).contains("a")
 
 
 def test_paths_with_dots_are_values() -> None:
@@ -102,8 +102,8 @@ def test_combinations_vary_the_last_key_fastest() -> None:
 def test_extremes_have_every_value_and_both_limits() -> None:
     space = [
         Values("kind", ("a", "b", "c")),
-        Range("lr", 1e-5, 1e-3, is_log=True),
-        Range("rank", 4, 64, is_integer=True),
+        SampledRange("lr", 1e-5, 1e-3, is_log=True),
+        SampledRange("rank", 4, 64, is_integer=True),
     ]
     assert extremes(space) == [
         ("kind=a", "lr=1e-05", "rank=4"),

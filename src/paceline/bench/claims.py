@@ -9,11 +9,11 @@ Figure = Literal["traffic", "throughput", "memory"]
 
 
 @dataclass(frozen=True)
-class Claim:
+class TechniqueClaim:
     """A claim about a technique.
 
     Attributes:
-        technique: see :class:`paceline.bench.tuning_changes.Change`.
+        technique: see :class:`paceline.bench.tuning_changes.TuningChange`.
         text: the claim as it is usually quoted.
         figure: what it is about.
         source: title of a source.
@@ -29,7 +29,7 @@ class Claim:
 
 
 CLAIMS = (
-    Claim(
+    TechniqueClaim(
         "compression",
         "gradient compression saves 30 to 50 % of the bandwidth",
         "traffic",
@@ -37,7 +37,7 @@ CLAIMS = (
         "https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html",
         "gradients are cast to 16 bits before the all-reduce: half of the bytes of float32",
     ),
-    Claim(
+    TechniqueClaim(
         "precision",
         "mixed precision is 2 to 3 times as fast",
         "throughput",
@@ -45,7 +45,7 @@ CLAIMS = (
         "https://www.tensorflow.org/guide/mixed_precision",
         "more than 3 times on modern GPUs, more than 2 times on recent Intel CPUs, 60 % on TPUs",
     ),
-    Claim(
+    TechniqueClaim(
         "checkpointing",
         "activation checkpointing needs 40 % less memory",
         "memory",
@@ -53,7 +53,7 @@ CLAIMS = (
         "https://discuss.pytorch.org/t/fsdp-training-no-gpu-memory-decrease/167734/9",
         "about 40 % less GPU memory for the segmentation of large images, reported by a user",
     ),
-    Claim(
+    TechniqueClaim(
         "prefetch",
         "prefetching gives 25 % more throughput",
         "throughput",

@@ -123,7 +123,7 @@ class Units:
 
 
 @dataclass(frozen=True)
-class Case:
+class ScalingCase:
     """Ranks that compute a number of micro-batches each."""
 
     ranks: int
@@ -131,7 +131,7 @@ class Case:
 
 
 #: The runs of each case, in the order of the repeats.
-Runs = dict[Case, list[ShortRun]]
+Runs = dict[ScalingCase, list[ShortRun]]
 
 
 def measure_scaling(loaded: Loaded, options: ScalingOptions, train: Train) -> ScalingReport:
@@ -218,7 +218,7 @@ def threads_per_rank(ranks: Sequence[int], units: Units) -> int | None:
     return max(1, units.count // max(fitting, default=units.count))
 
 
-def cases_of(config: Config, options: ScalingOptions) -> list[Case]:
+def cases_of(config: Config, options: ScalingOptions) -> list[ScalingCase]:
     """Return the cases without duplicates: a case may belong to both kinds of scaling."""
     return list(
         dict.fromkeys(
@@ -229,12 +229,12 @@ def cases_of(config: Config, options: ScalingOptions) -> list[Case]:
     )
 
 
-def case_of(config: Config, options: ScalingOptions, kind: Scaling, ranks: int) -> Case:
+def case_of(config: Config, options: ScalingOptions, kind: Scaling, ranks: int) -> ScalingCase:
     """Return the case: with weak scaling, each rank computes as many micro-batches as the config
     says; with strong scaling, all ranks share a global batch that every number of ranks divides."""
     accumulation = config.train_args.gradient_accumulation_steps
     if kind == "weak":
-        return Case(ranks, accumulation)
+        return ScalingCase(ranks, accumulation)
     shared = math.lcm(*options.ranks)
     if shared // min(options.ranks) > _MAX_SHARE:
         raise ConfigError(
@@ -242,10 +242,10 @@ def case_of(config: Config, options: ScalingOptions, kind: Scaling, ranks: int) 
             " needs",
             fix="use powers of two, such as `--ranks 1,2,4`, or `--scaling weak`",
         )
-    return Case(ranks, accumulation * shared // ranks)
+    return ScalingCase(ranks, accumulation * shared // ranks)
 
 
-def _for_case(loaded: Loaded, case: Case, units: Units) -> Loaded:
+def _for_case(loaded: Loaded, case: ScalingCase, units: Units) -> Loaded:
     config = loaded.config
     update: dict[str, str | int] = {"num_gpus": case.ranks, "device": units.device}
     if config.parallel.mode == "auto":
@@ -388,7 +388,7 @@ def _work_per_micro_batch(runs: Runs) -> float:
     return sum(works) / len(works) if works else 1.0
 
 
-def _point(case: Case, run: ShortRun, work_per_micro_batch: float) -> Point:
+def _point(case: ScalingCase, run: ShortRun, work_per_micro_batch: float) -> Point:
     """Return the time of a step with mean micro-batches."""
     work = case.ranks * case.micro_batches * work_per_micro_batch
     return Point(case.ranks, case.micro_batches, work / _rate(run))

@@ -8,7 +8,7 @@ from typing import cast
 
 import yaml
 
-from paceline.bench.tuning import ChangeReport, TuningReport
+from paceline.bench.tuning import TuningChangeReport, TuningReport
 from paceline.bench.tuning_text import ratio_text
 from paceline.config.load import Loaded, diff_configs, load_config, load_text
 from paceline.config.yaml_edit import edit_yaml
@@ -74,7 +74,7 @@ def _overridden(loaded: Loaded) -> dict[str, YamlValue]:
     return {key: cast("YamlValue", new) for key, _, new in diff_configs(in_file, loaded.config)}
 
 
-def _header(report: TuningReport, recommendation: ChangeReport) -> str:
+def _header(report: TuningReport, recommendation: TuningChangeReport) -> str:
     devices = f"{report['world_size']} × {report['device']}"
     lines = [
         _HEADER,

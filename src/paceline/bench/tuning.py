@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypedDict
 
-from paceline.bench.claims import CLAIMS, Claim
+from paceline.bench.claims import CLAIMS, TechniqueClaim
 from paceline.bench.intervals import Estimate
 from paceline.bench.short_runs import RunLength, ShortRun, Train, run_short, warn_if_busy
-from paceline.bench.tuning_changes import Change, candidate_changes, with_values
+from paceline.bench.tuning_changes import TuningChange, candidate_changes, with_values
 from paceline.bench.tuning_decision import (
     Goal,
-    Trial,
+    TuningTrial,
     Verdict,
     combined_change,
     final_choice,
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _MORE_TIMES = 3
 
 
-class ChangeReport(TypedDict):
+class TuningChangeReport(TypedDict):
     """A measured change. Ratios are relative to the unchanged config, with intervals [low, high] at
     95 % confidence; figures that were not measured are None.
 
@@ -102,8 +102,8 @@ class TuningReport(TypedDict):
     margin: float
     steps: int
     baseline: Baseline
-    changes: list[ChangeReport]
-    recommendation: ChangeReport | None
+    changes: list[TuningChangeReport]
+    recommendation: TuningChangeReport | None
     claims: list[ClaimReport]
     tuned_config: str | None
 
@@ -149,16 +149,16 @@ def measure_tuning(loaded: Loaded, options: TuningOptions, train: Train) -> Tuni
         options = replace(options, length=replace(options.length, steps=steps))
     config = loaded.config
     trials = [
-        Trial(change)
+        TuningTrial(change)
         for change in _changes(config, options, first.precision, first.world_size, first.device)
     ]
     planned = planned_steps(config, first)
     rounds = _Rounds(loaded, options, train)
 
-    def is_unclear(trial: Trial) -> bool:
+    def is_unclear(trial: TuningTrial) -> bool:
         return verdict_of(trial, options.goal, options.margin, planned) == "unclear"
 
-    def run_until_clear(trials: Sequence[Trial]) -> None:
+    def run_until_clear(trials: Sequence[TuningTrial]) -> None:
         rounds.run(trials, options.rounds)
         for _ in range(_MORE_TIMES):
             rounds.run([trial for trial in trials if is_unclear(trial)], options.rounds)
@@ -167,7 +167,7 @@ def measure_tuning(loaded: Loaded, options: TuningOptions, train: Train) -> Tuni
     selected = select_changes(trials, options.goal, options.margin, planned)
     combined = None
     if len(selected) > 1:
-        combined = Trial(combined_change(selected))
+        combined = TuningTrial(combined_change(selected))
         run_until_clear([combined])
     chosen = final_choice(selected, combined, options.goal, options.margin, planned)
     unchanged = [run for trial in trials for run, _ in trial.pairs] or [first]
@@ -189,7 +189,7 @@ def _check(config: Config, options: TuningOptions) -> None:
 
 def _changes(
     config: Config, options: TuningOptions, precision: str, num_ranks: int, device_type: str
-) -> list[Change]:
+) -> list[TuningChange]:
     from paceline.distributed.devices import cpu_cores
 
     changes = [
@@ -224,7 +224,7 @@ class _Rounds:
     options: TuningOptions
     train: Train
 
-    def run(self, trials: Sequence[Trial], count: int) -> None:
+    def run(self, trials: Sequence[TuningTrial], count: int) -> None:
         """Run each change ``count`` times, unless it fails."""
         for number in range(count):
             remaining = [trial for trial in trials if trial.error is None]
@@ -239,7 +239,7 @@ class _Rounds:
             for index in range(0, len(ordered), 2):
                 self._run_pair(ordered[index : index + 2])
 
-    def _run_pair(self, trials: Sequence[Trial]) -> None:
+    def _run_pair(self, trials: Sequence[TuningTrial]) -> None:
         """Run one or two changes with a run of the unchanged config between them."""
         before = self._run_changed(trials[0])
         unchanged = run_short(self.loaded, self.train, self.options.length)
@@ -250,7 +250,7 @@ class _Rounds:
             if after is not None:
                 trial.pairs.append((unchanged, after))
 
-    def _run_changed(self, trial: Trial) -> ShortRun | None:
+    def _run_changed(self, trial: TuningTrial) -> ShortRun | None:
         try:
             config = with_values(self.loaded.config, trial.change.values)
             return run_short(replace(self.loaded, config=config), self.train, self.options.length)
@@ -270,8 +270,8 @@ def make_report(
     config: Config,
     options: TuningOptions,
     unchanged: Sequence[ShortRun],
-    trials: Sequence[Trial],
-    chosen: Trial | None,
+    trials: Sequence[TuningTrial],
+    chosen: TuningTrial | None,
     planned: int | None,
 ) -> TuningReport:
     """Return the figures of all changes and the recommendation.
@@ -282,7 +282,7 @@ def make_report(
     """
     first, count = unchanged[0], len(unchanged)
 
-    def report(trial: Trial) -> ChangeReport:
+    def report(trial: TuningTrial) -> TuningChangeReport:
         return _change_report(trial, verdict_of(trial, options.goal, options.margin, planned))
 
     peaks = [run.peak_memory_bytes for run in unchanged if run.peak_memory_bytes is not None]
@@ -310,7 +310,7 @@ def make_report(
     }
 
 
-def _change_report(trial: Trial, verdict: Verdict) -> ChangeReport:
+def _change_report(trial: TuningTrial, verdict: Verdict) -> TuningChangeReport:
     change, is_measured = trial.change, bool(trial.pairs)
     speedup = trial.speedup() if is_measured else None
     memory = trial.memory_ratio() if is_measured else None
@@ -335,7 +335,7 @@ def _change_report(trial: Trial, verdict: Verdict) -> ChangeReport:
     }
 
 
-def _claim_report(claim: Claim, trials: Sequence[Trial]) -> ClaimReport:
+def _claim_report(claim: TechniqueClaim, trials: Sequence[TuningTrial]) -> ClaimReport:
     """Return what the first measured change of the technique gave."""
     measured = next(
         (trial for trial in trials if trial.change.technique == claim.technique and trial.pairs),
@@ -354,7 +354,7 @@ def _claim_report(claim: Claim, trials: Sequence[Trial]) -> ClaimReport:
     }
 
 
-def _measured_claim(claim: Claim, trial: Trial) -> Estimate | None:
+def _measured_claim(claim: TechniqueClaim, trial: TuningTrial) -> Estimate | None:
     """Return the saved share of the traffic or the memory, or the ratio of the throughputs, of a
     run with the technique relative to one without."""
     ratios = {

@@ -12,7 +12,7 @@ from paceline.config.yaml_read import YamlValue
 
 
 @dataclass(frozen=True)
-class Change:
+class TuningChange:
     """A change of one technique.
 
     Attributes:
@@ -34,7 +34,7 @@ class Change:
 
 def candidate_changes(
     config: Config, precision: str, num_ranks: int, num_cores: int, device_type: str
-) -> list[Change]:
+) -> list[TuningChange]:
     """Return the changes that are possible from this config.
 
     Args:
@@ -58,20 +58,20 @@ def candidate_changes(
     return changes
 
 
-def _switch(technique: str, key: str, value: bool) -> Change:
+def _switch(technique: str, key: str, value: bool) -> TuningChange:
     name = f"{key.rpartition('.')[2]}: {str(value).lower()}"
-    return Change(name, technique, {key: value}, turns_on=value)
+    return TuningChange(name, technique, {key: value}, turns_on=value)
 
 
-def _precision(precision: str) -> Change:
+def _precision(precision: str) -> TuningChange:
     if precision == "32":
-        return Change(
+        return TuningChange(
             "precision: bf16-mixed",
             "precision",
             {"train_args.precision": "bf16-mixed"},
             changes_result="matrix products are rounded to bfloat16 (8 bits of precision)",
         )
-    return Change(
+    return TuningChange(
         "precision: 32",
         "precision",
         {"train_args.precision": "32"},
@@ -80,30 +80,34 @@ def _precision(precision: str) -> Change:
     )
 
 
-def _checkpointing(config: Config) -> list[Change]:
+def _checkpointing(config: Config) -> list[TuningChange]:
     key = "train_args.gradient_checkpointing"
     if config.train_args.recomputation != "none":
-        return [Change("gradient_checkpointing: none", "checkpointing", {key: "none"}, False)]
+        return [TuningChange("gradient_checkpointing: none", "checkpointing", {key: "none"}, False)]
     return [
-        Change(f"gradient_checkpointing: {value}", "checkpointing", {key: value})
+        TuningChange(f"gradient_checkpointing: {value}", "checkpointing", {key: value})
         for value in ("full", "selective")
     ]
 
 
-def _prefetch(config: Config, num_ranks: int, num_cores: int, device_type: str) -> list[Change]:
+def _prefetch(
+    config: Config, num_ranks: int, num_cores: int, device_type: str
+) -> list[TuningChange]:
     key = "train_args.dataloader_num_workers"
     if config.train_args.num_loader_processes(device_type) == 0:
         num_workers = 2 if num_cores >= 3 * num_ranks else 1
-        return [Change(f"dataloader_num_workers: {num_workers}", "prefetch", {key: num_workers})]
+        return [
+            TuningChange(f"dataloader_num_workers: {num_workers}", "prefetch", {key: num_workers})
+        ]
     if config.streaming is True:
         return []  # streamed data needs a loader process
-    return [Change("dataloader_num_workers: 0", "prefetch", {key: 0}, turns_on=False)]
+    return [TuningChange("dataloader_num_workers: 0", "prefetch", {key: 0}, turns_on=False)]
 
 
-def _compression(config: Config) -> list[Change]:
+def _compression(config: Config) -> list[TuningChange]:
     if config.compression.chain:
         return [
-            Change(
+            TuningChange(
                 "compression.method: none",
                 "compression",
                 {"compression.method": "none"},
@@ -116,7 +120,7 @@ def _compression(config: Config) -> list[Change]:
         "topk": "only the largest 1 % of the gradient's elements are sent in each step",
     }
     return [
-        Change(
+        TuningChange(
             f"compression.method: {method}",
             "compression",
             {"compression.method": method},
@@ -126,7 +130,7 @@ def _compression(config: Config) -> list[Change]:
     ]
 
 
-def _accumulation(config: Config) -> list[Change]:
+def _accumulation(config: Config) -> list[TuningChange]:
     """Return changes of the micro-batch that keep the global batch."""
     args, changes = config.train_args, []
     size, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -137,7 +141,7 @@ def _accumulation(config: Config) -> list[Change]:
     if count % 2 == 0:
         changes.append((size * 2, count // 2))
     return [
-        Change(
+        TuningChange(
             f"micro-batches: {new_count} × {new_size}",
             "accumulation",
             {

@@ -8,7 +8,7 @@ from typing import Literal
 
 from paceline.bench.intervals import Estimate, geometric_estimate
 from paceline.bench.short_runs import ShortRun
-from paceline.bench.tuning_changes import Change
+from paceline.bench.tuning_changes import TuningChange
 
 #: What a change should improve.
 Goal = Literal["time", "memory"]
@@ -21,7 +21,7 @@ _TRIM = 0.2
 
 
 @dataclass
-class Trial:
+class TuningTrial:
     """The runs of a change, each with the run of the unchanged config next to it.
 
     Attributes:
@@ -29,7 +29,7 @@ class Trial:
         error: why there are no runs: ``not supported`` or ``failed``, and the message.
     """
 
-    change: Change
+    change: TuningChange
     pairs: list[tuple[ShortRun, ShortRun]] = field(default_factory=list)
     error: tuple[Literal["not supported", "failed"], str] | None = None
 
@@ -85,7 +85,7 @@ def _rate(run: ShortRun) -> float:
     return run.work / run.mean_step_s
 
 
-def gain_of(trial: Trial, goal: Goal) -> Estimate | None:
+def gain_of(trial: TuningTrial, goal: Goal) -> Estimate | None:
     """Return the gain as a ratio, above 1 if the change is better: of the speed, or of the memory
     that is no longer needed. None if it was not measured."""
     if goal == "time":
@@ -94,7 +94,7 @@ def gain_of(trial: Trial, goal: Goal) -> Estimate | None:
     return None if memory is None else memory.inverse()
 
 
-def verdict_of(trial: Trial, goal: Goal, margin: float, planned_steps: int | None) -> Verdict:
+def verdict_of(trial: TuningTrial, goal: Goal, margin: float, planned_steps: int | None) -> Verdict:
     """Return the verdict on a change. It is recommended only if the whole confidence interval of
     its gain is above ``1 + margin``, so that a repetition leads to the same verdict, and if the
     planned run is long enough for it to pay off.
@@ -118,15 +118,15 @@ def verdict_of(trial: Trial, goal: Goal, margin: float, planned_steps: int | Non
 
 
 def select_changes(
-    trials: Sequence[Trial], goal: Goal, margin: float, planned_steps: int | None
-) -> list[Trial]:
+    trials: Sequence[TuningTrial], goal: Goal, margin: float, planned_steps: int | None
+) -> list[TuningTrial]:
     """Return the recommended changes, best first. Of those that set the same key, the one with the
     larger gain is selected."""
     recommended = [
         trial for trial in trials if verdict_of(trial, goal, margin, planned_steps) == "recommended"
     ]
     recommended.sort(key=lambda trial: _certain_gain(trial, goal), reverse=True)
-    selected: list[Trial] = []
+    selected: list[TuningTrial] = []
     for trial in recommended:
         keys = {key for other in selected for key in other.change.values}
         if not keys & set(trial.change.values):
@@ -134,17 +134,17 @@ def select_changes(
     return selected
 
 
-def _certain_gain(trial: Trial, goal: Goal) -> float:
+def _certain_gain(trial: TuningTrial, goal: Goal) -> float:
     gain = gain_of(trial, goal)
     return 0.0 if gain is None or gain.low is None else gain.low
 
 
-def combined_change(trials: Sequence[Trial]) -> Change:
+def combined_change(trials: Sequence[TuningTrial]) -> TuningChange:
     """Return the change that makes all of these changes. Its name does not depend on their order,
     so that two measurements with the same result recommend a change of the same name."""
     trials = sorted(trials, key=lambda trial: trial.change.name)
     effects = [trial.change.changes_result for trial in trials]
-    return Change(
+    return TuningChange(
         " + ".join(trial.change.name for trial in trials),
         "combination",
         {key: value for trial in trials for key, value in trial.change.values.items()},
@@ -153,12 +153,12 @@ def combined_change(trials: Sequence[Trial]) -> Change:
 
 
 def final_choice(
-    selected: Sequence[Trial],
-    combined: Trial | None,
+    selected: Sequence[TuningTrial],
+    combined: TuningTrial | None,
     goal: Goal,
     margin: float,
     planned_steps: int | None,
-) -> Trial | None:
+) -> TuningTrial | None:
     """Return what to recommend: all selected changes together if this is measurably better than no
     change and not measurably worse than the best change alone; otherwise that one.
 

@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from paceline.bench.tuning import ChangeReport, ClaimReport
+from paceline.bench.tuning import ClaimReport, TuningChangeReport
 from paceline.core.formatting import UNKNOWN, percent, rate
 
 
-def ratio_text(change: ChangeReport, figure: Literal["speedup", "memory"]) -> str:
+def ratio_text(change: TuningChangeReport, figure: Literal["speedup", "memory"]) -> str:
     """Format a ratio with its interval: ``1.31 × (1.25 to 1.37)``."""
     if figure == "speedup":
         ratio, limits = change["speedup"], change["speedup_interval"]
@@ -18,7 +18,7 @@ def ratio_text(change: ChangeReport, figure: Literal["speedup", "memory"]) -> st
     return text if limits is None else f"{text} ({limits[0]:.2f} to {limits[1]:.2f})"
 
 
-def verdict_text(change: ChangeReport, planned_steps: int | None) -> str:
+def verdict_text(change: TuningChangeReport, planned_steps: int | None) -> str:
     """Return the verdict, and after how many steps a change with a longer first step pays off."""
     verdict: str = change["verdict"]
     extra_s, steps = change["first_step_extra_s"], change["steps_to_pay_off"]
@@ -46,7 +46,7 @@ def measured_text(claim: ClaimReport) -> str:
     return f"{percent(sign * value)} {direction}{interval}"
 
 
-def result_text(change: ChangeReport) -> str:
+def result_text(change: TuningChangeReport) -> str:
     """Return whether the change changes the result, and by how much the losses differed:
     ``same (3e-8)``."""
     text = "same" if change["changes_result"] is None else "changed"

@@ -59,7 +59,7 @@ class ClaimLostError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Claim:
+class LocationClaim:
     """The run that claimed a location, and when (``time``, in seconds since the epoch)."""
 
     host: str
@@ -239,7 +239,7 @@ class CheckpointStore:
         return problem and problem.replace(str(staging_dir), source)
 
     # -- writing
-    def claim(self, output_dir: Path) -> Claim | None:
+    def claim(self, output_dir: Path) -> LocationClaim | None:
         """Make this run the only one that writes to the location, and remove what interrupted
         uploads left behind. Return the previous claim if it belonged to another run, otherwise
         None.
@@ -249,7 +249,7 @@ class CheckpointStore:
         """
         with self._as_config_error():
             before, claims = None, []
-            claim = Claim(host_name(), os.getpid(), str(output_dir.absolute()), time.time())
+            claim = LocationClaim(host_name(), os.getpid(), str(output_dir.absolute()), time.time())
             while self._number is None:
                 claims = self._claims()
                 number = claims[-1] + 1 if claims else 1
@@ -379,9 +379,9 @@ class CheckpointStore:
         matches = (_CLAIM.fullmatch(path) for path in self._objects())
         return sorted(int(match[1]) for match in matches if match)
 
-    def _record(self, number: int) -> Claim | None:
+    def _record(self, number: int) -> LocationClaim | None:
         try:
-            return Claim(**json.loads(self._fs.cat_file(self._path(_claim_path(number)))))
+            return LocationClaim(**json.loads(self._fs.cat_file(self._path(_claim_path(number)))))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
@@ -390,7 +390,7 @@ class CheckpointStore:
         if self._number is None or not claims or claims[-1] != self._number:
             raise self._lost(self._record(claims[-1]) if claims else None)
 
-    def _lost(self, other: Claim | None) -> ClaimLostError:
+    def _lost(self, other: LocationClaim | None) -> ClaimLostError:
         owner = "another run"
         if other is not None:
             since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(other.time))

@@ -232,7 +232,7 @@ class CheckpointManager:
                 shards = self._staging.copy(shards)
             except (RuntimeError, MemoryError) as error:
                 problem = f"not enough host memory for the copy (set `async_save: false`): {error}"
-        status = writer.RankStatus(
+        status = writer.RankSaveStatus(
             writer.ShardWriter.local(shards),
             staging_dir,
             problem,
@@ -242,7 +242,7 @@ class CheckpointManager:
             is_broken=self.side is not None and self.side.is_broken,
         )
         with uncounted():
-            statuses: list[writer.RankStatus | None] = self.world.gather_objects(status)
+            statuses: list[writer.RankSaveStatus | None] = self.world.gather_objects(status)
         by_rank = {rank: status for rank, status in enumerate(statuses) if status is not None}
         senders = self._senders(by_rank)
         staging_dirs = (status.staging_dir for status in by_rank.values())
@@ -290,7 +290,7 @@ class CheckpointManager:
                 self._report(save)
         return failure
 
-    def _senders(self, statuses: dict[int, writer.RankStatus]) -> list[int]:
+    def _senders(self, statuses: dict[int, writer.RankSaveStatus]) -> list[int]:
         """Return the ranks that send their shards to rank 0, the same on all ranks. Open new
         connections if an earlier transfer failed on some rank."""
         if self.side is None:
@@ -337,7 +337,7 @@ class CheckpointManager:
                 " written; raise `save_steps` to save less often"
             )
 
-    def _warn_unpinned(self, statuses: dict[int, writer.RankStatus]) -> None:
+    def _warn_unpinned(self, statuses: dict[int, writer.RankSaveStatus]) -> None:
         reasons = {rank: status.unpinned for rank, status in statuses.items() if status.unpinned}
         if not reasons or self._has_warned_unpinned or not self.world.is_rank_zero:
             return

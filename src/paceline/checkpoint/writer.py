@@ -186,7 +186,7 @@ class ShardWriter:
         return self.host == _pid_namespace() and not pid_alive(self.pid)
 
 
-class RankStatus(NamedTuple):
+class RankSaveStatus(NamedTuple):
     """What a rank reports to all others when a save begins.
 
     Args:

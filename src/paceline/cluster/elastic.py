@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cluster.elastic_worker import Target, WorkerTask, worker_main
+from paceline.cluster.elastic_worker import ElasticWorkerTask, Target, worker_main
 from paceline.cluster.endpoint import Endpoint, EndpointStore, EndpointWatch, check_endpoint
 from paceline.cluster.failures import AgentFolder
 from paceline.config.schema import Config
@@ -164,7 +164,7 @@ class HostAgent:
             "TP_SOCKET_IFNAME": endpoint.interface,
             "NCCL_SOCKET_IFNAME": f"={endpoint.interface}",  # without "=" it is a prefix
         }
-        task = WorkerTask(
+        task = ElasticWorkerTask(
             self.target,
             self.payload,
             str(folder),

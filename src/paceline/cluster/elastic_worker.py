@@ -28,7 +28,7 @@ _JOIN_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
-class WorkerTask:
+class ElasticWorkerTask:
     """The task that the agent sends to its workers. It must be picklable."""
 
     target: Target
@@ -39,7 +39,7 @@ class WorkerTask:
     environment: dict[str, str]
 
 
-def worker_main(task: WorkerTask) -> Outcome:
+def worker_main(task: ElasticWorkerTask) -> Outcome:
     """Run a worker and return its outcome. After a failure that a restart may solve, exit with an
     error instead, so that the agents of all hosts start a new round."""
     configure_logging()
@@ -57,7 +57,7 @@ def worker_main(task: WorkerTask) -> Outcome:
     return outcome
 
 
-def _run(task: WorkerTask) -> Outcome | None:
+def _run(task: ElasticWorkerTask) -> Outcome | None:
     """Return the outcome for the agent, or None if a new round follows."""
     from torch.distributed import DistError
 

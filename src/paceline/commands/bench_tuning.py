@@ -25,7 +25,7 @@ from paceline.core import formatting
 from paceline.core.errors import EXIT_DONE
 
 if TYPE_CHECKING:
-    from paceline.bench.tuning import ChangeReport, ClaimReport, TuningOptions, TuningReport
+    from paceline.bench.tuning import ClaimReport, TuningChangeReport, TuningOptions, TuningReport
 
 _TECHNIQUES = (
     "precision",
@@ -160,7 +160,7 @@ def tuning_tables(report: TuningReport) -> Group:
     )
 
 
-def _changes_table(changes: list[ChangeReport], planned_steps: int | None) -> Table:
+def _changes_table(changes: list[TuningChangeReport], planned_steps: int | None) -> Table:
     from paceline.bench.tuning_text import ratio_text, result_text, verdict_text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

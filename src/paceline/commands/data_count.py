@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from paceline.commands.options import (
+    AnyText,
     Choice,
     Integer,
     InvalidValue,
     OptionParser,
     OutputFile,
-    Text,
 )
 from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, ConfigError, did_you_mean
 from paceline.core.files import human_bytes
@@ -102,7 +102,7 @@ def add_arguments(parser: OptionParser) -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        type=Text("a folder, a hub id, or builtin:qwen2-tiny"),
+        type=AnyText("a folder, a hub id, or builtin:qwen2-tiny"),
         metavar="DIR",
         help="tokenizer for --unit tokens",
     )
@@ -141,7 +141,7 @@ def add_arguments(parser: OptionParser) -> None:
     )
     parser.add_argument(
         "--field",
-        type=Text("a key", may_be_empty=False),
+        type=AnyText("a key", may_be_empty=False),
         metavar="KEY",
         help="key of the text in files of JSON lines",
     )

@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from paceline.commands.options import AnyPath, CommaList, Integer, OptionParser, Text
+from paceline.commands.options import AnyPath, AnyText, CommaList, Integer, OptionParser
 from paceline.core.errors import EXIT_DONE, ConfigError
 
 if TYPE_CHECKING:
@@ -19,14 +19,14 @@ def add_arguments(parser: OptionParser) -> None:
     parser.add_argument("run_dir", type=AnyPath("its output_dir"), metavar="RUN", help="run")
     parser.add_argument(
         "--tasks",
-        type=CommaList(Text()),
+        type=CommaList(AnyText()),
         metavar="NAMES",
         help="tasks or groups of tasks, separated by commas (default: `evaluation.lm_eval` of the"
         " run's config, with its other settings)",
     )
     parser.add_argument(
         "--include-path",
-        type=Text("a folder"),
+        type=AnyText("a folder"),
         metavar="DIR",
         help="folder with further tasks as YAML files",
     )

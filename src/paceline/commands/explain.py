@@ -4,11 +4,11 @@ import json
 from argparse import Namespace
 
 from paceline.commands.options import (
+    AnyText,
     Choice,
     Integer,
     OptionParser,
     OutputFile,
-    Text,
     write_output,
 )
 from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, unknown_name
@@ -43,7 +43,7 @@ def add_arguments(parser: OptionParser) -> None:
     )
     parser.add_argument(
         "--algorithm",
-        type=Text("; ".join(dict.fromkeys(_names(topic) for topic in TOPICS if _names(topic)))),
+        type=AnyText("; ".join(dict.fromkeys(_names(topic) for topic in TOPICS if _names(topic)))),
         metavar="NAME",
         help="variant of the algorithm, for topics that have several",
     )

@@ -5,7 +5,7 @@ import json
 import sys
 from argparse import Namespace
 
-from paceline.commands.options import AnyPath, OptionParser, Text
+from paceline.commands.options import AnyPath, AnyText, OptionParser
 from paceline.core.errors import EXIT_DONE, ConfigError
 
 
@@ -16,20 +16,20 @@ def add_arguments(parser: OptionParser) -> None:
     )
     parser.add_argument(
         "--output",
-        type=Text("a folder that does not exist yet"),
+        type=AnyText("a folder that does not exist yet"),
         metavar="DIR",
         help="folder to write the model to (default: RUN/exported)",
     )
     parser.add_argument(
         "--dtype",
-        type=Text("auto, float32, bfloat16, float16"),
+        type=AnyText("auto, float32, bfloat16, float16"),
         default="auto",
         metavar="DTYPE",
         help="data type of the written weights",
     )
     parser.add_argument(
         "--push",
-        type=Text("OWNER/NAME"),
+        type=AnyText("OWNER/NAME"),
         metavar="REPO",
         help="upload the model with a model card to this repository of the Hugging Face hub:"
         " model/ as it is, or with --merge the merged model",

@@ -5,7 +5,7 @@ import json
 import sys
 from argparse import Namespace
 
-from paceline.commands.options import AnyPath, Integer, Number, OptionParser, Text
+from paceline.commands.options import AnyPath, AnyText, Integer, Number, OptionParser
 from paceline.core.errors import EXIT_DONE, ConfigError
 
 _SAMPLING = ("max_new_tokens", "temperature", "system", "seed")
@@ -16,7 +16,7 @@ def add_arguments(parser: OptionParser) -> None:
     parser.add_argument(
         "question",
         nargs="?",
-        type=Text(),
+        type=AnyText(),
         metavar="QUESTION",
         help="question to answer; not with --serve",
     )
@@ -32,7 +32,7 @@ def add_arguments(parser: OptionParser) -> None:
         metavar="T",
         help="sampling temperature; 0, the default, selects the most likely token",
     )
-    parser.add_argument("--system", type=Text(), metavar="TEXT", help="system message")
+    parser.add_argument("--system", type=AnyText(), metavar="TEXT", help="system message")
     parser.add_argument(
         "--seed", type=Integer(), metavar="N", help="seed for sampling (default: 0)"
     )
@@ -43,7 +43,7 @@ def add_arguments(parser: OptionParser) -> None:
     )
     parser.add_argument(
         "--device",
-        type=Text("auto or cpu"),
+        type=AnyText("auto or cpu"),
         metavar="NAME",
         help="device, with --serve (default: auto)",
     )

@@ -7,14 +7,14 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
-from paceline.commands.options import OptionParser, Text
+from paceline.commands.options import AnyText, OptionParser
 from paceline.core.errors import EXIT_DONE
 
 
 def add_arguments(parser: OptionParser) -> None:
     parser.add_argument(
         "checkpoint",
-        type=Text("a checkpoint, the folder of a run, or a URL"),
+        type=AnyText("a checkpoint, the folder of a run, or a URL"),
         metavar="CHECKPOINT",
         help="checkpoint",
     )

@@ -53,7 +53,7 @@ class ArgumentType(Protocol):
 
 
 @dataclass(frozen=True)
-class Text:
+class AnyText:
     """Any text; an empty one only if ``may_be_empty``."""
 
     allowed: str = "text"

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.commands.options import (
+    AnyText,
     Integer,
     OptionParser,
-    Text,
     add_config,
     load_fitted_config,
     print_notices,
@@ -32,13 +32,13 @@ def add_arguments(parser: OptionParser) -> None:
     )
     parser.add_argument(
         "--device-memory",
-        type=Text("a size, such as 80GB or 24GiB"),
+        type=AnyText("a size, such as 80GB or 24GiB"),
         metavar="SIZE",
         help="memory of each device (default: that of this machine's devices)",
     )
     parser.add_argument(
         "--device",
-        type=Text("a name of the device table, such as H100"),
+        type=AnyText("a name of the device table, such as H100"),
         metavar="NAME",
         help="device to plan for (default: this machine's devices)",
     )
@@ -58,13 +58,13 @@ def add_arguments(parser: OptionParser) -> None:
     )
     parser.add_argument(
         "--budget",
-        type=Text("a size, such as 24GB"),
+        type=AnyText("a size, such as 24GB"),
         metavar="SIZE",
         help="memory of each device that the run may use (default: all of it)",
     )
     parser.add_argument(
         "--deadline",
-        type=Text("a time, such as 8h, 90min or 2d"),
+        type=AnyText("a time, such as 8h, 90min or 2d"),
         metavar="TIME",
         help="also list the cheapest machines of the device table that finish the run in this time",
     )
@@ -78,14 +78,14 @@ def add_arguments(parser: OptionParser) -> None:
     )
     parser.add_argument(
         "--network",
-        type=Text("a network, such as rail:32 or fat-tree:4:2"),
+        type=AnyText("a network, such as rail:32 or fat-tree:4:2"),
         metavar="KIND[:HOSTS[:OVERSUBSCRIPTION]]",
         help="switches between hosts: rail or fat-tree, the hosts of a group of leaf switches, and"
         " the oversubscription above them (default: all hosts at the same rate)",
     )
     parser.add_argument(
         "--storage",
-        type=Text("a size per second, such as 2GB"),
+        type=AnyText("a size per second, such as 2GB"),
         default="2GB",
         metavar="SIZE",
         help="what a host writes to and reads from storage in a second, for the goodput with"
@@ -93,7 +93,7 @@ def add_arguments(parser: OptionParser) -> None:
     )
     parser.add_argument(
         "--restart-time",
-        type=Text("a time, such as 2min"),
+        type=AnyText("a time, such as 2min"),
         default="2min",
         metavar="TIME",
         help="from a failure to running ranks, without reading the checkpoint (default: 2min)",
@@ -101,7 +101,7 @@ def add_arguments(parser: OptionParser) -> None:
     parser.add_argument(
         "--calibrate",
         nargs="+",
-        type=Text("the folder of a finished run"),
+        type=AnyText("the folder of a finished run"),
         metavar="RUN",
         help="fit the predicted times to finished runs on this machine; later plans and `mode:"
         " auto` use the result. Needs no config, and prints no plan",

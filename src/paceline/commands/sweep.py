@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from paceline.commands.options import (
     AnyPath,
+    AnyText,
     Integer,
     OptionParser,
-    Text,
     add_config,
     config_and_overrides,
 )
@@ -26,9 +26,9 @@ from paceline.core.log import CONSOLE_ONLY
 if TYPE_CHECKING:
     from paceline.config.schema import Config
     from paceline.sweep.metric import Metric
-    from paceline.sweep.scheduler import RunSource, Scheduler, SweepSettings
-    from paceline.sweep.space import Space
-    from paceline.sweep.state import RunRecord, SweepState
+    from paceline.sweep.scheduler import RunChooser, Scheduler, SweepSettings
+    from paceline.sweep.space import SweepSpace
+    from paceline.sweep.state import SweepRun, SweepState
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def add_arguments(parser: OptionParser) -> None:
     )
     parser.add_argument(
         "--metric",
-        type=Text(
+        type=AnyText(
             "eval_loss, train_loss, tokens_per_second or a metric of the evaluations",
             may_be_empty=False,
         ),
@@ -142,7 +142,7 @@ def run(args: Namespace) -> int:
     return EXIT_FAILED if any(run["status"] == "failed" for run in runs) else EXIT_DONE
 
 
-def _check_usage(args: Namespace, space: Space) -> None:
+def _check_usage(args: Namespace, space: SweepSpace) -> None:
     from paceline.config.packages import check_package
     from paceline.distributed.environment import outer_launcher
 
@@ -169,7 +169,7 @@ def _check_usage(args: Namespace, space: Space) -> None:
         )
 
 
-def _planned(space: Space, num_trials: int | None) -> list[tuple[str, ...]]:
+def _planned(space: SweepSpace, num_trials: int | None) -> list[tuple[str, ...]]:
     """Return the combinations that are checked before the first run: all of a grid, and those at
     the limits of a search."""
     from paceline.sweep.space import Values, combinations, extremes
@@ -190,8 +190,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _prepare(
-    args: Namespace, scheduler: Scheduler, state: SweepState, space: Space, first: Config
-) -> tuple[Metric, RunSource, list[RunRecord]]:
+    args: Namespace, scheduler: Scheduler, state: SweepState, space: SweepSpace, first: Config
+) -> tuple[Metric, RunChooser, list[SweepRun]]:
     """Check all combinations, and return the metric, the source of the runs, and these runs, to
     which a search appends."""
     from paceline.sweep.grid import Grid
@@ -225,7 +225,7 @@ def _prepare(
     return metric, search, search.runs
 
 
-def _finish(args: Namespace, state: SweepState, runs: list[RunRecord], metric: Metric) -> None:
+def _finish(args: Namespace, state: SweepState, runs: list[SweepRun], metric: Metric) -> None:
     """Write the page, and print the results."""
     from rich.console import Console
 

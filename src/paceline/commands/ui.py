@@ -15,7 +15,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.commands.options import AnyPath, Integer, OptionParser, Text
+from paceline.commands.options import AnyPath, AnyText, Integer, OptionParser
 from paceline.core.errors import EXIT_DONE, ConfigError
 from paceline.sweep.state import STATE_FILE
 from paceline.web.binding import PORT, bind, is_loopback, shown_host
@@ -46,7 +46,7 @@ def add_arguments(parser: OptionParser) -> None:
     )
     parser.add_argument(
         "--host",
-        type=Text("an address of this machine"),
+        type=AnyText("an address of this machine"),
         default="127.0.0.1",
         metavar="H",
         help="address to listen on",

@@ -9,9 +9,9 @@ from rich.text import Text as RichText
 
 from paceline.commands.options import (
     AnyPath,
+    AnyText,
     Integer,
     OptionParser,
-    Text,
     add_config,
     load_fitted_config,
 )
@@ -26,7 +26,7 @@ def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
     parser.add_argument(
         "--modes",
-        type=Text("comma-separated names, all, or hybrid"),
+        type=AnyText("comma-separated names, all, or hybrid"),
         metavar="NAME,...",
         help="parallel modes (default: all that this config supports)",
     )

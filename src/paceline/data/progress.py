@@ -12,7 +12,7 @@ _QUIET_S = 2.0  # no progress line for shorter work
 _TERMINAL_EVERY_S, _PLAIN_EVERY_S = 0.2, 10.0
 
 
-class Progress:
+class RowProgress:
     """Counts rows and prints the progress: on a terminal as one line that is redrawn, otherwise as
     a new line every few seconds.
 

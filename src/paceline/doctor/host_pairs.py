@@ -24,7 +24,7 @@ from paceline.core.errors import RunError
 from paceline.core.formatting import counted
 from paceline.core.processes import host_name
 from paceline.doctor.checks import nvidia_driver
-from paceline.doctor.host_probe import TOKEN_BYTES, Probe, Responder, probe, try_port
+from paceline.doctor.host_probe import TOKEN_BYTES, HostProbe, Responder, probe, try_port
 from paceline.launch.host_checks import CheckResult
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Findings:
     facts: list[HostFacts]
     num_expected: int
     reach: Reach = field(default_factory=dict)
-    probes: dict[tuple[int, int], Probe | str] = field(default_factory=dict)
+    probes: dict[tuple[int, int], HostProbe | str] = field(default_factory=dict)
     num_unmeasured: int = 0
 
 
@@ -199,9 +199,9 @@ def _reach(exchange: _Exchange, index: int, peers: list[Any]) -> Reach:
 
 def _probe_all(
     exchange: _Exchange, index: int, peers: list[Any], reach: Reach
-) -> tuple[dict[tuple[int, int], Probe | str], int]:
+) -> tuple[dict[tuple[int, int], HostProbe | str], int]:
     rounds = schedule(len(peers))
-    probes: dict[tuple[int, int], Probe | str] = {}
+    probes: dict[tuple[int, int], HostProbe | str] = {}
     for pairs in rounds[:MAX_ROUNDS]:
         directions = [
             direction for pair in pairs if (direction := _direction(pair, reach)) is not None
@@ -214,7 +214,9 @@ def _probe_all(
                 )
         for source, target in directions:
             outcome = exchange.read(f"probe/{source}/{target}")
-            probes[source, target] = outcome["error"] if "error" in outcome else Probe(**outcome)
+            probes[source, target] = (
+                outcome["error"] if "error" in outcome else HostProbe(**outcome)
+            )
     return probes, sum(map(len, rounds[MAX_ROUNDS:]))
 
 

@@ -40,7 +40,7 @@ _ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: discard what was not sent
 
 
 @dataclass(frozen=True)
-class Probe:
+class HostProbe:
     """Measurements between two hosts. ``to``: from the measuring host to the other; ``from``: from
     the other host.
 
@@ -180,7 +180,7 @@ def try_port(address: str, port: int, token: bytes | None = None, timeout_s: flo
 
 def probe(
     address: str, tcp_port: int, udp_port: int, token: bytes, mtus: tuple[int | None, int | None]
-) -> Probe:
+) -> HostProbe:
     """Measure the link to another host's :class:`Responder`. Takes about 4 seconds.
 
     Args:
@@ -199,7 +199,7 @@ def probe(
             wait_s = max(0.05, 3 * round_trip_s)
             mtu_to = peer.largest(packets, mtus[0], wait_s, outgoing=True)
             mtu_from = peer.largest(packets, mtus[1], wait_s, outgoing=False)
-    return Probe(
+    return HostProbe(
         round_trip_s,
         offset_s,
         peer.send_rate(warm_up_s),

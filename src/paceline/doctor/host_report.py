@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration
 from paceline.doctor.host_pairs import Findings, HostFacts
-from paceline.doctor.host_probe import Probe
+from paceline.doctor.host_probe import HostProbe
 from paceline.launch.host_checks import CheckResult
 
 #: Warn of a larger offset of two clocks, because logs are hard to compare. The limit of a run is in
@@ -94,12 +94,12 @@ def local_checks(facts: list[HostFacts]) -> list[CheckResult]:
     ]
 
 
-_Measured = tuple[HostFacts, HostFacts, Probe]
+_Measured = tuple[HostFacts, HostFacts, HostProbe]
 
 
 def _measured(findings: Findings) -> Iterator[_Measured]:
     for (source, target), result in findings.probes.items():
-        if isinstance(result, Probe):
+        if isinstance(result, HostProbe):
             yield findings.facts[source], findings.facts[target], result
 
 
@@ -241,7 +241,7 @@ def _round_trips(probes: list[_Measured]) -> CheckResult:
 
 
 def _directions(
-    probes: list[_Measured], read: Callable[[Probe], tuple[Any, Any]]
+    probes: list[_Measured], read: Callable[[HostProbe], tuple[Any, Any]]
 ) -> list[tuple[str, Any, HostFacts, HostFacts]]:
     """Return (``a → b``, value, sender, receiver) for each direction of each pair."""
     entries = []

@@ -76,7 +76,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkMeasurements:
     """The measurements of all ranks.
 
     Args:
@@ -91,7 +91,7 @@ class Network:
     sum_intact: bool
 
 
-def measure_network(world: Communicator) -> Network:
+def measure_network(world: Communicator) -> NetworkMeasurements:
     """Measure all pairs, one after the other so that they do not share bandwidth, and an
     all-reduce. A collective; every rank gets the same result."""
     from paceline.distributed.traffic import uncounted
@@ -102,7 +102,7 @@ def measure_network(world: Communicator) -> Network:
     link = measure_link(world)
     assert link is not None
     hosts = [str(name) for name in world.gather_objects(host_name())]
-    return Network(hosts, pairs, link, intact)
+    return NetworkMeasurements(hosts, pairs, link, intact)
 
 
 def _measure_pair(world: Communicator, sender: int, receiver: int) -> Pair:
@@ -219,7 +219,9 @@ def check_peer_copies(count: int, device_type: str) -> list[tuple[int, int]]:
     return corrupt
 
 
-def check_links(network: Network, gradient_bytes: int | None = None) -> list[CheckResult]:
+def check_links(
+    network: NetworkMeasurements, gradient_bytes: int | None = None
+) -> list[CheckResult]:
     """Judge the measurements. ``gradient_bytes``: of the config; None if not known."""
     corrupt = [pair for pair in network.pairs if not pair.intact]
     if corrupt or not network.sum_intact:
@@ -243,7 +245,7 @@ def check_links(network: Network, gradient_bytes: int | None = None) -> list[Che
     return checks
 
 
-def _check_pairs(network: Network) -> CheckResult:
+def _check_pairs(network: NetworkMeasurements) -> CheckResult:
     slowest = min(network.pairs, key=lambda pair: pair.bandwidth_bytes_s)
     median_rate = median_high(pair.bandwidth_bytes_s for pair in network.pairs)
     text = (
@@ -260,7 +262,7 @@ def _check_pairs(network: Network) -> CheckResult:
     return CheckResult.passed("links", text)
 
 
-def _check_all_reduce(network: Network, gradient_bytes: int | None) -> CheckResult:
+def _check_all_reduce(network: NetworkMeasurements, gradient_bytes: int | None) -> CheckResult:
     link = network.all_reduce
     rate = "no measurable bandwidth limit"
     if link.bandwidth_bytes_s is not None:
@@ -275,7 +277,7 @@ def _check_all_reduce(network: Network, gradient_bytes: int | None) -> CheckResu
     return CheckResult.passed("all_reduce", text)
 
 
-def _ranks_text(network: Network, pair: Pair) -> str:
+def _ranks_text(network: NetworkMeasurements, pair: Pair) -> str:
     ends = [
         f"rank {rank}" + (f" on {network.hosts[rank]}" if len(set(network.hosts)) > 1 else "")
         for rank in (pair.sender, pair.receiver)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from paceline.distributed.call_log import CountedCall
-from paceline.explain.record import Collective, Message, Span
+from paceline.explain.record import Collective, DrawnMessage, Span
 
 
 def collectives_of(
@@ -27,10 +27,10 @@ def collectives_of(
 
 def messages_of(
     calls_by_rank: Sequence[Sequence[CountedCall]], label: str = ""
-) -> tuple[Message, ...]:
+) -> tuple[DrawnMessage, ...]:
     """Return the messages between two ranks."""
     return tuple(
-        Message(rank, target, label, size_bytes)
+        DrawnMessage(rank, target, label, size_bytes)
         for rank, calls in enumerate(calls_by_rank)
         for call in calls
         for target, size_bytes in call.messages

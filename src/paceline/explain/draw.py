@@ -8,7 +8,15 @@ from pathlib import Path
 from textwrap import wrap
 
 from paceline.core.files import human_bytes
-from paceline.explain.record import Cell, Collective, Frame, Message, Recording, Row, stack_lanes
+from paceline.explain.record import (
+    Cell,
+    Collective,
+    DrawnMessage,
+    DrawnRow,
+    Frame,
+    Recording,
+    stack_lanes,
+)
 
 WIDE, NARROW = 900, 340
 _ROW, _GAP, _HEADER = 28, 4, 20
@@ -123,7 +131,7 @@ class Drawing:
     def _row_y(self, box: _Box, row: int) -> float:
         return box.y + (_HEADER if self.has_header else 0) + row * (_ROW + _GAP)
 
-    def _actor(self, actor: int, rows: tuple[Row, ...]) -> str:
+    def _actor(self, actor: int, rows: tuple[DrawnRow, ...]) -> str:
         box, parts = self.boxes[actor], []
         name = self.recording.actors[actor]
         if self.has_header:
@@ -138,7 +146,7 @@ class Drawing:
             )
         return "".join(parts)
 
-    def _cells(self, row: Row, box: _Box) -> str:
+    def _cells(self, row: DrawnRow, box: _Box) -> str:
         parts = []
         for cell, place in zip(row.cells, _cell_boxes(row, box), strict=True):
             parts.append(self._cell(cell, place))
@@ -162,7 +170,7 @@ class Drawing:
         parts.append(_text(cell.text, box.x + width / 2, box.middle, "mid", width))
         return "".join(parts)
 
-    def _bar(self, row: Row, box: _Box) -> str:
+    def _bar(self, row: DrawnRow, box: _Box) -> str:
         size_bytes = row.size_bytes or 0
         room = box.width - 84
         scale = room / self.max_bytes if self.max_bytes else 0.0
@@ -187,7 +195,7 @@ class Drawing:
         return "".join(parts)
 
     # -- messages
-    def _message(self, message: Message) -> str:
+    def _message(self, message: DrawnMessage) -> str:
         source, target = self.boxes[message.source], self.boxes[message.target]
         if message.row is not None:
             return self._between_cells(message, source, target)
@@ -196,7 +204,7 @@ class Drawing:
             return self._straight(source, target, label)
         return ""  # in the gutter
 
-    def _between_cells(self, message: Message, source: _Box, target: _Box) -> str:
+    def _between_cells(self, message: DrawnMessage, source: _Box, target: _Box) -> str:
         """Draw an arrow between cells, and a chip that moves along it in the animation."""
         assert message.row is not None
         inner_x = source.x + self.label_width
@@ -221,7 +229,7 @@ class Drawing:
             f"{_text(message.label, x + width / 2, start + _ROW / 2, 'mid', width)}</g>"
         )
 
-    def _num_cells(self, message: Message) -> int:
+    def _num_cells(self, message: DrawnMessage) -> int:
         for frame in self.recording.frames:
             if message in frame.messages:
                 row = message.row or 0
@@ -360,7 +368,7 @@ def _connection(left: float, x: float, heights: list[float], is_arrow: bool) -> 
     )
 
 
-def _cells_width(row: Row) -> float:
+def _cells_width(row: DrawnRow) -> float:
     """Return the width at which the cells of a row show their text, unless it is very long."""
     total = sum(cell.weight for cell in row.cells)
     return max(
@@ -374,7 +382,7 @@ def _cells_width(row: Row) -> float:
     )
 
 
-def _cell_boxes(row: Row, box: _Box) -> list[_Box]:
+def _cell_boxes(row: DrawnRow, box: _Box) -> list[_Box]:
     total = sum(cell.weight for cell in row.cells) or 1.0
     boxes, x = [], box.x
     for cell in row.cells:

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from paceline.tasks.base import Task
 
 
-class LostRank(Task):
+class LostRankTask(Task):
     """A regression. With the task argument ``flag`` (a file), rank ``rank`` kills its process with
     SIGKILL in step ``step`` and writes the time to the file before, so that it does so once."""
 

@@ -31,7 +31,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class DrawnRow:
     """A row of a rank: cells, or a bar for an amount of memory.
 
     Args:
@@ -46,7 +46,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Message:
+class DrawnMessage:
     """A message between two actors, given as positions in :attr:`Recording.actors`.
 
     Args:
@@ -83,9 +83,9 @@ class Frame:
     """
 
     caption: str
-    rows: tuple[tuple[Row, ...], ...]
+    rows: tuple[tuple[DrawnRow, ...], ...]
     phase: str = ""
-    messages: tuple[Message, ...] = ()
+    messages: tuple[DrawnMessage, ...] = ()
     collectives: tuple[Collective, ...] = ()
     time_s: float | None = None
     is_key: bool = False

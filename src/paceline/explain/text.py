@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from paceline.core.files import human_bytes
-from paceline.explain.record import Frame, Recording, Row
+from paceline.explain.record import DrawnRow, Frame, Recording
 
 
 def render_text(recording: Recording) -> str:
@@ -56,7 +56,7 @@ def _frame_lines(frame: Frame, actors: Sequence[str]) -> list[str]:
     return lines
 
 
-def _texts(row: Row) -> list[str]:
+def _texts(row: DrawnRow) -> list[str]:
     if row.size_bytes is not None:
         expected = row.expected_bytes
         return [

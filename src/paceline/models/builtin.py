@@ -54,7 +54,7 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _BuiltinShape:
     hidden: int
     layers: int
     heads: int
@@ -64,10 +64,10 @@ class _Shape:
 
 
 _SHAPES = {
-    "qwen2-tiny": _Shape(
+    "qwen2-tiny": _BuiltinShape(
         hidden=256, layers=8, heads=8, kv_heads=4, intermediate=832, positions=2048
     ),
-    "qwen2-micro": _Shape(
+    "qwen2-micro": _BuiltinShape(
         hidden=64, layers=2, heads=4, kv_heads=2, intermediate=192, positions=2048
     ),
 }
@@ -101,7 +101,7 @@ def resolve_model(name: str) -> str:
     return str(folder)
 
 
-def _write_model(folder: Path, shape: _Shape) -> None:
+def _write_model(folder: Path, shape: _BuiltinShape) -> None:
     from safetensors.numpy import save_file
 
     tokenizer = builtin_tokenizer()
@@ -139,7 +139,7 @@ def _write_model(folder: Path, shape: _Shape) -> None:
     )
 
 
-def _weights(shape: _Shape) -> Iterator[tuple[str, np.ndarray]]:
+def _weights(shape: _BuiltinShape) -> Iterator[tuple[str, np.ndarray]]:
     import numpy as np
 
     hidden, kv = shape.hidden, shape.hidden // shape.heads * shape.kv_heads

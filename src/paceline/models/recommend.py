@@ -157,7 +157,7 @@ class ClickModelArgs(TypedDict):
     top: list[int]
 
 
-class _SavedModel(TypedDict):
+class _SavedClickModel(TypedDict):
     """The config.json of a saved click model."""
 
     args: ClickModelArgs
@@ -316,7 +316,7 @@ def load_recommender(folder: str | Path) -> tuple[ClickModel, dict[str, JsonValu
     return model.eval(), spec["form"]
 
 
-def _fill(model: ClickModel, folder: Path, spec: _SavedModel) -> None:
+def _fill(model: ClickModel, folder: Path, spec: _SavedClickModel) -> None:
     from safetensors.torch import load_file
 
     with torch.no_grad():
@@ -330,7 +330,7 @@ def _fill(model: ClickModel, folder: Path, spec: _SavedModel) -> None:
             table.fill(table.weight, 0)
 
 
-def _spec(folder: Path) -> _SavedModel | None:
+def _spec(folder: Path) -> _SavedClickModel | None:
     """Return the config.json of a folder that this module wrote, or None for any other folder."""
     content = read_object(folder / "config.json") or {}
-    return cast(_SavedModel, content) if content.get("format") == _FORMAT else None
+    return cast(_SavedClickModel, content) if content.get("format") == _FORMAT else None

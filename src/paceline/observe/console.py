@@ -22,7 +22,7 @@ from paceline.core.events import (
 )
 from paceline.core.formatting import shares_text
 from paceline.core.log import is_shown
-from paceline.observe.terminal import Progress, SafeStream, Terminal
+from paceline.observe.terminal import RunProgress, SafeStream, Terminal
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -62,7 +62,7 @@ class Console:
         self._stream = SafeStream(stream)
         self.live = self._stream.is_terminal() and not json_mode
         self._terminal = Terminal(self._stream, self.live)
-        self.progress = Progress()
+        self.progress = RunProgress()
         self._unprinted: StepEvent | None = None
         self._printed_at: float | None = None
         self._prints_all_steps = False
@@ -95,7 +95,7 @@ class Console:
         """Update the state of the console with an event that another process has printed."""
         if event["type"] == "run_start":
             self._flush_step()
-            self.progress = Progress(event)
+            self.progress = RunProgress(event)
             self._printed_at = None
             self._prints_all_steps = _prints_all_steps(event)
         elif event["type"] == "resume":
@@ -263,7 +263,7 @@ def _answers_text(config: Mapping[str, JsonValue]) -> bool:
     return is_language_task and vision_family(str(config.get("model"))) is None
 
 
-def end_lines(progress: Progress, event: RunEndEvent) -> list[tuple[str, str]]:
+def end_lines(progress: RunProgress, event: RunEndEvent) -> list[tuple[str, str]]:
     """Return (label, text) of each line at the end of a run: its result, its files, and the next
     commands."""
     start, status = progress.start, str(event.get("status"))
@@ -304,7 +304,7 @@ def resume_hint(output_dir: str, config: Mapping[str, JsonValue]) -> str:
     return f"run the same command again, or `{command}`, to resume from the latest checkpoint"
 
 
-def _result(progress: Progress, event: RunEndEvent) -> str:
+def _result(progress: RunProgress, event: RunEndEvent) -> str:
     step = event.get("step") if event.get("step") is not None else progress.done
     total = f" of {progress.total:,}" if progress.total and step != progress.total else ""
     parts = [f"{formatting.count(step)}{total} step{'' if step == 1 and not total else 's'}"]

@@ -23,7 +23,7 @@ _BAR_WIDTH = 24
 _RECENT_STEPS = 64  # used to estimate the remaining time
 
 
-class Progress:
+class RunProgress:
     """The progress of a run, collected from its events for a progress line."""
 
     def __init__(self, start: RunStartEvent | None = None) -> None:
@@ -202,7 +202,7 @@ class Terminal:
         row.add_row(Text(label, style=style or "dim"), Text(text))
         self._rich().print(row)
 
-    def redraw(self, progress: Progress, force: bool = False) -> None:
+    def redraw(self, progress: RunProgress, force: bool = False) -> None:
         """Redraw the progress line, unless it was drawn very recently."""
         now = time.monotonic()
         is_recent = now - self._drawn_at < _REDRAW_S and not force
@@ -231,7 +231,7 @@ class Terminal:
 class _Line:
     """The progress line, fitted to the width of the terminal."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:

@@ -33,7 +33,7 @@ class ChangeReport(TypedDict):
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingsChange:
     """Changed settings, and the mode with them.
 
     Args:
@@ -76,8 +76,8 @@ class Advice:
         smallest: the fastest of the smallest sets of changes that fit; None if none fits.
     """
 
-    single: list[Change]
-    smallest: Change | None
+    single: list[SettingsChange]
+    smallest: SettingsChange | None
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _compatible(steps: tuple[_Step, ...]) -> bool:
     return len(keys) == len(set(keys))
 
 
-def _change(trials: Trials, mode: ModeEstimate, steps: tuple[_Step, ...]) -> Change | None:
+def _change(trials: Trials, mode: ModeEstimate, steps: tuple[_Step, ...]) -> SettingsChange | None:
     """Return the mode with these changes; None if it is not possible with them."""
     settings = {key: value for step in steps for key, value in step.settings.items()}
     others = {key: value for key, value in settings.items() if key != "parallel.mode"}
@@ -169,4 +169,4 @@ def _change(trials: Trials, mode: ModeEstimate, steps: tuple[_Step, ...]) -> Cha
         return None
     if changed.cost is None:
         return None
-    return Change(settings, tuple(step.cost for step in steps), changed)
+    return SettingsChange(settings, tuple(step.cost for step in steps), changed)

@@ -22,14 +22,16 @@ from paceline.planner.time.constants import (
     with_measured_products,
 )
 from paceline.planner.time.rates import Rates, cpu_rates, curve_of, rates_of, with_measured
-from paceline.planner.time.step import Coefficients, StepTime, step_time
-from paceline.planner.time.work import Work, bucket_shares, count_work
+from paceline.planner.time.step import Coefficients, EstimatedStepTime, step_time
+from paceline.planner.time.work import RankWork, bucket_shares, count_work
 
 #: Stands for a model whose widths are not known: only its operations are counted.
 _NO_DIMS = LanguageDims(
     hidden=128, layers=1, heads=1, key_heads=1, queries=128, keys=128, feed_forward=1, vocabulary=1
 )
-_NO_WORK = Work(**dict.fromkeys((field.name for field in fields(Work)), 0.0) | {"chunks": 1.0})
+_NO_WORK = RankWork(
+    **dict.fromkeys((field.name for field in fields(RankWork)), 0.0) | {"chunks": 1.0}
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class TimeEstimate:
     seconds: float
     low_s: float | None = None
     high_s: float | None = None
-    parts: StepTime | None = None
+    parts: EstimatedStepTime | None = None
 
     @property
     def parts_s(self) -> dict[str, float] | None:
@@ -194,7 +196,9 @@ def _on_device(
     )
 
 
-def _estimate(result: StepTime, machine: Machine, cost: Cost | None = None) -> TimeEstimate:
+def _estimate(
+    result: EstimatedStepTime, machine: Machine, cost: Cost | None = None
+) -> TimeEstimate:
     device = machine.timed_as
     assert device is not None
     if cost is not None:
@@ -249,7 +253,7 @@ def _on_cpu(
     return rates, cpu_coefficients(curve, rates, constants())
 
 
-def _waiting(work: Work, layout: ParallelLayout, cost: Cost, machine: Machine) -> Work:
+def _waiting(work: RankWork, layout: ParallelLayout, cost: Cost, machine: Machine) -> RankWork:
     """Return the work with the traffic between the threads of `dp`, which computation waits for."""
     if layout.num_processes > 1 or layout.axes.replicas == 1:
         return work

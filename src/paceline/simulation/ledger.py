@@ -47,7 +47,7 @@ UPDATE, SYNCHRONIZE = "update", "synchronize"
 
 
 @dataclass(frozen=True)
-class Work:
+class LedgerWork:
     """Messages, operations and their least time.
 
     Args:
@@ -66,9 +66,9 @@ class Work:
     host_s: float = 0
     kernels: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
 
-    def plus(self, other: Work, factor: float = 1) -> Work:
+    def plus(self, other: LedgerWork, factor: float = 1) -> LedgerWork:
         """Return this work and ``factor`` times the other."""
-        return Work(
+        return LedgerWork(
             _add_counts(self.messages, other.messages, factor),
             self.flops + factor * other.flops,
             self.compute_s + factor * other.compute_s,
@@ -106,7 +106,7 @@ class Ledger(TorchDispatchMode):
         self.device, self.link_bytes_s, self.device_type = device, link_bytes_s, device_type
         self.phase = BUILD
         #: The work of each phase since it was last cleared.
-        self.work: defaultdict[str, Work] = defaultdict(Work)
+        self.work: defaultdict[str, LedgerWork] = defaultdict(LedgerWork)
         # (bytes: + or -; number of the storage; phase)
         self._log: list[tuple[int, int, str]] = []
         self._kinds: list[str] = []  # by number of the storage
@@ -265,7 +265,7 @@ class Ledger(TorchDispatchMode):
         ranks = collective_size(func, args)
         sent = size if name == "send" else size * (ranks - 1) / ranks
         rounds = 2 if name == "all_reduce" else 1  # around the ring
-        self._add(Work({name: (1, size)}, link_s=rounds * sent / self.link_bytes_s))
+        self._add(LedgerWork({name: (1, size)}, link_s=rounds * sent / self.link_bytes_s))
 
     def _count_copy(self, args: Any, out: torch.Tensor) -> bool:
         """Count a copy between device and host. Return whether it is one."""
@@ -279,7 +279,7 @@ class Ledger(TorchDispatchMode):
         self._see_on_host(host.untyped_storage())
         name = "copy_to_host" if devices[1] == "cpu" else "copy_to_device"
         seconds = out.nbytes / 2 / self.device.host_link_bytes_s
-        self._add(Work({name: (1, out.nbytes)}, host_s=seconds))
+        self._add(LedgerWork({name: (1, out.nbytes)}, host_s=seconds))
         return True
 
     def _count_work(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -295,9 +295,9 @@ class Ledger(TorchDispatchMode):
         rate = self.device.flops_s(_format_of(results[0])) or self.device.float32_flops_s
         seconds = max(flops / rate, moved / self.device.memory_bandwidth_bytes_s)
         kernel = {(self.phase, operation_name(func)): (count_launches(func, args), moved)}
-        self._add(Work(flops=flops, compute_s=seconds, kernels=kernel))
+        self._add(LedgerWork(flops=flops, compute_s=seconds, kernels=kernel))
 
-    def _add(self, work: Work) -> None:
+    def _add(self, work: LedgerWork) -> None:
         self.work[self.phase] = self.work[self.phase].plus(work)
 
 

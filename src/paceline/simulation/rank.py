@@ -26,7 +26,7 @@ from paceline.models.transforms.activation_offloading import reduce_activations
 from paceline.parallel.optimizer_state import optimizer_tensors
 from paceline.parallel.strategy import make_strategy
 from paceline.planner.devices import find_device
-from paceline.simulation.ledger import BACKWARD, FORWARD, SYNCHRONIZE, UPDATE, Ledger, Work
+from paceline.simulation.ledger import BACKWARD, FORWARD, SYNCHRONIZE, UPDATE, Ledger, LedgerWork
 from paceline.simulation.records import (
     DEVICES_PER_HOST,
     GRADIENTS,
@@ -172,8 +172,8 @@ class SimulatedRank:
         self.anomalies = AnomalyDetector(
             config.recovery, self.strategy, components.precision.scaler, EventLog(None)
         )
-        self.work = Work()  # of a step
-        self._started: list[Work] = []  # before each micro-batch
+        self.work = LedgerWork()  # of a step
+        self._started: list[LedgerWork] = []  # before each micro-batch
 
     def run(self) -> None:
         """Make two steps: the first creates the optimizer's state. Between two synchronizations of
@@ -193,7 +193,7 @@ class SimulatedRank:
             middle = self._started[2].plus(self._started[1], -1)
             self.work = self.work.plus(middle, self.accumulation - self.num_micro_batches)
 
-    def _computed(self) -> Work:
+    def _computed(self) -> LedgerWork:
         return self.ledger.work[FORWARD].plus(self.ledger.work[BACKWARD])
 
     def _step(self, number: int) -> None:

@@ -91,7 +91,7 @@ class SimulatedPart(TypedDict, total=False):
     simulated_reason: str | None
 
 
-class RankResult(TypedDict, total=False):
+class SimulatedRankResult(TypedDict, total=False):
     """The result of a job: the report, or why the rank cannot be simulated."""
 
     report: RankReport

@@ -23,8 +23,8 @@ from paceline.planner.search.trials import with_settings
 from paceline.simulation.records import (
     RankJob,
     RankReport,
-    RankResult,
     SimulatedPart,
+    SimulatedRankResult,
     SimulationReport,
     verdict_of,
 )
@@ -187,7 +187,7 @@ def _run_process(jobs: Sequence[RankJob], program: Sequence[str]) -> list[RankRe
             fix="set it to the Python interpreter of an environment with Paceline and the CPU"
             " build of torch",
         ) from error
-    results: list[RankResult] = [json.loads(line) for line in done.stdout.splitlines()]
+    results: list[SimulatedRankResult] = [json.loads(line) for line in done.stdout.splitlines()]
     errors = [result["error"] for result in results if "error" in result]
     if len(results) < len(jobs):
         errors.append(

@@ -16,7 +16,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import PacelineError, first_line
 from paceline.core.user_code import hide_packages
 from paceline.planner.devices import find_device
-from paceline.simulation.records import DEVICES_PER_HOST, RankJob, RankResult
+from paceline.simulation.records import DEVICES_PER_HOST, RankJob, SimulatedRankResult
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def main() -> None:
         results.flush()
 
 
-def _result(job: RankJob) -> RankResult:
+def _result(job: RankJob) -> SimulatedRankResult:
     hide_packages(unused_packages(Config.model_validate(job.config)))
     try:
         from paceline.simulation.native import check_release

@@ -15,7 +15,7 @@ from paceline.core.files import write_atomic
 from paceline.observe.report.charts import DrawnPlot, Plot, Series, draw, smooth
 from paceline.observe.report.html import template
 from paceline.sweep.metric import Metric
-from paceline.sweep.state import PAGE_FILE, RunRecord, SweepState
+from paceline.sweep.state import PAGE_FILE, SweepRun, SweepState
 
 #: Runs with a curve in the page: as many as there are colors.
 _NUM_CURVES = 8
@@ -23,13 +23,13 @@ _MAX_DIGITS = 12
 _STYLES = {"done": "green", "failed": "red", "pruned": "yellow", "stopped": "yellow"}
 
 
-def ranked(runs: Sequence[RunRecord], metric: Metric) -> list[RunRecord]:
+def ranked(runs: Sequence[SweepRun], metric: Metric) -> list[SweepRun]:
     """Return the runs with the best metric first; those that were not made to their end after
     those that were."""
     return sorted(runs, key=lambda run: (run["status"] != "done", *metric.sort_key(run["metric"])))
 
 
-def result_table(runs: Sequence[RunRecord], metric: Metric) -> Table:
+def result_table(runs: Sequence[SweepRun], metric: Metric) -> Table:
     """Return the table of the terminal, the best run first."""
     keys = _keys(runs)
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -44,7 +44,7 @@ def result_table(runs: Sequence[RunRecord], metric: Metric) -> Table:
     return table
 
 
-def write_page(state: SweepState, runs: Sequence[RunRecord], metric: Metric) -> None:
+def write_page(state: SweepState, runs: Sequence[SweepRun], metric: Metric) -> None:
     """Write ``sweep.html`` into the folder of the sweep.
 
     Raises:
@@ -84,20 +84,20 @@ def write_page(state: SweepState, runs: Sequence[RunRecord], metric: Metric) -> 
     write_atomic(state.folder / PAGE_FILE, template("sweep.html.jinja").render(page))
 
 
-def _best(run: RunRecord, metric: Metric) -> str:
+def _best(run: SweepRun, metric: Metric) -> str:
     return f"{metric.name} {formatting.loss(run['metric'])} with {', '.join(_short(run))}"
 
 
-def _keys(runs: Sequence[RunRecord]) -> list[str]:
+def _keys(runs: Sequence[SweepRun]) -> list[str]:
     return list(dict.fromkeys(key for run in runs for key in run["overrides"]))
 
 
-def _cells(run: RunRecord, keys: Sequence[str]) -> list[str]:
+def _cells(run: SweepRun, keys: Sequence[str]) -> list[str]:
     texts = _texts(run)
     return [texts.get(key, "") for key in keys]
 
 
-def _texts(run: RunRecord) -> dict[str, str]:
+def _texts(run: SweepRun) -> dict[str, str]:
     """Return the values of a run as they were written, those of a search with four digits."""
     texts = dict(argument.split("=", 1) for argument in run["arguments"])
     for key, value in run["overrides"].items():
@@ -106,7 +106,7 @@ def _texts(run: RunRecord) -> dict[str, str]:
     return texts
 
 
-def _figures(run: RunRecord) -> list[str]:
+def _figures(run: SweepRun) -> list[str]:
     return [
         formatting.loss(run["metric"]),
         formatting.duration(run["time_to_first_step_s"]),
@@ -114,7 +114,7 @@ def _figures(run: RunRecord) -> list[str]:
     ]
 
 
-def _link(state: SweepState, run: RunRecord) -> str | None:
+def _link(state: SweepState, run: SweepRun) -> str | None:
     """Return the path of the report relative to the page; None if there is no report."""
     if not state.run_dir(run).report_html.is_file():
         return None
@@ -122,7 +122,7 @@ def _link(state: SweepState, run: RunRecord) -> str | None:
 
 
 def _plots(
-    state: SweepState, runs: Sequence[RunRecord], metric: Metric, colours: dict[str, str]
+    state: SweepState, runs: Sequence[SweepRun], metric: Metric, colours: dict[str, str]
 ) -> list[DrawnPlot]:
     """Draw the metric of the evaluations and the training loss of each run."""
     evaluations = Plot(metric.name, "", [], wide=True)
@@ -153,6 +153,6 @@ def _plots(
     return [draw(plot, (min(all_steps), max(all_steps)), []) for plot in plots]
 
 
-def _short(run: RunRecord) -> list[str]:
+def _short(run: SweepRun) -> list[str]:
     """Return the overrides with the last part of each key."""
     return [f"{key.rpartition('.')[2]}={text}" for key, text in _texts(run).items()]

@@ -46,7 +46,7 @@ class CheckReply(TypedDict):
     complete: list[int]
 
 
-class RunRequest(TypedDict):
+class SweepRunRequest(TypedDict):
     """Run one combination."""
 
     kind: str
@@ -108,7 +108,7 @@ class Runner:
         reply["metrics"] = _common_names(metrics)
         return reply
 
-    def run(self, request: RunRequest) -> RunReply:
+    def run(self, request: SweepRunRequest) -> RunReply:
         """Run a combination until it ends."""
         from paceline.api import run as train
         from paceline.config.load import load_config

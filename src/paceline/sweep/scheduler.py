@@ -23,7 +23,7 @@ from paceline.sweep.devices import DeviceShare
 from paceline.sweep.metric import Metric
 from paceline.sweep.process import RunnerProcess
 from paceline.sweep.runner import CheckReply
-from paceline.sweep.state import RunRecord, SweepState
+from paceline.sweep.state import SweepRun, SweepState
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _POLL_S = 0.2
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
-class RunSource(Protocol):
+class RunChooser(Protocol):
     """Decides which runs a sweep makes.
 
     Attributes:
@@ -40,13 +40,13 @@ class RunSource(Protocol):
 
     needs_values: bool
 
-    def next_run(self) -> RunRecord | None:
+    def next_run(self) -> SweepRun | None:
         """Return the next run, or None if no other can be started now."""
 
-    def observe(self, run: RunRecord, step: int, value: float) -> bool:
+    def observe(self, run: SweepRun, step: int, value: float) -> bool:
         """Take note of the metric at an evaluation. Return whether to stop the run."""
 
-    def finish(self, run: RunRecord) -> None:
+    def finish(self, run: SweepRun) -> None:
         """Take note of a run that has ended."""
 
     def progress(self) -> str:
@@ -92,7 +92,7 @@ class SweepSettings:
 class _ActiveRun:
     """A run on a runner. ``started``: of the monotonic clock; ``last_step``: None if unknown."""
 
-    record: RunRecord
+    record: SweepRun
     events: EventReader
     started: float
     last_step: int | None = None
@@ -160,7 +160,7 @@ class Scheduler:
             raise _invalid({int(number): text for number, text in reply["errors"].items()}, runs)
         return reply
 
-    def run(self, source: RunSource, metric: Metric) -> None:
+    def run(self, source: RunChooser, metric: Metric) -> None:
         """Run what ``source`` returns until it returns nothing more or a signal stops the sweep."""
         while True:
             while self.stopped_by is None and (runner := self._idle_runner()) is not None:
@@ -239,7 +239,7 @@ class Scheduler:
                 return self._start_runner(share)
         return None
 
-    def _begin(self, runner: RunnerProcess, record: RunRecord, progress: str) -> None:
+    def _begin(self, runner: RunnerProcess, record: SweepRun, progress: str) -> None:
         name = record["name"]
         is_resumed = self.state.run_dir(record).checkpoints.is_dir()
         text = f"{progress}{', resumed' if is_resumed else ''}: {', '.join(record['arguments'])}"
@@ -252,7 +252,7 @@ class Scheduler:
         overrides = self.settings.overrides(record["arguments"], name)
         runner.send(self.settings.request("run", overrides=overrides))
 
-    def _receive(self, runner: RunnerProcess, source: RunSource, metric: Metric) -> None:
+    def _receive(self, runner: RunnerProcess, source: RunChooser, metric: Metric) -> None:
         try:
             reply = runner.receive()
             if reply is None:
@@ -286,7 +286,7 @@ class Scheduler:
         if record["wall_s"] is None:
             record["wall_s"] = round(time.monotonic() - active.started, 3)
 
-    def _observe(self, source: RunSource, metric: Metric) -> None:
+    def _observe(self, source: RunChooser, metric: Metric) -> None:
         for runner, active in self._active.items():
             for event in active.events.read_new():
                 if event["type"] == "run_start":
@@ -300,7 +300,7 @@ class Scheduler:
         runner: RunnerProcess,
         active: _ActiveRun,
         event: EvalEvent,
-        source: RunSource,
+        source: RunChooser,
         metric: Metric,
     ) -> None:
         value, step = metric.of_evaluation(event), event["step"]
@@ -317,7 +317,7 @@ class Scheduler:
         runner.stop()
 
 
-def _ending(record: RunRecord, metric: Metric) -> str:
+def _ending(record: SweepRun, metric: Metric) -> str:
     if record["status"] == "failed":
         return f"{record['name']}: failed: {record['error']}"
     parts = [f"{record['name']}: {record['status']}"]

@@ -12,8 +12,8 @@ from pydantic import JsonValue
 from paceline.core.event_log import effective_events, read_events
 from paceline.core.formatting import counted
 from paceline.sweep.metric import Metric
-from paceline.sweep.space import Range, Space, Values
-from paceline.sweep.state import RunRecord, SweepState
+from paceline.sweep.space import SampledRange, SweepSpace, Values
+from paceline.sweep.state import SweepRun, SweepState
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -40,7 +40,7 @@ class Search:
 
     def __init__(
         self,
-        space: Space,
+        space: SweepSpace,
         state: SweepState,
         metric: Metric,
         num_trials: int,
@@ -73,7 +73,7 @@ class Search:
             if run not in self._remaining:
                 self._study.add_trial(self._as_trial(run))
 
-    def next_run(self) -> RunRecord | None:
+    def next_run(self) -> SweepRun | None:
         if self._remaining:
             run = self._remaining.pop(0)
             self._study.enqueue_trial(self._parameters(run))
@@ -92,7 +92,7 @@ class Search:
         self._number = self.runs.index(run) + 1
         return run
 
-    def observe(self, run: RunRecord, step: int, value: float) -> bool:
+    def observe(self, run: SweepRun, step: int, value: float) -> bool:
         steps = self._steps[run["name"]]
         if step in steps:
             return False  # a run that was restarted has evaluated this step before
@@ -101,7 +101,7 @@ class Search:
         trial.report(value, step)
         return bool(trial.should_prune())
 
-    def finish(self, run: RunRecord) -> None:
+    def finish(self, run: SweepRun) -> None:
         from optuna.trial import TrialState
 
         trial = self._trials.pop(run["name"])
@@ -146,10 +146,10 @@ class Search:
         ]
         return max(numbers, default=0) + 1
 
-    def _parameters(self, run: RunRecord) -> dict[str, JsonValue]:
+    def _parameters(self, run: SweepRun) -> dict[str, JsonValue]:
         return {axis.key: value for axis, value in _axis_values(run, self._axes)}
 
-    def _as_trial(self, run: RunRecord) -> Any:
+    def _as_trial(self, run: SweepRun) -> Any:
         import optuna
         from optuna.trial import TrialState
 
@@ -172,7 +172,7 @@ class Search:
         )
 
 
-def is_in_space(run: RunRecord, space: Space) -> bool:
+def is_in_space(run: SweepRun, space: SweepSpace) -> bool:
     """Return whether a search could have suggested this run of an earlier command."""
     if run["overrides"].keys() != {axis.key for axis in space.axes}:
         return False
@@ -180,8 +180,8 @@ def is_in_space(run: RunRecord, space: Space) -> bool:
 
 
 def _axis_values(
-    run: RunRecord, axes: Sequence[Values | Range]
-) -> list[tuple[Values | Range, Any]]:
+    run: SweepRun, axes: Sequence[Values | SampledRange]
+) -> list[tuple[Values | SampledRange, Any]]:
     """Return the value of each axis in a run: the text of :class:`Values`, the number of a
     range."""
     texts = dict(argument.split("=", 1) for argument in run["arguments"])
@@ -191,7 +191,7 @@ def _axis_values(
     ]
 
 
-def _distribution(axis: Values | Range) -> BaseDistribution:
+def _distribution(axis: Values | SampledRange) -> BaseDistribution:
     from optuna.distributions import (
         CategoricalDistribution,
         FloatDistribution,
@@ -205,5 +205,5 @@ def _distribution(axis: Values | Range) -> BaseDistribution:
     return FloatDistribution(axis.low, axis.high, axis.is_log, axis.step)
 
 
-def _text(axis: Values | Range, value: Any) -> str:
+def _text(axis: Values | SampledRange, value: Any) -> str:
     return str(value) if isinstance(axis, Values) else axis.text_of(value)

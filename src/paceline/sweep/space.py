@@ -33,7 +33,7 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Range:
+class SampledRange:
     """A key whose values are sampled between two limits, both included.
 
     Args:
@@ -63,7 +63,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Space:
+class SweepSpace:
     """The parsed overrides.
 
     Args:
@@ -72,14 +72,14 @@ class Space:
     """
 
     fixed: tuple[str, ...]
-    axes: tuple[Values | Range, ...]
+    axes: tuple[Values | SampledRange, ...]
 
     @property
-    def ranges(self) -> list[Range]:
-        return [axis for axis in self.axes if isinstance(axis, Range)]
+    def ranges(self) -> list[SampledRange]:
+        return [axis for axis in self.axes if isinstance(axis, SampledRange)]
 
 
-def parse_space(overrides: Sequence[str]) -> Space:
+def parse_space(overrides: Sequence[str]) -> SweepSpace:
     """Split overrides (``key=value``) into fixed ones and the axes of the sweep.
 
     Raises:
@@ -87,7 +87,7 @@ def parse_space(overrides: Sequence[str]) -> Space:
             or is set by the sweep itself.
     """
     fixed: list[str] = []
-    axes: list[Values | Range] = []
+    axes: list[Values | SampledRange] = []
     for override in overrides:
         axis = _parse_axis(*override.split("=", 1))
         if axis is None:
@@ -105,7 +105,7 @@ def parse_space(overrides: Sequence[str]) -> Space:
                 f"`{key}` cannot have several values in a sweep",
                 fix=f"set one value of `{key}`; each run has a folder of its own",
             )
-    return Space(tuple(fixed), tuple(axes))
+    return SweepSpace(tuple(fixed), tuple(axes))
 
 
 def combinations(axes: Sequence[Values]) -> list[tuple[str, ...]]:
@@ -114,7 +114,7 @@ def combinations(axes: Sequence[Values]) -> list[tuple[str, ...]]:
     return list(itertools.product(*choices))
 
 
-def extremes(axes: Sequence[Values | Range]) -> list[tuple[str, ...]]:
+def extremes(axes: Sequence[Values | SampledRange]) -> list[tuple[str, ...]]:
     """Return combinations in which every value and both limits of every range appear: they are
     checked before a search, which cannot check all values of a range."""
     choices = [_checked_values(axis) for axis in axes]
@@ -146,7 +146,7 @@ def folder_name(arguments: Sequence[str]) -> str:
     return f"{name[: _MAX_NAME_CHARS - 9]}-{digest}"
 
 
-def _parse_axis(key: str, text: str) -> Values | Range | None:
+def _parse_axis(key: str, text: str) -> Values | SampledRange | None:
     """Return the axis that an override describes, or None for a single value."""
     if ".." in text and (match := _RANGE.fullmatch(text.strip())) is not None:
         return _range(key, text, match)
@@ -160,7 +160,7 @@ def _parse_axis(key: str, text: str) -> Values | Range | None:
     return Values(key, tuple(values)) if len(values) > 1 else None
 
 
-def _range(key: str, text: str, match: re.Match[str]) -> Range:
+def _range(key: str, text: str, match: re.Match[str]) -> SampledRange:
     low, high, suffix = match["low"], match["high"], match["suffix"]
     is_integer = all(re.fullmatch(r"[-+]?\d+", limit) for limit in (low, high))
     step = None
@@ -169,7 +169,7 @@ def _range(key: str, text: str, match: re.Match[str]) -> Range:
             raise ConfigError(f"`{key}={text}` is not a range", allowed=_RANGE_FORM)
         step = float(suffix)
         is_integer = is_integer and step.is_integer()
-    axis = Range(key, float(low), float(high), suffix == "log", step, is_integer)
+    axis = SampledRange(key, float(low), float(high), suffix == "log", step, is_integer)
     if not axis.low < axis.high or not math.isfinite(axis.high):
         raise ConfigError(
             f"`{key}={text}`: the lower limit must be below the upper one", allowed=_RANGE_FORM
@@ -182,7 +182,7 @@ def _range(key: str, text: str, match: re.Match[str]) -> Range:
     return axis
 
 
-def _checked_values(axis: Values | Range) -> list[str]:
+def _checked_values(axis: Values | SampledRange) -> list[str]:
     if isinstance(axis, Values):
         return list(axis.values)
     return [axis.text_of(axis.low), axis.text_of(axis.high)]

@@ -26,7 +26,7 @@ _VERSION = 1
 Status = Literal["pending", "running", "done", "failed", "stopped", "pruned"]
 
 
-class RunRecord(TypedDict):
+class SweepRun(TypedDict):
     """A run of a sweep.
 
     Args:
@@ -55,20 +55,20 @@ class SweepState:
     """The runs of a sweep, those of earlier commands in the same folder included."""
 
     folder: Path
-    runs: list[RunRecord] = field(default_factory=list)
+    runs: list[SweepRun] = field(default_factory=list)
 
-    def run_dir(self, run: RunRecord) -> RunDir:
+    def run_dir(self, run: SweepRun) -> RunDir:
         return RunDir(self.folder / run["name"])
 
-    def find(self, arguments: tuple[str, ...]) -> RunRecord | None:
+    def find(self, arguments: tuple[str, ...]) -> SweepRun | None:
         """Return the run with these overrides, in any order and notation."""
         overrides = values_of(arguments)
         return next((run for run in self.runs if run["overrides"] == overrides), None)
 
-    def add(self, arguments: tuple[str, ...], name: str | None = None) -> RunRecord:
+    def add(self, arguments: tuple[str, ...], name: str | None = None) -> SweepRun:
         """Add a run that is still to be made. ``name``: of its folder; default: from its
         overrides."""
-        run: RunRecord = {
+        run: SweepRun = {
             "arguments": list(arguments),
             "overrides": values_of(arguments),
             "name": name or folder_name(arguments),
@@ -89,7 +89,7 @@ class SweepState:
         """
         write_json_atomic(self.folder / STATE_FILE, {"version": _VERSION, "runs": self.runs})
 
-    def read_report(self, run: RunRecord) -> dict[str, JsonValue]:
+    def read_report(self, run: SweepRun) -> dict[str, JsonValue]:
         """Return the content of ``report.json`` of a run; empty if there is none."""
         try:
             report = json.loads(self.run_dir(run).report.read_text(encoding="utf-8"))
@@ -97,7 +97,7 @@ class SweepState:
             return {}
         return report if isinstance(report, dict) else {}
 
-    def set_figures(self, run: RunRecord, metric: Metric, report: Mapping[str, JsonValue]) -> None:
+    def set_figures(self, run: SweepRun, metric: Metric, report: Mapping[str, JsonValue]) -> None:
         """Set the metric and the times of a run from its report and its event log."""
         run["metric"] = None
         if run["status"] != "failed":
@@ -105,7 +105,7 @@ class SweepState:
         run["time_to_first_step_s"] = finite(report.get("time_to_first_step_s"))
         run["wall_s"] = finite(report.get("wall_s"))
 
-    def as_json(self, run: RunRecord) -> dict[str, JsonValue]:
+    def as_json(self, run: SweepRun) -> dict[str, JsonValue]:
         """Return a run as ``--json`` prints it."""
         return {
             "overrides": cast(JsonValue, run["overrides"]),
@@ -140,13 +140,13 @@ def load_state(folder: Path) -> SweepState:
     return state
 
 
-def _checked(path: Path, run: object) -> RunRecord:
-    if not isinstance(run, Mapping) or not run.keys() >= RunRecord.__annotations__.keys():
+def _checked(path: Path, run: object) -> SweepRun:
+    if not isinstance(run, Mapping) or not run.keys() >= SweepRun.__annotations__.keys():
         raise _unusable(path, "a run lacks keys")
     name = str(run["name"])
     if name in ("", ".", "..") or "/" in name:
         raise _unusable(path, f"`{name[:80]}` is not the name of a folder in it")
-    return cast(RunRecord, dict(run))
+    return cast(SweepRun, dict(run))
 
 
 def _unusable(path: Path, reason: str) -> ConfigError:

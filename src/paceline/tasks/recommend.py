@@ -16,7 +16,7 @@ from paceline.data.cache import key_of
 from paceline.data.clicks.log import (
     ClickLog,
     LogMeta,
-    Row,
+    RowIndex,
     builtin_clicks,
     exact_auc,
     load_log,
@@ -190,7 +190,7 @@ class RecommendTask(Task):
         args = model_args(self.config, len(handle.mean), handle.tables)
         return build_click_model(self.config.model, args)
 
-    def collate(self, samples: Sequence[Row]) -> dict[str, torch.Tensor | list[torch.Tensor]]:
+    def collate(self, samples: Sequence[RowIndex]) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         """Return a batch: ``label`` float32 [N], ``dense`` float32 [N, D], and for each table
         ``ids`` int64 [n] and ``starts`` int64 [N + 1]."""
         places = np.array([row.array_row for row in samples], dtype=np.int64)
@@ -246,7 +246,7 @@ class RecommendTask(Task):
             if name.startswith("model/")
         }
 
-        class Rows:
+        class StoredRows:
             """A table in the checkpoint, from which ranges of rows are read."""
 
             def __init__(self, name: str) -> None:
@@ -263,7 +263,7 @@ class RecommendTask(Task):
             for name, shape in shapes.items()
             if not _is_table(name)
         }
-        self._save(folder, dense, Rows)
+        self._save(folder, dense, StoredRows)
         return True
 
     def _save(self, folder: Path, dense: dict[str, torch.Tensor], table: Any) -> None:

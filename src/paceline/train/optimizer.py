@@ -107,7 +107,7 @@ def build_optimizer(
         logging.getLogger("torchao").setLevel(logging.ERROR)
         from paceline.train.optimizers import torchao_adamw
 
-        return torchao_adamw.AdamW8bit(groups, learning_rate, betas, args.adam_epsilon)
+        return torchao_adamw.TorchaoAdamW8bit(groups, learning_rate, betas, args.adam_epsilon)
     from transformers.optimization import Adafactor
 
     return Adafactor(groups, lr=learning_rate, scale_parameter=False, relative_step=False)

@@ -54,7 +54,7 @@ from paceline.train.callbacks.callback_list import CallbackList
 from paceline.train.callbacks.monitoring import (
     CommAdvice,
     CompileReport,
-    MemoryReport,
+    MemoryReporter,
     ReplicaCheck,
     StepLogger,
 )
@@ -237,7 +237,7 @@ def _monitoring(trainer: Trainer, advisor: CommAdvisor | None) -> list[Callback]
     eval_dataset, progress = trainer.data.eval_dataset, trainer.ctx.progress
     samples = SampleGenerator(spec.config, parts, eval_dataset, events, progress)
     callbacks: list[Callback] = [
-        MemoryReport(parts.strategy, parts.model, events),
+        MemoryReporter(parts.strategy, parts.model, events),
         ReplicaCheck(parts.strategy, events, spec.config.recovery.replica_check_steps),
         trainer.balancer,
         samples,

@@ -9,7 +9,7 @@ from typing import Required, TypedDict
 from paceline.config.schema import Config
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, finite
-from paceline.observe.report.certificate import ByteCounts, LeftOut, ModeReport
+from paceline.observe.report.certificate import ByteCounts, LeftOut, ModeCertificate
 
 REFERENCE = "single"
 #: The modes that differ from `ddp` only in the placement of state or micro-batches.
@@ -57,7 +57,7 @@ def bounds_for(config: Config, device_type: str) -> Bounds:
     return Bounds(loss=1e-4, weights=1e-2, family=None)
 
 
-class RankResult(TypedDict, total=False):
+class RankTrialResult(TypedDict, total=False):
     """The result of a trial on one rank: ``status`` done, refused (with a ``reason``), idle (the
     rank takes no part) or stopped."""
 
@@ -91,7 +91,7 @@ class TrialResult(TypedDict, total=False):
     traffic_bytes: ByteCounts
 
 
-def combine(ranks: Sequence[RankResult], floor: float = 1e-2) -> TrialResult:
+def combine(ranks: Sequence[RankTrialResult], floor: float = 1e-2) -> TrialResult:
     """Combine the results of a mode's ranks, ignoring idle ones."""
     ranks = [rank for rank in ranks if rank["status"] != "idle"]
     for rank in ranks:
@@ -160,9 +160,9 @@ def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> floa
     return worst
 
 
-def not_run(mode: str, layout: str, ok: bool | None, reason: str) -> ModeReport:
+def not_run(mode: str, layout: str, ok: bool | None, reason: str) -> ModeCertificate:
     """Return the report of a mode that was refused (``ok`` None) or that failed (False)."""
-    return ModeReport(
+    return ModeCertificate(
         mode=mode,
         ok=ok,
         loss_rel_diff=None,
@@ -186,13 +186,13 @@ def evaluate_mode(
     reference: TrialResult,
     ddp: TrialResult | None,
     bounds: Bounds,
-) -> ModeReport:
+) -> ModeCertificate:
     """Compare a mode's result with the reference, with `ddp` if that ran, and with the mode's
     prediction. JSON has no NaN: such a figure is None, and the reason says so."""
     loss = loss_difference(trial["losses"], reference["losses"])
     from_ddp = loss_difference(trial["losses"], ddp["losses"]) if ddp else None
     reasons = _reasons(trial, loss, from_ddp if mode in FAMILY else None, bounds)
-    return ModeReport(
+    return ModeCertificate(
         mode=mode,
         ok=not reasons,
         loss_rel_diff=finite(loss),

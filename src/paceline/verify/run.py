@@ -41,9 +41,9 @@ from paceline.verify.modes import VerifyMode, all_modes, make_mode, split_names,
 
 if TYPE_CHECKING:
     from paceline.distributed.devices import Devices
-    from paceline.observe.report.certificate import Certificate, ModeReport
+    from paceline.observe.report.certificate import Certificate, ModeCertificate
     from paceline.train.run_spec import RunSpec
-    from paceline.verify.worker import Trial
+    from paceline.verify.worker import ModeTrial
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ def _devices(config: Config, world_size: int | None) -> Devices:
 
 def _modes(
     config: Config, world_size: int, names: list[str], requested: str | None
-) -> tuple[list[VerifyMode], list[ModeReport]]:
+) -> tuple[list[VerifyMode], list[ModeCertificate]]:
     """Return the modes to run (the reference, then `ddp`, which others' times are relative to, then
     the rest), and the reports of modes that this config does not support.
 
@@ -266,12 +266,12 @@ def _trials(
     base: RunSpec,
     names: list[str],
     requested: str | None,
-    refused: list[ModeReport],
-) -> tuple[list[VerifyMode], list[Trial]]:
+    refused: list[ModeCertificate],
+) -> tuple[list[VerifyMode], list[ModeTrial]]:
     """Return the modes that this global batch is large enough for, and their trials. Add the other
     modes to ``refused``."""
     supported: list[VerifyMode] = []
-    trials: list[Trial] = []
+    trials: list[ModeTrial] = []
     for mode in modes:
         try:
             trials.append(_trial(len(trials), mode, config, base))
@@ -285,8 +285,8 @@ def _trials(
     return supported, trials
 
 
-def _trial(number: int, mode: VerifyMode, config: Config, base: RunSpec) -> Trial:
-    from paceline.verify.worker import Trial
+def _trial(number: int, mode: VerifyMode, config: Config, base: RunSpec) -> ModeTrial:
+    from paceline.verify.worker import ModeTrial
 
     config = trial_config(mode, config, base.derived.global_batch_size)
     derived = derive(
@@ -303,11 +303,11 @@ def _trial(number: int, mode: VerifyMode, config: Config, base: RunSpec) -> Tria
         update={"parallel": mode.parallel, "train_args": config.train_args}
     )
     spec = replace(base, config=config, derived=derived, layout=mode.layout)
-    return Trial(number, mode.name, spec)
+    return ModeTrial(number, mode.name, spec)
 
 
 def _run(
-    trials: list[Trial], steps: int, folder: Path, num_ranks: int
+    trials: list[ModeTrial], steps: int, folder: Path, num_ranks: int
 ) -> dict[str, TrialResult] | int:
     """Return each mode's result by name, or the exit code if a signal stopped the ranks. The ranks
     run all modes one after another; if one fails, they are restarted for the remaining modes."""
@@ -360,7 +360,7 @@ def _certificate(
     steps: int,
     modes: list[VerifyMode],
     trials: dict[str, TrialResult],
-    refused: list[ModeReport],
+    refused: list[ModeCertificate],
 ) -> Certificate:
     bounds = bounds_for(config, devices.type)
     reference, ddp = trials[REFERENCE], trials.get("ddp")

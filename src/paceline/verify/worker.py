@@ -42,7 +42,7 @@ from paceline.train.components import build_components
 from paceline.train.run_spec import RunSpec
 from paceline.train.setup import build_trainer
 from paceline.train.state import RankContext
-from paceline.verify.certificate import RankResult
+from paceline.verify.certificate import RankTrialResult
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ LARGEST_SHARE = 0.01
 
 
 @dataclass(frozen=True)
-class Trial:
+class ModeTrial:
     """A mode to verify: its index, its name, and the spec that trains under it."""
 
     number: int
@@ -79,7 +79,7 @@ class Certification:
         folder: where each rank writes its result of each trial.
     """
 
-    trials: list[Trial]
+    trials: list[ModeTrial]
     steps: int
     total: int
     folder: str
@@ -117,8 +117,8 @@ def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> 
 
 
 def _run_trial(
-    certification: Certification, trial: Trial, world: Communicator, stop: StopFlag
-) -> RankResult:
+    certification: Certification, trial: ModeTrial, world: Communicator, stop: StopFlag
+) -> RankTrialResult:
     layout = trial.spec.layout
     if world.rank >= layout.num_processes:
         return {"status": "idle"}
@@ -136,8 +136,8 @@ def _run_trial(
 
 
 def _train(
-    certification: Certification, trial: Trial, world: Communicator, stop: StopFlag
-) -> RankResult:
+    certification: Certification, trial: ModeTrial, world: Communicator, stop: StopFlag
+) -> RankTrialResult:
     logged: list[Event] = []
     events = EventLog(None, [logged.append])
     with log_to_events(events):
@@ -379,7 +379,11 @@ def _slice(full: torch.Tensor, shard: TensorShard) -> torch.Tensor:
 
 # -- among the ranks
 def _wait_for_all(
-    certification: Certification, trial: Trial, env: RankEnv, result: RankResult, stop: StopFlag
+    certification: Certification,
+    trial: ModeTrial,
+    env: RankEnv,
+    result: RankTrialResult,
+    stop: StopFlag,
 ) -> bool:
     """Wait until every rank has written its result of the trial. Return False if the ranks were
     requested to stop."""
@@ -400,7 +404,7 @@ def _wait_for_all(
         time.sleep(_POLL_S)
 
 
-def _log(certification: Certification, trial: Trial, result: RankResult) -> None:
+def _log(certification: Certification, trial: ModeTrial, result: RankTrialResult) -> None:
     text = "refused"
     if result["status"] == "done":
         text = (

@@ -10,7 +10,7 @@ from fastapi import Depends, Request
 from fastapi import Path as PathParameter
 
 from paceline.web.files import shown
-from paceline.web.jobs.chat import Chat
+from paceline.web.jobs.chat import ChatModel
 from paceline.web.jobs.commands import CommandRunner
 from paceline.web.jobs.runs import Launched, RunLauncher
 from paceline.web.runs.discovery import Runs, run_id
@@ -52,7 +52,7 @@ class AppState:
         self.streams = Streams(self.runs)
         self.commands = CommandRunner(self.folder)
         self.launches = RunLauncher(self.folder)
-        self.chat = Chat()
+        self.chat = ChatModel()
         #: Topic of `paceline explain` → its last recording.
         self.explanations: dict[str, Explanation] = {}
 

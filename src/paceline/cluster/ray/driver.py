@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from packaging.version import Version
 
-from paceline.cluster.ray.record import RunRecord
-from paceline.cluster.ray.worker import WorkerTask, train_worker
+from paceline.cluster.ray.record import RayRunRecord
+from paceline.cluster.ray.worker import RayWorkerTask, train_worker
 from paceline.config.load import Loaded, load_config
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import (
@@ -141,7 +141,7 @@ class TorchTrainer:
             ray.init()
         directory = _directory(ray, self.loaded)
         context = ray.get_runtime_context()
-        record_class = ray.remote(num_cpus=0, max_concurrency=1)(RunRecord)  # type: ignore[call-overload]
+        record_class = ray.remote(num_cpus=0, max_concurrency=1)(RayRunRecord)  # type: ignore[call-overload]
         this_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             context.get_node_id(), soft=False
         )
@@ -153,7 +153,7 @@ class TorchTrainer:
 
         output_dir = Path(os.path.abspath(self.loaded.config.output_dir))
         config = self.loaded.config.model_copy(update={"output_dir": str(output_dir)})
-        task = WorkerTask(
+        task = RayWorkerTask(
             replace(self.loaded, config=config),
             directory,
             __version__,
@@ -168,7 +168,7 @@ class TorchTrainer:
             ray.kill(self._record)
             self._record = None
 
-    def _fit(self, task: WorkerTask) -> Exception | None:
+    def _fit(self, task: RayWorkerTask) -> Exception | None:
         """Run Ray's trainer, and return the exception that it raised, if any."""
         from ray.train import FailureConfig, RunConfig
         from ray.train.torch import TorchConfig

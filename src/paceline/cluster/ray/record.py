@@ -37,7 +37,7 @@ class WorkerPlace:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class AttemptStart:
     """How an attempt begins.
 
     Args:
@@ -82,7 +82,7 @@ class _Ended:
     is_secondary: bool
 
 
-class RunRecord:
+class RayRunRecord:
     """State of one `fit()`; runs as a Ray actor. Times are seconds since the epoch, by the clock of
     the driver's node.
 
@@ -111,7 +111,7 @@ class RunRecord:
         """Return the failure after which no further attempt is made (:meth:`fail_finally`)."""
         return self._final_failure
 
-    def begin_attempt(self, places: list[WorkerPlace]) -> Attempt:
+    def begin_attempt(self, places: list[WorkerPlace]) -> AttemptStart:
         """Begin an attempt; called by one worker for all. ``places``: of the workers, by Ray's
         rank.
 
@@ -136,7 +136,7 @@ class RunRecord:
         self._numbers = {ray_rank: rank for rank, ray_rank in enumerate(order)}
         self._ended, self._lost, self._failed_at = {}, set(), None
         out_of_memory, self._out_of_memory = self._out_of_memory, None
-        return Attempt(order, fault, previous.host if has_moved else None, out_of_memory)
+        return AttemptStart(order, fault, previous.host if has_moved else None, out_of_memory)
 
     def poll(self, has_run_folder: bool) -> int | None:
         """Record that rank 0 is running. Return the number of the signal that the driver received,

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.cluster.failures import AgentFolder, failure_of
 from paceline.cluster.member import PreviousRound, run_under_agent
 from paceline.cluster.ray.record import (
-    Attempt,
+    AttemptStart,
     FinalFailure,
     OutOfMemoryFailure,
     WorkerPlace,
@@ -45,7 +45,7 @@ _AGREE_S = 5.0
 
 
 @dataclass(frozen=True)
-class WorkerTask:
+class RayWorkerTask:
     """What the driver sends to every worker.
 
     Args:
@@ -53,7 +53,7 @@ class WorkerTask:
         directory: the driver's working directory, for relative paths in the config; None if Ray
             copies a working directory to the nodes.
         version: of Paceline on the driver.
-        record: handle of the actor :class:`~paceline.cluster.ray.record.RunRecord`.
+        record: handle of the actor :class:`~paceline.cluster.ray.record.RayRunRecord`.
     """
 
     loaded: Loaded
@@ -64,7 +64,7 @@ class WorkerTask:
     record: Any
 
 
-def train_worker(task: WorkerTask) -> Outcome:
+def train_worker(task: RayWorkerTask) -> Outcome:
     """Train on this worker, and return the result of this rank: status, exit_code, report.
 
     An exception makes Ray restart all workers. A failure that would repeat is therefore returned if
@@ -97,7 +97,7 @@ def train_worker(task: WorkerTask) -> Outcome:
     return result
 
 
-def _run(task: WorkerTask, attempt: Attempt) -> Outcome:
+def _run(task: RayWorkerTask, attempt: AttemptStart) -> Outcome:
     import ray
 
     run_dir = RunDir(Path(task.loaded.config.output_dir))
@@ -133,7 +133,11 @@ def _run(task: WorkerTask, attempt: Attempt) -> Outcome:
 
 
 def _train(
-    task: WorkerTask, attempt: Attempt, loaded: Loaded, options: TrainOptions, started_at: float
+    task: RayWorkerTask,
+    attempt: AttemptStart,
+    loaded: Loaded,
+    options: TrainOptions,
+    started_at: float,
 ) -> TrainResult:
     """Train. If this worker runs out of memory and the next attempt can have smaller memory
     settings, the error makes Ray start that attempt."""
@@ -166,7 +170,7 @@ def _memory_failure(folder: AgentFolder, loaded: Loaded) -> OutOfMemoryFailure |
     return OutOfMemoryFailure(failure, state)
 
 
-def _begin_attempt(task: WorkerTask) -> Attempt:
+def _begin_attempt(task: RayWorkerTask) -> AttemptStart:
     """Enter the working directory, and number the ranks so that rank 0 stays on its node. A
     collective of all workers."""
     import ray
@@ -181,7 +185,7 @@ def _begin_attempt(task: WorkerTask) -> Attempt:
     gathered = _gather((place, __version__))
     places = [place for place, _ in gathered]
     # only one worker calls it, because the record counts attempts
-    attempt: Attempt = _broadcast(
+    attempt: AttemptStart = _broadcast(
         ray.get(task.record.begin_attempt.remote(places)) if _rank() == 0 else None
     )
     if attempt.order != list(range(len(places))):
@@ -269,7 +273,7 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _fail_finally(task: WorkerTask, ray_rank: int, error: PacelineError) -> Outcome:
+def _fail_finally(task: RayWorkerTask, ray_rank: int, error: PacelineError) -> Outcome:
     """Return the failure if all workers have one; otherwise raise it, so that Ray ends the others,
     which wait for this worker."""
     import ray
@@ -297,7 +301,7 @@ def _last_step(run_dir: RunDir) -> int | None:
 
 
 @contextlib.contextmanager
-def _reporting(task: WorkerTask, run_dir: RunDir) -> Iterator[None]:
+def _reporting(task: RayWorkerTask, run_dir: RunDir) -> Iterator[None]:
     """Within the block, poll the record for a stop request of the driver."""
     import ray
 

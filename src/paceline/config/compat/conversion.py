@@ -56,7 +56,7 @@ Convert = Callable[[Any], Conversion]
 
 
 @dataclass(frozen=True)
-class Case:
+class ConversionCase:
     """A case of a converter in ``values.yaml``, where a comment explains the fields."""
 
     of: str = ""
@@ -104,7 +104,7 @@ def by_case(name: str) -> Convert:
 
     def convert(value: Any) -> Conversion:
         for fields in read_table("values.yaml")[name]:
-            case = Case(**fields)
+            case = ConversionCase(**fields)
             if case.matches(value):
                 return case.convert(value)
         return Conversion()

@@ -68,17 +68,17 @@ def read_preferences(merge: Merge) -> None:
     ):
         methods = {str(_name(binding)) for binding in naming}
         if methods <= _tables()["tasks"].keys():
-            _Reader(merge, _task_of(merge, methods)).read()
+            _PreferenceReader(merge, _task_of(merge, methods)).read()
     elif task is not None:
         if task.value in ANSWER_TASKS:
-            _Reader(merge, task.value).read()
+            _PreferenceReader(merge, task.value).read()
     elif merge.methods:
         methods = set(likely_methods(merge.methods))
         if len(methods) == 1 and methods <= _tables()["tasks"].keys():
             first, (method,) = merge.methods[0], methods
             task_name = _tables()["tasks"][method]["task"]
             merge.add_assignment(Assignment("task", task_name, first.entry, weak=True))
-            _Reader(merge, task_name).read(chosen_by=first)
+            _PreferenceReader(merge, task_name).read(chosen_by=first)
 
 
 def _name(binding: KeyBinding) -> str | None:
@@ -121,7 +121,7 @@ def is_read(method: str) -> bool:
     return method in _tables()["tasks"]
 
 
-class _Reader:
+class _PreferenceReader:
     """Converts the keys of preference training for a task."""
 
     def __init__(self, merge: Merge, task: str) -> None:

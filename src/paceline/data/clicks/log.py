@@ -65,8 +65,8 @@ class ClickLog:
     def __len__(self) -> int:
         return len(self.labels) if self.rows is None else len(self.rows)
 
-    def __getitem__(self, index: int) -> Row:
-        return Row(self, index if self.rows is None else int(self.rows[index]))
+    def __getitem__(self, index: int) -> RowIndex:
+        return RowIndex(self, index if self.rows is None else int(self.rows[index]))
 
     def take(self, rows: np.ndarray) -> ClickLog:
         """Return the rows with the indices ``rows`` (int64) of this log."""
@@ -123,7 +123,7 @@ class ClickBatch(NamedTuple):
     chance: np.ndarray | None
 
 
-class Row(NamedTuple):
+class RowIndex(NamedTuple):
     """The index of a row in the arrays, so that one look-up collects a batch."""
 
     log: ClickLog

@@ -44,11 +44,11 @@ def read_clicks(path: str, settings: Recommend, train: Path | None = None) -> Pa
     keys = settings.model_dump(mode="json", exclude={"embedding_dim", "bottom_mlp", "top_mlp"})
     return cache_log(
         [fingerprint(file), keys, train.name if train else None],
-        lambda: _Reader(file, settings, train).read(),
+        lambda: _ClickReader(file, settings, train).read(),
     )
 
 
-class _Reader:
+class _ClickReader:
     """Convert the rows of one file to arrays."""
 
     def __init__(self, file: Path, settings: Recommend, train: Path | None) -> None:

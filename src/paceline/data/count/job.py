@@ -31,7 +31,7 @@ from paceline.core.files import Scratch
 from paceline.data.count.limits import DEFAULT_MEMORY_BYTES
 from paceline.data.count.runs import (
     Row,
-    Run,
+    SortedRun,
     Spills,
     decode,
     format_rows,
@@ -114,7 +114,7 @@ class CountResult:
 class MapResult:
     """The counts of one process's shards: a run with a part for each process."""
 
-    run: Run
+    run: SortedRun
     stats: ScanStats
     spilled_bytes: int
     map_s: float
@@ -260,7 +260,7 @@ class _Tokens:
         return f"{''.join(escaped)}#{token_id}"
 
 
-def reduce(runs: list[Run], part: int, spec: CountSpec, table: Path | None) -> CountResult:
+def reduce(runs: list[SortedRun], part: int, spec: CountSpec, table: Path | None) -> CountResult:
     """Sum the counts in one part of all ``runs``, and write them as a run to ``table`` unless it is
     None."""
     result = CountResult()

@@ -20,7 +20,7 @@ Row = tuple[bytes, int]
 
 
 @dataclass(frozen=True)
-class Run:
+class SortedRun:
     """A file with the start offset of each destination's part. The last edge is the file size."""
 
     path: Path
@@ -103,7 +103,7 @@ class Spills:
         self.folder, self.num_parts = folder, num_parts
         self.buffer_bytes = merge_buffer_bytes(memory_bytes)
         self.size_bytes = self._num_files = 0
-        self._runs: list[Run] = []
+        self._runs: list[SortedRun] = []
 
     def add(self, table: dict[str, int]) -> None:
         """Write a table as a run. Does not modify the table."""
@@ -116,7 +116,7 @@ class Spills:
         self.size_bytes += run.edges[-1]
         self._runs.append(run)
 
-    def finish(self) -> Run:
+    def finish(self) -> SortedRun:
         """Merge all tables into one run, in as many rounds as needed."""
         if not self._runs:
             self._runs.append(self._write([[] for _ in range(self.num_parts)]))
@@ -131,7 +131,7 @@ class Spills:
                 run.path.unlink()
         return self._runs[0]
 
-    def _write(self, parts: Iterable[Iterable[bytes]]) -> Run:
+    def _write(self, parts: Iterable[Iterable[bytes]]) -> SortedRun:
         path = self.folder / f"run-{self._num_files:06d}"
         self._num_files += 1
         edges = [0]
@@ -139,4 +139,4 @@ class Spills:
             for part in parts:
                 handle.writelines(part)
                 edges.append(handle.tell())
-        return Run(path, tuple(edges))
+        return SortedRun(path, tuple(edges))

@@ -9,7 +9,7 @@ from paceline.data.text.chat_template import TemplateRefused
 from paceline.data.text.encoding.encoder import Encoded, Encoder
 from paceline.data.text.encoding.positions import TokenizedText, tokenize
 from paceline.data.text.sample import Sample, as_chat
-from paceline.data.text.tool_calls import Message
+from paceline.data.text.tool_calls import ChatMessage
 
 
 @dataclass
@@ -98,7 +98,7 @@ class PreferenceEncoder(Encoder):
         )
 
 
-def _num_prompt_turns(chats: Sequence[list[Message]]) -> int:
+def _num_prompt_turns(chats: Sequence[list[ChatMessage]]) -> int:
     """Return how many turns the chats have in common, or all but the last of a single chat."""
     count = min(map(len, chats)) - 1
     for number in range(count):

@@ -30,7 +30,7 @@ from paceline.data.text.columns import (
 from paceline.data.text.formats import RowConverter
 from paceline.data.text.messages import as_text
 from paceline.data.text.sample import Sample
-from paceline.data.text.tool_calls import Message
+from paceline.data.text.tool_calls import ChatMessage
 
 _QUESTIONS = ("prompt", "question", "query")
 #: Other names of `chosen` and `rejected`: axolotl's, and those of OpenAI's API.
@@ -391,7 +391,7 @@ def _mark_of(value: Any) -> bool | None:
     return _MARKS.get(str(value).strip().lower().removesuffix(".0"))
 
 
-def _check_prompts(chosen: list[Message], rejected: list[Message]) -> None:
+def _check_prompts(chosen: list[ChatMessage], rejected: list[ChatMessage]) -> None:
     """Check that two chats first differ in an answer.
 
     Raises:

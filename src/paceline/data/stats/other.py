@@ -26,7 +26,7 @@ from paceline.data.stats.dataset import ClassCount
 _MAX_HEADERS = 20_000
 
 
-class Range(TypedDict):
+class NumberRange(TypedDict):
     """The smallest value, the mean and the largest value."""
 
     min: float
@@ -45,10 +45,10 @@ class ImageStats(TypedDict):
     rows: DataFigures
     classes: list[ClassCount]
     headers: int
-    width: Range
-    height: Range
+    width: NumberRange
+    height: NumberRange
     modes: dict[str, int]
-    size_bytes: Range | None
+    size_bytes: NumberRange | None
     duplicates: int
 
 
@@ -69,7 +69,7 @@ class ClickStats(TypedDict):
     samples: int
     rows: DataFigures
     clicks: float
-    dense: dict[str, Range]
+    dense: dict[str, NumberRange]
     tables: list[TableUse]
 
 
@@ -179,5 +179,5 @@ def click_stats(config: Config) -> tuple[ClickStats, list[Notice]]:
     return figures, notices
 
 
-def _range(values: np.ndarray) -> Range:
-    return Range(min=float(values.min()), mean=float(values.mean()), max=float(values.max()))
+def _range(values: np.ndarray) -> NumberRange:
+    return NumberRange(min=float(values.min()), mean=float(values.mean()), max=float(values.max()))

@@ -7,7 +7,7 @@ import numpy as np
 from paceline.data.streaming.tables import RawRow, RowTable
 
 
-class _Part:
+class _SelectedRows:
     """Some of the rows of a table, in its order."""
 
     def __init__(self, table: RowTable, rows_per_block: np.ndarray) -> None:
@@ -17,7 +17,7 @@ class _Part:
         self.has_fast_rows = table.has_fast_rows
 
 
-class SelectedTable(_Part):
+class SelectedTable(_SelectedRows):
     """The rows of a table with these numbers.
 
     Args:
@@ -32,7 +32,7 @@ class SelectedTable(_Part):
         return self.table.row(int(self._numbers[number]))
 
 
-class RemainingTable(_Part):
+class RemainingTable(_SelectedRows):
     """The rows of a table without those with these numbers. Takes memory for the latter only.
 
     Args:

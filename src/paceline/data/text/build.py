@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.events import DataFigures
 from paceline.core.log import Notice
 from paceline.data.preference.dataset import PreferenceWriter
-from paceline.data.progress import Progress
+from paceline.data.progress import RowProgress
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import ResolvedSource
 from paceline.data.text.encoding.chunks import (
@@ -139,7 +139,7 @@ def _build(
             ImageWriter(folder) if task == "vision" else None,
             PreferenceWriter(folder) if task in ("pairs", "answers", "reward") else None,
         )
-        progress = Progress(_text_bytes(sources))
+        progress = RowProgress(_text_bytes(sources))
         try:
             _write_all(
                 _checked(encoded) if is_signed else encoded,
@@ -240,7 +240,7 @@ def _write_all(
     encoder: AnyEncoder,
     config: Config,
     writers: _Writers,
-    progress: Progress,
+    progress: RowProgress,
 ) -> None:
     """Write all samples, sum the counts, and check after each source that some of its rows were
     kept."""

@@ -13,7 +13,7 @@ from typing import Any
 from paceline.core.errors import ConfigError
 from paceline.data.sources.rows import Row
 from paceline.data.text.chats.turn_ends import PROBE, TurnEnds, tokens_in
-from paceline.data.text.tool_calls import Message, with_arguments_as_text, with_short_ids
+from paceline.data.text.tool_calls import ChatMessage, with_arguments_as_text, with_short_ids
 
 Span = tuple[int, int]
 Tools = list[Row] | None
@@ -86,7 +86,7 @@ class ChatTemplate:
             return True
         return self._for_tools is not None and self._for_tools.uses(name)
 
-    def select(self, messages: list[Message], tools: Tools) -> ChatTemplate:
+    def select(self, messages: list[ChatMessage], tools: Tools) -> ChatTemplate:
         """Return the template for this chat: this one, or the one for chats with tools."""
         if self._for_tools is None:
             return self
@@ -100,7 +100,7 @@ class ChatTemplate:
         return self._for_tools if needs - self._identifiers else self
 
     def render(
-        self, messages: list[Message], add_generation_prompt: bool = False, tools: Tools = None
+        self, messages: list[ChatMessage], add_generation_prompt: bool = False, tools: Tools = None
     ) -> str:
         """Return the chat as text.
 
@@ -110,14 +110,14 @@ class ChatTemplate:
         template = self.select(messages, tools)
         return template._plain(template._without_ends(messages), add_generation_prompt, tools)
 
-    def _plain(self, messages: list[Message], add_generation_prompt: bool, tools: Tools) -> str:
+    def _plain(self, messages: list[ChatMessage], add_generation_prompt: bool, tools: Tools) -> str:
         raw = self._raw(messages, add_generation_prompt, tools)
         return raw.replace(_OPEN, "").replace(_CLOSE, "")
 
-    def _raw(self, messages: list[Message], add_generation_prompt: bool, tools: Tools) -> str:
+    def _raw(self, messages: list[ChatMessage], add_generation_prompt: bool, tools: Tools) -> str:
         return self._run(self._converted(messages), add_generation_prompt, tools)
 
-    def _without_ends(self, messages: list[Message]) -> list[Message]:
+    def _without_ends(self, messages: list[ChatMessage]) -> list[ChatMessage]:
         """Return the messages without end-of-turn tokens of their own, in place of which the
         template writes one."""
         return [
@@ -133,7 +133,7 @@ class ChatTemplate:
         token = next(filter(stripped.endswith, self._turn_ends.added), "")
         return stripped.removesuffix(token) if token else content
 
-    def is_formatted(self, messages: list[Message]) -> bool:
+    def is_formatted(self, messages: list[ChatMessage]) -> bool:
         """Return whether a question has tokens with which the template begins turns, so that it may
         be formatted already."""
         tokens = self._turn_ends.before_turns
@@ -142,7 +142,7 @@ class ChatTemplate:
             for message in messages
         )
 
-    def _converted(self, messages: list[Message]) -> Sequence[object]:
+    def _converted(self, messages: list[ChatMessage]) -> Sequence[object]:
         """Return the messages as the template gets them."""
         return messages
 
@@ -159,7 +159,7 @@ class ChatTemplate:
         except Exception as error:
             raise TemplateRefused(str(error).strip() or type(error).__name__) from error
 
-    def _accepted(self, messages: list[Message], tools: Tools) -> list[Message]:
+    def _accepted(self, messages: list[ChatMessage], tools: Tools) -> list[ChatMessage]:
         """Return the messages in the first form of tool calls that the template accepts.
 
         Raises:
@@ -182,7 +182,7 @@ class ChatTemplate:
         raise refusals[0]
 
     def render_with_spans(
-        self, messages: list[Message], tools: Tools = None, excluded: Collection[int] = ()
+        self, messages: list[ChatMessage], tools: Tools = None, excluded: Collection[int] = ()
     ) -> Rendered:
         """Return the chat as text, with the span of every assistant turn: its content and its
         end-of-turn token.
@@ -236,7 +236,9 @@ class ChatTemplate:
                 cursor = at + len(message["content"].strip())
         return Rendered(full, spans, unplaced, excluded_spans, len(excluded))
 
-    def _marked_indices(self, messages: list[Message], tools: Tools, raw: str) -> list[int] | None:
+    def _marked_indices(
+        self, messages: list[ChatMessage], tools: Tools, raw: str
+    ) -> list[int] | None:
         """Return the index of the message for each marked part of ``raw`` that is not empty, or
         None if it cannot be determined."""
         answers = [
@@ -257,7 +259,7 @@ class ChatTemplate:
         return indices if len(indices) == num_marked else None
 
     def _find_turn(
-        self, full: str, messages: list[Message], index: int, cursor: int, tools: Tools
+        self, full: str, messages: list[ChatMessage], index: int, cursor: int, tools: Tools
     ) -> Span | None:
         text = messages[index]["content"]
         upto = (
@@ -327,7 +329,7 @@ class ChatTemplate:
         return Rendered(text, spans, max(0, num_answers - len(spans)))
 
     def _try(
-        self, messages: list[Message], add_generation_prompt: bool, tools: Tools
+        self, messages: list[ChatMessage], add_generation_prompt: bool, tools: Tools
     ) -> str | None:
         try:
             return self._plain(messages, add_generation_prompt, tools) if messages else None
@@ -335,7 +337,7 @@ class ChatTemplate:
             return None
 
     def _has_generation_prompt(
-        self, messages: list[Message], with_prompt: str, tools: Tools
+        self, messages: list[ChatMessage], with_prompt: str, tools: Tools
     ) -> bool:
         """Return whether the template has a generation prompt. Without one, the assistant's header
         would be part of its answer."""
@@ -356,7 +358,7 @@ class ChatTemplate:
         return None
 
 
-def _probe() -> list[Message]:
+def _probe() -> list[ChatMessage]:
     roles = ("user", "assistant") * (len(PROBE) // 2)
     return [{"role": role, "content": text} for role, text in zip(roles, PROBE, strict=True)]
 

@@ -50,7 +50,7 @@ from paceline.data.text.refused_rows import (
     check_without_format,
 )
 from paceline.data.text.sample import Sample, as_chat, exchange
-from paceline.data.text.tool_calls import Message, read_tools
+from paceline.data.text.tool_calls import ChatMessage, read_tools
 
 
 @dataclass(frozen=True)
@@ -442,7 +442,7 @@ class RowConverter:
         return Sample(messages=used, trailing_turns=len(messages) - last - 1, excluded=excluded)
 
 
-def _alpaca(row: Row) -> list[Message]:
+def _alpaca(row: Row) -> list[ChatMessage]:
     instruction = read_optional_text(row, ("instruction",)) or ""
     context = read_optional_text(row, INPUT) or ""
     answer = read_text(row, ANSWER, "answer")

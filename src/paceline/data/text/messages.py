@@ -19,7 +19,7 @@ from paceline.data.text.refused_rows import (
     other_part,
     two_answers,
 )
-from paceline.data.text.tool_calls import Message, name_calls, read_calls
+from paceline.data.text.tool_calls import ChatMessage, name_calls, read_calls
 
 #: Keys of a message that enable or disable the loss of a turn.
 _SWITCHES = ("weight", "loss", "train", "training", "trainable", "loss_weight", "loss_scale")
@@ -33,12 +33,12 @@ _NOT_TEXT = "a message is not text"
 class Chat:
     """Messages, and the indices of the assistant turns whose loss the data disables."""
 
-    messages: list[Message]
+    messages: list[ChatMessage]
     excluded: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _TurnShape:
     """The form of turns with the same keys.
 
     Args:
@@ -76,7 +76,7 @@ class MessageReader:
     supports: Callable[[str], bool]
     unused: Counter[str]
     ignored_seen: Counter[str] = field(default_factory=Counter)
-    _shapes: dict[tuple[str, ...], _Shape] = field(default_factory=dict)
+    _shapes: dict[tuple[str, ...], _TurnShape] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         name = self.columns.get
@@ -139,7 +139,7 @@ class MessageReader:
         return chat
 
     # -- one turn
-    def _shape(self, keys: tuple[str, ...]) -> _Shape:
+    def _shape(self, keys: tuple[str, ...]) -> _TurnShape:
         roles = [key for key in self.keys.role if key in keys]
         contents = [key for key in self.keys.content if key in keys]
         # `text` is the content only if there is no other content.
@@ -147,7 +147,7 @@ class MessageReader:
         extra = tuple(key for key in keys if key not in (*roles, *used) and key not in self.ignored)
         self.ignored_seen.update(key for key in keys if key in self.ignored)
         is_plain = len(roles) == len(contents) == 1 and not extra
-        shape = _Shape(
+        shape = _TurnShape(
             roles[0] if is_plain else None,
             contents[0] if is_plain else None,
             extra,
@@ -156,7 +156,7 @@ class MessageReader:
         self._shapes[keys] = shape
         return shape
 
-    def _message(self, turn: Row, extra: tuple[str, ...]) -> tuple[Message, bool | None, bool]:
+    def _message(self, turn: Row, extra: tuple[str, ...]) -> tuple[ChatMessage, bool | None, bool]:
         """Return the message, whether the data enables its loss (None: not specified), and whether
         the turn is only a tool call."""
         role = self.keys.role_of(turn)
@@ -166,7 +166,7 @@ class MessageReader:
         if role == CALL:
             self._require("tool_calls")
             calls = read_calls(content)
-            message: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+            message: ChatMessage = {"role": "assistant", "content": "", "tool_calls": calls}
         else:
             text = content if isinstance(content, str) else _as_text(content, role)
             message = {"role": role, "content": text}
@@ -180,7 +180,7 @@ class MessageReader:
                 trains = switch if switch is not None else trains
         return message, trains, role == CALL
 
-    def _add_extra(self, message: Message, key: str, value: Any) -> bool | None:
+    def _add_extra(self, message: ChatMessage, key: str, value: Any) -> bool | None:
         """Add an extra key to a message. Return whether it enables the loss, or None."""
         name = self._meaning.get(key, key)
         if name in _SWITCHES:
@@ -314,7 +314,7 @@ def role_names(roles: Mapping[str, str | list[str]], label: str) -> dict[str, st
     return role_by_name
 
 
-def earlier_turns(row: Row) -> list[Message]:
+def earlier_turns(row: Row) -> list[ChatMessage]:
     """Return the turns of the column `history`: a list of (question, answer), or of messages."""
     history = unpack_list(row.get("history"))
     if holds_nothing(history):
@@ -322,7 +322,7 @@ def earlier_turns(row: Row) -> list[Message]:
     malformed = MalformedRow("history is not a list of (question, answer)")
     if not isinstance(history, list):
         raise malformed
-    messages: list[Message] = []
+    messages: list[ChatMessage] = []
     for turn in history:
         if isinstance(turn, dict):
             messages += MessageReader({}, {}, (), lambda name: False, Counter())([turn]).messages

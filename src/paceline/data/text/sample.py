@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from paceline.data.sources.rows import Row
 from paceline.data.text.token_dataset import Label
-from paceline.data.text.tool_calls import Message
+from paceline.data.text.tool_calls import ChatMessage
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Sample:
         margin: difference that the scores of the answers should have at least.
     """
 
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
     pair: tuple[str, str] | None = None
     text: str | None = None
     is_document: bool = False
@@ -42,14 +42,14 @@ class Sample:
     margin: float = 0.0
 
 
-def as_chat(sample: Sample, system: str | None) -> list[Message]:
+def as_chat(sample: Sample, system: str | None) -> list[ChatMessage]:
     """Return a prompt and its completion as a chat of two turns, after the system message if there
     is one."""
     assert sample.pair is not None
-    start: list[Message] = [{"role": "system", "content": system}] if system else []
+    start: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
     return [*start, *exchange(*sample.pair)]
 
 
-def exchange(prompt: str, answer: str) -> list[Message]:
+def exchange(prompt: str, answer: str) -> list[ChatMessage]:
     """Return the two turns of a question and its answer."""
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]

@@ -24,7 +24,7 @@ from paceline.core.log import Notice
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
 from paceline.data.text.qwen_tokenizer import folder_template
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
-from paceline.data.text.tool_calls import Message
+from paceline.data.text.tool_calls import ChatMessage
 
 BOS, EOS = "{bos}", "{eos}"
 
@@ -372,7 +372,7 @@ def _token_notices(name: str, form: Format, tokenizer: LoadedTokenizer) -> list[
     return notices
 
 
-_PROBES: tuple[list[Message], ...] = (
+_PROBES: tuple[list[ChatMessage], ...] = (
     [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}],
     [
         {"role": "system", "content": "Be brief."},

@@ -33,7 +33,7 @@ class ToolCall(TypedDict):
     id: NotRequired[str]
 
 
-class Message(TypedDict, total=False):
+class ChatMessage(TypedDict, total=False):
     """One turn of a chat, always with a role and a content. ``thinking`` equals
     ``reasoning_content``, for templates that use this name."""
 
@@ -46,7 +46,7 @@ class Message(TypedDict, total=False):
     thinking: str
 
 
-class Arguments(Row):
+class ToolCallArguments(Row):
     """Arguments of a call: a mapping whose ``str`` is JSON, for templates that do not use
     ``tojson``."""
 
@@ -128,14 +128,14 @@ def _calls_of_text(text: str) -> Any:
 
 def _arguments(value: Any) -> Any:
     if value is None:
-        return Arguments()
+        return ToolCallArguments()
     if isinstance(value, str):
         try:
             parsed = _json(value, "") if value.strip() else {}
         except MalformedRow:
             return value  # arguments of a tool that takes plain text
-        return Arguments(parsed) if isinstance(parsed, dict) else value
-    return Arguments(value) if isinstance(value, dict) else value
+        return ToolCallArguments(parsed) if isinstance(parsed, dict) else value
+    return ToolCallArguments(value) if isinstance(value, dict) else value
 
 
 def _json(text: str, reason: str) -> Any:
@@ -156,7 +156,7 @@ def _json(text: str, reason: str) -> Any:
     return value
 
 
-def name_calls(messages: list[Message]) -> None:
+def name_calls(messages: list[ChatMessage]) -> None:
     """Assign an ``id`` of nine characters to every call without one, and the ids of the calls to
     the tool messages that follow. Some templates require both."""
     number = 0
@@ -172,7 +172,7 @@ def name_calls(messages: list[Message]) -> None:
             message.setdefault("tool_call_id", unanswered.pop(0))
 
 
-def with_short_ids(messages: list[Message]) -> list[Message]:
+def with_short_ids(messages: list[ChatMessage]) -> list[ChatMessage]:
     """Return the messages with ids of nine characters, which Mistral's templates require."""
     short: dict[str, str] = {}
     renamed = []
@@ -190,7 +190,7 @@ def with_short_ids(messages: list[Message]) -> list[Message]:
     return renamed
 
 
-def with_arguments_as_text(messages: list[Message]) -> list[Message]:
+def with_arguments_as_text(messages: list[ChatMessage]) -> list[ChatMessage]:
     """Return the messages with the arguments of each call as JSON text, for templates that
     concatenate them."""
 

@@ -12,7 +12,7 @@ from paceline.data.sources.rows import MalformedRow
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
 from paceline.data.text.encoding.encoder import Encoded, Encoder
 from paceline.data.text.sample import Sample
-from paceline.data.text.tool_calls import Message
+from paceline.data.text.tool_calls import ChatMessage
 from paceline.data.vision_language.images import ImageProcessor
 from paceline.data.vision_language.rows import IMAGE_MARK, PLACEHOLDER
 
@@ -38,7 +38,7 @@ class ImageChatTemplate(ChatTemplate):
         self._image_token = image_token
         self._has_parts: bool | None = None
 
-    def _converted(self, messages: list[Message]) -> Sequence[object]:
+    def _converted(self, messages: list[ChatMessage]) -> Sequence[object]:
         if self._has_parts is None:
             self._has_parts = self._accepts_parts()
         convert = _parts if self._has_parts else self._with_tokens

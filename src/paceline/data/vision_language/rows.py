@@ -14,7 +14,7 @@ from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_not
 from paceline.data.sources.tar import IMAGE_SUFFIXES, is_tar_file
 from paceline.data.text.formats import RowConverter
 from paceline.data.text.sample import Sample
-from paceline.data.text.tool_calls import Message
+from paceline.data.text.tool_calls import ChatMessage
 
 #: Path of an image file (see also :attr:`~paceline.data.sources.tar.TarFile.path`), or the content
 #: of one.
@@ -173,7 +173,7 @@ def _place(sample: Sample) -> None:
             {"role": "assistant", "content": answer},
         ]
         sample.pair = None
-    messages: list[Message] = sample.messages or []
+    messages: list[ChatMessage] = sample.messages or []
     if sample.images and not messages:
         raise MalformedRow("images without a chat")
     num_places = sum(message["content"].count(IMAGE_MARK) for message in messages)

@@ -23,7 +23,7 @@ Combine = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 @dataclass
-class Trace:
+class CollectiveTrace:
     """A record of a collective on one rank.
 
     Args:
@@ -48,7 +48,7 @@ def all_reduce(
     comm: Communicator,
     tensor: torch.Tensor,
     algorithm: str = "ring",
-    trace: Trace | None = None,
+    trace: CollectiveTrace | None = None,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Sent:
     """Reduce ``tensor`` over the ranks of a group, in place, and return the amount that this rank
@@ -82,7 +82,7 @@ def broadcast(
     tensor: torch.Tensor,
     algorithm: str = "tree",
     root: int = 0,
-    trace: Trace | None = None,
+    trace: CollectiveTrace | None = None,
 ) -> Sent:
     """Copy the values of rank ``root`` (of the group) into ``tensor`` on every rank, in place.
 
@@ -100,7 +100,7 @@ def _run(
     tensor: torch.Tensor,
     what: tuple[str, str, int],
     combine: Combine,
-    trace: Trace | None,
+    trace: CollectiveTrace | None,
 ) -> Sent:
     if world.size == 1 or tensor.numel() == 0:
         if trace is not None:
@@ -131,7 +131,7 @@ def _run_steps(
     flat: torch.Tensor,
     todo: Sequence[Step],
     combine: Combine,
-    trace: Trace | None,
+    trace: CollectiveTrace | None,
 ) -> Sent:
     """Run the messages of each step as one batch. NCCL runs the calls of a batch together, so their
     order cannot cause a deadlock."""

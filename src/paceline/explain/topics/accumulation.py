@@ -13,9 +13,9 @@ from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import (
     Cell,
     Check,
+    DrawnRow,
     Frame,
     Recording,
-    Row,
     Tone,
     cells_of,
     check_traffic,
@@ -187,18 +187,18 @@ def _rows(
     texts: list[list[str]],
     gradients: list[list[float]] | None,
     tone: Tone = "",
-) -> tuple[tuple[Row, ...], ...]:
+) -> tuple[tuple[DrawnRow, ...], ...]:
     empty = tuple(Cell("", tone="idle") for _ in range(_FEATURES))
     return tuple(
         (
-            Row(
+            DrawnRow(
                 "micro-batches",
                 tuple(
                     Cell(text, weight=float(tokens))
                     for text, tokens in zip(texts[rank], result.tokens, strict=True)
                 ),
             ),
-            Row("gradient", empty if gradients is None else cells_of(gradients[rank], tone)),
+            DrawnRow("gradient", empty if gradients is None else cells_of(gradients[rank], tone)),
         )
         for rank, result in enumerate(results)
     )

@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
 from paceline.explain.catalog import ExplainOptions
-from paceline.explain.record import Cell, Check, Frame, Message, Recording, Row, check_traffic
+from paceline.explain.record import (
+    Cell,
+    Check,
+    DrawnMessage,
+    DrawnRow,
+    Frame,
+    Recording,
+    check_traffic,
+)
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
-    from paceline.distributed.collectives.run import Trace
+    from paceline.distributed.collectives.run import CollectiveTrace
     from paceline.distributed.collectives.schedules import Send, Sent, Step
     from paceline.distributed.communicator import Communicator
 
@@ -60,7 +68,7 @@ class RankTrace:
     """The recording of one rank. ``counted_bytes``: as its traffic counter recorded them;
     ``is_correct``: the result equals that of the backend's collective."""
 
-    trace: Trace
+    trace: CollectiveTrace
     sent: Sent
     counted_bytes: int
     is_correct: bool
@@ -155,14 +163,14 @@ def _frames(
     return tuple(frames)
 
 
-def _message(send: Send, segments: list[tuple[int, int]]) -> Message:
+def _message(send: Send, segments: list[tuple[int, int]]) -> DrawnMessage:
     places = [
         place
         for place, (start, stop) in enumerate(segments)
         if send.start <= start and stop <= send.stop
     ]
     span = f"elements {send.start}–{send.stop - 1}" if send.count > 1 else f"element {send.start}"
-    return Message(
+    return DrawnMessage(
         send.source,
         send.target,
         f"chunk {send.chunk} ({span})",
@@ -174,7 +182,7 @@ def _message(send: Send, segments: list[tuple[int, int]]) -> Message:
 
 def _rows(
     segments: list[tuple[int, int]], state: list[list[int]], before: list[list[int]]
-) -> tuple[tuple[Row, ...], ...]:
+) -> tuple[tuple[DrawnRow, ...], ...]:
     """Return whose values each rank has in each segment."""
     ranks = len(state)
     rows = []
@@ -187,7 +195,7 @@ def _rows(
             )
             for value, old_value in zip(values, old, strict=True)
         )
-        rows.append((Row("", cells),))
+        rows.append((DrawnRow("", cells),))
     return tuple(rows)
 
 
@@ -198,7 +206,7 @@ def _record_rank(world: Communicator, collective: str, algorithm: str, elements:
     from paceline.distributed.collectives import run as collectives
 
     tensor = torch.full((elements,), 2.0**world.rank)
-    backend, trace = tensor.clone(), collectives.Trace()
+    backend, trace = tensor.clone(), collectives.CollectiveTrace()
     before = world.traffic.total
     if collective == "all-reduce":
         sent = collectives.all_reduce(world, tensor, algorithm, trace)

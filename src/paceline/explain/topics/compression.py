@@ -15,9 +15,9 @@ from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import (
     Cell,
     Check,
+    DrawnRow,
     Frame,
     Recording,
-    Row,
     cells_of,
     check_traffic,
     number_text,
@@ -161,17 +161,17 @@ def _frames(results: list[RankSteps]) -> tuple[Frame, ...]:
     return tuple(frames)
 
 
-def _rows(step: StepValues, is_sent: bool) -> tuple[Row, ...]:
+def _rows(step: StepValues, is_sent: bool) -> tuple[DrawnRow, ...]:
     empty = tuple(Cell("", tone="idle") for _ in step.gradient)
     waiting = tuple(
         Cell(number_text(value), tone="new" if is_sent and sent else "")
         for value, sent in zip(step.waiting, step.sent, strict=True)
     )
     return (
-        Row("gradient", cells_of(step.gradient)),
-        Row("with residual", waiting),
-        Row("sum over ranks", cells_of(step.total, "done") if is_sent else empty),
-        Row("new residual", cells_of(step.residual) if is_sent else empty),
+        DrawnRow("gradient", cells_of(step.gradient)),
+        DrawnRow("with residual", waiting),
+        DrawnRow("sum over ranks", cells_of(step.total, "done") if is_sent else empty),
+        DrawnRow("new residual", cells_of(step.residual) if is_sent else empty),
     )
 
 

@@ -14,10 +14,10 @@ from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import (
     Cell,
     Check,
+    DrawnMessage,
+    DrawnRow,
     Frame,
-    Message,
     Recording,
-    Row,
     Span,
     Tone,
     cells_of,
@@ -133,8 +133,8 @@ def _frames(step: ThreadedStep, spans: list[Span]) -> tuple[Frame, ...]:
 
     others = range(1, len(step.devices))
     weights_bytes, gradients_bytes = step.copied_bytes
-    copies = tuple(Message(0, device, "weights", weights_bytes) for device in others)
-    returns = tuple(Message(device, 0, "gradients", gradients_bytes) for device in others)
+    copies = tuple(DrawnMessage(0, device, "weights", weights_bytes) for device in others)
+    returns = tuple(DrawnMessage(device, 0, "gradients", gradients_bytes) for device in others)
     start_s = min(span.start_s for span in spans if span.kind == "forward")
     return (
         Frame(
@@ -183,7 +183,7 @@ def _rows(
     on_device0: list[str] | None = None,
     summed: bool = False,
     updated: bool = False,
-) -> tuple[tuple[Row, ...], ...]:
+) -> tuple[tuple[DrawnRow, ...], ...]:
     """Return the rows of each device.
 
     Args:
@@ -203,7 +203,7 @@ def _rows(
             if number == 0 and name == "weights" and updated:
                 values, tone = step.updated, "done"
             empty = tuple(Cell("", tone="idle") for _ in range(_SHOWN))
-            shown.append(Row(name, empty if tone is None else cells_of(values, tone)))
+            shown.append(DrawnRow(name, empty if tone is None else cells_of(values, tone)))
         rows.append(tuple(shown))
     return tuple(rows)
 

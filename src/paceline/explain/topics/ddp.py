@@ -14,9 +14,9 @@ from paceline.explain.record import (
     Cell,
     Check,
     Collective,
+    DrawnRow,
     Frame,
     Recording,
-    Row,
     Span,
     check_traffic,
     on_step_clock,
@@ -51,7 +51,7 @@ class Fill:
 
 
 @dataclass(frozen=True)
-class RankStep:
+class RecordedRank:
     """The recording of one rank. ``buckets``: bytes of each, in the order in which backward fills
     them; ``sent_bytes``: sent for each; ``counted_bytes``: sent in the step, by its counter."""
 
@@ -70,7 +70,7 @@ def record(options: ExplainOptions) -> Recording:
     ``fills`` (when each gradient was ready) and ``overlap`` (share of the all-reduce time on rank 0
     that overlapped with backward).
     """
-    results: list[RankStep] = run_on_ranks(_record_rank, options.ranks)
+    results: list[RecordedRank] = run_on_ranks(_record_rank, options.ranks)
     ranks, buckets = options.ranks, results[0].buckets
     spans, begin = on_step_clock(span for rank in results for span in rank.spans)
     fills = [
@@ -119,7 +119,7 @@ def _overlap(spans: list[Span]) -> float | None:
     return inside / total if total else None
 
 
-def _record_rank(world: Communicator) -> RankStep:
+def _record_rank(world: Communicator) -> RecordedRank:
 
     from paceline.distributed.traffic import log_calls
     from paceline.explain import training
@@ -177,7 +177,7 @@ def _record_rank(world: Communicator) -> RankStep:
             Span(world.rank, "network", "all-reduce", label, call.start_s, end_s, call.size_bytes)
         )
     buckets = [bucket.parameters for bucket in strategy.buckets.buckets]
-    return RankStep(
+    return RecordedRank(
         spans,
         _fills(world.rank, buckets, gradients),
         [sum(parameter.nbytes for parameter in parameters) for parameters in buckets],
@@ -202,7 +202,7 @@ def _fills(
     ]
 
 
-def _frames(spans: list[Span], fills: list[Fill], results: list[RankStep]) -> tuple[Frame, ...]:
+def _frames(spans: list[Span], fills: list[Fill], results: list[RecordedRank]) -> tuple[Frame, ...]:
     """Return a frame for each change on rank 0."""
     buckets, end_s = results[0].buckets, max(span.end_s for span in spans)
     rank0_spans = [span for span in spans if span.actor == 0]
@@ -234,14 +234,14 @@ def _frames(spans: list[Span], fills: list[Fill], results: list[RankStep]) -> tu
     for time_s, text, bucket in sorted(moments, key=lambda moment: moment[0]):
         reduced = () if bucket is None else (_all_reduce(bucket, results),)
         rows = tuple(
-            (Row("buckets", _bucket_cells(rank, time_s, spans, fills, buckets)),)
+            (DrawnRow("buckets", _bucket_cells(rank, time_s, spans, fills, buckets)),)
             for rank in range(len(results))
         )
         frames.append(Frame(text, rows, collectives=reduced, time_s=time_s))
     return tuple(frames)
 
 
-def _all_reduce(bucket: int, results: list[RankStep]) -> Collective:
+def _all_reduce(bucket: int, results: list[RecordedRank]) -> Collective:
     actors = tuple(range(len(results)))
     return Collective("all-reduce", actors, f"bucket {bucket}", results[0].sent_bytes[bucket])
 

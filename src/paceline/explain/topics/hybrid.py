@@ -12,7 +12,7 @@ from paceline.distributed.call_log import CountedCall
 from paceline.distributed.mesh import ParallelDims
 from paceline.explain.calls import collectives_of, messages_of
 from paceline.explain.catalog import ExplainOptions
-from paceline.explain.record import Cell, Check, Frame, Recording, Row, Tone, check_traffic
+from paceline.explain.record import Cell, Check, DrawnRow, Frame, Recording, Tone, check_traffic
 from paceline.explain.topics.collective import holders
 from paceline.launch.rank_pool import run_on_ranks
 
@@ -151,7 +151,7 @@ def _frames(results: list[RankMesh], names: list[str]) -> tuple[Frame, ...]:
     return tuple(frames)
 
 
-def _rows(results: list[RankMesh], after: str, tone: Tone) -> tuple[tuple[Row, ...], ...]:
+def _rows(results: list[RankMesh], after: str, tone: Tone) -> tuple[tuple[DrawnRow, ...], ...]:
     size = len(results)
     rows = []
     for result in results:
@@ -160,11 +160,11 @@ def _rows(results: list[RankMesh], after: str, tone: Tone) -> tuple[tuple[Row, .
         owners = tuple(rank for rank in range(size) if value >> rank & 1)
         rows.append(
             (
-                Row(
+                DrawnRow(
                     "place",
                     tuple(Cell(f"{name} {result.coordinates[name]}") for name in names),
                 ),
-                Row("sum of", (Cell(holders(value, size), ranks=owners, tone=tone),)),
+                DrawnRow("sum of", (Cell(holders(value, size), ranks=owners, tone=tone),)),
             )
         )
     return tuple(rows)

@@ -14,9 +14,9 @@ from paceline.explain.calls import collectives_of
 from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import (
     Check,
+    DrawnRow,
     Frame,
     Recording,
-    Row,
     cells_of,
     check_traffic,
     number_text,
@@ -52,7 +52,7 @@ _DRIFT = (
 
 
 @dataclass(frozen=True)
-class WorkerStep:
+class LocalStep:
     """The values of one worker in one step: its weights after the local update, and after the
     synchronization if there is one."""
 
@@ -66,7 +66,7 @@ class WorkerRun:
     """The recording of one worker. ``start``: the weights before the first step."""
 
     start: list[float]
-    steps: list[WorkerStep]
+    steps: list[LocalStep]
     counted_bytes: int
 
 
@@ -135,11 +135,11 @@ def _mean(weights: list[list[float]]) -> list[float]:
 
 
 def _frames(results: list[WorkerRun], drifts: list[float]) -> tuple[Frame, ...]:
-    rows = tuple((Row("weights", cells_of(run.start)),) for run in results)
+    rows = tuple((DrawnRow("weights", cells_of(run.start)),) for run in results)
     frames = [Frame("All workers start with the same weights.", rows, is_key=True)]
     for number in range(_STEPS):
         steps = [run.steps[number] for run in results]
-        local = tuple((Row("weights", cells_of(step.local, "new")),) for step in steps)
+        local = tuple((DrawnRow("weights", cells_of(step.local, "new")),) for step in steps)
         drift = number_text(drifts[number])
         is_synced = (number + 1) % _SYNC_EVERY == 0
         text = (
@@ -150,7 +150,7 @@ def _frames(results: list[WorkerRun], drifts: list[float]) -> tuple[Frame, ...]:
             frames.append(
                 Frame(
                     f"Synchronization after step {number + 1}: all workers get the same weights.",
-                    tuple((Row("weights", cells_of(step.weights, "done")),) for step in steps),
+                    tuple((DrawnRow("weights", cells_of(step.weights, "done")),) for step in steps),
                     collectives=collectives_of([step.calls for step in steps], "weights"),
                     is_key=True,
                 )
@@ -201,5 +201,5 @@ def _record_rank(world: Communicator, algorithm: str) -> WorkerRun:
             strategy.forward_backward(micro_step, 1)
             strategy.clip_grad_norm(0.0)
             strategy.optimizer_step(apply)
-        steps.append(WorkerStep(list(local), weights(), calls))
+        steps.append(LocalStep(list(local), weights(), calls))
     return WorkerRun(start, steps, world.traffic.total - before)

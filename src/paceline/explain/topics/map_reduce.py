@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from paceline.core.files import Scratch, human_bytes
 from paceline.core.formatting import counted
 from paceline.explain.catalog import ExplainOptions
-from paceline.explain.record import Cell, Check, Frame, Message, Recording, Row, Tone
+from paceline.explain.record import Cell, Check, DrawnMessage, DrawnRow, Frame, Recording, Tone
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def record(options: ExplainOptions) -> Recording:
 def _frames(results: list[RankCount]) -> tuple[Frame, ...]:
     ranks = range(len(results))
     sent = [
-        Message(source, target, f"{counted(len(results[source].pairs[target]), 'pair')}", size)
+        DrawnMessage(source, target, f"{counted(len(results[source].pairs[target]), 'pair')}", size)
         for source in ranks
         for target, size in enumerate(results[source].sent_bytes)
         if source != target and size
@@ -110,14 +110,16 @@ def _frames(results: list[RankCount]) -> tuple[Frame, ...]:
     return (
         Frame(
             "Split: each rank reads its part of the text, which ends between words.",
-            tuple((Row("text", tuple(Cell(token) for token in rank.tokens)),) for rank in results),
+            tuple(
+                (DrawnRow("text", tuple(Cell(token) for token in rank.tokens)),) for rank in results
+            ),
             is_key=True,
         ),
         Frame(
             "Map: each rank counts its words. Colors show the rank that a word belongs to.",
             tuple(
                 (
-                    Row(
+                    DrawnRow(
                         "pairs",
                         tuple(
                             Cell(f"{key} {count}", ranks=(target,))
@@ -135,7 +137,7 @@ def _frames(results: list[RankCount]) -> tuple[Frame, ...]:
             "Shuffle: each pair is sent to the rank of its word. Counts of a word form a group.",
             tuple(
                 (
-                    Row(
+                    DrawnRow(
                         "groups",
                         tuple(
                             Cell(f"{key} {'+'.join(map(str, counts))}", ranks=(rank,))
@@ -151,7 +153,7 @@ def _frames(results: list[RankCount]) -> tuple[Frame, ...]:
         ),
         Frame(
             "Reduce: each rank adds up the groups of its words.",
-            tuple((Row("counts", _cells(rank.counts, "done")),) for rank in results),
+            tuple((DrawnRow("counts", _cells(rank.counts, "done")),) for rank in results),
             phase="reduce",
             is_key=True,
         ),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.files import human_bytes
 from paceline.explain.catalog import ExplainOptions
-from paceline.explain.record import Check, Frame, Recording, Row
+from paceline.explain.record import Check, DrawnRow, Frame, Recording
 from paceline.launch.fork_server import OPTIMIZER_MODULE
 from paceline.launch.rank_pool import run_on_ranks
 
@@ -68,7 +68,7 @@ def record(options: ExplainOptions) -> Recording:
         Frame(
             moment,
             tuple(
-                tuple(Row(kind, size_bytes=mode.sizes[number][kind]) for kind in _KINDS)
+                tuple(DrawnRow(kind, size_bytes=mode.sizes[number][kind]) for kind in _KINDS)
                 for mode in modes
             ),
             is_key=number in _key_moments(modes),

@@ -13,10 +13,10 @@ from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import (
     Cell,
     Check,
+    DrawnMessage,
+    DrawnRow,
     Frame,
-    Message,
     Recording,
-    Row,
     Span,
     cells_of,
     check_traffic,
@@ -60,7 +60,7 @@ _COMMON = (
 
 
 @dataclass(frozen=True)
-class WorkerStep:
+class ServerWorkerStep:
     """A step of a worker.
 
     Args:
@@ -94,7 +94,7 @@ class TableVersion:
 class RankServed:
     """The recording of one rank. ``versions``: of the server's table."""
 
-    steps: list[WorkerStep]
+    steps: list[ServerWorkerStep]
     versions: list[TableVersion]
     staleness: int | None
     counted_bytes: int
@@ -169,7 +169,7 @@ def record(options: ExplainOptions) -> Recording:
     )
 
 
-def _stale_updates(versions: list[TableVersion], step: WorkerStep) -> int:
+def _stale_updates(versions: list[TableVersion], step: ServerWorkerStep) -> int:
     """Return the number of updates between the pull of a step and the update with its gradients."""
     updates = sum(step.pulled_s < version.since_s < step.pushed_s for version in versions)
     return max(0, updates - 1)
@@ -212,12 +212,12 @@ def _frames(
         for number, step in enumerate(worker.steps):
             moments.append((step.pulled_s, rank, number, False))
             moments.append((step.pushed_s, rank, number, True))
-    state: list[tuple[Row, ...]] = [(Row("rows", _blank()),) for _ in workers]
+    state: list[tuple[DrawnRow, ...]] = [(DrawnRow("rows", _blank()),) for _ in workers]
     before = server.versions[0].values
     frames = [
         Frame(
             "The table is on the server. A cell stands for a row of the table.",
-            (*state, (Row("table", cells_of(before)),)),
+            (*state, (DrawnRow("table", cells_of(before)),)),
             time_s=0.0,
             is_key=True,
         )
@@ -229,7 +229,9 @@ def _frames(
                 f"Worker {rank}, step {number + 1}: its gradients are applied"
                 f" ({counted(stale[rank][number], 'update')} by others since its pull)."
             )
-            messages: tuple[Message, ...] = (Message(rank, last, "gradients", step.push_bytes),)
+            messages: tuple[DrawnMessage, ...] = (
+                DrawnMessage(rank, last, "gradients", step.push_bytes),
+            )
         else:
             values = {
                 row: number_text(value) for row, value in zip(step.ids, step.rows, strict=True)
@@ -238,11 +240,11 @@ def _frames(
                 Cell(values[row], tone="new") if row in values else Cell("", tone="idle")
                 for row in range(_TABLE_ROWS)
             )
-            state[rank] = (Row("rows", cells),)
+            state[rank] = (DrawnRow("rows", cells),)
             text = f"Worker {rank}, step {number + 1}: it pulls rows {_names(step.ids)}."
             messages = (
-                Message(rank, last, "ids", step.pull_bytes),
-                Message(last, rank, "rows", step.rows_bytes),
+                DrawnMessage(rank, last, "ids", step.pull_bytes),
+                DrawnMessage(last, rank, "rows", step.rows_bytes),
             )
         table = _table_at(server.versions, time_s)
         row = _table_row(table, before)
@@ -257,7 +259,7 @@ def _frames(
             )
         )
     end_s = max(moment[0] for moment in moments) - begin
-    end = (Row("table", cells_of(server.versions[-1].values, "done")),)
+    end = (DrawnRow("table", cells_of(server.versions[-1].values, "done")),)
     frames.append(Frame("The table at the end.", (*state, end), time_s=end_s, is_key=True))
     return tuple(frames)
 
@@ -266,13 +268,13 @@ def _table_at(versions: list[TableVersion], time_s: float) -> list[float]:
     return [each.values for each in versions if each.since_s <= time_s][-1]
 
 
-def _table_row(values: list[float], before: list[float]) -> Row:
+def _table_row(values: list[float], before: list[float]) -> DrawnRow:
     """Return the table, with the rows that an update has changed since ``before``."""
     cells = [
         Cell(number_text(value), tone="" if value == old else "new")
         for value, old in zip(values, before, strict=True)
     ]
-    return Row("table", tuple(cells))
+    return DrawnRow("table", tuple(cells))
 
 
 def _blank() -> tuple[Cell, ...]:
@@ -363,7 +365,7 @@ def _record_rank(world: Communicator, consistency: str) -> RankServed:
         sent = {kind: size - kinds.get(kind, 0) for kind, size in traffic.snapshot().items()}
         if strategy.has_data:
             steps.append(
-                WorkerStep(
+                ServerWorkerStep(
                     pulled["ids"].tolist(),
                     _values(pulled["rows"]),
                     sent["pull"],

@@ -14,10 +14,10 @@ from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import (
     Cell,
     Check,
+    DrawnMessage,
+    DrawnRow,
     Frame,
-    Message,
     Recording,
-    Row,
     Span,
     check_traffic,
     on_step_clock,
@@ -185,7 +185,7 @@ def _frames(events: list[Event], ranks: int, stages: int, micro_batches: int) ->
         place = (event.stage, event.micro_batch)
         done[place] = "✓" if event.kind != "forward" else "F"
         sent = tuple(
-            Message(event.rank, target, f"micro-batch {event.micro_batch}", size_bytes)
+            DrawnMessage(event.rank, target, f"micro-batch {event.micro_batch}", size_bytes)
             for target, size_bytes in event.messages
         )
         text = f"Rank {event.rank}, stage {event.stage}: {event.kind} of micro-batch"
@@ -206,7 +206,7 @@ def _rows(
     ranks: int,
     stages: int,
     micro_batches: int,
-) -> tuple[tuple[Row, ...], ...]:
+) -> tuple[tuple[DrawnRow, ...], ...]:
     """Return the stages of each rank, with a cell for each micro-batch."""
 
     def cell(stage: int, number: int) -> Cell:
@@ -219,7 +219,9 @@ def _rows(
 
     return tuple(
         tuple(
-            Row(f"stage {stage}", tuple(cell(stage, number) for number in range(micro_batches)))
+            DrawnRow(
+                f"stage {stage}", tuple(cell(stage, number) for number in range(micro_batches))
+            )
             for stage in range(rank, stages, ranks)
         )
         for rank in range(ranks)

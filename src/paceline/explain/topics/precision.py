@@ -13,9 +13,9 @@ from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import (
     Cell,
     Check,
+    DrawnRow,
     Frame,
     Recording,
-    Row,
     Tone,
     cells_of,
     check_traffic,
@@ -45,7 +45,7 @@ _ABOUT = (
 
 
 @dataclass(frozen=True)
-class Attempt:
+class ScaledStep:
     """A step in float16 with loss scaling.
 
     Args:
@@ -77,7 +77,7 @@ class RankNumbers:
     rounded: dict[str, list[float]]
     updated: dict[str, float]
     small_gradients: dict[str, float]
-    attempts: list[Attempt]
+    attempts: list[ScaledStep]
     counted_bytes: int
 
 
@@ -155,8 +155,8 @@ def _json(values: list[float]) -> list[float | str]:
 
 
 def _frames(results: list[RankNumbers]) -> tuple[Frame, ...]:
-    def rows(name: str, cells: list[tuple[Cell, ...]]) -> tuple[tuple[Row, ...], ...]:
-        return tuple((Row(name, each),) for each in cells)
+    def rows(name: str, cells: list[tuple[Cell, ...]]) -> tuple[tuple[DrawnRow, ...], ...]:
+        return tuple((DrawnRow(name, each),) for each in cells)
 
     frames = []
     for name, note in (
@@ -189,7 +189,7 @@ def _frames(results: list[RankNumbers]) -> tuple[Frame, ...]:
     return tuple(frames)
 
 
-def _attempt_frame(results: list[RankNumbers], number: int, attempt: Attempt) -> Frame:
+def _attempt_frame(results: list[RankNumbers], number: int, attempt: ScaledStep) -> Frame:
     if attempt.is_finite:
         text = "the sum is finite, so it is divided by the scale and the weights are updated."
     else:
@@ -202,9 +202,9 @@ def _attempt_frame(results: list[RankNumbers], number: int, attempt: Attempt) ->
         f"Step {number + 1}, loss scale {attempt.scale:,.0f}: {text}",
         tuple(
             (
-                Row("scaled gradient", _number_cells(each.local)),
-                Row("sum over ranks", _number_cells(each.summed)),
-                Row("weights", cells_of(each.weights, "done" if each.is_finite else "")),
+                DrawnRow("scaled gradient", _number_cells(each.local)),
+                DrawnRow("sum over ranks", _number_cells(each.summed)),
+                DrawnRow("weights", cells_of(each.weights, "done" if each.is_finite else "")),
             )
             for each in attempts
         ),
@@ -262,7 +262,7 @@ def _small_gradients() -> dict[str, float]:
     }
 
 
-def _train(world: Communicator) -> list[Attempt]:
+def _train(world: Communicator) -> list[ScaledStep]:
     """Make steps in float16. On the last rank, the gradient of the first one overflows."""
     import torch
 
@@ -273,7 +273,7 @@ def _train(world: Communicator) -> list[Attempt]:
     weights = torch.ones(_WEIGHTS, requires_grad=True)
     slope = _LARGE_SLOPE if world.rank == world.size - 1 else 0.5
     slopes = torch.tensor([0.25, 1e-4, slope])
-    attempts: list[Attempt] = []
+    attempts: list[ScaledStep] = []
     for _ in range(3):
         scale = float(scaler.scale)
         weights.grad = None
@@ -290,7 +290,7 @@ def _train(world: Communicator) -> list[Attempt]:
                 weights -= 0.1 * gradient / world.size
         scaler.update(is_finite)
         attempts.append(
-            Attempt(
+            ScaledStep(
                 scale,
                 local,
                 summed,

@@ -15,7 +15,7 @@ from paceline.core.events import Event
 from paceline.core.files import Scratch
 from paceline.core.formatting import counted
 from paceline.explain.catalog import ExplainOptions
-from paceline.explain.record import Cell, Check, Frame, Recording, Row, Span
+from paceline.explain.record import Cell, Check, DrawnRow, Frame, Recording, Span
 
 #: The ranks are those of `paceline sft`, which has its own fork server.
 PRELOAD = ()
@@ -32,7 +32,7 @@ _ABOUT = (
 
 
 @dataclass
-class RunState:
+class RecoveryState:
     """What a run has done up to an event."""
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -157,7 +157,7 @@ def _replay(
     """Return the frames and spans of a run, and the losses of each step when it was first and last
     made."""
     begin = next(event["time"] for event in events if event["type"] == "run_start")
-    state, first = RunState(), dict[int, float]()
+    state, first = RecoveryState(), dict[int, float]()
     frames: list[Frame] = []
     spans: list[Span] = []
     is_lost = False
@@ -203,7 +203,7 @@ def _replay(
     return tuple(frames), tuple(spans), first, last
 
 
-def _rows(state: RunState, ranks: int, is_lost: bool) -> tuple[tuple[Row, ...], ...]:
+def _rows(state: RecoveryState, ranks: int, is_lost: bool) -> tuple[tuple[DrawnRow, ...], ...]:
     """Return the steps that each rank has made, and the checkpoints of the run."""
     newest = max(state.losses, default=0)
 
@@ -221,4 +221,7 @@ def _rows(state: RunState, ranks: int, is_lost: bool) -> tuple[tuple[Row, ...], 
         Cell("saved", tone="done") if step in state.checkpoints else Cell("", tone="idle")
         for step in range(1, _STEPS + 1)
     )
-    return (*((Row("steps", steps(rank)),) for rank in range(ranks)), (Row("saved", saved),))
+    return (
+        *((DrawnRow("steps", steps(rank)),) for rank in range(ranks)),
+        (DrawnRow("saved", saved),),
+    )

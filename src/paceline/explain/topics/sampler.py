@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.formatting import counted
 from paceline.explain.catalog import ExplainOptions
-from paceline.explain.record import Cell, Check, Frame, Recording, Row, Tone
+from paceline.explain.record import Cell, Check, DrawnRow, Frame, Recording, Tone
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _caption(case: str, repeated: list[int], missing: list[int]) -> str:
 
 def _rows(
     samples: dict[str, list[list[int]]], case: str, width: int
-) -> tuple[tuple[Row, ...], ...]:
+) -> tuple[tuple[DrawnRow, ...], ...]:
     """Return the samples of each rank. A sample that came before is marked, in the order in which
     the ranks read them."""
     by_rank, seen, tones = samples[case], set[int](), dict[tuple[int, int], Tone]()
@@ -126,7 +126,7 @@ def _rows(
                 seen.add(part[place])
     return tuple(
         (
-            Row(
+            DrawnRow(
                 "samples",
                 tuple(
                     Cell(str(part[place]), tone=tones[rank, place])

@@ -13,9 +13,9 @@ from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import (
     Cell,
     Check,
+    DrawnRow,
     Frame,
     Recording,
-    Row,
     Tone,
     cells_of,
     check_traffic,
@@ -182,7 +182,7 @@ def _rows(
     shown: dict[str, Tone],
     is_summed: bool = False,
     has_gradient: bool = False,
-) -> tuple[tuple[Row, ...], ...]:
+) -> tuple[tuple[DrawnRow, ...], ...]:
     units = _UNITS * len(results)
     rows = []
     for rank, result in enumerate(results):
@@ -202,10 +202,10 @@ def _rows(
         }
         rows.append(
             (
-                Row("input", cells["input"]),
-                Row("hidden units", tuple(hidden)),
-                Row("output", cells["output"]),
-                Row("input gradient", cells["input gradient"]),
+                DrawnRow("input", cells["input"]),
+                DrawnRow("hidden units", tuple(hidden)),
+                DrawnRow("output", cells["output"]),
+                DrawnRow("input gradient", cells["input gradient"]),
             )
         )
     return tuple(rows)

@@ -15,9 +15,9 @@ from paceline.explain.calls import collectives_of, spans_of
 from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import (
     Check,
+    DrawnRow,
     Frame,
     Recording,
-    Row,
     Span,
     check_traffic,
     on_step_clock,
@@ -149,7 +149,7 @@ def _frame(stage: list[RankStage], time_s: float, moved_psi: float) -> Frame:
     first = stage[0]
     rows = tuple(
         tuple(
-            Row(kind, size_bytes=rank.sizes[kind], expected_bytes=first.declared[kind])
+            DrawnRow(kind, size_bytes=rank.sizes[kind], expected_bytes=first.declared[kind])
             for kind in KINDS
         )
         for rank in stage

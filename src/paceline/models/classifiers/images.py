@@ -291,7 +291,7 @@ def save_image_model(
     write_json_atomic(folder / "config.json", spec)
 
 
-class _SavedModel(TypedDict):
+class _SavedClassifier(TypedDict):
     """The config.json of a saved built-in model."""
 
     format: str
@@ -300,10 +300,10 @@ class _SavedModel(TypedDict):
     classes: list[str]
 
 
-def _saved_model(name: str) -> _SavedModel | None:
+def _saved_model(name: str) -> _SavedClassifier | None:
     """Return the config.json of a folder that this module wrote, or None for any other folder."""
     content = read_object(Path(name).expanduser() / "config.json") or {}
-    return cast(_SavedModel, content) if content.get("format") == _FORMAT else None
+    return cast(_SavedClassifier, content) if content.get("format") == _FORMAT else None
 
 
 def load_classifier(folder: str | Path) -> tuple[nn.Module, list[str]]:

@@ -60,7 +60,7 @@ class Style:
 
 
 @dataclass(frozen=True)
-class Range:
+class RowRange:
     """A range of ``length`` rows (or columns) of a full weight that begins at ``start``. ``copies``
     ranks hold it, and one of them owns it."""
 
@@ -111,23 +111,27 @@ def needed_divisor(text: str, length: int) -> int:
     return 0 if style.name == KV_COLUMN and style.number == 1 else length
 
 
-def ranges(text: str, length: int, size: int, rank: int) -> tuple[Range, ...]:
+def ranges(text: str, length: int, size: int, rank: int) -> tuple[RowRange, ...]:
     """Return the ranges of a dimension of ``length`` that ``rank`` of ``size`` ranks holds, in the
     order of its local weight."""
     style = parse_style(text)
     if style.name in (PACKED_COLUMN, PACKED_ROW):
         block = length // style.number
         share = block // size
-        return tuple(Range(number * block + rank * share, share) for number in range(style.number))
+        return tuple(
+            RowRange(number * block + rank * share, share) for number in range(style.number)
+        )
     if style.name == KV_COLUMN and style.number % size:
         head, copies = length // style.number, size // style.number
-        return (Range(rank // copies * head, head, copies, rank % copies == 0),)
+        return (RowRange(rank // copies * head, head, copies, rank % copies == 0),)
     if style.name == MULTI_QUERY_COLUMN:
         head = length // (style.number + 2)
         share = style.number // size * head
-        return Range(rank * share, share), Range(style.number * head, 2 * head, size, rank == 0)
+        return RowRange(rank * share, share), RowRange(
+            style.number * head, 2 * head, size, rank == 0
+        )
     share = length // size
-    return (Range(rank * share, share),)
+    return (RowRange(rank * share, share),)
 
 
 def cut_dim(parameter: str, dims: int, plan: Mapping[str, str]) -> int | None:
@@ -151,7 +155,7 @@ def cut_dim(parameter: str, dims: int, plan: Mapping[str, str]) -> int | None:
 
 def local_ranges(
     parameter: str, shape: tuple[int, ...], plan: Mapping[str, str], size: int
-) -> tuple[int, tuple[Range, ...]]:
+) -> tuple[int, tuple[RowRange, ...]]:
     """Return the dimension along which a parameter is split and the ranges that the first of
     ``size`` ranks holds, or (-1, ()) if it is not split.
 
@@ -162,7 +166,7 @@ def local_ranges(
         return -1, ()
     local = ranges(_style_of(parameter, plan)[0], shape[dim], size, 0)
     if len(local) == 1 and local[0].copies == 1:
-        local = (Range(0, math.ceil(shape[dim] / size)),)
+        local = (RowRange(0, math.ceil(shape[dim] / size)),)
     return dim, local
 
 

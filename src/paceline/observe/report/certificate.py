@@ -33,7 +33,7 @@ class BoundsReport(TypedDict):
     floor: float
 
 
-class ModeReport(TypedDict):
+class ModeCertificate(TypedDict):
     """The result of one mode."""
 
     mode: str
@@ -57,7 +57,7 @@ class Certificate(TypedDict):
     world_size: int
     reference: str
     ok: bool
-    modes: list[ModeReport]
+    modes: list[ModeCertificate]
     steps: int
     device: str
     precision: str

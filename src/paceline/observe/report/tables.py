@@ -24,7 +24,7 @@ _NAMES = {
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "total")
 
 
-class Table(NamedTuple):
+class FigureTable(NamedTuple):
     """A table of figures that were measured at ``step``."""
 
     columns: list[str]
@@ -32,7 +32,7 @@ class Table(NamedTuple):
     step: int | None = None
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A row of the communication table. ``is_text`` tells whether the value is a sentence instead
     of a figure."""
 
@@ -41,7 +41,7 @@ class Row(NamedTuple):
     is_text: bool
 
 
-def rank_table(steps: Sequence[StepEvent]) -> Table:
+def rank_table(steps: Sequence[StepEvent]) -> FigureTable:
     """Return the figures of each rank in the last step that has them."""
     last = next((step for step in reversed(steps) if step.get("ranks")), StepEvent())
     rows = last.get("ranks") or []
@@ -49,10 +49,10 @@ def rank_table(steps: Sequence[StepEvent]) -> Table:
     if "forward_s" in keys:
         keys = [key for key in keys if key not in _OLDER]
     cells = [[_cell(key, row.get(key)) for key in keys] for row in rows]
-    return Table([_NAMES.get(key, key) for key in keys], cells, last.get("step"))
+    return FigureTable([_NAMES.get(key, key) for key in keys], cells, last.get("step"))
 
 
-def source_table(report: Report) -> Table:
+def source_table(report: Report) -> FigureTable:
     """Return the figures of each source; empty if there is only one."""
     rows = [
         [
@@ -65,10 +65,10 @@ def source_table(report: Report) -> Table:
         ]
         for source in report.get("sources", [])
     ]
-    return Table(["samples", "tokens", "epochs", "first loss", "final loss"], rows)
+    return FigureTable(["samples", "tokens", "epochs", "first loss", "final loss"], rows)
 
 
-def memory_table(events: Sequence[Event], start: RunStartEvent) -> Table:
+def memory_table(events: Sequence[Event], start: RunStartEvent) -> FigureTable:
     """Return the predicted maximum memory and the measured memory of each rank. Empty if memory was
     not measured.
 
@@ -85,7 +85,7 @@ def memory_table(events: Sequence[Event], start: RunStartEvent) -> Table:
         [name, *(formatting.size(formatting.finite(row.get(kind))) for kind in _KINDS)]
         for name, row in rows
     ]
-    return Table(list(_KINDS), cells)
+    return FigureTable(list(_KINDS), cells)
 
 
 def _cell(key: str, value: Any) -> str:
@@ -102,7 +102,7 @@ def _cell(key: str, value: Any) -> str:
     return formatting.UNKNOWN if value is None else str(value)
 
 
-def communication_rows(report: Report) -> list[Row]:
+def communication_rows(report: Report) -> list[TableRow]:
     """Return the rows of the communication table; empty if the report has no ``communication``."""
     figures, link = report.get("communication") or {}, report.get("link") or {}
     if not figures:
@@ -135,8 +135,8 @@ def communication_rows(report: Report) -> list[Row]:
         sentences.append(("Pays on this link", verdict))
     if figures.get("why"):
         sentences.append(("Why", str(figures["why"])))
-    return [Row(name, value, False) for name, value in rows] + [
-        Row(name, value, True) for name, value in sentences
+    return [TableRow(name, value, False) for name, value in rows] + [
+        TableRow(name, value, True) for name, value in sentences
     ]
 
 

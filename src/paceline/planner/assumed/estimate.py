@@ -7,7 +7,7 @@ from typing import Literal, TypedDict
 from paceline.core.errors import ConfigError
 from paceline.planner.assumed.keys import Value, assume, check_experts
 from paceline.planner.hardware import Machine
-from paceline.planner.memory.parts import MemoryParts, memory_parts
+from paceline.planner.memory.parts import AssumedMemory, memory_parts
 from paceline.planner.memory.total import MemoryKind, memory_bytes, memory_coefficients
 from paceline.planner.mode_time import TimeEstimate, time_of_setup
 from paceline.planner.setup import TrainingSetup
@@ -44,7 +44,7 @@ class AssumedEstimate:
 
     values: Mapping[str, Value]
     setup: TrainingSetup
-    parts: MemoryParts
+    parts: AssumedMemory
     allocated_bytes: float
     driver_bytes: float
     limit_bytes: int

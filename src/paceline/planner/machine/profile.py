@@ -106,7 +106,7 @@ class MeasuredLink:
 
 
 @dataclass(frozen=True)
-class Profile:
+class DeviceProfile:
     """The measurements of a kind of device.
 
     Args:
@@ -135,7 +135,7 @@ def save(device_type: str, link: MeasuredLink | None, rates: Sequence[DeviceRate
     if earlier is not None:
         rates = [*rates, *(each for each in earlier.rates if each.num_ranks not in numbers)]
         link = earlier.link if link is None else link
-    profile = Profile(
+    profile = DeviceProfile(
         socket.gethostname(), device_type, date.today().isoformat(), link, tuple(rates)
     )
     path = cache_dir() / _FILE
@@ -144,14 +144,14 @@ def save(device_type: str, link: MeasuredLink | None, rates: Sequence[DeviceRate
     return path
 
 
-def read(device_type: str) -> Profile | None:
+def read(device_type: str) -> DeviceProfile | None:
     """Return the profile of this machine for this device type; None if there is no readable one."""
     try:
         content = json.loads((cache_dir() / _FILE).read_text(encoding="utf-8"))
         if content.pop("version") != _VERSION:
             return None
         link, rates = content.pop("link"), content.pop("rates")
-        profile = Profile(
+        profile = DeviceProfile(
             **content,
             link=None if link is None else MeasuredLink(**link),
             rates=tuple(rates_from(each) for each in rates),

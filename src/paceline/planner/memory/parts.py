@@ -14,7 +14,7 @@ _MOMENTS = {"adamw": 8.0, "adamw-bf16": 4.0, "adamw-8bit": 2.03, "adamw-4bit": 1
 
 
 @dataclass(frozen=True)
-class MemoryParts:
+class AssumedMemory:
     """Bytes on a rank. All fields are numbers, so that a fit can evaluate many set-ups at once.
 
     Args:
@@ -32,7 +32,7 @@ class MemoryParts:
     temporary: float
 
 
-def memory_parts(setup: TrainingSetup) -> MemoryParts:
+def memory_parts(setup: TrainingSetup) -> AssumedMemory:
     """Return what a rank of the first pipeline stage holds, which has most micro-batches between
     forward and backward, with a head if there is one stage."""
     layer = layer_bytes(setup)
@@ -43,7 +43,7 @@ def memory_parts(setup: TrainingSetup) -> MemoryParts:
     if "activations" in setup.offload:
         kept = 2 * layer * setup.tokens
     repeats = setup.recompute in ("full", "selective", "alternate-products")
-    return MemoryParts(
+    return AssumedMemory(
         weights=_weights(setup),
         gradients=_gradients(setup),
         optimizer=_optimizer(setup),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.planner.memory.parts import MemoryParts
+from paceline.planner.memory.parts import AssumedMemory
 from paceline.planner.setup import TrainingSetup
 
 #: How a figure was measured: tensors, the allocator's blocks, or all that the driver counts.
@@ -14,8 +14,8 @@ MemoryKind = Literal["allocated", "reserved", "driver"]
 
 @dataclass(frozen=True)
 class MemoryCoefficients:
-    """Fitted factors of :class:`~paceline.planner.memory.parts.MemoryParts`, and the share and the
-    bytes that the allocator and the driver add."""
+    """Fitted factors of :class:`~paceline.planner.memory.parts.AssumedMemory`, and the share and
+    the bytes that the allocator and the driver add."""
 
     state: float
     gathered: float
@@ -55,7 +55,7 @@ def memory_coefficients(
     return MemoryCoefficients(**values)
 
 
-def memory_bytes(parts: MemoryParts, factors: MemoryCoefficients) -> float:
+def memory_bytes(parts: AssumedMemory, factors: MemoryCoefficients) -> float:
     """Return the bytes of a rank; of arrays, elementwise."""
     state = parts.weights + parts.gradients + parts.optimizer
     tensors = (

@@ -12,7 +12,7 @@ from paceline.parallel.registry import ParallelLayout
 from paceline.planner.advice import advise
 from paceline.planner.estimate import USABLE, ModeEstimate
 from paceline.planner.search.search import EQUAL, Candidate
-from paceline.planner.search.space import Space, open_space
+from paceline.planner.search.space import SettingSpace, open_space
 from paceline.planner.search.trials import Settings, Trials, settings_text, with_settings
 
 #: Share of an accelerator's memory above which a run is refused. Estimates are not more accurate
@@ -128,7 +128,7 @@ def _fastest(fitting: list[Candidate]) -> Candidate:
     return min(equal, key=lambda each: (_host_bytes(each.mode), each.complexity))
 
 
-def _settings(space: Space, replicas: int) -> Iterator[Settings]:
+def _settings(space: SettingSpace, replicas: int) -> Iterator[Settings]:
     """Yield the combinations of the open settings. Micro-batches are not larger than the config's,
     unless it leaves their size to the choice."""
     args = space.config.train_args

@@ -12,7 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.parallel.registry import STRATEGIES, ParallelLayout
 from paceline.planner.estimate import ModeEstimate
 from paceline.planner.search.buckets import bucket_size
-from paceline.planner.search.space import Saving, Space, open_space
+from paceline.planner.search.space import Saving, SettingSpace, open_space
 from paceline.planner.search.trials import Settings, Trials, settings_text, with_settings
 
 Objective = Literal["time", "memory", "cost"]
@@ -123,7 +123,7 @@ def search(
 
 
 def _search(
-    trials: Trials, space: Space, layouts: Iterable[ParallelLayout], objective: Objective
+    trials: Trials, space: SettingSpace, layouts: Iterable[ParallelLayout], objective: Objective
 ) -> SearchResult:
     bases = [_Layout(trials, space, layout) for layout in layouts]
     possible = [base for base in bases if base.fastest is not None]
@@ -182,7 +182,7 @@ def pareto_front(trials: Trials, layouts: Iterable[ParallelLayout]) -> list[Cand
 class _Layout:
     """A layout and the settings to try with it."""
 
-    def __init__(self, trials: Trials, space: Space, layout: ParallelLayout) -> None:
+    def __init__(self, trials: Trials, space: SettingSpace, layout: ParallelLayout) -> None:
         self.trials = trials
         self.layout = layout
         self.savings = space.savings()

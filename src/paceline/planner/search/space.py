@@ -36,7 +36,7 @@ class Saving:
 
 
 @dataclass(frozen=True)
-class Space:
+class SettingSpace:
     """The open settings of a config.
 
     Args:
@@ -97,7 +97,7 @@ class Space:
             yield from ((each, accumulation_of(batch, each, replicas)) for each in sizes)
 
 
-def open_space(trials: Trials, *, offloads_all: bool = False) -> Space:
+def open_space(trials: Trials, *, offloads_all: bool = False) -> SettingSpace:
     """Return what a search may change.
 
     Args:
@@ -115,7 +115,7 @@ def open_space(trials: Trials, *, offloads_all: bool = False) -> Space:
     offloads = tuple(name for name in names if is_open and (has_blocks or name != "activations"))
     # BatchNorm computes its statistics over a micro-batch.
     has_open_sizes = SIZE in open_keys and not trials.model(config).has_batch_norm
-    return Space(config, recomputations, offloads, has_open_sizes)
+    return SettingSpace(config, recomputations, offloads, has_open_sizes)
 
 
 def _divisors(number: int) -> list[int]:

@@ -5,7 +5,7 @@ All arithmetic is elementwise, so that a fit can evaluate many set-ups at once a
 
 from dataclasses import dataclass
 
-from paceline.planner.time.work import Work
+from paceline.planner.time.work import RankWork
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Coefficients:
 
 
 @dataclass(frozen=True)
-class StepTime:
+class EstimatedStepTime:
     """The seconds of a step.
 
     Args:
@@ -110,7 +110,7 @@ class StepTime:
         )
 
 
-def step_time(work: Work, reached: Coefficients) -> StepTime:
+def step_time(work: RankWork, reached: Coefficients) -> EstimatedStepTime:
     """Return the time of a step, by its parts."""
     products = _products(work, reached)
     attention = work.attention_s / reached.attention_share
@@ -143,7 +143,7 @@ def step_time(work: Work, reached: Coefficients) -> StepTime:
     traffic = traffic + gather + tied
     host = work.host_copy_s * reached.host_copy
     number = work.micro_batches
-    return StepTime(
+    return EstimatedStepTime(
         products_s=products * number,
         attention_s=attention * number,
         memory_s=memory * number,
@@ -156,7 +156,7 @@ def step_time(work: Work, reached: Coefficients) -> StepTime:
     )
 
 
-def _products(work: Work, reached: Coefficients) -> float:
+def _products(work: RankWork, reached: Coefficients) -> float:
     """Return the time of matrix products: those with few rows or narrow weights reach less of the
     peak, as tiles and launches are not filled."""
     layers = work.products_s + reached.row_loss * work.products_per_row
@@ -164,13 +164,13 @@ def _products(work: Work, reached: Coefficients) -> float:
     return layers / reached.product_share + _head(work, reached)
 
 
-def _head(work: Work, reached: Coefficients) -> float:
+def _head(work: RankWork, reached: Coefficients) -> float:
     head = work.head_s + reached.head_row_loss * work.head_per_row
     head = head + reached.head_width_loss * work.head_per_width
     return head / reached.head_share
 
 
-def _idle(busy: float, work: Work, reached: Coefficients) -> float:
+def _idle(busy: float, work: RankWork, reached: Coefficients) -> float:
     """Return the idle time of a pipeline whose last stage has the head, and as many layers as the
     others: every micro-batch takes the time of the last stage, and one passes through the others
     before and after it (Narayanan et al., 2021, section 2.2).
@@ -183,12 +183,12 @@ def _idle(busy: float, work: Work, reached: Coefficients) -> float:
     return (longer * work.micro_batches + others / work.chunks) * reached.bubble
 
 
-def _longer(work: Work, reached: Coefficients) -> float:
+def _longer(work: RankWork, reached: Coefficients) -> float:
     """Return by how much the last stage, with the head, takes longer than the mean stage."""
     return (_head(work, reached) + work.logits_s * reached.logits) * (work.stages - 1)
 
 
-def _hops(busy: float, work: Work, reached: Coefficients) -> float:
+def _hops(busy: float, work: RankWork, reached: Coefficients) -> float:
     """Return the time of the messages between the stages that computation waits for: those of the
     first and of the last micro-batch, and of each as far as they take longer than the last stage's
     computation, during which they are sent."""
@@ -198,7 +198,7 @@ def _hops(busy: float, work: Work, reached: Coefficients) -> float:
     return hop * (work.stages - 1) + beyond * work.micro_batches
 
 
-def _exposed(work: Work, reached: Coefficients) -> float:
+def _exposed(work: RankWork, reached: Coefficients) -> float:
     """Return the time of the exchanges that a layer waits for in a micro-batch."""
     tensor = _larger(
         work.tensor_link_s / reached.tensor_link_share,
@@ -215,13 +215,13 @@ def _exposed(work: Work, reached: Coefficients) -> float:
     return tensor * reached.tensor_exposed + context + experts
 
 
-def _traffic(link_s: float, network_s: float, work: Work, reached: Coefficients) -> float:
+def _traffic(link_s: float, network_s: float, work: RankWork, reached: Coefficients) -> float:
     """Return the time of a collective over hosts: the slower of the two kinds of links."""
     across = reached.network_share * (1 - reached.network_decay * work.hosts_log)
     return _larger(link_s / reached.link_share, network_s / across)
 
 
-def _unhidden_sync(sync: float, micro_batch: float, work: Work, reached: Coefficients) -> float:
+def _unhidden_sync(sync: float, micro_batch: float, work: RankWork, reached: Coefficients) -> float:
     """Return what the all-reduces of gradients add to a step. They start when the first bucket is
     full, and the last one starts after backward. If buckets are equal and filled at a constant
     rate, one of these two decides when the last ends."""

@@ -21,7 +21,7 @@ _ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """The work of a rank. Times that only depend on a data sheet are in seconds at its figures; a
     fitted share of them is reached. All fields are numbers, so that a fit can evaluate many set-ups
     at once, as arrays.
@@ -135,7 +135,7 @@ def layer_products(setup: TrainingSetup) -> Iterator[_Product]:
     yield _Product(rows, wide, dims.hidden, count)
 
 
-def count_work(setup: TrainingSetup, rates: Rates) -> Work:
+def count_work(setup: TrainingSetup, rates: Rates) -> RankWork:
     """Count the work of a rank whose pipeline stage has the mean number of layers."""
     layers, passes = setup.stage_layers, (2 if setup.is_frozen else 3) + setup.products_again
     dims, tokens = setup.dims, setup.tokens
@@ -157,7 +157,7 @@ def count_work(setup: TrainingSetup, rates: Rates) -> Work:
     buckets = math.ceil(1 / first_bucket) * rates.message_s
     head_s = head.flops * head_scale
     layers_s = scale * sum(product.flops for product in products)
-    return Work(
+    return RankWork(
         products_s=layers_s,
         products_per_row=scale * sum(each.flops / each.rows for each in products),
         products_per_width=scale

@@ -99,7 +99,7 @@ def quiet() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Range:
+class PartitionRange:
     """A range of a parameter in this rank's partition.
 
     Args:
@@ -121,7 +121,7 @@ class Range:
         return self.flat.detach().narrow(0, self.start, self.count)
 
 
-def ranges(zero: Any, stage: int, rank: int) -> Iterator[Range]:
+def ranges(zero: Any, stage: int, rank: int) -> Iterator[PartitionRange]:
     """Yield the ranges in this rank's partitions, without padding.
 
     Args:
@@ -130,7 +130,7 @@ def ranges(zero: Any, stage: int, rank: int) -> Iterator[Range]:
     return _ranges_of_weights(zero, rank) if stage == 3 else _ranges_of_groups(zero, rank)
 
 
-def _ranges_of_groups(zero: Any, rank: int) -> Iterator[Range]:
+def _ranges_of_groups(zero: Any, rank: int) -> Iterator[PartitionRange]:
     """Stages 1 and 2 concatenate the parameters of a group and split the result into equal
     parts."""
     for number, flat in enumerate(zero.single_partition_of_fp32_groups):
@@ -142,10 +142,10 @@ def _ranges_of_groups(zero: Any, rank: int) -> Iterator[Range]:
             position = begin + parameter.numel()
             low, high = max(begin, first), min(position, last)
             if low < high:
-                yield Range(parameter, flat, low - first, low - begin, high - low)
+                yield PartitionRange(parameter, flat, low - first, low - begin, high - low)
 
 
-def _ranges_of_weights(zero: Any, rank: int) -> Iterator[Range]:
+def _ranges_of_weights(zero: Any, rank: int) -> Iterator[PartitionRange]:
     """Stage 3 splits each parameter into equal parts, the last of which may be padded or empty."""
     for flat, parameters in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
         start = 0
@@ -153,7 +153,7 @@ def _ranges_of_weights(zero: Any, rank: int) -> Iterator[Range]:
             size = parameter.partition_numel()
             count = min(size, parameter.ds_numel - rank * size)
             if count > 0:
-                yield Range(parameter, flat, start, rank * size, count)
+                yield PartitionRange(parameter, flat, start, rank * size, count)
             start += size
 
 

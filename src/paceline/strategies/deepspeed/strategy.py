@@ -47,7 +47,7 @@ from paceline.parallel.strategy import (
 )
 from paceline.strategies.deepspeed.config import engine_config, stage_of
 from paceline.strategies.deepspeed.package import (
-    Range,
+    PartitionRange,
     gradient_tensors,
     import_deepspeed,
     owners,
@@ -140,7 +140,7 @@ class DeepSpeedStrategy(Strategy):
                 setattr(self.zero, name, self._noting_gradients(reduce))
         return self.optimizer
 
-    def _ranges(self) -> Iterator[Range]:
+    def _ranges(self) -> Iterator[PartitionRange]:
         return ranges(self.zero, self.stage, self.world.rank)
 
     # -- a step

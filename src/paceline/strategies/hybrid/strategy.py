@@ -20,7 +20,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import RunError
 from paceline.distributed.communicator import Communicator
 from paceline.models.tensor_plan.plan import find_tensor_plan
-from paceline.models.tensor_plan.style import Range
+from paceline.models.tensor_plan.style import RowRange
 from paceline.models.weights import deferred_conversion, move_model
 from paceline.parallel.buckets.gradients import GradientBuckets, squared_norm_of
 from paceline.parallel.buckets.strategy import BucketedStrategy
@@ -256,7 +256,7 @@ class HybridStrategy(BucketedStrategy):
             else:
                 yield from _cut_parts(part, cut, owned)
 
-    def _shared_gradients(self) -> list[tuple[torch.Tensor, Range]]:
+    def _shared_gradients(self) -> list[tuple[torch.Tensor, RowRange]]:
         """Return this rank's gradients of weights that several ranks of the tensor group hold."""
         assert self.tensor is not None
         shared = []

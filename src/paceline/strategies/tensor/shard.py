@@ -31,7 +31,7 @@ from paceline.models.tensor_plan.style import (
     ROW,
     ROW_SPLIT,
     SUMMED,
-    Range,
+    RowRange,
     cut_axis,
     kind_of,
     needed_divisor,
@@ -60,14 +60,14 @@ class TensorSlice:
     full parameter, whose shape is ``shape``."""
 
     dim: int
-    ranges: tuple[Range, ...]
+    ranges: tuple[RowRange, ...]
     shape: tuple[int, ...]
 
     @property
     def start(self) -> int:
         return self.ranges[0].start
 
-    def pieces(self, begin: int, length: int) -> list[tuple[int, int, Range]]:
+    def pieces(self, begin: int, length: int) -> list[tuple[int, int, RowRange]]:
         """Split the rows [begin, begin + length) of this rank's part by range.
 
         Returns:

@@ -51,7 +51,7 @@ Phase = Literal["first", "check", "watch", "confirm", "fixed"]
 
 
 @dataclass(frozen=True)
-class StepTime:
+class MeasuredStep:
     """The measurement of one step on this rank. ``compute_s`` is the time of forward and backward
     without waits for other ranks; ``positions`` counts those of its micro-batches, padding
     included."""
@@ -131,7 +131,7 @@ class Balancer(Callback):
     checkpoints: CheckpointManager
     phase: Phase = "fixed"
     _timer: ComputeTimer | None = field(default=None, init=False)
-    _steps: list[StepTime] = field(default_factory=list, init=False)
+    _steps: list[MeasuredStep] = field(default_factory=list, init=False)
     _positions: int = field(default=0, init=False)
     _wait_steps: int = field(default=_WARMUP_STEPS, init=False)
     _left: int = field(default=_MEASURED_STEPS, init=False)
@@ -257,7 +257,9 @@ class Balancer(Callback):
         if compute_s > 0 and self._positions > 0:
             num_micro_batches = self.counts[self.data.replica]
             self._steps.append(
-                StepTime(compute_s, self.metrics.last_step_s, self._positions, num_micro_batches)
+                MeasuredStep(
+                    compute_s, self.metrics.last_step_s, self._positions, num_micro_batches
+                )
             )
 
     def _gather(self) -> Measured | None:

@@ -191,7 +191,7 @@ class StepLogger(Callback):
             event["metrics"] = self.task_metrics.means([row[second:] for row in rows])
 
 
-class MemoryReport(Callback):
+class MemoryReporter(Callback):
     """Emits one ``memory`` event, after the first steps of this attempt."""
 
     def __init__(self, strategy: Strategy, model: nn.Module, events: EventLog) -> None:

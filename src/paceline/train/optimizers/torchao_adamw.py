@@ -23,7 +23,7 @@ if not hasattr(TorchaoAdamW, "_new_buffer"):  # not documented
     )
 
 
-class AdamW8bit(TorchaoAdamW):  # type: ignore[misc]
+class TorchaoAdamW8bit(TorchaoAdamW):  # type: ignore[misc]
     """torchao's AdamW, whose state can be stored in checkpoints.
 
     torchao compiles the update. On a CPU, where this needs a C++ compiler and takes seconds for

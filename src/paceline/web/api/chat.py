@@ -15,7 +15,7 @@ from paceline.web.state import Panel, RunId
 router = APIRouter()
 
 
-class Message(BaseModel):
+class ChatTurn(BaseModel):
     """One turn of a chat."""
 
     role: Literal["system", "user", "assistant"]
@@ -25,7 +25,7 @@ class Message(BaseModel):
 class Question(BaseModel):
     """A chat to continue with the model's next answer."""
 
-    messages: list[Message] = Field(min_length=1, max_length=200)
+    messages: list[ChatTurn] = Field(min_length=1, max_length=200)
     model: Literal["tuned", "base"] = "tuned"
     max_new_tokens: int = Field(256, ge=1, le=4096)
     temperature: float = Field(0.0, ge=0, le=5)

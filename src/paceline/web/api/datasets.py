@@ -82,7 +82,7 @@ _UPLOAD_FORM = {
 }
 
 
-class Preview(BaseModel):
+class PreviewRequest(BaseModel):
     """A config, and the number of rows to show of each of its datasets."""
 
     yaml: Annotated[str, Field(max_length=1 << 20)]
@@ -142,7 +142,7 @@ async def upload(request: Request, panel: Panel) -> dict[str, str | int] | Respo
 
 
 @router.post("/api/preview")
-async def preview(body: Preview, panel: Panel) -> JSONObject:
+async def preview(body: PreviewRequest, panel: Panel) -> JSONObject:
     """Return the first rows as the model gets them (``paceline data preview --json``)."""
     args = ["data", "preview", "CONFIG", "--rows", str(body.rows)]
     return await panel.commands.run("preview", args, body.yaml)
@@ -172,7 +172,7 @@ def safe_name(file_name: str) -> str:
     return stem + suffix.lower()
 
 
-class _Part:
+class _UploadedFile:
     """The file of a multipart form, written to ``output`` while it is received."""
 
     def __init__(self, output: IO[bytes]) -> None:
@@ -253,7 +253,7 @@ async def take_upload(
         if os.path.realpath(folder) != str(folder):
             raise ConfigError(f"{folder} is a symbolic link", fix="replace it with a folder")
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".upload-") as output:
-            part = _Part(output)
+            part = _UploadedFile(output)
             try:
                 await _take(request, part.parser(boundary), folder, limit_bytes)
             except FormParserError as error:

@@ -19,20 +19,20 @@ router = APIRouter()
 Yaml = Annotated[str, Field(max_length=1 << 20, description="The text of a config.")]
 
 
-class Text(BaseModel):
+class ConfigText(BaseModel):
     """A config as it is typed."""
 
     yaml: Yaml
 
 
-class Edit(Text):
+class Edit(ConfigText):
     """Keys to set in the text of a config, and keys to remove."""
 
     values: JSONObject = Field(default_factory=dict, max_length=500)
     remove: list[str] = Field(default_factory=list, max_length=500)
 
 
-class Start(Text):
+class Start(ConfigText):
     """A run to start."""
 
     name: str
@@ -76,7 +76,7 @@ def presets() -> dict[str, list[dict[str, str]]]:
 
 
 @router.post("/api/check")
-def check(body: Text) -> JSONObject:
+def check(body: ConfigText) -> JSONObject:
     """Return the mistakes of a config, each with its line and key, and the values of its keys."""
     return dict(load_configs().check(body.yaml))
 
@@ -90,7 +90,7 @@ def yaml(body: Edit) -> dict[str, str | bool]:
 
 
 @router.post("/api/steps")
-async def steps(body: Text, panel: Panel) -> JSONObject:
+async def steps(body: ConfigText, panel: Panel) -> JSONObject:
     """Return the steps, batch size and warm-up that follow from the data
     (``paceline sft --dry-run --json``). The data is read and tokenized, and cached for the run."""
     return await panel.commands.run(
@@ -149,7 +149,7 @@ def resumable(id: RunId, panel: Panel) -> dict[str, str | bool]:
 
 
 @router.post("/api/runs/{id}/diff")
-def diff(id: RunId, body: Text, panel: Panel) -> JSONObject:
+def diff(id: RunId, body: ConfigText, panel: Panel) -> JSONObject:
     """Return the keys in which a config differs from that of the run. ``needs_allow``: the change
     affects the numerics of the training."""
     return {"changes": load_configs().differences(panel.run_folder(id), body.yaml)}

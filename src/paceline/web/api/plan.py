@@ -6,14 +6,14 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from paceline.planner.devices import devices
-from paceline.web.api.launch import Text, load_configs
+from paceline.web.api.launch import ConfigText, load_configs
 from paceline.web.files import JSONObject
 from paceline.web.state import Panel
 
 router = APIRouter()
 
 
-class PlanRequest(Text):
+class PlanRequest(ConfigText):
     """A config to plan for this machine's devices, or for others."""
 
     world_size: Annotated[int, Field(ge=1, le=65536)] | None = None

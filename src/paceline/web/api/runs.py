@@ -37,7 +37,7 @@ class ConfigDifference(TypedDict):
     values: dict[str, JsonValue]
 
 
-class Note(BaseModel):
+class NoteRequest(BaseModel):
     """A user's note on a run, and the run's tags."""
 
     note: str = Field("", max_length=10_000)
@@ -162,7 +162,7 @@ def report(panel: Panel, id: str) -> Response:
 
 
 @router.put("/api/runs/{id}/note")
-def put_note(panel: Panel, id: str, body: Note) -> StrictJSONResponse:
+def put_note(panel: Panel, id: str, body: NoteRequest) -> StrictJSONResponse:
     """Save a note and tags."""
     run = panel.runs.get(id)
     panel.runs.notes.put(run.path, body.note, list(dict.fromkeys(body.tags)))

@@ -27,7 +27,7 @@ _LINE_BYTES = 1 << 20
 ChatEvent = tuple[str, Mapping[str, JsonValue]]
 
 
-class Chat:
+class ChatModel:
     """Holds at most one model, whose worker ends ``IDLE_S`` after the last answer."""
 
     def __init__(self) -> None:

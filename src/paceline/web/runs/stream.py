@@ -157,7 +157,7 @@ class _Source:
         raise NotImplementedError
 
 
-class RunSource(_Source):
+class RunEventSource(_Source):
     """One run: its new events and its summary. ``position``: the byte up to which the events were
     sent."""
 
@@ -281,7 +281,7 @@ class Streams:
     """All sources that have viewers."""
 
     def __init__(self, runs: Runs) -> None:
-        self._of_runs: dict[str, RunSource] = {}
+        self._of_runs: dict[str, RunEventSource] = {}
         self._list = ListSource(runs)
         self._viewers: set[SSEClient] = set()
         self._lookup = asyncio.Lock()
@@ -315,13 +315,13 @@ class Streams:
         finally:
             source.leave(viewer)
 
-    async def _source(self, run: Run, viewer: SSEClient) -> RunSource:
+    async def _source(self, run: Run, viewer: SSEClient) -> RunEventSource:
         """Return the source that all viewers of a run share."""
         async with self._lookup:
             source = self._of_runs.get(run.id)
             if source is None or source.run is not run or not (source.viewers or source.joining):
                 position = await asyncio.to_thread(_last_line_end, run)
-                source = self._of_runs[run.id] = RunSource(run, position)
+                source = self._of_runs[run.id] = RunEventSource(run, position)
             source.joining.add(viewer)
             return source
 
