@@ -50,7 +50,7 @@ class SourceLosses:
     """The losses of a micro-batch by source, once its loss has been computed.
 
     Args:
-        num_samples, num_tokens: of each source.
+        num_samples, num_tokens: numbers of each source.
     """
 
     def __init__(self, num_samples: list[int], num_tokens: list[int]) -> None:

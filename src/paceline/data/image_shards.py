@@ -31,7 +31,7 @@ class ImageShards:
     Args:
         source: the folder of the shards.
         names: path of each image below it; see :attr:`TarFile.path`.
-        sizes: of each image in bytes.
+        sizes: size of each image in bytes.
         labels: index of each image's class, int64 [num_images].
         dropped: number of samples that cannot be used, by reason.
     """

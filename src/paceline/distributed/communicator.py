@@ -158,7 +158,7 @@ class Communicator:
         Args:
             groups: ranks of each group; every rank is in exactly one.
             waits: counter of the seconds waited; default: a new one.
-            backend: of the new groups; default: that of all ranks.
+            backend: backend of the new groups; default: the backend of all ranks.
         """
         timeout = self.timeout if timeout_s is None else timedelta(seconds=timeout_s)
         for ranks in groups:  # every rank takes part in the creation of every group
@@ -301,7 +301,7 @@ def new_group(
     """Create a process group of these ranks. A collective of all ranks.
 
     Args:
-        backend: of the new group; default: that of all ranks.
+        backend: backend of the new group; default: the backend of all ranks.
     """
     # torch splits the communicator of a default group that is bound to a device, which is a
     # collective of all ranks. Members of a Gloo group do not take part, so the others would hang.
@@ -336,8 +336,8 @@ def init_communicator(
     script may do so too.
 
     Args:
-        device_type: of the ranks of the mesh. The ranks after them, such as the servers of a
-            parameter server, use the CPU.
+        device_type: device type of the ranks of the mesh. The ranks after them, such as the
+            servers of a parameter server, use the CPU.
         axes: sizes of the mesh; default: all ranks on the data axis.
         rank0_timeout_s: see :attr:`Communicator.rank0_timeout_s`.
 

@@ -257,7 +257,7 @@ def check_disk(
     the disk.
 
     Args:
-        checkpoint_bytes: of one checkpoint; None: not known.
+        checkpoint_bytes: size of one checkpoint; None if it is not known.
         num_kept: `save_total_limit`; None: all checkpoints are retained.
     """
     folder = existing(folder)

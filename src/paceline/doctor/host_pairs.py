@@ -50,7 +50,7 @@ class Findings:
     """The measurements of all hosts; equal on all of them.
 
     Args:
-        facts: of each host, the endpoint host first.
+        facts: facts about each host, the endpoint host first.
         num_expected: maximum number of hosts.
         probes: (measuring host, other host) → its measurements, or the error.
         num_unmeasured: pairs left out because there are too many hosts.
@@ -267,7 +267,7 @@ class HostFacts:
 
     Args:
         address: the one that the other hosts connect to.
-        mtu_bytes: of the interface; None if it is not known.
+        mtu_bytes: MTU of the interface; None if it is not known.
         lease_s: seconds until the address expires (a DHCP lease, or an IPv6 router's prefix); None
             for a static address, or if the kernel does not report it.
         ephemeral_ports: the range from which the kernel takes the ports of Gloo and NCCL; None if

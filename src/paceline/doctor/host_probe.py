@@ -46,7 +46,7 @@ class HostProbe:
 
     Args:
         clock_offset_s: how far the other host's clock is ahead, to within half the round trip.
-        bandwidth_*: of one TCP stream; None if it stalled.
+        bandwidth_*: rate of one TCP stream; None if it stalled.
         loss_*: share of UDP packets lost; None if no UDP packet arrives.
         mtu_*: the largest IP packet that arrives unfragmented; None if no UDP packet arrives.
     """
@@ -162,7 +162,7 @@ class Responder:
 
 def try_port(address: str, port: int, token: bytes | None = None, timeout_s: float = 3.0) -> str:
     """Connect to a port and return ``open``, ``refused``, ``no answer``, or the system's error.
-    ``token``: of the :class:`Responder` that must answer."""
+    ``token``: token of the :class:`Responder` that must answer."""
     try:
         with socket.create_connection((address, port), timeout=timeout_s) as connection:
             if token is not None:
@@ -184,7 +184,7 @@ def probe(
     """Measure the link to another host's :class:`Responder`. Takes about 4 seconds.
 
     Args:
-        mtus: of this host's interface and of the other's.
+        mtus: MTUs of this host's interface and of the other host's interface.
 
     Raises:
         OSError: the connection was lost, or refused.

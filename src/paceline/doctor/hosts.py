@@ -43,7 +43,7 @@ class HostEndpoint:
 
     Args:
         address: resolved.
-        local_address, interface: of this host, on the route to ``address``.
+        local_address, interface: address and interface of this host on the route to ``address``.
         is_host: this host serves the rendezvous store.
     """
 

@@ -234,7 +234,7 @@ def examine_host(
     Args:
         has_config: see :class:`DoctorOptions`.
         num_ranks: on this host.
-        endpoint_address: of the rendezvous endpoint; None on a single host.
+        endpoint_address: address of the rendezvous endpoint; None on a single host.
 
     Returns:
         The checks, and the bytes of the config's gradients (None: not known).

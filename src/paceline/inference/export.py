@@ -46,7 +46,7 @@ def export(
 
     Args:
         merge: add the adapters into the base model's weights.
-        dtype: of the written weights: auto (as they are), float32, bfloat16, float16.
+        dtype: dtype of the written weights: auto (as they are), float32, bfloat16, float16.
 
     Raises:
         ConfigError: there is no model, nothing to merge, or the target exists.

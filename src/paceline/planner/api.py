@@ -366,7 +366,7 @@ def plan(
     Args:
         config: path of a config file, or its content as a mapping.
         world_size: number of devices, one rank each; by default those of this machine.
-        device_memory: of one device, in bytes or as text with a unit (``"24GB"``).
+        device_memory: memory of one device, in bytes or as text with a unit (``"24GB"``).
         device: name of a device (``"A100-80GB"``) instead of this machine's.
         assume: values of ``--assume``, as ``"tensor=8"``.
         uses_history: whether earlier runs on this machine correct the times; False:

@@ -106,7 +106,7 @@ class ModeEstimate:
         settings: the keys of the section ``parallel`` that select it.
         cost: None if this run is not possible with the layout, because of ``reason``.
         shared_bytes: bytes of frozen weights that this rank shares with others, less its part.
-        time: of a step; None if the device's rates are not known.
+        time: times of a step; None if the device's rates are not known.
         per_second: estimated samples per second over all ranks; if ``time`` is None, it only serves
             to rank modes.
     """

@@ -22,7 +22,7 @@ def setup_of(
     Args:
         samples, length: number of samples of a micro-batch, and their mean number of tokens.
         label_share: share of the tokens that have a loss.
-        stage: of DeepSpeed.
+        stage: stage of DeepSpeed's ZeRO.
     """
     args, lora, parallel, axes = config.train_args, config.lora, config.parallel, layout.axes
     zero_stage = _ZERO_STAGES.get(layout.strategy, stage or 0)

@@ -47,7 +47,7 @@ class Machine:
     """The devices of a plan: ``count`` equal ones, with one rank each.
 
     Args:
-        memory_bytes: of one device; on a CPU a rank's share of the memory that is free now.
+        memory_bytes: memory of one device; on a CPU a rank's share of the memory that is free now.
         link_bytes_s: bandwidth between two ranks, of the slowest link.
         device: row of the table; None for a CPU and for devices that are not in the table.
         timed_as: the device whose rates times are estimated with; None for a CPU.
@@ -185,7 +185,7 @@ def named_machine(
     with the closest memory size gives speed and links.
 
     Args:
-        dtype: of matrix products: ``bfloat16``, ``float16``, ``tf32``, or None for float32.
+        dtype: dtype of matrix products: ``bfloat16``, ``float16``, ``tf32``, or None for float32.
     """
     assert device is not None or memory_bytes is not None
     name_is_assumed = device is None

@@ -68,7 +68,7 @@ def time_of_setup(setup: TrainingSetup, machine: Machine, dtype: str | None) -> 
     """Estimate the step of a language model on devices of the table.
 
     Args:
-        dtype: of matrix products, see :meth:`~paceline.planner.devices.Device.flops_s`.
+        dtype: dtype of matrix products, see :meth:`~paceline.planner.devices.Device.flops_s`.
     """
     rates, reached = _on_device(setup, machine, dtype)
     return _estimate(step_time(count_work(setup, rates), reached), machine)

@@ -26,9 +26,9 @@ class ModelProfile:
     """A model to plan for.
 
     Args:
-        dims: of a language model; None for other models, and for language models whose config.json
-            is of an unknown architecture.
-        activation_bytes, flops: of one micro-batch, from the trial; 0 if the trial was not
+        dims: sizes of a language model; None for other models, and for language models whose
+            config.json is of an unknown architecture.
+        activation_bytes, flops: figures of one micro-batch, from the trial; 0 if the trial was not
             possible. Unused with ``dims``.
         fused_attention: the model stores no attention scores.
         mapped_bytes: bytes of frozen weights that are used in the pages of the model's files.

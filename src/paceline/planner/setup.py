@@ -38,7 +38,7 @@ class TrainingSetup:
         async_tensor: whether exchanges of tensor parallelism overlap with matrix products.
         chunks: number of pipeline stages of a rank.
         splits_head: whether tensor ranks divide the embedding and the head.
-        precision: of matrix products.
+        precision: precision of matrix products.
         weight_bytes: bytes of a stored trained weight, without another copy.
         low_copy: whether a copy of the weights in 16 bit is stored beside them.
         gradient_bytes: bytes of a stored gradient.
@@ -59,7 +59,7 @@ class TrainingSetup:
         oversubscription: by how much groups of more hosts are slower.
         bucket_bytes: largest size of the buckets of gradients that are reduced during backward.
         sync_bytes: what a rank sends once per step; None: by ``zero_stage``.
-        link_bytes_s, host_network_bytes_s: of one device, and of a host as a whole, in one
+        link_bytes_s, host_network_bytes_s: rates of one device, and of a host as a whole, in one
             direction; None: as the table of devices gives it.
     """
 

@@ -36,7 +36,7 @@ def upper_bound(config: Config, batch: MicroBatchProfile | None = None) -> int |
     None if the files do not determine one.
 
     Args:
-        batch: of a language model; None: all samples have ``max_length`` tokens.
+        batch: lengths of a language model's samples; None: all have ``max_length`` tokens.
     """
     if reads_images(config):
         return None  # the size of the vision tower is not known before it is built

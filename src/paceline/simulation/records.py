@@ -104,7 +104,7 @@ class RankJob:
 
     Args:
         config: the config as JSON.
-        strategy, axes: of the layout.
+        strategy, axes: strategy and sizes of the layout.
         lengths: number of tokens of each sample in the micro-batch.
         label_share: share of the tokens that have a loss.
         device: name of a row of the table of devices.

@@ -92,7 +92,7 @@ class TrainResult:
     receives them.
 
     Args:
-        report: of a dry run, that of the complete run in the folder, or None.
+        report: report of the complete run that a dry run found in the folder, or None.
         resolved: the config of a dry run and what follows from it.
     """
 

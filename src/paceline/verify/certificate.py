@@ -24,10 +24,10 @@ class Bounds:
     """The largest accepted differences.
 
     Args:
-        loss: of the loss of any step, relative to the reference.
-        weights: of the final weights, see :func:`weight_difference`.
+        loss: tolerance of the loss of any step, relative to the reference.
+        weights: tolerance of the final weights, see :func:`weight_difference`.
         family: as ``loss``, between `ddp` and zero1, zero2, zero3; None if it is not checked.
-        cost: of measured bytes, relative to the prediction.
+        cost: tolerance of measured bytes, relative to the prediction.
         floor: see :func:`weight_difference`.
     """
 

@@ -97,7 +97,7 @@ def _pod(
     """Return the fields of a pod.
 
     Args:
-        work_pvc: of the working folder; None: the folder is deleted with the pod.
+        work_pvc: volume claim of the working folder; None: the folder is deleted with the pod.
         job: the replicated job that the pod belongs to.
         endpoint: host name of the rendezvous endpoint.
         starts_in_work_dir: the pod template sets the working folder.

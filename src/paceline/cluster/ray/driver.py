@@ -75,8 +75,8 @@ class TorchTrainer:
         run_config: with ``failure_config=FailureConfig(max_failures=N)``, how often Ray restarts
             all workers after a failure. Each time the run resumes from its latest checkpoint. Ray
             Train writes its own files to ``storage_path``; Paceline writes to ``output_dir``.
-        torch_config: of the process group. Default: NCCL for GPU workers, otherwise Gloo, with
-            `parallel.collective_timeout_s`.
+        torch_config: config of the process group. Default: NCCL for GPU workers, otherwise Gloo,
+            with `parallel.collective_timeout_s`.
         max_failures: if there is no ``run_config``. Default: `recovery.max_restarts`.
         allow_config_change: resume although the config has changed.
 

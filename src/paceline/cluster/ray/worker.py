@@ -52,7 +52,7 @@ class RayWorkerTask:
         loaded: the config, with an absolute ``output_dir``.
         directory: the driver's working directory, for relative paths in the config; None if Ray
             copies a working directory to the nodes.
-        version: of Paceline on the driver.
+        version: version of Paceline on the driver.
         record: handle of the actor :class:`~paceline.cluster.ray.record.RayRunRecord`.
     """
 

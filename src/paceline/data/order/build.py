@@ -143,7 +143,7 @@ def weight_schedule(config: Config, num_rows: Sequence[int]) -> WeightSchedule:
     """Return the weights of the sources of a mixture.
 
     Args:
-        num_rows: of each source, for ``mixing: temperature``.
+        num_rows: number of rows of each source, for ``mixing: temperature``.
     """
     weights: list[float | Mapping[int, float]]
     if config.mixing == "temperature":

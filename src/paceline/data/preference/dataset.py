@@ -25,7 +25,7 @@ class PreferenceSample(TokenSample):
         chosen_length: tokens of the first sequence, that of the preferred answer; of a single
             sequence 0 if its answer is undesirable.
         margin: difference that the scores of a pair should have at least.
-        index: of the sample in the dataset.
+        index: index of the sample in the dataset.
         mismatched: the prompt of this sample with the answer of another one, if the dataset has
             such pairs.
         reference: log-probabilities of the reference model, float32, once they are known.

@@ -99,8 +99,8 @@ class ClassCount(TypedDict):
 class DatasetStats(TypedDict):
     """Statistics of a dataset. ``sequences``: number of sequences of tokens, of which a pair of
     answers has two; ``lengths``: their min, mean, max and percentiles (``p50``) in tokens.
-    ``classes``: of labeled texts, and of answers that are marked as desirable or not, else None.
-    ``near_duplicates`` and ``languages``: None unless requested."""
+    ``classes``: counts by class of labeled texts, and of answers that are marked as desirable or
+    not, else None. ``near_duplicates`` and ``languages``: None unless requested."""
 
     task: str
     dataset: str

@@ -45,7 +45,7 @@ class StreamRows:
     Args:
         num_rows: per epoch, or None if it is unknown.
         mean_tokens, mean_labels: estimates from the rows that were checked.
-        share: of the rows at the first step.
+        share: share of the rows at the first step.
     """
 
     num_rows: int | None

@@ -27,7 +27,7 @@ class LineIndex:
     Args:
         folder: the entry of the cache.
         num_rows: number of rows, without blank lines.
-        size: of the file in bytes.
+        size: size of the file in bytes.
     """
 
     folder: Path

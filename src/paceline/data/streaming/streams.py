@@ -51,7 +51,7 @@ class MixtureSettings:
     """How streams are mixed.
 
     Args:
-        num_rows: of each stream, or None if it is unknown.
+        num_rows: number of rows of each stream, or None if it is unknown.
     """
 
     schedule: WeightSchedule

@@ -47,7 +47,7 @@ class RankLayers:
         partial, output: this rank's sum of the output, and the sum over the ranks.
         partial_grad, input_grad: this rank's gradient of the input, and the sum over the ranks.
         weight_grads: gradients of this rank's parts of both weights, of its first hidden unit.
-        reference_output, reference_grad: of the full model on one rank.
+        reference_output, reference_grad: values of the full model on one rank.
         weights_bytes: bytes of this rank's parts of the weights, and of the full weights.
         forward_calls, backward_calls: collectives.
         counted_bytes: bytes sent, by the traffic counter.

@@ -274,7 +274,8 @@ def _linear_gradients(
         differentiate_: replaces the output of the head by the gradient of the loss, and adds the
             sum over its rows to its second argument.
         inputs: receives the gradient of ``x``.
-        sums: of the trained parameters: the weight [vocabulary, width], the bias [vocabulary].
+        sums: gradient sums of the trained parameters: the weight [vocabulary, width], the bias
+            [vocabulary].
     """
     gradient = functional.linear(x, weight, bias)
     differentiate_(gradient, next((total for total in sums if total.dim() == 1), None))

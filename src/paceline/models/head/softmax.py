@@ -82,7 +82,7 @@ class LogitLosses(ABC):
 
         Args:
             rows: the tokens of the chunk.
-            output: of the head [tokens, vocabulary]. It may be changed.
+            output: output of the head [tokens, vocabulary]. It may be changed.
         """
 
     @abstractmethod
@@ -93,7 +93,7 @@ class LogitLosses(ABC):
 
         Args:
             rows: the tokens of the chunk.
-            output: of the head [tokens, vocabulary].
+            output: output of the head [tokens, vocabulary].
             row_sum: the sum over the tokens of the gradient in float32 is added to it
                 [vocabulary].
         """

@@ -35,11 +35,11 @@ class TrainedMatrices:
     """The trained matrices that a rank holds in full, as numbers of elements.
 
     Args:
-        blocks, largest: of all blocks, and the largest matrix of them.
+        blocks, largest: sizes of all blocks, and of their largest matrix.
         largest_fused: the largest parameter of fused experts, which autocast does not copy.
         num_blocks: number of blocks with trained matrices.
-        head: of the output head.
-        tied: of the weight that the head shares with the token embedding, else 0.
+        head: values of the output head.
+        tied: size of the weight that the head shares with the token embedding, else 0.
     """
 
     blocks: int = 0
@@ -106,7 +106,7 @@ class LossMemory:
         saved: kept in between.
         output_gradient: when the backward pass of the model starts: the gradient of the logits. If
             the loss is computed in chunks: the gradients that it has computed.
-        input_gradient: of the head's input.
+        input_gradient: bytes of the gradient of the head's input.
         in_chunks: whether the loss is computed for some of the tokens at a time, by the head.
     """
 
@@ -138,7 +138,7 @@ class Activations:
         loss: needed for the loss, when all other activations exist.
         temporary: what a block allocates and frees in its forward or backward pass.
         boundary: the hidden states that a block passes to the next.
-        precision: of the trained matrices.
+        precision: precision of the trained matrices.
         offloads: whether the blocks' activations are in host memory between forward and backward,
             except those of the last.
         num_unfinished: number of micro-batches that are between forward and backward.
@@ -293,7 +293,7 @@ def language_activations(
     Args:
         mask_bytes: bytes per element of a dropout mask: 1 on accelerators, 4 on a CPU, where torch
             stores masks in float32.
-        device_type: of the device, on which the chunks of the loss depend.
+        device_type: type of the device, on which the chunks of the loss depend.
         fused_attention: whether attention is computed without storing its scores.
         row: number of tokens of a row, of which attention that is not fused stores all scores.
         joined: whether the results of the samples of a packed row are joined by a copy, because

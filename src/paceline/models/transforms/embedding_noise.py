@@ -27,8 +27,8 @@ def noisy_embeddings(keys: torch.Tensor | None, scales: torch.Tensor | None) -> 
     batch.
 
     Args:
-        keys, scales: of :func:`paceline.data.collate.noise_inputs`, in the shape of the token ids;
-            None for no noise.
+        keys, scales: results of :func:`paceline.data.collate.noise_inputs`, in the shape of the
+            token ids; None for no noise.
     """
     token = _current.set(None if keys is None or scales is None else (keys, scales))
     try:

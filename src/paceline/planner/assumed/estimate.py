@@ -38,7 +38,7 @@ class AssumedEstimate:
 
     Args:
         values: what was assumed.
-        allocated_bytes, driver_bytes: of tensors, and of everything on the device.
+        allocated_bytes, driver_bytes: bytes of tensors, and of everything on the device.
         limit_bytes: memory of the device.
     """
 

@@ -47,7 +47,7 @@ def pick(
     no model is built and torch is not imported.
 
     Args:
-        device_memory_bytes: of one device; None: of this machine's.
+        device_memory_bytes: memory of one device; None: the memory of this machine's devices.
         device_type: ``cpu``, ``cuda``…; None: by the config and this machine.
         read_data: function that stores the data of a language model in the token cache. Called if
             the choice depends on the lengths of its samples, so that it is the same as in a later

@@ -21,7 +21,8 @@ class AssumedMemory:
         weights, gradients, optimizer: the training state.
         gathered: weights and gradients of ZeRO-3 that exist in full at the peak.
         activations: saved from forward to backward.
-        temporary: of the block that is recomputed, or of the logits, which exist at other times.
+        temporary: bytes of the block that is recomputed, or of the logits, which exist at
+            other times.
     """
 
     weights: float

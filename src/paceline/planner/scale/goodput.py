@@ -41,7 +41,8 @@ class FailureModel:
     """What failures and checkpoints cost.
 
     Args:
-        mtbf_hours: of one device, with its share of the host and the network.
+        mtbf_hours: mean time between failures of one device, with its share of the host and the
+            network.
         storage_bytes_s: rate at which a host writes and reads checkpoints.
         restart_s: from a failure to running ranks again, without reading the checkpoint.
     """
@@ -56,9 +57,9 @@ class Goodput:
     """The expected progress of a run with failures.
 
     Args:
-        mtbf_s: of the run: of any of its devices.
+        mtbf_s: mean time between failures of any device of the run.
         pause_s: for which a checkpoint stops the steps.
-        write_s: of a checkpoint, in the background if the run does so.
+        write_s: time to write a checkpoint, in the background if the run does so.
         recovery_s: after a failure, with reading the checkpoint.
         interval_s: between checkpoints: that of Daly, but no less than a write takes.
         young_s: the interval of first order.
@@ -87,7 +88,7 @@ def goodput_of(
     """Return the goodput with the best interval between checkpoints.
 
     Args:
-        checkpoint_bytes: of all ranks, each of which writes an equal part.
+        checkpoint_bytes: size of the parts of all ranks, each of which writes an equal part.
         host_link_bytes_s: from a device to its host's memory; infinite on a CPU.
         is_async: whether a checkpoint is written from a copy in host memory while steps continue.
             The steps since the copy are lost, too, if a failure occurs before it is written.

@@ -26,7 +26,7 @@ class Offer:
     """A machine that finishes the run in time.
 
     Args:
-        price: of the run; without prices, its device hours.
+        price: price of the run; without prices, its device hours.
     """
 
     machine: Machine
@@ -48,9 +48,9 @@ def cheapest_machines(
     without a limit of memory. The search ends at a device whose least price is not among the best.
 
     Args:
-        trials: of a config with a global batch size, on any machine.
+        trials: estimates for a config with a global batch size, on any machine.
         layouts: returns the layouts for a number of devices.
-        samples: of the whole run.
+        samples: number of samples of the whole run.
     """
     offers: list[Offer] = []
     for lower_bound, device in sorted(

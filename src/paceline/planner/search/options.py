@@ -21,8 +21,8 @@ class SearchOptions:
         lists_front: whether the front of time and memory is listed.
         budget_bytes: memory of a device that the run may use; None: all of it.
         deadline_s: seconds in which the run must finish; None: any.
-        price: of a device per hour; None: only named devices have one.
-        prices: of named devices, which take precedence.
+        price: price of a device per hour; None: only named devices have one.
+        prices: prices of named devices, which take precedence.
         network: switches between hosts.
         storage_bytes_s, restart_s: see :class:`~paceline.planner.scale.goodput.FailureModel`.
     """

@@ -24,7 +24,7 @@ class Rates:
         link_bytes_s: from a device to another of its host.
         host_network_bytes_s: from a host to the others, over all its cards.
         host_link_bytes_s: between a device and pinned host memory.
-        attention_flops_s: of attention, if it was measured; else that of matrix products.
+        attention_flops_s: rate of attention, if it was measured; else the rate of matrix products.
         operation_s: seconds of an operation that Python launches, if that was measured; else 1, as
             the constants are seconds of a layer.
         message_s: latency of a message, if that was measured; else 1 in the same way.
@@ -45,7 +45,7 @@ def rates_of(setup: TrainingSetup, device: Device, dtype: str | None = BFLOAT16)
     """Return the rates of a device for a set-up.
 
     Args:
-        dtype: of matrix products, see :meth:`~paceline.planner.devices.Device.flops_s`.
+        dtype: dtype of matrix products, see :meth:`~paceline.planner.devices.Device.flops_s`.
     """
     flops_s = device.flops_s(dtype) or device.float32_flops_s
     network = device.network_bytes_s * setup.devices_per_host

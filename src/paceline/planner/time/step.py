@@ -14,13 +14,13 @@ class Coefficients:
     :func:`~paceline.planner.time.constants.factors_of`).
 
     Args:
-        product_share, head_share, attention_share: of the peak rate, for large products.
+        product_share, head_share, attention_share: shares of the peak rate, for large products.
         row_loss, width_loss: rows (inputs and outputs) of a product that double its time.
         head_width_loss, head_row_loss: the same of the head.
         stream, logits, dequantize, optimizer: reads and writes, in units of those counted; the last
             also of sums of gradients.
-        launch_s: of a layer's forward pass.
-        link_share, network_share: of the bandwidth within a host, and between hosts.
+        launch_s: time to launch a layer's forward pass.
+        link_share, network_share: shares of the bandwidth within a host, and between hosts.
         tensor_link_share: the former, of exchanges that a matrix product waits for.
         network_decay: share that is lost per doubling of the hosts.
         tensor_message_s, shard_message_s, sync_message_s, sync_rank_s: latencies. The first is also
@@ -33,7 +33,7 @@ class Coefficients:
         gather_exposed: share of the gathers of updated weights that is not hidden.
         hop: exposed share of the sends between pipeline stages.
         bubble: idle time of a pipeline in units of the ideal one.
-        overhead_s: of a step.
+        overhead_s: overhead of a step.
         launch_order: how far computation hides launches: 1 not at all, as on a CPU.
     """
 
@@ -79,8 +79,8 @@ class EstimatedStepTime:
             memory, of all micro-batches.
         launches_s: what the GPU waits for Python.
         exposed_s: exchanges within layers that computation waits for.
-        idle_s: of a pipeline.
-        traffic_s: of weights and gradients that computation does not hide.
+        idle_s: idle time of a pipeline.
+        traffic_s: time of the traffic of weights and gradients that computation does not hide.
         optimizer_s: update and fixed costs of a step.
         host_s: copies to and from the host that are not hidden.
     """

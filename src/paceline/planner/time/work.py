@@ -57,7 +57,7 @@ class RankWork:
         hosts_log: log2 of the hosts.
         host_copy_s: copies to and from host memory, in a step.
         optimizer_s: the optimizer's reads and writes.
-        stages, chunks: of a pipeline, and parts of each stage.
+        stages, chunks: numbers of stages of a pipeline, and of parts of each stage.
         micro_batches: in a step.
     """
 

@@ -97,10 +97,10 @@ class _Unit:
 
     Args:
         weights: when they are gathered. The message in which they arrive has the same size.
-        gradients: of the gathered weights.
+        gradients: bytes of the gradients of the gathered weights.
         message: the gradients as they are reduce-scattered.
         shards: a rank's parts of the reduced gradients.
-        largest: of the parameter with the largest gradient.
+        largest: bytes of the parameter with the largest gradient.
         activations: what the block saves for backward.
     """
 

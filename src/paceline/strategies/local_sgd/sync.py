@@ -148,7 +148,7 @@ class PendingSync:
     """A started synchronization of a fragment: this rank's share of it.
 
     Args:
-        mean: of what the workers sent.
+        mean: mean of what the workers sent.
         sent: a copy of what this rank sent, if the result is the mean's difference from it.
         result: the result, if it is from a checkpoint.
     """

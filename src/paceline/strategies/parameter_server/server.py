@@ -22,7 +22,7 @@ class TableShard:
     """A server's rows of one table.
 
     Args:
-        name: of the parameter in the model.
+        name: name of the parameter in the model.
         rows: number of rows of the full table.
         start: first row of this server.
         values: float32 [n, dim], this server's rows.
@@ -211,7 +211,7 @@ def push(worker: int, number: int, rows: Rows, dense: dict[str, torch.Tensor]) -
     """Store a worker's gradients on this server.
 
     Args:
-        number: of the push in the worker's step.
+        number: number of the push in the worker's step.
         dense: gradients of the dense parameters; empty except in one push of a step.
     """
     with LOCK:

@@ -34,7 +34,7 @@ class PreferenceBatch(TokenBatch, total=False):
         is_answer: whether each target belongs to an answer, bool in the shape of the targets, if
             the loss also covers prompts.
         answer_tokens: number of tokens of each sequence's answer, float32 [sequences].
-        index: of each sample in the dataset, int64 [samples].
+        index: index of each sample in the dataset, int64 [samples].
         reference: float32 [samples, values].
         is_desirable: float32 [samples], of single answers.
         mismatched: prompts with the answers of other samples.

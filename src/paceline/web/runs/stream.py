@@ -47,7 +47,7 @@ class SSEClient:
         """Queue a message.
 
         Args:
-            name: of the server-sent event.
+            name: name of the server-sent event.
             body: JSON. For an ``append``, the list of its events.
             num_events: the number of events in an ``append``.
             end: the byte of the log at which the events of an ``append`` end.

@@ -133,7 +133,7 @@ class EncodedChunk:
         max_length, drops_overlong: the limit of a sample in tokens, if any, and whether longer ones
             are dropped.
         tokens, mask: int32 and bool values of each sample as bytes.
-        lengths, label_counts: of each sample, as in
+        lengths, label_counts: numbers of each sample, as in
             :class:`paceline.data.text.token_dataset.TokenDataset`.
         labels: those of each labeled text.
         images: those of each sample.

@@ -35,7 +35,7 @@ class Encoded:
     Args:
         is_document: the sample is to be cut, never truncated.
         excluded_turns: number of assistant turns whose loss is disabled.
-        labels: of a labeled text, which has no label tokens.
+        labels: labels of a labeled text, which has no label tokens.
         is_truncated: the sample was longer before it was encoded.
         images: those of a chat.
         min_length: number of tokens up to the last one of an image; a sample that is truncated to
@@ -68,7 +68,7 @@ class Encoder:
         template: the chat template, or None.
         pretrain: every sample is text, and every token carries loss.
         train_on_inputs: every token carries loss, except those of turns whose loss is disabled.
-        last_turn_only: of a chat's assistant turns only the last one carries loss.
+        last_turn_only: whether only the last assistant turn of a chat carries loss.
         system: system message for prompts and completions that are converted to chats.
 
     Attributes:

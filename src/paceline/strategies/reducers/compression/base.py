@@ -60,8 +60,8 @@ class Compressor(ABC):
 
     Args:
         settings: the config's section.
-        seed: of the run. Random numbers are a function of (seed, step, bucket, rank).
-        momentum: of momentum correction, for `topk` and `randomk`; 0: none.
+        seed: seed of the run. Random numbers are a function of (seed, step, bucket, rank).
+        momentum: factor of momentum correction, for `topk` and `randomk`; 0: none.
     """
 
     #: Keeps a residual from step to step.
