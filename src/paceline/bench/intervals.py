@@ -42,7 +42,7 @@ def estimate(values: Sequence[float], trim: float = 0.0) -> Estimate:
 
     Args:
         trim: share of the smallest and of the largest values that are left out of the mean, for
-            measurements with outliers. The interval is that of Tukey and McLaughlin ("Less
+            measurements with outliers. The interval follows Tukey and McLaughlin ("Less
             vulnerable confidence and significance procedures for location based on a single
             sample", 1963), with the winsorized variance.
     """
@@ -64,7 +64,7 @@ def estimate(values: Sequence[float], trim: float = 0.0) -> Estimate:
 
 def geometric_estimate(values: Sequence[float], trim: float = 0.0) -> Estimate:
     """Return the geometric mean of positive values with its interval. Both limits are positive, and
-    a ratio and its inverse give the same result. ``trim`` is that of :func:`estimate`."""
+    a ratio and its inverse give the same result. ``trim`` is as in :func:`estimate`."""
     logs = estimate([math.log(value) for value in values], trim)
     if logs.low is None or logs.high is None:
         return Estimate(math.exp(logs.mean), None, None)

@@ -1,4 +1,4 @@
-"""Short training runs, of which only the figures of the steps matter: no checkpoint, model or
+"""Short training runs for which only the figures of the steps matter: no checkpoint, model or
 evaluation is written.
 
 All runs of a command are started from one process, so their ranks are forked from the same fork

@@ -114,8 +114,8 @@ class TuningOptions:
 
     Attributes:
         length: number of steps of a run.
-        min_measured_s: runs get more steps if those of the unchanged config would take less than
-            this many seconds, because the times of shorter runs vary more.
+        min_measured_s: runs get more steps if the steps of the unchanged config would take less
+            than this many seconds, because the times of shorter runs vary more.
         rounds: runs of each change. Changes that are unclear after them get as many again, up to
             three times.
         margin: smallest gain that counts, as a share.

@@ -41,7 +41,7 @@ class TuningTrial:
         )
 
     def memory_ratio(self) -> Estimate | None:
-        """Return the peak memory relative to that of the unchanged config; None if unknown."""
+        """Return the peak memory, relative to the unchanged config; None if unknown."""
         return self._ratio("peak_memory_bytes")
 
     def traffic_ratio(self) -> Estimate | None:
@@ -58,8 +58,7 @@ class TuningTrial:
         return geometric_estimate([after / before for before, after in values], _TRIM)
 
     def loss_difference(self) -> float:
-        """Return the largest relative difference of the training loss of a step, which is that of
-        the same samples."""
+        """Return the largest relative difference of a step's training loss, on the same samples."""
         return max(
             abs(after - before) / max(abs(before), 1e-12)
             for unchanged, changed in self.pairs

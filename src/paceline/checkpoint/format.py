@@ -142,7 +142,7 @@ def names_to_prune(
     superseded: Collection[int],
     best_steps: Collection[int] = (),
 ) -> list[str]:
-    """Return those of ``names``, which are sorted by step, whose checkpoints are to be removed.
+    """Return the names of the checkpoints to remove. ``names`` are sorted by step.
 
     Args:
         keep: number of checkpoints to retain; None retains all.

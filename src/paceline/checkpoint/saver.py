@@ -70,7 +70,7 @@ class CheckpointManager:
     store: CheckpointStore | None = None
 
     def __post_init__(self) -> None:
-        #: Steps of the best evaluations so far, of which the latest saved one is retained.
+        #: Steps of the best evaluations so far; the latest that was saved is retained.
         self.best_steps: tuple[int, ...] = ()
         #: Called on rank 0 with the step and the path of each checkpoint that was written.
         self.on_saved: Callable[[int, Path], None] = lambda step, path: None

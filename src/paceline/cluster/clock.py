@@ -50,7 +50,7 @@ class ClockSkew:
     Args:
         host: name of the host that measured the skew.
         endpoint_host: name of the host that answered.
-        skew_s: seconds by which the clock of ``host`` is ahead of that of ``endpoint_host``.
+        skew_s: seconds by which the clock of ``host`` is ahead of the clock of ``endpoint_host``.
         round_trip_s: shortest round trip in seconds. The error of the skew is at most half of it.
     """
 
@@ -124,8 +124,8 @@ class ClockServer:
 def check_clock(
     store: Store, limit_s: float = MAX_SKEW_S, *, timeout_s: float = 60.0, clock: Clock = time.time
 ) -> ClockSkew:
-    """Compare the clock of this host with that of the endpoint host, and with those of the hosts
-    that were checked before.
+    """Compare the clock of this host with the clocks of the endpoint host and of the hosts that
+    were checked before.
 
     Args:
         store: a client of the rendezvous store; a clone of it is used.

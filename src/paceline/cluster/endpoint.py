@@ -119,7 +119,7 @@ def resolve_endpoint(config: Config) -> Endpoint:
     Raises:
         OSError: if the name does not resolve (yet), if there is no route to its address, or if this
             host is node 0 but the name (still) resolves to the address of another host.
-        ConfigError: if this host is node 0 but the configured address is that of another host.
+        ConfigError: if this host is node 0 but the configured address belongs to another host.
     """
     parallel = config.parallel
     name, port = parse_endpoint(str(parallel.rdzv_endpoint))
@@ -201,7 +201,7 @@ def public_listener_warning(port: int, local_addresses: list[str] | None = None)
     torch's TCPStore listens on all addresses of its host, even if the endpoint is a private one.
 
     Args:
-        local_addresses: addresses of this host; default: those of its interfaces.
+        local_addresses: addresses of this host; default: the addresses of its interfaces.
     """
     if local_addresses is None:
         entries = itertools.chain.from_iterable(psutil.net_if_addrs().values())
@@ -403,7 +403,7 @@ class EndpointStore:
 
         Raises:
             ConfigError: if another job has opened the store, or if the clock of this host differs
-                from that of another host.
+                from the clock of another host.
         """
         from torch.distributed import TCPStore
 

@@ -279,7 +279,7 @@ def _plan_record(prepared: PreparedRun) -> _PlanRecord:
 
 
 def _compare(round_: Any, name: str, values: dict[str, JsonValue]) -> None:
-    """Raise _Rejected if the values of a host differ from those of rank 0's host."""
+    """Raise _Rejected if the values of a host differ from the values of rank 0's host."""
     by_rank = round_.gather(name, values)
     for rank, rank_values in enumerate(by_rank):
         text = difference(by_rank[0], rank_values, round_.hosts[0], round_.hosts[rank])
@@ -330,7 +330,7 @@ def _is_visible(file: Path, token: str) -> bool:
 
 def _is_on_a_local_disk(folder: Path) -> bool:
     """Return whether ``folder`` is on a local disk. There, files of other hosts are never visible,
-    and those of this host are visible immediately."""
+    and files of this host are visible immediately."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -397,8 +397,8 @@ def _code_digest() -> str:
 def difference(
     first: dict[str, JsonValue], other: dict[str, JsonValue], first_host: str, other_host: str
 ) -> str | None:
-    """Return an error message that lists how the values of ``other_host`` differ from those of
-    ``first_host``, or None if they are equal."""
+    """Return an error message that lists how the values of ``other_host`` differ from the
+    values of ``first_host``, or None if they are equal."""
     differing = [
         f"{name}: {other.get(name)!r} on {other_host}, {first.get(name)!r} on {first_host}"
         for name in {**first, **other}

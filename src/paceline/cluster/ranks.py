@@ -153,8 +153,8 @@ def enter_round(entry: HostEntry, call: int = 0) -> Round:
 
 
 def _open_store(call: int) -> Any:
-    """Return a client of the store of this round at MASTER_ADDR. All ranks are clients, regardless
-    of which process serves the store."""
+    """Return a client of the store of this round at MASTER_ADDR. All ranks are clients, whichever
+    process serves the store."""
     global _server
     from torch.distributed import DistError, PrefixStore, TCPStore, is_initialized
 

@@ -107,7 +107,7 @@ def derive(
         tokens_per_row: mean number of tokens of a row; None if samples have no tokens.
         replicas: ranks or groups of ranks with their own micro-batches. Default: every rank.
         global_batch_size: the global batch size of a resumed run, from which accumulation follows.
-            Default: that of the config, else micro-batch × accumulation × replicas.
+            Default: the config's global batch size, else micro-batch × accumulation × replicas.
     """
     args = config.train_args
     replicas = world_size if replicas is None else replicas

@@ -65,7 +65,7 @@ def chinese_markdown() -> str:
 
 
 class _Schema(TypedDict):
-    """The keys of the config, by section, and those of a source of data."""
+    """The keys of the config, by section, and the keys of a source of data."""
 
     top_level: dict[str, FieldInfo]
     sections: Mapping[str, type[BaseModel]]

@@ -21,7 +21,7 @@ _ORDER = list(dict.fromkeys(key.split(".")[0] for key in KEYS))
 
 @dataclass(frozen=True)
 class _Place:
-    """A key in the text: its node, that of its value, its mapping, and its section."""
+    """A key in the text: its node, the node of its value, its mapping, and its section."""
 
     key: yaml.Node
     value: yaml.Node
@@ -118,7 +118,7 @@ def _number(text: str) -> int | float | None:
 
 # -- the content of the text
 def _native(text: str) -> dict[str, YamlValue]:
-    """Return the values by native key, and those of other tools' keys under their own names."""
+    """Return the values by native key; other tools' keys without one keep their names."""
     tree = parse_yaml(text, "the config").value
     collector = EntryCollector(FILE)
     collector.add_tree(tree if isinstance(tree, dict) else {})
@@ -190,7 +190,7 @@ def _is_native(place: _Place, key: str) -> bool:
 def _end(text: str, place: _Place) -> int:
     """Return where the value ends. PyYAML extends a block up to the next key."""
     key, value = place.key, place.value
-    if value.start_mark.index < key.end_mark.index:  # an alias: the node is that of its anchor
+    if value.start_mark.index < key.end_mark.index:  # an alias: the node is its anchor's node
         match = re.compile(r"\s*:[^\n,}#]*").match(text, key.end_mark.index)
         return match.end() if match else key.end_mark.index
     last = value

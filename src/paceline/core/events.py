@@ -69,7 +69,7 @@ class Prediction(TypedDict, total=False):
 
 class DataFigures(TypedDict, total=False):
     """Numbers of samples (``dropped`` by reason), and of turns that are excluded from the loss. Of
-    streamed data, the numbers so far, with those of samples, tokens and sources."""
+    streamed data, the numbers so far, with the numbers of samples and tokens, and the sources."""
 
     read: int
     kept: int
@@ -285,7 +285,7 @@ class BalanceEvent(_Logged, total=False):
     ``reason`` is ``weights`` (configured), ``checkpoint`` (restored from it), ``measured`` (with
     ``seconds`` per micro-batch by rank and the predicted ``gain``; the shares may stay equal),
     ``withdrawn`` (new shares made steps longer, so the previous ones are restored) or ``reset``
-    (those of the checkpoint are not used).
+    (the checkpoint's shares are not used).
     """
 
     type: Literal["balance"]

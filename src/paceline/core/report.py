@@ -27,8 +27,8 @@ class PredictedTraffic(Predicted, total=False):
 
 class StepTime(TypedDict):
     """Seconds of a step as the planner predicts them, and as measured: the mean of all steps after
-    the first. ``range`` is that of 80 % of published results, and ``parts`` the prediction by kind
-    of work, before earlier runs on the machine correct it. None: not known."""
+    the first. ``range`` is the range of 80 % of published results, and ``parts`` the prediction by
+    kind of work, before earlier runs on the machine correct it. None: not known."""
 
     predicted: float | None
     measured: float | None
@@ -45,7 +45,7 @@ class SkippedBatches(TypedDict):
 
 
 class BestModel(TypedDict):
-    """The best evaluation. ``is_final``: the weights in ``model/`` are those of this step."""
+    """The best evaluation. ``is_final``: the weights in ``model/`` are from this step."""
 
     step: int
     metric: str
@@ -60,8 +60,8 @@ class DataReport(DataFigures, total=False):
 
 
 class SourceReport(TypedDict):
-    """One of several sources. ``epochs`` counts those of the source; ``first_loss`` and
-    ``final_loss`` are those of its tokens at the first and the last logged step that had some."""
+    """One of several sources. ``epochs`` counts the epochs of the source; ``first_loss`` and
+    ``final_loss`` are its losses at the first and the last logged step with its tokens."""
 
     name: str
     samples: int

@@ -14,7 +14,7 @@ class PackingFigures(TypedDict, total=False):
 
 
 class SourceFigures(TypedDict, total=False):
-    """One of several sources. ``samples`` and ``tokens`` are those of an epoch of the source, or
+    """One of several sources. ``samples`` and ``tokens`` are counts per epoch of the source, or
     ``rows``, if it is streamed and their number is known; ``share`` is its share of the rows at the
     first step, if it is known."""
 

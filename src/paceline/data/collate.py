@@ -59,8 +59,8 @@ class SourceLosses:
         self.sums: torch.Tensor | None = None
 
     def record(self, losses: torch.Tensor, sources: torch.Tensor, weights: torch.Tensor) -> None:
-        """Sum the losses of tokens by source; each argument is [tokens]. ``weights``: those of the
-        losses, 0 for a token without loss."""
+        """Sum the losses of tokens by source; each argument is [tokens]. ``weights``: weights of
+        the losses, 0 for a token without loss."""
         numbers = torch.arange(len(self.num_samples), device=sources.device)
         of_source = (sources == numbers.unsqueeze(1)) * weights.float()  # [sources, tokens]
         sums = (of_source * losses.detach().float()).sum(1)
@@ -110,7 +110,7 @@ def _of_targets(batch: TokenBatch, values: np.ndarray) -> torch.Tensor:
     """Return the value of each target's sample, in the shape of ``targets``.
 
     Args:
-        values: those of the samples [samples].
+        values: value of each sample [samples].
     """
     if "segment_lengths" in batch:
         return torch.from_numpy(np.repeat(values, batch["segment_lengths"]))[batch["keep"] + 1]

@@ -85,7 +85,7 @@ class StreamCounts(DataCounts):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], names: Sequence[str]) -> StreamCounts:
-        """Return the counts that :meth:`state` has converted. ``names``: those of all sources,
+        """Return the counts that :meth:`state` has converted. ``names``: names of all sources,
         which may have been moved since then."""
         sources = {
             int(number): SourceCounts(**{**row, "name": names[int(number)]})

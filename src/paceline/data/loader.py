@@ -26,7 +26,7 @@ from paceline.distributed.seeds import seed_everything
 @dataclass
 class MicroBatch:
     """A collated batch. ``samples`` is 0 for a filler, which a rank gets if a short global batch
-    has no samples for it. ``counts`` are those of its rows, if the data is streamed."""
+    has no samples for it. ``counts`` are the counts of its rows, if the data is streamed."""
 
     data: Any
     samples: int
@@ -147,9 +147,10 @@ def train_steps(
 ) -> Iterator[list[MicroBatch]]:
     """Yield this rank's ``accumulation`` micro-batches of each step in [first_step, last_step).
 
-    A step has world size × accumulation micro-batches, of which rank r gets number r × accumulation
-    to (r + 1) × accumulation - 1. With ``shares`` (number of micro-batches of each rank, with the
-    same sum), rank r gets ``shares[r]`` micro-batches, after those of the lower ranks.
+    A step has world size × accumulation micro-batches; rank r gets the micro-batches
+    r × accumulation to (r + 1) × accumulation - 1. With ``shares`` (number of micro-batches of each
+    rank, with the same sum), rank r gets ``shares[r]`` micro-batches, which follow the lower ranks'
+    micro-batches.
     """
     num_parts, first = world_size * accumulation, rank * accumulation
     if shares is not None:

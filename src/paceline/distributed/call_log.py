@@ -39,8 +39,8 @@ class CountedCall:
         ranks: global ranks of its group.
         messages: (rank, bytes) of each message to another rank, for communication between two
             ranks.
-        start_s, end_s: on the clock of ``time.perf_counter``; the end of an asynchronous
-            collective is that of the communication.
+        start_s, end_s: times on the clock of ``time.perf_counter``; an asynchronous collective ends
+            when its communication ends.
     """
 
     kind: str

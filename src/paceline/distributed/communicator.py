@@ -134,8 +134,8 @@ class Communicator:
         return self.axes.coordinates(self.ranks[self.rank])
 
     def subgroup(self, *axes: str) -> Communicator:
-        """Return a communicator of the ranks whose coordinates differ from those of this rank only
-        in ``axes``.
+        """Return a communicator of the ranks whose coordinates differ from this rank's coordinates
+        only in ``axes``.
 
         The first call for a set of axes is a collective of all ranks, which creates the groups.
         """
@@ -153,7 +153,7 @@ class Communicator:
         timeout_s: float | None = None,
         backend: str | None = None,
     ) -> Communicator:
-        """Create a process group for each of ``groups`` and return that of this rank. A collective.
+        """Create a process group for each of ``groups``. Return this rank's group. A collective.
 
         Args:
             groups: ranks of each group; every rank is in exactly one.

@@ -81,8 +81,8 @@ def measure_link(world: Communicator) -> Link | None:
     """Measure the link with all-reduces of increasing size. Return None with one rank.
 
     The measurement takes tens of milliseconds on a fast link and about a second on a slow one. It
-    is a collective, and on an accelerator it waits for the device. Its traffic and its waits do not
-    count as those of the training. All ranks return the same link, except for ``wall_s``.
+    is a collective, and on an accelerator it waits for the device. Its traffic and waits are not
+    counted as the training's. All ranks return the same link, except for ``wall_s``.
     """
     import torch
 
@@ -143,7 +143,7 @@ def time_collective(
     They run in turns, so that other load on the machine affects all of them equally.
 
     Args:
-        runs: functions, each of which runs a collective and waits for it.
+        runs: functions; each one runs a collective and waits for it.
         num_warm_up: number of warm-up runs of each collective.
         budget_s: approximate time limit for the repeats of the slowest collective. The number of
             repeats is between ``min_repeats`` and ``max_repeats``.

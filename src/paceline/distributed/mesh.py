@@ -13,7 +13,7 @@ class ParallelDims:
     """Sizes of the mesh's axes; their product is the number of ranks.
 
     Args:
-        data: number of replicas, each of which spans the other axes.
+        data: number of replicas; each replica spans the other axes.
         shard: number of shards of parameters, gradients and optimizer state. The ranks of each
             shard train on a separate part of the batch.
         tensor: number of parts of each tensor-parallel layer.

@@ -2,8 +2,8 @@
 
 Recording takes about a microsecond; the watchdog reads the records from another thread. Collectives
 are recorded by the wrappers in :mod:`paceline.distributed.traffic`, and waits in the wrapped
-``wait`` of torch's works and futures, so that those of FSDP, DeepSpeed and the pipeline schedules
-are included.
+``wait`` of torch's works and futures, so that the waits of FSDP, DeepSpeed and the pipeline
+schedules are included.
 """
 
 from __future__ import annotations

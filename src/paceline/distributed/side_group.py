@@ -156,8 +156,8 @@ class SideGroup:
     def _receive_all(
         self, peer: int, buffers: Iterator[np.ndarray[Any, Any]], consume: Consume
     ) -> Any:
-        # Post the receive of the final frame together with that of the data, so that a short
-        # transfer takes only one round trip.
+        # Post the receive of the final frame together with the receive of the data, so that a
+        # short transfer takes only one round trip.
         ending = np.empty(_FRAME_BYTES, np.uint8)
         pending: deque[tuple[dist.Work, np.ndarray[Any, Any]]] = deque()
         for buffer in itertools.chain(buffers, [ending]):

@@ -65,8 +65,8 @@ class Responder:
     """Answer the probes of the other hosts in background threads. A context manager.
 
     Attributes:
-        tcp_ports: chosen by the kernel, like those of Gloo and NCCL.
-        udp_port: for the packets that measure loss and MTU.
+        tcp_ports: ports chosen by the kernel, like the ports of Gloo and NCCL.
+        udp_port: port for the packets that measure loss and MTU.
     """
 
     def __init__(self, address: str, token: bytes) -> None:

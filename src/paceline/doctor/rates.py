@@ -75,8 +75,9 @@ def measure_rates(device: torch.device, num_ranks: int = 1) -> DeviceRates:
 
 
 def measure_on_ranks(world: Communicator) -> list[DeviceRates]:
-    """Measure all ranks at the same time, because those of a CPU share memory and caches; on a CPU
-    also rank 0 alone with all cores. A collective; returns the mean of the ranks, on all ranks."""
+    """Measure all ranks at the same time, because the ranks of a CPU share memory and caches; on a
+    CPU also rank 0 alone with all cores. A collective; returns the mean of the ranks, on all
+    ranks."""
     per_host = max(1, world.size // max(1, len(set(world.gather_objects(_host())))))
     world.barrier()
     together = _mean(
@@ -226,7 +227,7 @@ def _products(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> Callable[[], None]:
     """Return a function that computes the three products of a linear layer in training: of forward,
-    and those of the gradients of input and weight."""
+    of the gradient of the input, and of the gradient of the weight."""
     import torch
 
     rows, inputs, outputs = shape

@@ -46,8 +46,8 @@ def apply_update(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_reference_gradients(model: nn.Module, replicas: int) -> bool:
-    """Return whether the gradients of the first step equal, up to rounding, those of one process
-    with all batches."""
+    """Return whether the gradients of the first step equal, up to rounding, the gradients of one
+    process with all batches."""
     reference = make_model()
     for number in range(replicas):
         loss_of(reference, make_batch(number), replicas).backward()

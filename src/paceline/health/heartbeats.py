@@ -95,8 +95,8 @@ class Details:
 
 
 class HeartbeatExchange:
-    """Writes this rank's heartbeats (:meth:`publish`) and reads those of all ranks (:meth:`read`).
-    Not thread-safe.
+    """Writes this rank's heartbeats (:meth:`publish`) and reads the heartbeats of all ranks
+    (:meth:`read`). Not thread-safe.
 
     Attributes:
         kind: see :attr:`Heartbeat.kind`; None if this rank does not train.

@@ -106,8 +106,8 @@ def _first_different_site(
 def _omitted_call(
     calls: Calls, number: int, by_rank: Mapping[int, CallRecord], signature: Signature
 ) -> str | None:
-    """Return which rank omitted which call, if the calls of one rank are those of another shifted
-    by a lag."""
+    """Return which rank omitted which call, if the calls of one rank are the calls of another
+    rank shifted by a lag."""
     votes = Counter(map(signature, by_rank.values()))
     usual, *ranks = sorted(by_rank, key=lambda rank: -votes[signature(by_rank[rank])])
     group = by_rank[usual]["group"]

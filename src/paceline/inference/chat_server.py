@@ -121,7 +121,7 @@ def _read(lines: IO[bytes], requests: queue.Queue[ChatRequest], stopped: set[int
                 stopped.add(message["stop"])
             else:
                 requests.put(ChatRequest(**message))
-    # the client has ended, perhaps during an answer, of which nothing needs to be kept
+    # the client has ended, perhaps during an answer, which need not be kept
     os._exit(EXIT_DONE)
 
 

@@ -194,7 +194,7 @@ def prepare_run(
             open; None to leave them as they are.
         kept: memory settings of the previous attempt; None to read them from the run's folder.
         global_batch_size: global batch size of the previous attempt, which may have ended before
-            its first checkpoint; None to use that of the checkpoint.
+            its first checkpoint; None to use the size in the checkpoint.
         attempt: number of the attempt. From the second on, the latest checkpoint of the run is
             resumed regardless of ``resume``.
         leader: state of rank 0's run folder, on the other ranks of a run over several hosts, which

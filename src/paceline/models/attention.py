@@ -133,8 +133,8 @@ def packed_attention(
 
 
 def _compute_dtype(query: torch.Tensor) -> torch.dtype:
-    """Return the data type in which autocast computes matrix products, or that of the queries
-    outside of autocast. Rotary embeddings return float32 under autocast."""
+    """Return the data type in which autocast computes matrix products; outside of autocast, the
+    data type of the queries. Rotary embeddings return float32 under autocast."""
     kind = query.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
@@ -268,8 +268,8 @@ def attention_of(model: Any) -> str | None:
 
 
 def kernel_of(model: Any) -> str | None:
-    """Return the name of the attention of a transformers model; with :func:`packed_attention`, that
-    of its kernel."""
+    """Return the name of the attention of a transformers model; with :func:`packed_attention`, the
+    name of its kernel."""
     name = attention_of(model)
     if name != NAME:
         return name

@@ -202,7 +202,7 @@ def _write_tokenizer(folder: Path) -> None:
         trainers,
     )
 
-    # The same pipeline as that of Qwen2, because transformers builds it for every qwen2 model.
+    # The same pipeline as in Qwen2, because transformers builds it for every qwen2 model.
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

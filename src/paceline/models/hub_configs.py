@@ -31,8 +31,8 @@ def read_config(name: str) -> dict[str, JsonValue] | None:
     """Return the config.json of a folder or hub ID as transformers reads it, or None if it would
     have to be downloaded.
 
-    The config of a first-generation Qwen model is converted to that of Qwen2, the architecture in
-    which it is trained.
+    The config of a first-generation Qwen model is converted to a config of Qwen2, the architecture
+    in which it is trained.
 
     Raises:
         ConfigError: a first-generation Qwen model cannot be converted.

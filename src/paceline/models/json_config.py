@@ -20,7 +20,7 @@ def read_object(file: Path) -> dict[str, JsonValue] | None:
 
 
 def language_fields(content: JsonObject) -> JsonObject:
-    """Return the fields of a config.json, overridden by those of its nested language model, if
+    """Return the fields of a config.json, overridden by the fields of its nested language model, if
     there is one."""
     nested = content.get("text_config")
     return {**content, **nested} if isinstance(nested, Mapping) else content

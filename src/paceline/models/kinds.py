@@ -55,8 +55,8 @@ class VisionFamily:
 
     Args:
         tower, projector, language: names of the submodules of its base model.
-        has_rows: images have a dimension of rows, [rows, images, channels, height, width];
-            otherwise those of all rows follow each other, [images, channels, height, width].
+        has_rows: whether images have a dimension of rows, [rows, images, channels, height, width];
+            otherwise the images of all rows follow each other, [images, channels, height, width].
     """
 
     tower: str
@@ -114,7 +114,7 @@ def text_classifier(settings: HeadSettings, has_new_head: bool) -> ModelKind:
 
 
 def is_text_classifier(content: JsonObject) -> bool:
-    """Return whether a config.json is that of a text classifier."""
+    """Return whether a config.json belongs to a text classifier."""
     architectures = content.get("architectures")
     return isinstance(architectures, list) and any(
         str(name).endswith(_CLASSIFIER) for name in architectures

@@ -338,7 +338,7 @@ def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) ->
 
 
 def copy_processor(source: Path, folder: Path) -> None:
-    """Copy the files of a vision-language model's processor, except those of its tokenizer."""
+    """Copy the files of a vision-language model's processor, except its tokenizer's files."""
     for file in source.glob("*processor_config.json"):
         shutil.copyfile(file, folder / file.name)
 

@@ -1,6 +1,6 @@
 """Convert first-generation Qwen models (``model_type: qwen``: Qwen-1.8B to Qwen-72B) to Qwen2.
 
-Their modeling code requires transformers 4. The architecture is that of Qwen2 with fused attention
+Their modeling code requires transformers 4. The architecture is Qwen2 with fused attention
 projections and without grouped heads, so the conversion changes only names and shapes
 (modeling_qwen.py in https://huggingface.co/Qwen/Qwen-7B is the reference):
 
@@ -168,7 +168,7 @@ _MODULES = {
 
 
 def with_qwen2_modules(config: Config) -> Config:
-    """Replace module names of the original Qwen models in ``lora`` by those of the converted
+    """Replace module names of the original Qwen models in ``lora`` by the names in the converted
     models."""
     lora = config.lora
     targets = lora.target_modules

@@ -15,8 +15,8 @@ SUPPORTED = "transformers>=5.17,<6"
 
 
 def load_generation_config(model: Any, name: str, trust_remote_code: bool) -> None:
-    """Set the model's generation config, and its custom ``generate`` if it is trusted, to those of
-    a folder or hub ID, as ``from_pretrained(name)`` does.
+    """Load the model's generation config, and its custom ``generate`` if it is trusted, from a
+    folder or hub ID, as ``from_pretrained(name)`` does.
 
     Raises:
         ConfigError: this transformers has no such function, or it has other arguments.

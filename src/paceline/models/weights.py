@@ -104,8 +104,9 @@ class _MappedWeight:
 
 
 def _load_unconverted(name: str, config: PretrainedConfig, **options: Any) -> tuple[Any, Any]:
-    """Load a model whose parameters have the dtype of its files and are marked with that of
-    ``options``. Return (None, None) if transformers would do more than convert and rename them."""
+    """Load a model whose parameters have the dtype of its files and are marked with the dtype
+    of ``options``. Return (None, None) if transformers would do more than convert and rename
+    them."""
     from safetensors import safe_open
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -194,8 +195,8 @@ def move_model(model: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def converted_weights(model: nn.Module) -> Iterator[None]:
-    """Within the block, forward passes see converted weights. Those of the model's blocks are
-    converted while the block runs, so that they are not in memory all at once."""
+    """Within the ``with`` block, forward passes see converted weights. The weights of a block of
+    the model are converted while it runs, so that they are not in memory all at once."""
     deferred = {
         parameter: parameter.data for parameter in model.parameters() if hasattr(parameter, _DTYPE)
     }

@@ -78,8 +78,8 @@ def evaluate(
 ) -> CommVerdict:
     """Compare the measured step with a predicted step of plain ddp.
 
-    The computation of a plain ddp step takes as long as that of the measured step without the work
-    of the method (the slowest rank of each step counts). Then it waits for the part of its
+    The computation of a plain ddp step takes as long as in the measured step, without the work of
+    the method (the slowest rank of each step counts). Then it waits for the part of its
     all-reduces that backward does not hide (:meth:`~paceline.distributed.link.Link.exposed_s`). On
     a CPU, work in a background thread slows down the step, so the part of it that the step did not
     wait for is subtracted from the computation of the step's threads. Waiting that neither the link

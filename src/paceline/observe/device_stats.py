@@ -16,7 +16,7 @@ _PERIOD_S = 5.0
 #: fill.
 UNKNOWN = [0.0, 0.0, 0.0]
 #: Type of device → (function of torch's module for it that reads a figure, divisor), in the order
-#: of the event's keys. The modules map their devices to those of NVML, AMD SMI and Level Zero.
+#: of the event's keys. The modules map their devices to devices of NVML, AMD SMI and Level Zero.
 _FIGURES = {
     "cuda": (("utilization", 100.0), ("temperature", 1.0), ("power_draw", 1000.0)),
     "xpu": (("utilization", 100.0), ("temperature", 1.0), ("power_draw", 1.0)),

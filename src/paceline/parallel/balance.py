@@ -166,5 +166,5 @@ def shares_by_speed(micro_batches: int, seconds: Sequence[float]) -> list[int]:
 
 
 def step_seconds(shares: Sequence[int], seconds: Sequence[float]) -> float:
-    """Return the seconds of forward and backward in a step, which are those of the slowest rank."""
+    """Return the seconds of forward and backward in a step: the time of the slowest rank."""
     return max(count * duration for count, duration in zip(shares, seconds, strict=True))

@@ -44,10 +44,10 @@ class PlacesState(Protocol):
 
 @runtime_checkable
 class AveragesWeights(Protocol):
-    """An optimizer that trains with other weights than those of the trained model."""
+    """An optimizer that trains with other weights than the weights of the trained model."""
 
     def eval(self) -> None:
-        """Replace the weights by those of the trained model."""
+        """Replace the weights by the weights of the trained model."""
 
     def train(self) -> None:
         """Restore the weights of training."""

@@ -154,8 +154,8 @@ class Strategy(ABC):
         return self.optimizer
 
     def close(self) -> None:
-        """Close all connections except those of the process group. A collective, called once at the
-        end of a successful run."""
+        """Close all connections except the connections of the process group. A collective, called
+        once at the end of a successful run."""
 
     def skip_warmup(self) -> None:
         """Continue as after the steps at the start that communicate differently from later ones.
@@ -292,10 +292,10 @@ class Strategy(ABC):
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Return a context in which the weights are those of the trained model, if the optimizer
-        averages them. A collective for some strategies. After an exception, the weights that the
-        optimizer updates are restored, but not what a strategy gathers from them: that is a
-        collective, in which the other ranks may not take part."""
+        """Return a context in which the weights are the weights of the trained model, if the
+        optimizer averages them. A collective for some strategies. After an exception, the weights
+        that the optimizer updates are restored, but not what a strategy gathers from them: that is
+        a collective, in which the other ranks may not take part."""
         optimizer = self.optimizer
         if not isinstance(optimizer, AveragesWeights):
             yield
@@ -354,7 +354,7 @@ class Strategy(ABC):
         return dropped_state_notices(source)
 
     def after_load(self) -> None:
-        """Update the weights that the forward pass reads, if these are other tensors than those of
+        """Update the weights that the forward pass reads, if these are not the tensors of
         :meth:`tensor_shards`, which have changed."""
 
     def optimizer_entries(self, shard: TensorShard) -> dict[str, torch.Tensor]:

@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def global_batch_size(self) -> int:
-        """The global batch size of the config, else that of the chosen mode."""
+        """The global batch size of the config, else of the chosen mode."""
         mode = self.configured or self.choice.chosen
         args = self.config.train_args
         default = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -365,7 +365,7 @@ def plan(
 
     Args:
         config: path of a config file, or its content as a mapping.
-        world_size: number of devices, one rank each; by default those of this machine.
+        world_size: number of devices, one rank each; default: the number of this machine's devices.
         device_memory: memory of one device, in bytes or as text with a unit (``"24GB"``).
         device: name of a device (``"A100-80GB"``) instead of this machine's.
         assume: values of ``--assume``, as ``"tensor=8"``.

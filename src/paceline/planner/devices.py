@@ -84,8 +84,9 @@ class Device:
 
     @property
     def host_link_bytes_s(self) -> float:
-        """Bandwidth to and from pinned host memory, in one direction: about 80 % of that of PCIe
-        x16. Hopper and later have Gen5, Volta and Turing Gen3, all others here Gen4."""
+        """Bandwidth to and from pinned host memory, in one direction: about 80 % of the
+        bandwidth of PCIe x16. Hopper and later have Gen5, Volta and Turing Gen3, all others here
+        Gen4."""
         capability = self.compute_capability or (8, 0)
         return 0.8 * _GB * (64 if capability >= (9, 0) else 32 if capability >= (8, 0) else 16)
 

@@ -30,7 +30,7 @@ _UNITS = {
 _HOST_DEVICES = 8
 #: Modes on devices that are not in the table are ranked as on this one.
 _COMMON_DEVICE = "A10"
-#: Of devices that are not in the table: that of PCIe Gen4.
+#: Bandwidth to the memory of the host for devices that are not in the table: PCIe Gen4.
 _HOST_LINK_BYTES_S = 0.8 * 32 * _GB
 
 #: Of a CPU that `paceline doctor` did not measure: approximate bandwidth and latency between two

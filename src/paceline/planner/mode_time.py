@@ -216,8 +216,8 @@ def _time_of_operations(
     cost: Cost,
     machine: Machine,
 ) -> TimeEstimate:
-    """Estimate the step of a model of which only the number of operations is known. On a device, it
-    reaches what large matrix products do."""
+    """Estimate the step of a model if only its number of operations is known. On a device, the step
+    reaches the rate of large matrix products."""
     axes, device = layout.axes, machine.timed_as
     flops = micro_batch_flops(config, profile, batch) / (axes.tensor * axes.pipeline)
     if device is None:

@@ -142,8 +142,8 @@ class TrainingSetup:
 
     @property
     def stops_early(self) -> bool:
-        """Whether recomputation stops when all saved tensors exist again, as that of PyTorch 2.1
-        and later does: the last product of a block is not repeated."""
+        """Whether recomputation stops when all saved tensors exist again, as in PyTorch 2.1 and
+        later: the last product of a block is not repeated."""
         return self.recompute == "full" and self.software in ("eager", "compiled")
 
     @cached_property

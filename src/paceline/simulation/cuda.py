@@ -122,7 +122,7 @@ def observe_synchronizations(observe: Callable[[str, float | None], None]) -> No
     gives simulated tensors values: the tests.
 
     Args:
-        observe: receives the name of the call and, for that of an event, when the event was
+        observe: receives the name of the call and, if it waits for an event, when the event was
             recorded, as of ``time.perf_counter``. It is called in the thread that waits.
     """
     global _observer
@@ -267,7 +267,7 @@ def _replace(owner: object, values: Mapping[str, object]) -> None:
 
 def _swap(first: torch.Tensor, second: torch.Tensor) -> None:
     """Swap two tensors, as ``Module.to`` does with fake parameters. torch's function refuses a
-    tensor with weak references, such as those of FakeTensorMode, which do no harm here."""
+    tensor with weak references, such as FakeTensorMode's, which do no harm here."""
     if not (isinstance(first, FakeTensor) and isinstance(second, FakeTensor)):
         _swap_tensors(first, second)
     elif (first.device, first.dtype) != (second.device, second.dtype):

@@ -73,7 +73,7 @@ class SimulatedCommunicator(Communicator):
 
 def simulate_rank(job: RankJob) -> RankReport:
     """Build the model and the strategy of a rank, make two steps, and report the second one; the
-    peak of memory is that of both.
+    peak of memory is the peak of both.
 
     Raises:
         ConfigError: the strategy cannot distribute the model.

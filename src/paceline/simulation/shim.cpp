@@ -2,7 +2,7 @@
 // FSDP2 and DTensor. It has no memory of its own and runs no kernel:
 //   1. device guard: the current device, streams and events, with no work behind them;
 //   2. CUDA hooks:   whether CUDA is available, the number of devices, random generators;
-//   3. allocator:    memory of the host, counted as that of a device, with a limit;
+//   3. allocator:    memory of the host, counted as memory of a device, with a limit;
 //   4. attention:    which kernel scaled_dot_product_attention selects;
 //   5. synchronizations: calls for which the host of a GPU would wait for the device;
 //   6. order of streams: what streams, events and memory are used for, for a checker of the tests.
@@ -44,7 +44,7 @@ thread_local DeviceIndex current_device = 0;
 thread_local std::map<DeviceIndex, StreamId> current_stream;
 std::atomic<StreamId> next_stream{1};  // 0 is the default stream
 
-// Called for each synchronization, with its name and, for that of an event, when the event was
+// Called for each synchronization, with its name and, if it waits for an event, when the event was
 // recorded, in seconds of the steady clock; else a negative number.
 using Observer = void (*)(const char* name, double recorded_at);
 std::atomic<Observer> observer{nullptr};

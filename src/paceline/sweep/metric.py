@@ -43,8 +43,8 @@ class Metric:
         return number(metrics.get(name, metrics.get(self.name)))
 
     def of_run(self, report: Mapping[str, JsonValue], events: Sequence[Event]) -> float | None:
-        """Return the value of a run: that of the last evaluation, or of the best one if the run
-        ends with its weights. None if it is unknown or not finite."""
+        """Return the value of a run: the value of the last evaluation, or of the best one if the
+        run ends with its weights. None if it is unknown or not finite."""
         if not self.is_of_evaluation:
             return finite(report.get(_OF_REPORT[self.name]))
         evals = [event for event in effective_events(events) if event["type"] == "eval"]

@@ -98,7 +98,7 @@ def _cells(run: SweepRun, keys: Sequence[str]) -> list[str]:
 
 
 def _texts(run: SweepRun) -> dict[str, str]:
-    """Return the values of a run as they were written, those of a search with four digits."""
+    """Return the values of a run as they were written, the values of a search with four digits."""
     texts = dict(argument.split("=", 1) for argument in run["arguments"])
     for key, value in run["overrides"].items():
         if isinstance(value, float) and len(texts[key]) > _MAX_DIGITS:

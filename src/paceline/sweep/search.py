@@ -33,7 +33,7 @@ class Search:
     The study is in memory only: it is made again from the state of the sweep.
 
     Args:
-        num_trials: number of runs in all, those of earlier commands included.
+        num_trials: number of runs in all, including the runs of earlier commands.
         seed: seed of the suggestions.
         prunes: whether to stop runs early.
     """

@@ -52,7 +52,7 @@ class SweepRun(TypedDict):
 
 @dataclass
 class SweepState:
-    """The runs of a sweep, those of earlier commands in the same folder included."""
+    """The runs of a sweep, including the runs of earlier commands in the same folder."""
 
     folder: Path
     runs: list[SweepRun] = field(default_factory=list)

@@ -109,7 +109,7 @@ def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> lis
 
 def evaluated_names(task: Task, model: nn.Module, dataset: Any, seed: int) -> list[str] | None:
     """Return the names of the results of the task's evaluation, from one of a few real samples;
-    None if it fails on them. The arguments are those of :func:`check_additive`."""
+    None if it fails on them. The arguments are as in :func:`check_additive`."""
     if len(dataset) == 0 or any(param.is_meta for param in model.parameters()):
         return None
     task = copy.copy(task)

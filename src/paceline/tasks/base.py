@@ -82,8 +82,8 @@ class Prepared:
             one.
         handle: the object by which ``build_datasets`` finds the prepared data, such as a cache
             folder.
-        mean_tokens: mean number of tokens of a sample; None if samples have no tokens. By default
-            that of ``train_tokens``.
+        mean_tokens: mean number of tokens of a sample; None if samples have no tokens. Default:
+            the mean of ``train_tokens``.
     """
 
     num_train: int | None

@@ -158,7 +158,7 @@ class LanguageTask(Task):
         return notices
 
     def _choose_loss(self, model: Any, base: Any) -> list[Notice]:
-        """Choose between the loss of all tokens at once and that of chunks, by a test on the
+        """Choose between the loss of all tokens at once and the loss by chunks, by a test on the
         model. The result depends on the config, the model and the type of the device only, as do
         the chunks, so that every strategy adds in the same order."""
         args = self.config.train_args

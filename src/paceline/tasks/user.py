@@ -80,10 +80,10 @@ def load_user_task(config: Config) -> Task:
 
 
 class UserTask:
-    """A wrapper around a user's task that checks the datasets. All other attributes are those of
-    the task.
+    """A wrapper around a user's task that checks the datasets. All other attributes are the
+    task's.
 
-    It is not a subclass of :class:`Task`, because the default methods would hide those of the user.
+    It is not a subclass of :class:`Task`, because the default methods would hide the user's.
     """
 
     def __init__(self, task: Task) -> None:

@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 @dataclass
 class EvalResult:
     """Means over the evaluation set. ``count`` is the number of label tokens or images that the
-    sums were divided by (rounded, if rows have weights), ``answered_rows`` that of rows with a
-    generated answer, and ``best_step`` the step of the best evaluation so far, if the best model is
-    selected."""
+    sums were divided by (rounded, if rows have weights), ``answered_rows`` the number of rows
+    with a generated answer, and ``best_step`` the step of the best evaluation so far, if the best
+    model is selected."""
 
     loss: float
     metrics: dict[str, float]

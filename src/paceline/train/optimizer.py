@@ -142,7 +142,7 @@ class Schedule:
     """The learning rate as a function of the step, so that a resumed run need not replay earlier
     steps.
 
-    Wraps transformers' schedules, all of which multiply the base rate by a function of the step.
+    Wraps transformers' schedules, which all multiply the base rate by a function of the step.
     """
 
     def __init__(
@@ -168,8 +168,8 @@ class Schedule:
         self.warmup_steps = derived.warmup_steps if args.optim == "schedule_free_adamw" else 0
 
     def set_step(self, step: int) -> float:
-        """Set the learning rates for step ``step`` (from 0) and return the one of the config; that
-        of a group may be a multiple."""
+        """Set the learning rates for step ``step`` (from 0) and return the config's learning rate;
+        the rate of a group may be a multiple of it."""
         rate = 0.0
         for group, base, factor in zip(
             self.optimizer.param_groups, self.base_rates, self.inner.lr_lambdas, strict=True

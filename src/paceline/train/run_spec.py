@@ -62,9 +62,9 @@ class RunSpec:
     predict: PredictStep | None = None
 
     def is_log_step(self, step: int, first_step: int) -> bool:
-        """Return whether the metrics of this step are logged: those of the first, of the last, and
-        of every ``logging_steps``-th step. ``first_step`` is the step that this attempt started
-        from."""
+        """Return whether the metrics of this step are logged. The first step, the last one and
+        every ``logging_steps``-th one are logged. ``first_step`` is the step that this attempt
+        started from."""
         is_first_or_last = step in (first_step + 1, self.derived.steps)
         return is_first_or_last or step % self.derived.log_every_steps == 0
 

@@ -272,8 +272,8 @@ def claim_store(spec: RunSpec, ctx: RankContext) -> CheckpointStore | None:
 def initialize_adapters(
     model: nn.Module, spec: RunSpec, comm: Communicator, side: SideGroup | None
 ) -> None:
-    """Subtract the initial adapters from the frozen weights, if they are initialized so: those of
-    the checkpoint, if the run resumes."""
+    """Subtract the initial adapters from the frozen weights, if the adapters' initialization
+    requires it. A resumed run reads the initial adapters from the checkpoint."""
     if not (spec.config.lora.enable and spec.config.lora.subtracts_adapter):
         return
     if spec.resume_from is None:

@@ -98,8 +98,8 @@ class CountQueue:
         self._current: StepCounts | None = None
 
     def start(self, micro_batches: list[MicroBatch]) -> StepCounts:
-        """Start to sum the counts of a step. Wait for those of earlier steps if this rank is as far
-        ahead of the others as the strategy allows."""
+        """Start to sum the counts of a step. Wait for the counts of earlier steps if this rank is
+        as far ahead of the others as the strategy allows."""
         task, strategy = self.task, self.strategy
         counted = [batch for batch in micro_batches if batch.weight and strategy.reports_loss]
         local = [

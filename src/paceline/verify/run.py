@@ -401,8 +401,8 @@ def _certificate(
 
 
 def _write(certificate: Certificate, folder: Path) -> None:
-    """Write ``verify.json`` and ``verify.html``. If the folder is that of a finished run, update
-    its report with the certificate."""
+    """Write ``verify.json`` and ``verify.html``. If the folder belongs to a finished run,
+    update its report with the certificate."""
     from paceline.observe.report.html import render_certificate, write_reports
 
     run_dir = RunDir(folder)

@@ -75,7 +75,7 @@ class Certification:
     Args:
         trials: in this order. Number 0 is the reference, which saves its weights in ``folder``.
         steps: updates of each trial.
-        total: number of all trials, including those of earlier starts.
+        total: number of all trials, including the trials of earlier starts.
         folder: where each rank writes its result of each trial.
     """
 
@@ -262,8 +262,8 @@ class GradientWatch:
         a mask that is true for them, the smallest ratio first.
 
         Tensors are excluded whose gradient norm stayed below :data:`GRADIENT_RATIO` times the
-        largest tensor's in every step. Of one-dimensional tensors also single elements are
-        excluded: those of which a whole tensor would have stayed below it.
+        largest tensor's in every step. Single elements of one-dimensional tensors are
+        excluded too, if a whole tensor of such elements would have stayed below it.
         """
         negligible: dict[str, tuple[float, torch.Tensor]] = {}
         for name, ratio in self._tensors.items():
@@ -297,7 +297,7 @@ def excluded_report(excluded: dict[str, tuple[float, torch.Tensor]]) -> list[Lef
 
 def _trained_shards(strategy: Strategy) -> list[TensorShard]:
     """Return the shards of the parameters. Running statistics are not compared: under data
-    parallelism they are those of rank 0's batches."""
+    parallelism they describe rank 0's batches."""
     return [shard for shard in strategy.state_shards() if shard.name.startswith("model/")]
 
 

@@ -65,7 +65,7 @@ def check_ray() -> None:
 
 
 class TorchTrainer:
-    """Train a Paceline config on the workers of a Ray cluster. Its interface is that of
+    """Train a Paceline config on the workers of a Ray cluster. It has the interface of
     :class:`ray.train.torch.TorchTrainer`, with a config instead of a training function.
 
     Args:

@@ -39,7 +39,7 @@ def in_folder(sources: list[Any], folder: str, task: str, notes: list[str]) -> l
     Args:
         sources: the names in `dataset`; mappings are returned unchanged.
         folder: `dataset_dir`; `ONLINE` means the hub.
-        task: that of the config; with `pretrain` the prompt column is read as plain text.
+        task: task of the config; with `pretrain` the prompt column is read as plain text.
         notes: warnings for the user are appended here.
     """
     if folder == "ONLINE":

@@ -86,8 +86,8 @@ def _name(binding: KeyBinding) -> str | None:
 
 
 def _task_of(merge: Merge, methods: set[str]) -> str:
-    """Return the task of methods that a config names; LLaMA-Factory's `pref_loss` names one that
-    replaces that of `stage`."""
+    """Return the task of methods that a config names; LLaMA-Factory's `pref_loss` names a task
+    that replaces the task of `stage`."""
     for binding in merge.methods:
         if binding.entry.name in _tables()["losses"].split():
             value = str(binding.entry.value)

@@ -390,7 +390,7 @@ class Config(Section):
 
 def _weight_at(weights: dict[int, float], step: int) -> float:
     """Return the weight at a step of :attr:`DatasetSource.weight`, or a positive number between two
-    steps of which one has a positive weight."""
+    steps if one of them has a positive weight."""
     before = max((point for point in weights if point <= step), default=min(weights))
     after = min((point for point in weights if point >= step), default=max(weights))
     return weights[step] if step in weights else weights[before] + weights[after]

@@ -1,4 +1,4 @@
-"""The arguments of each learning rate schedule, which are those of transformers."""
+"""The arguments of each learning rate schedule, as in transformers."""
 
 import re
 from collections.abc import Mapping

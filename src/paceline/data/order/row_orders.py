@@ -94,8 +94,8 @@ class RowOrder(_RowOrder):
 
 
 class MixedOrder(_RowOrder):
-    """The order of a mixture of sources. Its epochs do not interrupt those of the sources, and
-    every global batch is full.
+    """The order of a mixture of sources. Its epochs do not interrupt the epochs of the sources,
+    and every global batch is full.
 
     Args:
         sources: the rows of each source.

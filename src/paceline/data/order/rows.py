@@ -37,7 +37,7 @@ def epoch_permutation(number: int, seed: int, epoch: int, *counters: int) -> np.
 
 @dataclass
 class Shuffle:
-    """The orders of the epochs, of which the last two are kept: a global batch may have rows of
+    """The orders of the epochs. The last two are kept, because a global batch may have rows of
     both.
 
     Args:

@@ -22,8 +22,8 @@ class PreferenceSample(TokenSample):
     the tokens of the answers.
 
     Args:
-        chosen_length: tokens of the first sequence, that of the preferred answer; of a single
-            sequence 0 if its answer is undesirable.
+        chosen_length: number of tokens of the first sequence, which has the preferred answer; of a
+            single sequence 0 if its answer is undesirable.
         margin: difference that the scores of a pair should have at least.
         index: index of the sample in the dataset.
         mismatched: the prompt of this sample with the answer of another one, if the dataset has
@@ -44,8 +44,9 @@ class PreferenceDataset(TokenDataset):
     Args:
         folder, indices: as in :class:`TokenDataset`.
         mismatch_size: size of the groups of consecutive samples within which each prompt is also
-            paired with the answer of the sample before, and the first one with that of the last;
-            0 for none. A last group of a single sample takes the answer of the sample before it.
+            paired with the answer of the sample before it, and the first prompt with the answer of
+            the last sample; 0 for none. A last group of a single sample takes the answer of the
+            sample before it.
         max_length: number of tokens to which these sequences are truncated.
 
     Attributes:
@@ -107,7 +108,7 @@ class PreferenceWriter:
         self._margins = array("d")
 
     def extend(self, lengths: Iterable[int], margins: Iterable[float]) -> None:
-        """Append those of several samples."""
+        """Append the lengths and margins of several samples."""
         self._lengths.extend(lengths)
         self._margins.extend(margins)
 

@@ -26,8 +26,8 @@ class PreferenceEncoder(Encoder):
     has_pairs: bool = True
 
     def __call__(self, samples: list[Sample]) -> list[Encoded | str]:
-        """Return the tokens of each sample, those of a pair one after the other, or the reason why
-        it is dropped.
+        """Return the tokens of each sample (of a pair, both sequences one after the other), or the
+        reason why it is dropped.
 
         Raises:
             ConfigError: a sample is a chat, and there is no chat template.

@@ -33,7 +33,7 @@ from paceline.data.text.sample import Sample
 from paceline.data.text.tool_calls import ChatMessage
 
 _QUESTIONS = ("prompt", "question", "query")
-#: Other names of `chosen` and `rejected`: axolotl's, and those of OpenAI's API.
+#: Other names of `chosen` and `rejected`, in axolotl and in OpenAI's API.
 _PAIRS = (("chosen_response", "rejected_response"), ("preferred_output", "non_preferred_output"))
 _REJECTED = ("rejected_response", "rejected_messages")
 _LABELS = ("label", "kto_tag", "kto_label")
@@ -49,8 +49,8 @@ _MARKS = {
 @dataclass
 class _PreferenceConverter:
     """What :class:`PairConverter` and :class:`AnswerConverter` have in common. The arguments and
-    the attributes are those of :class:`paceline.data.text.formats.RowConverter`, which reads the
-    rows after the columns with the preference have been taken out of them."""
+    the attributes are as in :class:`paceline.data.text.formats.RowConverter`, which reads the rows
+    after the columns with the preference have been taken out of them."""
 
     label: str
     format: str = "auto"
@@ -234,7 +234,7 @@ class PairConverter(_PreferenceConverter):
         self, chats: dict[str, list[Any]], chosen: Any, rejected: Any
     ) -> tuple[str | None, list[Any] | None, bool]:
         """Return the column with the prompt among the chats of a row, the prompt, and whether it is
-        known to be one; else it may precede another answer than those of the row.
+        known to be one; else it may precede another answer than the row's answers.
 
         A chat that ends with an answer is not a prompt, unless `columns` names it and its answer is
         not one of the row's. If the answers are no chats of their own, the prompt is what precedes

@@ -1,4 +1,4 @@
-"""Find the data files of a folder, local or at a URL: those of a configuration and of a split."""
+"""Find the data files of a folder, local or at a URL, for a configuration and a split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read JSON: files of lines, each of which is a row, and files with rows in one text."""
+"""Read JSON: files with one row per line, and files with all rows in one text."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def repeated_key(place: str, error: RepeatedKey, depth: int = 0) -> ConfigError:
 def json_rows(
     path: Path, split: str, notices: list[Notice] | None, position: Position
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the rows of a JSON file, each with its number: those of an array, of an object that has
-    one, or objects one after the other.
+    """Yield the rows of a JSON file, each with its number: the rows of an array or of an object
+    that has one, or objects one after the other.
 
     Args:
         split: the list to read of an object that has several.

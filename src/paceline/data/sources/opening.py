@@ -22,7 +22,7 @@ from paceline.data.sources.encodings import guess_encodings, is_mostly_utf8
 #: Suffixes of compressed files; the suffix before shows the type of the data (``rows.jsonl.gz``).
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-#: Byte order marks. Those of UTF-32 begin with those of UTF-16, so they are tested first.
+#: Byte order marks. The UTF-32 marks begin with the UTF-16 marks, so they are tested first.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -159,8 +159,8 @@ _OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {
 
 @contextmanager
 def open_data(path: Path, position: Position | None = None) -> Iterator[IO[bytes]]:
-    """Open a file for reading bytes. It is decompressed if its first bytes are those of a
-    compressed file, whatever its name.
+    """Open a file for reading bytes. It is decompressed if its first bytes show that it is
+    compressed, whatever its name.
 
     Args:
         position: set to follow the position in the (compressed) file.

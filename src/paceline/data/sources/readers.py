@@ -124,13 +124,13 @@ def row_unit(path: Path) -> str:
 
 
 def is_table(path: Path) -> bool:
-    """Return whether the file name is that of a table: JSON, CSV, Parquet, Arrow, or a tar shard of
-    samples."""
+    """Return whether the file name is the name of a table: JSON, CSV, Parquet, Arrow, or a tar
+    shard of samples."""
     return data_suffix(path) in TABLE_SUFFIXES
 
 
 def is_text(path: Path) -> bool:
-    """Return whether the file name is that of plain text."""
+    """Return whether the file name is the name of a plain text file."""
     return data_suffix(path) in TEXT_SUFFIXES
 
 

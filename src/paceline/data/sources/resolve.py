@@ -90,7 +90,7 @@ class ResolvedSource:
         return sum(map(_text_bytes, self.files))
 
     def fingerprint(self) -> list[Any]:
-        """Return values that distinguish the rows of this source from those of any other."""
+        """Return values that distinguish the rows of this source from the rows of any other."""
         if self.hub is not None:
             return ["hub", *self.hub.fingerprint(), self.take]
         return [

@@ -116,8 +116,8 @@ def _numbered_splits(names: Sequence[str]) -> set[str]:
 
 
 def _exact_names(name: str) -> set[str]:
-    """Return the names that a split with this file can have: those of its folders, and its own
-    without numbers and suffixes."""
+    """Return the names that a split with this file can have: the names of its folders, and its
+    own name without numbers and suffixes."""
     path = PurePosixPath(name)
     stem = path.name.partition(".")[0]
     numbered = _NUMBERED.match(path.name)

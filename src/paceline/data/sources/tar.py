@@ -47,8 +47,8 @@ class TarFile:
 
     @property
     def path(self) -> str:
-        """An absolute path with which :func:`read_tar_file` reads the file: that of the shard, the
-        name, and the place."""
+        """An absolute path with which :func:`read_tar_file` reads the file: the path of the
+        shard, and the file's name and place in it."""
         return f"{self.shard.absolute()}/{self.name}@{self.offset}+{self.size}"
 
     def read(self, size: int | None = None) -> bytes:
@@ -77,7 +77,7 @@ def is_tar(name: str) -> bool:
 
 
 def is_tar_file(path: str) -> bool:
-    """Return whether a path is that of a file in a shard; see :attr:`TarFile.path`."""
+    """Return whether a path names a file in a shard; see :attr:`TarFile.path`."""
     return _FILE_PATH.fullmatch(path) is not None
 
 

@@ -97,8 +97,8 @@ class ClassCount(TypedDict):
 
 
 class DatasetStats(TypedDict):
-    """Statistics of a dataset. ``sequences``: number of sequences of tokens, of which a pair of
-    answers has two; ``lengths``: their min, mean, max and percentiles (``p50``) in tokens.
+    """Statistics of a dataset. ``sequences``: number of sequences of tokens, two for a pair of
+    answers; ``lengths``: their min, mean, max and percentiles (``p50``) in tokens.
     ``classes``: counts by class of labeled texts, and of answers that are marked as desirable or
     not, else None. ``near_duplicates`` and ``languages``: None unless requested."""
 
@@ -369,7 +369,7 @@ def read_samples(dataset: TokenDataset) -> Samples:
 
 
 def _bounds(dataset: TokenDataset, index: int) -> list[int]:
-    """Return the bounds of the sequences of a sample: those of a pair follow each other."""
+    """Return the bounds of a sample's sequences: a pair has two, one after the other."""
     length = int(dataset.lengths[index])
     if isinstance(dataset, PreferenceDataset):
         return sorted({0, int(dataset.chosen_lengths[index]), length})

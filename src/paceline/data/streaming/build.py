@@ -150,7 +150,7 @@ def make_dataset(
 
 
 def _sizes(config: Config, num_rows: int | None, checked: CheckedRows, share: float) -> StreamRows:
-    """Return the sizes of the rows of a stream, from those of the rows that were checked."""
+    """Return the sizes of the rows of a stream, from the sizes of the rows that were checked."""
     lengths = np.array(checked.lengths, dtype=np.int64)
     (rows,) = rows_by_source(config.train_args, lengths, [len(lengths)])
     number = max(1, rows.num_rows)

@@ -49,8 +49,8 @@ class StreamedRows(Protocol):
         """Return the indices of the rows at positions that are counted over all epochs."""
 
     def row(self, index: int) -> tuple[int, RawRow]:
-        """Return the index of the source of a row, and the row. ``index`` is that of the order's
-        keys."""
+        """Return the index of the source of a row, and the row. ``index`` is an index of the
+        order's keys."""
 
     def checked_rows(self, num_rows: int) -> list[int]:
         """Return the indices of rows to check before the start, ``num_rows`` for each source if
@@ -149,7 +149,7 @@ FILLER: TokenSample = {
 
 
 class StreamedText(StreamedDataset):
-    """The samples of rows, each of which is tokenized when a micro-batch needs it."""
+    """The samples of rows. A row is tokenized when a micro-batch needs it."""
 
     def __init__(self, rows: StreamedRows, encode: RowEncoder) -> None:
         self.rows, self.encode = rows, encode

@@ -58,8 +58,8 @@ def _rows_per_block(table: RowTable, numbers: np.ndarray) -> np.ndarray:
 
 
 def split_by_table(numbers: np.ndarray, tables: list[RowTable]) -> list[np.ndarray]:
-    """Split increasing numbers of rows, counted through all tables, into those of each table,
-    counted in that table."""
+    """Split increasing numbers of rows, counted through all tables, into the numbers of each
+    table's rows, counted in that table."""
     ends = np.cumsum([table.num_rows for table in tables])
     parts = np.split(numbers, np.searchsorted(numbers, ends[:-1]))
     starts = [0, *ends[:-1].tolist()]

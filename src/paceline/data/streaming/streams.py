@@ -17,7 +17,7 @@ from paceline.data.streaming.dataset import FILLER, RowEncoder, StreamedRows, re
 from paceline.data.streaming.order import PositionOrder
 from paceline.data.text.token_dataset import TokenSample
 
-#: The index of a key is that of its stream times this number, and the number of the row.
+#: The index of a key is the index of its stream times this number, plus the number of the row.
 _SPAN = 1 << 44
 
 
@@ -32,7 +32,7 @@ class Stream(Protocol):
 
 
 class SampleStream:
-    """Rows of the data, each of which is one sample."""
+    """Rows of the data; each row is one sample."""
 
     def __init__(self, rows: StreamedRows, encode: RowEncoder) -> None:
         self.rows, self.encode = rows, encode
@@ -94,7 +94,7 @@ class TextStreams(StreamedDataset):
             stream.seek(anchors.get(number, (0, 0)))
 
     def read(self, keys: Sequence[Key]) -> tuple[list[TokenSample], StreamCounts]:
-        """Return the samples of rows, those of each stream together, and their counts."""
+        """Return the samples of rows, grouped by stream, and their counts."""
         numbers: dict[int, list[int]] = {}
         for _, index in keys:
             numbers.setdefault(index // _SPAN, []).append(index % _SPAN)

@@ -134,7 +134,7 @@ class LineTable:
 
 
 class _GroupTable:
-    """A file of groups of rows, each of which is decoded at once.
+    """A file of groups of rows. Each group is decoded as a whole.
 
     The last decoded groups are kept, because the order shuffles rows among neighboring groups.
     """

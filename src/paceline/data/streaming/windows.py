@@ -44,7 +44,7 @@ class _Window:
 
     Args:
         first_row: index of its first packed row in the stream.
-        counts: those of its rows of the data, and of windows without samples before it.
+        counts: counts of its rows of the data, and of windows without samples before it.
         samples: None if there are none.
         sources: int16 [samples], the source of each sample.
     """
@@ -95,7 +95,7 @@ class PackedStream:
         self._reset()
 
     def seek(self, anchor: tuple[int, int]) -> None:
-        """Find rows from this window on: its number and that of its first packed row."""
+        """Find rows from this window on: its number and the number of its first packed row."""
         self._anchor = anchor
         self._reset()
 

@@ -42,7 +42,7 @@ _MAX_WORKERS = 32
 
 
 class SourceMeta(TypedDict):
-    """The samples of a source. Those of an entry are in the order of its sources."""
+    """The samples of a source. The samples of an entry are in the order of its sources."""
 
     dataset: str
     samples: int

@@ -118,8 +118,8 @@ class ChatTemplate:
         return self._run(self._converted(messages), add_generation_prompt, tools)
 
     def _without_ends(self, messages: list[ChatMessage]) -> list[ChatMessage]:
-        """Return the messages without end-of-turn tokens of their own, in place of which the
-        template writes one."""
+        """Return the messages without end-of-turn tokens of their own; the template writes
+        one in their place."""
         return [
             {**message, "content": self._without_end(message["content"])}
             if message["role"] == "assistant"

@@ -212,8 +212,8 @@ class LabelEncoder:
     template = None
 
     def __call__(self, samples: list[Sample]) -> list[Encoded | str]:
-        """Return the tokens of each sample. ``labels_mask`` is true for those of the second
-        text."""
+        """Return the tokens of each sample. ``labels_mask`` is true for the tokens of the
+        second text."""
         encode = self._encode_python if self.tokenizer.backend is None else self._encode_batch
         results: list[Encoded | str] = []
         self.facts[LABEL_LISTS] += sum(sample.has_list for sample in samples)

@@ -3,7 +3,7 @@ with the ChatML template, so that its remote code is not needed.
 
 The file lists byte strings in base64 with their ranks. Pairs are merged in the order of the ranks,
 which determines the merges of a byte-pair tokenizer. Pre-tokenization, normalization and special
-tokens are those of tokenization_qwen.py in https://huggingface.co/Qwen/Qwen-7B.
+tokens are as in tokenization_qwen.py in https://huggingface.co/Qwen/Qwen-7B.
 """
 
 import base64

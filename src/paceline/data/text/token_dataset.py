@@ -118,7 +118,7 @@ class TokenDataset:
             "labels_mask": np.array(self._mask[tokens]),
         }
         if not self.deterministic:
-            # The noise of a piece is that of its place in the sample.
+            # A piece has the noise of its place in the sample.
             sample["seed"] = (random.getrandbits(32) + start * NOISE_STEP) % (1 << 32)
         if self.source_ends:
             sample["source"] = bisect_right(self.source_ends, index)

@@ -224,7 +224,7 @@ def tokenizer_fingerprint(folder: Path) -> list[Any]:
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> LoadedTokenizer:
-    """Load the tokenizer of a local folder. Its results equal those of transformers' AutoTokenizer.
+    """Load the tokenizer of a local folder, with the same results as transformers' AutoTokenizer.
 
     Raises:
         ConfigError: the files are not a valid tokenizer.
@@ -351,7 +351,7 @@ def _loaded(backend: Any, python: Any, special: dict[str, str], template: Any) -
     )
 
 
-#: Texts of which a tokenizer knows at least one.
+#: Texts; every tokenizer knows at least one of them.
 _PROBES = ("a", "the", "0", "一")
 
 

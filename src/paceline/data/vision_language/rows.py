@@ -75,7 +75,7 @@ class ImageRowConverter(RowConverter):
         }
         if images and in_parts and len(in_parts) != len(images):
             raise MalformedRow("images in both a column and the messages")
-        # Parts without an image of their own stand for those of the column, as in TRL.
+        # Parts without an image of their own stand for the images of the column, as in TRL.
         sources = images or in_parts
         if not sources:
             self._check_unused(text_row)

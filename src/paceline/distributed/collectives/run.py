@@ -86,7 +86,7 @@ def broadcast(
 ) -> Sent:
     """Copy the values of rank ``root`` (of the group) into ``tensor`` on every rank, in place.
 
-    The arguments and errors are those of :func:`all_reduce`. The algorithms are ring (chunks are
+    The arguments and errors are as in :func:`all_reduce`. The algorithms are ring (chunks are
     passed along the ranks), tree and naive.
     """
     check_algorithm(algorithm, "broadcast")

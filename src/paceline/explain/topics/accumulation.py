@@ -121,7 +121,7 @@ def record(options: ExplainOptions) -> Recording:
 
 
 def _error(values: list[float], reference: list[float]) -> float:
-    """Return the norm of the difference, relative to that of the reference."""
+    """Return the norm of the difference, relative to the norm of the reference."""
     difference = sum((a - b) ** 2 for a, b in zip(values, reference, strict=True))
     return float((difference / sum(b * b for b in reference)) ** 0.5)
 

@@ -66,7 +66,7 @@ _START = "Start: rank r has 2^r in every element, so each value shows whose valu
 @dataclass(frozen=True)
 class RankTrace:
     """The recording of one rank. ``counted_bytes``: as its traffic counter recorded them;
-    ``is_correct``: the result equals that of the backend's collective."""
+    ``is_correct``: the result equals the result of the backend's collective."""
 
     trace: CollectiveTrace
     sent: Sent

@@ -110,7 +110,7 @@ def record(options: ExplainOptions) -> Recording:
 
 def _expected(axes: ParallelDims, rank: int) -> int:
     """Return the sum over the ranks of its tensor and data groups; on later pipeline stages, also
-    that of the stages before."""
+    the sum of the stages before."""
     place = axes.coordinates(rank)
     return sum(
         2**other

@@ -71,7 +71,7 @@ class WorkerRun:
 
 
 def record(options: ExplainOptions) -> Recording:
-    """Train a small model on real ranks, each of which is a worker.
+    """Train a small model on real ranks; each rank is a worker.
 
     The figures: ``algorithm, ranks, sync_every``, ``weights`` (of each worker after each step),
     ``drift`` (largest difference between two workers after the local update of each step) and

@@ -301,7 +301,7 @@ def _watch(
 
 
 def _has_reference_gradients(trained: dict[str, torch.nn.Parameter], micro_batches: int) -> bool:
-    """Return whether the gradients of this rank's stages equal those of one process."""
+    """Return whether the gradients of this rank's stages equal the gradients of one process."""
     import torch
 
     from paceline.explain import training

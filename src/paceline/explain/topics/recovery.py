@@ -17,7 +17,7 @@ from paceline.core.formatting import counted
 from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import Cell, Check, DrawnRow, Frame, Recording, Span
 
-#: The ranks are those of `paceline sft`, which has its own fork server.
+#: The ranks belong to `paceline sft`, which has its own fork server.
 PRELOAD = ()
 _STEPS, _SAVE_STEPS, _FAULT_STEP = 12, 4, 7
 _TIMEOUT_S = 300.0

@@ -28,8 +28,8 @@ _PIPELINE_TAGS = {
 
 def model_card(run: Path, folder: Path, repository: str) -> str:
     """Return the card of the model in ``folder`` that the run trained. Figures that are unknown,
-    such as those of a folder without a report, are left out. Paths of models and data are reduced
-    to their names."""
+    such as the figures of a folder without a report, are left out. Paths of models and data are
+    reduced to their names."""
     files = RunDir(run)
     report = read_object(files.report) or {}
     starts = [event for event in read_events(files.events) if event["type"] == "run_start"]

@@ -157,8 +157,9 @@ def _subtract(layer: Any) -> None:
 
 @contextmanager
 def portable_state(adapted: Any) -> Iterator[dict[str, torch.Tensor] | None]:
-    """Change peft's configuration within the block to that of the adapter as it is saved, which
-    loads on the original model, and return the state dict to save; None for the model's own.
+    """Change peft's configuration within the block to the configuration of the adapter as it is
+    saved, which loads on the original model. Return the state dict to save; None for the model's
+    own.
 
     With PiSSA and OLoRA, that is the difference BA − B₀A₀ = [B, −B₀][A; A₀]. With VeRA, the random
     matrices are saved too: not every version of torch draws the same.

@@ -106,7 +106,7 @@ def _create_adapters(model: Any, config: Config) -> Any:
     from peft import get_peft_model
 
     targets = config.lora.target_modules
-    # peft replaces modules, so after an error the names would be those of its wrappers.
+    # peft replaces modules, so after an error the names would be the names of its wrappers.
     allowed = "all-linear, or some of: " + ", ".join(target_names(model))
     check_names(model, config)
     selects_all = selects_all_linear(config)
@@ -215,14 +215,14 @@ def _dropouts(layer: Any) -> nn.ModuleDict:
 
 
 def is_vera(adapted: Any) -> bool:
-    """Return whether the adapters of a model are those of VeRA."""
+    """Return whether the adapters of a model are VeRA adapters."""
     return str(adapted.peft_config[_ADAPTER].peft_type.value) == "VERA"
 
 
 def learning_rate_factors(model: nn.Module, config: Config) -> dict[str, float]:
-    """Return the names of the parameters whose learning rate is a multiple of that of the others,
-    with the factor: with LoRA+ (Hayou et al., "LoRA+: Efficient Low Rank Adaptation of Large
-    Models", 2024), the matrices B."""
+    """Return, by name, the factor of the learning rate for the parameters that have one: with LoRA+
+    (Hayou et al., "LoRA+: Efficient Low Rank Adaptation of Large Models", 2024), the matrices
+    B."""
     ratio = config.lora.loraplus_lr_ratio if config.lora.enable else None
     if ratio is None:
         return {}

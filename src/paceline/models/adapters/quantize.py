@@ -356,8 +356,7 @@ def _int8_scales(layer: Any) -> torch.Tensor | None:
 
 
 def move_scales(model: nn.Module, device: torch.device) -> None:
-    """Move the scales of quantized weights, of which ``Module.to`` and FSDP move only the
-    numbers."""
+    """Move the scales of quantized weights: ``Module.to`` and FSDP move only the numbers."""
     for module in model.modules():
         state = getattr(module, "quant_state", None)
         if state is not None:

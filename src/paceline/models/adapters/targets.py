@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError, did_you_mean
 #: Code that computes with a weight instead of calling its module, so that an adapter has no effect.
 _READS_WEIGHT = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size|data)\b|\[)")
 
-#: Where the classes of models are defined: those of transformers, and code of the model's own.
+#: Where the classes of models are defined: in transformers, or in the model's own code.
 _OWN_CLASSES = ("transformers.models.", "transformers_modules.")
 #: class → whether it is a plain linear layer, for classes with a forward of their own.
 _PLAIN_KINDS: dict[type, bool] = {}

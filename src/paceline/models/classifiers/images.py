@@ -1,4 +1,4 @@
-"""Build, load and save image classifiers: two small built-in models, and those of Hugging Face."""
+"""Build, load and save image classifiers: two small built-in models, and Hugging Face models."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Compute the cross entropy of a language model's head for a few tokens at a time.
 
 The logits of all tokens of a micro-batch, in float32, are often the largest tensor of a step:
-4,096 tokens of a vocabulary of 150,000 are 2.5 GB, of which the loss needs three copies. Here the
-logits of a chunk of tokens exist until their part of the loss and its gradients are computed, as in
-Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), section 3.2, and in
-``torch.nn.functional.linear_cross_entropy``. That function has no autocast, no adapters and no
-loss scaling, and computes linear layers only; the head here may be any module.
+for 4,096 tokens and a vocabulary of 150,000 it has 2.5 GB, and the loss needs three copies of it.
+Here the logits of a chunk of tokens exist until their part of the loss and its gradients are
+computed, as in Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024),
+section 3.2, and in ``torch.nn.functional.linear_cross_entropy``. That function has no autocast, no
+adapters and no loss scaling, and computes linear layers only; the head here may be any module.
 
 The loss is computed in the forward pass of the head's module (:func:`chunked_loss`), where a
 strategy has gathered its weights, and the model runs as usual around it.
@@ -158,9 +158,10 @@ class _Job:
 
     @property
     def recomputes(self) -> bool:
-        """Whether gradients are computed in the backward pass: those in float16 must be multiplied
-        by the loss scale before they are rounded, and those of tokens with weights of their own by
-        these weights before they are added; only the backward pass has them."""
+        """Whether gradients are computed in the backward pass: gradients in float16 must be
+        multiplied by the loss scale before they are rounded, and gradients of tokens with weights
+        of their own by these weights before they are added; only the backward pass has these
+        factors."""
         weight = next(self.loss.head.parameters(), None)
         stored = None if weight is None else weight.dtype
         return self.loss.is_per_token or torch.float16 in (self.low_dtype, stored)
@@ -205,8 +206,8 @@ class _Job:
             scale: factor of the gradients, or one for each token [tokens], or None.
 
         Returns:
-            The sum of the losses, the gradient of ``hidden`` (None if it has none) and those of
-            ``weights``.
+            The sum of the losses, the gradient of ``hidden`` (None if it has none) and the
+            gradients of ``weights``.
         """
         losses = self._losses(scale)
         sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]

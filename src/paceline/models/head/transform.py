@@ -114,7 +114,7 @@ def _candidates(config: JsonObject) -> Iterator[LogitTransform]:
 def _compare(
     model: Any, head: nn.Module, transform: LogitTransform, hidden: torch.Tensor
 ) -> LogitTransform | str:
-    """Compare the loss and its gradient with those of the head's full output."""
+    """Compare the loss and its gradient with the loss and gradient of the head's full output."""
     targets = torch.arange(1, 1 + hidden[..., 0].numel(), device=hidden.device)
     results = []
     with evaluation_mode(model), torch.enable_grad():

@@ -84,7 +84,7 @@ def install_liger(model: Any, config: Config) -> None:
             continue
         if isinstance(value, FunctionType) and value.__module__ == code.__name__:
             setattr(code, name, partial(_on_accelerator, replaced, value))
-        else:  # a class, of which only the modules of this model are replaced
+        else:  # a class; only the modules of this model are replaced
             setattr(code, name, value)
 
 

@@ -3,7 +3,7 @@
 The estimate follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models" (2022), section 4: each operation saves its inputs. Their formula for a layer, ``sbh(34 +
 5as/h)`` bytes, assumes 2-byte activations, dropout, an ungated MLP of width 4h and attention with
-stored scores. Here the widths are those of the model (gated MLP, grouped keys and values), fused
+stored scores. Here the widths are the model's own (gated MLP, grouped keys and values), fused
 attention stores no scores (their section 5; Dao et al., "FlashAttention", 2022, section 3.1), norms
 compute in float32, and a frozen weight saves no input (Hu et al., "LoRA", 2021).
 """
@@ -91,7 +91,7 @@ class WeightPrecision:
     @property
     def gradient_bytes(self) -> int:
         """Bytes per element of a gradient when it is computed: in the dtype of the product, and
-        cast to that of the weight."""
+        cast to the dtype of the weight."""
         return self.stored_bytes + self.copied_bytes
 
 
@@ -140,7 +140,7 @@ class Activations:
         boundary: the hidden states that a block passes to the next.
         precision: precision of the trained matrices.
         offloads: whether the blocks' activations are in host memory between forward and backward,
-            except those of the last.
+            except the activations of the last block.
         num_unfinished: number of micro-batches that are between forward and backward.
         messages: number of hidden states between pipeline stages, or of their gradients, that exist
             in addition.
@@ -175,10 +175,10 @@ class Activations:
         moments = (
             saved + loss.forward + block_copies + head_copy,
             saved + loss.backward + retained + (0 if loss.in_chunks else head_copy),
-            # The gradient of the head, and that of its input.
+            # The gradient of the head, and the gradient of its input.
             saved + retained + head_copy + precision.gradient_bytes * head + loss.input_gradient,
-            # The first block that backward reaches. A tied head keeps its gradient until that of
-            # the embedding is added.
+            # The first block that backward reaches. A tied head keeps its gradient until the
+            # gradient of the embedding is added.
             others
             + self.in_backward
             + self.recomputed
@@ -189,7 +189,8 @@ class Activations:
                 precision.stored_bytes * matrices.largest_fused,
             )
             + (tied if self.has_embedding and self.has_head else 0),
-            # Of a tied weight: both gradients and their sum, or those of two pipeline stages.
+            # For a tied weight: both gradients and their sum, or the gradients of two pipeline
+            # stages.
             3 * tied,
         )
         return round(max(moments))
@@ -202,7 +203,8 @@ class Activations:
     @property
     def in_backward(self) -> int:
         """What the blocks have saved on the device when backward reaches them: if activations are
-        offloaded, those of a block, and those of the block before it, which are copied back."""
+        offloaded, the activations of a block, and the activations of the block before it, which are
+        copied back."""
         if not self.offloads:
             return sum(self.blocks)
         return max(map(sum, zip(self.blocks, (0, *self.blocks), strict=False)), default=0)
@@ -217,7 +219,7 @@ class Activations:
     @property
     def on_device(self) -> tuple[int, ...]:
         """The blocks' memory on the device. If activations are offloaded: when backward begins,
-        those of the last block are there, and those of the block before it are copied back."""
+        the last block's memory is there, and the memory of the block before it is copied back."""
         if not self.offloads:
             return self.blocks
         return tuple(0 for _ in self.blocks[:-2]) + self.blocks[-2:]
@@ -287,15 +289,15 @@ def language_activations(
     tensor_ranks: int = 1,
     merged: MergedExperts = NO_EXPERTS,
 ) -> Activations:
-    """Estimate the activation memory of a micro-batch of ``tokens`` tokens, of which ``labels``
-    have a loss, on a rank that runs the full model.
+    """Estimate the activation memory of a micro-batch of ``tokens`` tokens, ``labels`` of
+    them with a loss, on a rank that runs the full model.
 
     Args:
         mask_bytes: bytes per element of a dropout mask: 1 on accelerators, 4 on a CPU, where torch
             stores masks in float32.
         device_type: type of the device, on which the chunks of the loss depend.
         fused_attention: whether attention is computed without storing its scores.
-        row: number of tokens of a row, of which attention that is not fused stores all scores.
+        row: number of tokens of a row; attention that is not fused stores all scores of a row.
         joined: whether the results of the samples of a packed row are joined by a copy, because
             they are not computed in one call.
         low_weights: whether the strategy stores or gathers trained weights in the low precision of

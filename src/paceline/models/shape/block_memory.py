@@ -121,11 +121,13 @@ class BlockMemory:
         return (self.stream + normed) * self.dims.hidden
 
     def gradients(self, row: float = 0.0) -> float:
-        """Return the gradients in flight in the backward pass of the MLP: that of the residual
-        stream and those of two inner results, or of three in float32 (see :meth:`mlp`).
+        """Return the gradients in flight in the backward pass of the MLP: the gradient of the
+        residual stream and the gradients of two inner results, or of three in float32 (see
+        :meth:`mlp`).
 
-        If scores of ``row`` tokens are stored: those of the softmax and of its argument in float32,
-        if they need more. What the MLP saved, and the copy of the softmax, are freed before.
+        If scores of ``row`` tokens are stored: instead of the inner results, the gradients of the
+        softmax and of its argument in float32, if they need more. What the MLP saved, and the
+        copy of the softmax, are freed before.
         """
         wide = self.dims.feed_forward * self.dims.experts_per_token
         inner = 2 * self.low

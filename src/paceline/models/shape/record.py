@@ -43,13 +43,13 @@ class OptimizerMemory:
     Args:
         element_bytes: bytes per trained element in 32 bit, e.g. 8 for the two float32 moments of
             Adam.
-        scalar_bytes: bytes per tensor, such as those of Adam's step count.
+        scalar_bytes: bytes per tensor, e.g. for Adam's step count.
         quantizes: whether moments are 8-bit codes with a float32 scale per block of 256 elements.
             Parts of a tensor with fewer than 4096 elements stay in 32 bit.
         quantizes_whole_blocks: whether only multiples of 256 elements are quantized.
         table_bytes: bytes per quantized tensor for its tables of the 8-bit values.
         average_bytes: bytes per trained element of the average of the weights.
-        matrices: parameters that Muon updates, with one moment; the others have those of Adam.
+        matrices: parameters that Muon updates, with one moment; the others have Adam's moments.
     """
 
     element_bytes: int = 8
@@ -162,7 +162,7 @@ class ModelShape:
 
     def offloaded_moments(self, parts: Iterable[tuple[str, int]]) -> tuple[int, int]:
         """Return the bytes of the moments that are in host memory with `cpu_offload: optimizer`,
-        and those of them that are on the device at once during a step.
+        and how many of these bytes are on the device at once during a step.
 
         Args:
             parts: name and number of elements of the parts of parameters that a rank updates.

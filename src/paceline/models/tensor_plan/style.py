@@ -16,8 +16,7 @@ COLUMN_GATHERED, ROW_SPLIT = "colwise_gather_output", "rowwise_split_input"
 #: A module that is not split and processes a split activation (a norm over each head): its gradient
 #: is summed over the ranks.
 SUMMED = "replicated_with_grad_allreduce"
-#: Several concatenated weights (gate and up; query, key and value with ``:3``), each of which is
-#: split.
+#: Several concatenated weights (gate and up; query, key and value with ``:3``), each split.
 PACKED_COLUMN, PACKED_ROW = "packed_colwise", "packed_rowwise"
 #: Keys or values of the given number of heads (``:1``). With fewer heads than ranks, several ranks
 #: hold the same head.

@@ -21,7 +21,7 @@ from paceline.models.blocks import base_model, wrap_forward
 #: Matrix products → the position of the right matrix among their arguments.
 _MATRIX_PRODUCTS = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
 #: A product is recomputed if its inner dimension is smaller than its output width by this factor,
-#: as that of a low-rank adapter is: it takes few operations for each number that it would store.
+#: as in a low-rank adapter: it takes few operations for each number that it would store.
 _CHEAP_RATIO = 8
 
 

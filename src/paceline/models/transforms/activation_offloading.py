@@ -78,7 +78,7 @@ class _Activation:
 
 
 class _BlockRun:
-    """One forward of a block. ``previous`` is that of the block before it."""
+    """One forward pass of a block. ``previous`` is the forward pass of the block before it."""
 
     def __init__(self, previous: "_BlockRun | None") -> None:
         self.previous = None if previous is None else weakref.ref(previous)

@@ -27,7 +27,8 @@ class CompileTimes:
     Args:
         count: number of graphs compiled, forward and backward separately.
         seconds: time that they took.
-        num_expected: those of the first two steps; later ones are recompilations.
+        num_expected: number of graphs compiled in the first two steps; later ones are
+            recompilations.
     """
 
     count: int = 0

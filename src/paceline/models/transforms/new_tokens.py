@@ -18,8 +18,9 @@ _MULTIPLE = 64
 
 
 def add_token_embeddings(model: Any, config: Config) -> None:
-    """Give the added tokens an embedding and a row of the head: the mean of those of the other
-    tokens (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021).
+    """Give the added tokens an embedding and a row of the head: the mean of the other tokens'
+    embeddings and the mean of their rows (Hewitt, "Initializing New Word Embeddings for Pretrained
+    Language Models", 2021).
 
     The embeddings are enlarged only if they have no rows for these tokens. With adapters, they then
     have as many rows as the tokenizer has tokens, which is what peft expects.

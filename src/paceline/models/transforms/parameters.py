@@ -18,7 +18,7 @@ _NAMES_SHOWN = 3
 
 @dataclass(frozen=True)
 class ParameterSettings:
-    """The settings of a parameter; None for those of the config."""
+    """The settings of a parameter; None to use the setting of the config."""
 
     learning_rate: float | None = None
     weight_decay: float | None = None
@@ -53,11 +53,11 @@ def freeze_parameters(model: nn.Module, args: TrainArgs) -> None:
 def parameter_settings(
     model: nn.Module, config: Config, learning_rate: float
 ) -> dict[str, ParameterSettings]:
-    """Return the settings of the parameters whose learning rate or weight decay is not that of the
-    others, by name.
+    """Return the settings, by name, of the parameters with a learning rate or weight decay of their
+    own.
 
     Args:
-        learning_rate: the peak learning rate of the others.
+        learning_rate: peak learning rate of the other parameters.
 
     Raises:
         ConfigError: a pattern matches no parameter.

@@ -18,7 +18,8 @@ class TrackedRun:
     """The run as a tracker shows it.
 
     Args:
-        id: identifier of the run at the tracker. A resumed run has that of its first attempt.
+        id: identifier of the run at the tracker. A resumed run has the identifier of its first
+            attempt.
         is_new: whether no earlier attempt has used the identifier.
         project: name of the project, or None for the default of the tracker.
         resumed_from: step that the run resumes from, or None.
@@ -34,7 +35,7 @@ class TrackedRun:
     resumed_from: int | None
 
     def project_of(self, variable: str) -> str:
-        """Return the project of the config, else that of an environment variable, else the
+        """Return the project of the config, else of an environment variable, else the
         default."""
         return self.project or os.environ.get(variable) or DEFAULT_PROJECT
 

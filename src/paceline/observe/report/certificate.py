@@ -14,8 +14,8 @@ class ByteCounts(TypedDict):
 
 
 class LeftOut(TypedDict):
-    """A weight of which ``elements`` of ``of`` elements are not compared, because their gradient is
-    at most ``gradient_ratio`` of that of the largest tensor."""
+    """A weight; ``elements`` of its ``of`` elements are not compared, because their gradient is at
+    most ``gradient_ratio`` of the largest tensor's gradient."""
 
     name: str
     gradient_ratio: float

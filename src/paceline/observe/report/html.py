@@ -208,7 +208,7 @@ def _text(value: Any) -> str:
 
 
 def _number_formats(report: Report) -> str:
-    """Return the formats of matrix products besides those of the precision."""
+    """Return the formats of matrix products besides the formats of the precision."""
     fp8 = report.get("fp8", "none")
     formats = ["TF32"] * bool(report.get("tf32")) + [f"float8 ({fp8})"] * (fp8 != "none")
     return f"with {' and '.join(formats)}" if formats else ""

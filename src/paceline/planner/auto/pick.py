@@ -135,8 +135,8 @@ def _is_closed(config: Config) -> bool:
 def _compare(
     config: Config, num_devices: int, device_type: str, memory_bytes: int
 ) -> TimeComparison:
-    """Compare the times of modes on this machine, as far as its rates are known. Those of a CPU are
-    if `paceline doctor` measured them."""
+    """Compare the times of modes on this machine, as far as its rates are known. The rates of a CPU
+    are known if `paceline doctor` measured them."""
     if num_devices == 1:
         return TimeComparison()
     is_cpu = device_type == "cpu"

@@ -58,12 +58,12 @@ class Goodput:
 
     Args:
         mtbf_s: mean time between failures of any device of the run.
-        pause_s: for which a checkpoint stops the steps.
+        pause_s: time for which a checkpoint stops the steps.
         write_s: time to write a checkpoint, in the background if the run does so.
-        recovery_s: after a failure, with reading the checkpoint.
-        interval_s: between checkpoints: that of Daly, but no less than a write takes.
-        young_s: the interval of first order.
-        goodput: share of the time.
+        recovery_s: time to recover after a failure, with reading the checkpoint.
+        interval_s: time between checkpoints: Daly's interval, but no less than a write takes.
+        young_s: the interval in first order, by Young.
+        goodput: share of the time in which steps are computed that no failure undoes.
     """
 
     mtbf_s: float
@@ -88,8 +88,8 @@ def goodput_of(
     """Return the goodput with the best interval between checkpoints.
 
     Args:
-        checkpoint_bytes: size of the parts of all ranks, each of which writes an equal part.
-        host_link_bytes_s: from a device to its host's memory; infinite on a CPU.
+        checkpoint_bytes: size of the parts of all ranks; each rank writes an equal part.
+        host_link_bytes_s: bandwidth from a device to its host's memory; infinite on a CPU.
         is_async: whether a checkpoint is written from a copy in host memory while steps continue.
             The steps since the copy are lost, too, if a failure occurs before it is written.
     """

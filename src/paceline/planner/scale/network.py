@@ -43,7 +43,7 @@ class Network:
 def parse_network(text: str, devices_per_host: int = 8) -> Network:
     """Parse ``KIND[:HOSTS[:OVERSUBSCRIPTION]]``, such as ``rail``, ``fat-tree:4:2``.
 
-    The default number of hosts is that of leaf switches with 64 ports, half of them to hosts.
+    The default number of hosts is for leaf switches with 64 ports, half of them to hosts.
 
     Raises:
         ConfigError: the kind is unknown, or a number is out of range.

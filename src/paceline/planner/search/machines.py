@@ -44,8 +44,9 @@ def cheapest_machines(
 ) -> list[Offer]:
     """Return the cheapest offers, one for each device, the cheapest first.
 
-    Devices are tried in the order of the least price that is possible: that of perfect scaling
-    without a limit of memory. The search ends at a device whose least price is not among the best.
+    Devices are tried in the order of the least price that is possible: the price with perfect
+    scaling and without a limit of memory. The search ends at a device whose least price is not
+    among the best.
 
     Args:
         trials: estimates for a config with a global batch size, on any machine.

@@ -22,7 +22,7 @@ Objective = Literal["time", "memory", "cost"]
 EQUAL = 0.98
 #: Number of set-ups that are reported: the choice and the two runners-up.
 _REPORTED = 3
-#: Layouts of which a search for the least memory, or for a front, tries all settings.
+#: Number of layouts for which a search for the least memory, or for a front, tries all settings.
 _FULLY_TRIED = 24
 #: Modes by their complexity.
 _ORDER = tuple(STRATEGIES)

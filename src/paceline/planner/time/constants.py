@@ -33,7 +33,7 @@ def constants() -> dict[str, float]:
 
 def spread_of(device: Device) -> float:
     """Return by which factor (as its logarithm) a time may differ either way, so that 80 % of the
-    published results are within it: those of a left-out project, on a chip that other projects
+    published results are within it: results of a left-out project, on a chip that other projects
     also used, or on one that they did not."""
     entry = _table()["constants"].get(f"products: {device.chip}")
     is_fitted = entry is not None and bool(entry.get("rows"))
@@ -217,7 +217,7 @@ def coefficients_of(
 
 
 def _value(name: str, device: Device, constants: Mapping[str, float]) -> float:
-    """Return a constant; for a chip without published results, that of its family."""
+    """Return a constant; for a chip without published results, the constant of its family."""
     if name in constants:
         return constants[name]
     assert name == f"products: {device.chip}", name

@@ -61,8 +61,8 @@ def rates_of(setup: TrainingSetup, device: Device, dtype: str | None = BFLOAT16)
 
 
 def curve_of(measured: DeviceRates, dtype: str | None) -> ProductCurve | None:
-    """Return the measured products in ``dtype`` (None: float32); those of float16 are as fast as
-    those of bfloat16."""
+    """Return the measured products in ``dtype`` (None: float32); products in float16 are as fast
+    as in bfloat16."""
     name = {None: "float32", "float16": BFLOAT16}.get(dtype, dtype)
     return measured.products.get(name or "float32")
 

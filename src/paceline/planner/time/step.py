@@ -189,9 +189,9 @@ def _longer(work: RankWork, reached: Coefficients) -> float:
 
 
 def _hops(busy: float, work: RankWork, reached: Coefficients) -> float:
-    """Return the time of the messages between the stages that computation waits for: those of the
-    first and of the last micro-batch, and of each as far as they take longer than the last stage's
-    computation, during which they are sent."""
+    """Return the time of the messages between the stages that computation waits for: the messages
+    of the first and of the last micro-batch, and of each micro-batch as far as they take longer
+    than the last stage's computation, during which they are sent."""
     hop = work.hop_s * reached.hop + work.hop_messages * reached.tensor_message_s
     longest = busy + _longer(work, reached)
     beyond = _larger(hop - longest, 0.0 * hop)

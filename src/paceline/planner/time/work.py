@@ -33,7 +33,7 @@ class RankWork:
         attention_s: attention in a micro-batch.
         narrow: 1 if heads are narrower than 128.
         stream_s: reads and writes of operations that are limited by memory, each once.
-        logits_s: those of the logits.
+        logits_s: reads and writes of the logits.
         accumulate_s: adding a micro-batch's gradients to those before.
         dequantize_s: reading 4-bit weights once per pass.
         launches: layers × passes that Python launches in a micro-batch.
@@ -290,8 +290,8 @@ def _host_bytes(setup: TrainingSetup) -> float:
 @dataclass(frozen=True)
 class _Links:
     """The traffic of a rank as pairs of seconds: over the link within a host, and over the network
-    of the whole host. Ranks of a tensor group are neighbors, then those of a context group, then
-    those that shard, then replicas, then pipeline stages."""
+    of the whole host. Ranks of a tensor group are neighbors, then the ranks of a context group,
+    then the ranks that shard, then replicas, then pipeline stages."""
 
     setup: TrainingSetup
     rates: Rates

@@ -55,7 +55,7 @@ class ThreadedDPStrategy(Strategy):
 
     On accelerators a batch is on device 0. A replica copies its inputs to its own device and its
     outputs back to device 0, where the task computes the loss. These copies depend on the task and
-    are not counted as traffic; those of weights and gradients are.
+    are not counted as traffic; the copies of weights and gradients are.
     """
 
     name = "dp"
@@ -134,7 +134,7 @@ class ThreadedDPStrategy(Strategy):
                 self._count(sources)
 
     def _sum_gradients(self) -> None:
-        """Add the replicas' gradients to those of device 0, always in the same order:
+        """Add the replicas' gradients to the gradients of device 0, always in the same order:
         floating-point addition is not associative."""
         for replica in self.replicas[1:]:
             sources = trained_parameters(replica).values()

@@ -69,11 +69,11 @@ def check_json(config: Config, num_ranks: int) -> None:
 def zero_section(config: Config, trained_elements: int, low_bytes: int) -> dict[str, int]:
     """Return `zero_optimization` for DeepSpeed: Paceline's choices, overridden by the user's JSON.
 
-    The bucket has the size of `parallel.bucket_cap_mb`, at most that of all gradients; DeepSpeed's
-    default is 5e8 elements for any model. At stage 3 every parameter is sharded and freed after its
-    use, as in the ZeRO paper and as the cost model counts it; DeepSpeed's defaults keep parameters
-    of up to 1e5 elements in full on every rank, and all parameters of models below 1e9 from forward
-    to backward.
+    The bucket has the size of `parallel.bucket_cap_mb`, at most the size of all gradients;
+    DeepSpeed's default is 5e8 elements for any model. At stage 3 every parameter is sharded and
+    freed after its use, as in the ZeRO paper and as the cost model counts it; DeepSpeed's defaults
+    keep parameters of up to 1e5 elements in full on every rank, and all parameters of models below
+    1e9 from forward to backward.
     """
     parallel = config.parallel
     stage = stage_of(parallel)

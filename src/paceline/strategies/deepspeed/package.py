@@ -103,7 +103,7 @@ class PartitionRange:
     """A range of a parameter in this rank's partition.
 
     Args:
-        parameter: the parameter, of which the range has ``count`` elements from ``offset`` on
+        parameter: the parameter; the range has ``count`` of its elements from ``offset`` on
             (row-major).
         flat: this rank's float32 partition of a parameter group, which the optimizer updates; the
             range lies in it from ``start`` on.
@@ -146,7 +146,7 @@ def _ranges_of_groups(zero: Any, rank: int) -> Iterator[PartitionRange]:
 
 
 def _ranges_of_weights(zero: Any, rank: int) -> Iterator[PartitionRange]:
-    """Stage 3 splits each parameter into equal parts, the last of which may be padded or empty."""
+    """Stage 3 splits each parameter into equal parts; the last part may be padded or empty."""
     for flat, parameters in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
         start = 0
         for parameter in parameters:

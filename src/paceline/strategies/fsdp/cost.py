@@ -163,7 +163,7 @@ class _Timeline:
             # The weights of the last block are copied out.
             in_block + before.weights - last.activations,
             in_block + activations.temporary,
-            # Those of the head are copied out.
+            # The weights of the head are copied out.
             with_message + 2 * head + saved,
             at_end + (head or last.weights) + activations.loss.in_model,
             at_end + activations.loss.forward,

@@ -101,7 +101,7 @@ class FSDPSharding:
             forward, and all after backward (ZeRO stage 3). False keeps them until the last backward
             or :meth:`end_step` (stage 2).
         offload: whether to keep shards, gradients and optimizer state in host memory.
-        blocks: modules that are gathered one at a time; default: those of
+        blocks: modules that are gathered one at a time; default: the result of
             :func:`~paceline.models.blocks.find_blocks`.
 
     Raises:
@@ -158,8 +158,8 @@ class FSDPSharding:
         self.pieces = [
             self._shard_of(name, parameter) for name, parameter in trained_parameters(model).items()
         ]
-        #: The parameters that the optimizer updates: all trained parameters, including those of
-        #: which this rank holds no elements.
+        #: The parameters that the optimizer updates: all trained parameters, even if this rank
+        #: holds none of their elements.
         self.trained = {piece.name: piece.values for piece in self.pieces}
 
     def _fully_shard(

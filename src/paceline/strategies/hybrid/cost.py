@@ -391,8 +391,8 @@ def _last_rows(shape: ModelShape) -> set[str]:
 
 
 def _partial_bytes(stage: ModelShape, part: ModelShape, sequence: bool) -> list[int]:
-    """Return the bytes of each trained parameter of which a tensor-parallel rank computes a part of
-    the gradient."""
+    """Return the bytes of each trained parameter for which a tensor-parallel rank computes only a
+    part of the gradient."""
     dims, blocks = (
         {tensor.name: len(tensor.shape) for tensor in stage.parameters},
         set(stage.blocks),

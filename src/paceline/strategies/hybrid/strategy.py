@@ -150,7 +150,7 @@ class HybridStrategy(BucketedStrategy):
         assert self.buckets is not None
         if self.tensor is not None and self.reducer is not None and self.world.device.type != "cpu":
             # The reducer's thread would start collectives of the data group while autograd starts
-            # those of the tensor group; NCCL needs the same order on all ranks.
+            # collectives of the tensor group; NCCL needs the same order on all ranks.
             loss.backward()
             self.buckets.start_reducing()
             return

@@ -60,8 +60,8 @@ class DiLoCoStrategy(ResumableLocalSGD):
     local ones; the outer optimizer is SGD with Nesterov momentum, in torch's form: m ← μ m + Δ, θ ←
     θ - η (Δ + μ m).
 
-    Fragments, delayed synchronization and outer gradients in fewer bits are those of Douillard et
-    al., "Streaming DiLoCo with overlapping communication" (2025), section 2: a delayed
+    Fragments, delayed synchronization and outer gradients in fewer bits follow Douillard et al.,
+    "Streaming DiLoCo with overlapping communication" (2025), section 2: a delayed
     synchronization completes with a mix of a worker's local parameters (a share of
     ``fragment_update_alpha``) and the outer ones.
 

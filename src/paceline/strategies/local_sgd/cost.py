@@ -23,9 +23,9 @@ from paceline.strategies.local_sgd.schedule import (
 def estimate(
     name: str, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
 ) -> Cost:
-    """Return the cost of the strategy ``name``: that of `ddp`; for `diloco` also the outer
-    parameters and their momentum in float32, divided over the ranks of a worker; and the buffers of
-    pending synchronizations.
+    """Return the cost of the strategy ``name``: the cost of `ddp`; for `diloco` also the
+    outer parameters and their momentum in float32, divided over the ranks of a worker; and the
+    buffers of pending synchronizations.
 
     Traffic is the mean over a period of H steps after the warm-up: within a worker of g ranks the
     gradients' all-reduce at each step; between workers, once per period, an all-reduce of 1/g of
@@ -72,8 +72,11 @@ estimate_diloco = partial(estimate, "diloco")
 
 
 def mean_bytes(shares: Sequence[int], workers: int, dtype: str) -> int:
-    """Return the bytes that a rank sends to the other workers for one synchronization of fragments
-    of which it has ``shares`` elements."""
+    """Return the bytes that a rank sends to the other workers for one synchronization of fragments.
+
+    Args:
+        shares: number of elements that the rank has of each fragment.
+    """
     return sum(sum(mean_traffic(size, workers, dtype).values()) for size in shares)
 
 

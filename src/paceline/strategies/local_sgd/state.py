@@ -1,8 +1,8 @@
 """The state of local training in a checkpoint.
 
 What every strategy reads: ``model/NAME``, the mean of the workers' parameters (and running
-statistics), and ``optimizer/NAME/…``, that of the first worker. In addition, so that the same
-number of workers continues bit for bit:
+statistics), and ``optimizer/NAME/…``, the state of the first worker. In addition, so that the
+same number of workers continues bit for bit:
 
 - ``local/worker-K/model/NAME``, ``…/buffer/NAME``: worker K's values, if the workers' differ;
 - ``local/worker-K/optimizer/NAME/…``, ``local/worker-K/scaler/…``: of all workers but the first;

@@ -40,11 +40,11 @@ class LocalSGDBase(Strategy):
     :class:`~paceline.strategies.local_sgd.algorithms.DiLoCoStrategy`.
 
     A worker's gradient is the mean over its share: the loss is divided by the worker's count. With
-    shares of equal size the mean of the workers' gradients is that of the global batch; with ragged
-    ones it is an estimate.
+    shares of equal size the mean of the workers' gradients is the gradient of the global batch;
+    with ragged ones it is an estimate.
 
-    Each worker clips its gradients by its own norm; the reported norm is that of rank 0's worker.
-    If it is not finite, only that worker skips its update.
+    Each worker clips its gradients by its own norm; the reported norm is the norm of rank 0's
+    worker. If a worker's norm is not finite, only this worker skips its update.
 
     Between workers, a rank communicates only with the ranks at the same position in the other
     workers. It exchanges its share of the parameters and distributes the result within its worker.

@@ -79,8 +79,8 @@ class GroupMean:
     In float32 it is one all-reduce. In fewer bits it takes two messages: each worker sends the w-th
     part of its message to worker w, which adds up what it received, in float32 and in the order of
     the workers, and sends the mean of its part to all. So each element is rounded exactly twice,
-    and the bytes are those of an all-reduce in that type (2(N-1)/N of them), whatever the number of
-    workers.
+    and as many bytes are sent as in an all-reduce in that type (2(N-1)/N of the message), whatever
+    the number of workers.
 
     Every rank issues the calls in the same order; :meth:`advance` sends the second message.
 

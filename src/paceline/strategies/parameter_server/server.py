@@ -73,9 +73,9 @@ def sum_rows(
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """Updates the rows of a batch and leaves all others unchanged. Each formula is that of torch's
-    optimizer of the same name for a gradient that is zero elsewhere (SGD, Adagrad), or, for Adam,
-    of ``torch.optim.SparseAdam``.
+    """Updates the rows of a batch and leaves all others unchanged. It computes the update of
+    torch's optimizer of the same name for a gradient that is zero elsewhere (SGD, Adagrad), or, for
+    Adam, of ``torch.optim.SparseAdam``.
 
     ``row_wise_adagrad``: one sum per row, of the mean of the gradient's squares over the row
     (Mudigere et al., "Software-Hardware Co-design for Fast and Scalable Training of Deep
@@ -159,8 +159,8 @@ class ServedParameters:
         self.pushed.clear()
 
     def merge(self, lost: Container[int], weight: float) -> None:
-        """Sum the pushes of a step in order of worker, without those of ``lost``. A parameter for
-        which no worker has a gradient gets zero, as with ``ddp``."""
+        """Sum the pushes of a step in order of worker, without the pushes of ``lost`` workers. A
+        parameter for which no worker has a gradient gets zero, as with ``ddp``."""
         with LOCK:
             pushed, self.pushed = self.pushed, {}
         pushes = [pushed[worker] for worker in sorted(pushed) if worker not in lost]

@@ -68,7 +68,7 @@ from paceline.strategies.parameter_server.server import (
 
 
 class ParameterServerStrategy(Strategy):
-    """A synchronous parameter server. Every step equals that of ``ddp``, up to rounding."""
+    """A synchronous parameter server. Every step equals a step of ``ddp``, up to rounding."""
 
     name = "parameter_server"
     optimizer: torch.optim.Optimizer
@@ -88,7 +88,8 @@ class ParameterServerStrategy(Strategy):
         self.workers = world.split(
             [range(self.num_workers), *([rank] for rank in self.servers)],
             world.waits,
-            # With servers on the CPU, that of all ranks is Gloo, and workers may have a faster one.
+            # With servers on the CPU, the backend of all ranks is Gloo, and workers may have a
+            # faster one.
             backend=dist.get_default_backend_for_device(self.worker_device),
         )
         self.tables: dict[str, Table] = {}

@@ -20,7 +20,7 @@ class PipelineCost:
         buffers: names of the buffers that the rank holds.
         send_bytes: bytes that the rank sends per step: hidden states, their gradients, and
             gradients of tied weights.
-        activations: those of all micro-batches that the rank has started and not finished.
+        activations: activations of all micro-batches that the rank has started and not finished.
     """
 
     parameters: tuple[tuple[str, ...], ...]

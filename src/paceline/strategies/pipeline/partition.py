@@ -202,7 +202,7 @@ def _describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
 
 
 def partition_error(reason: str) -> RunError:
-    """Return the error for a model whose blocks do not run as those of a pipeline."""
+    """Return the error for a model whose blocks do not run as in a pipeline."""
     return RunError(
         f"`parallel.pipeline` is not supported with this model: {reason}",
         allowed=(

@@ -55,7 +55,7 @@ class PipelineRunner:
         model: full model with the same values on every rank of the pipeline. It is partitioned in
             place.
         comm: communicator of the pipeline's ranks, in the order of the stages.
-        config: config, of which ``parallel.pipeline_schedule`` and ``parallel.stages_per_rank`` are
+        config: config; only ``parallel.pipeline_schedule`` and ``parallel.stages_per_rank`` are
             used.
         run: function that runs a forward pass of the task, to determine the order of modules in a
             model whose inputs are unknown.

@@ -55,7 +55,7 @@ def _gather_tokens(tensor: torch.Tensor, tokens: int, group: Communicator) -> to
 
 
 def _scatter_tokens(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
-    """Sum [rows, tokens, width] over the ranks, each of which gets its part of the tokens."""
+    """Sum [rows, tokens, width] over the ranks; each rank gets its part of the tokens."""
     padded = _pad(tensor, group)
     rows, tokens = padded.shape[:2]
     by_rank = (
@@ -144,7 +144,7 @@ def gather_tokens(x: torch.Tensor, tokens: int, group: Communicator) -> torch.Te
 
 
 def scatter_tokens(x: torch.Tensor, group: Communicator) -> torch.Tensor:
-    """Sum ``x`` over the ranks, each of which gets its part of the tokens."""
+    """Sum ``x`` over the ranks; each rank gets its part of the tokens."""
     tokens = x.shape[1]
     return _apply(
         x,

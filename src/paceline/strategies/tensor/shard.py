@@ -72,7 +72,7 @@ class TensorSlice:
 
         Returns:
             (first, length, range) of each piece: ``first`` counts from ``begin``, and the range is
-            that of the piece in the full parameter.
+            the rows of the piece in the full parameter.
         """
         pieces, local = [], 0
         for rows in self.ranges:
@@ -96,7 +96,7 @@ class TensorParallelizer:
         model: the full model, with the same values on every rank of the group; on the CPU or the
             rank's device.
         group: communicator along the axis "tensor".
-        settings: settings of which ``tensor_plan`` and ``sequence_parallel`` are used.
+        settings: parallel settings; only ``tensor_plan`` and ``sequence_parallel`` are used.
         plan: style of each module, if already known. It cannot be derived from a pipeline stage.
 
     Raises:
@@ -218,7 +218,7 @@ class TensorParallelizer:
 
     def _split_dropout(self, module: nn.Module) -> None:
         """Make LoRA's dropout before a row layer draw the mask of all features and apply its part,
-        so that the masks are those of training on a single rank."""
+        so that the masks are the same as in training on a single rank."""
         for key, layer in getattr(module, "lora_dropout", nn.ModuleDict()).items():
             if isinstance(layer, nn.Dropout) and layer.p > 0:
                 module.lora_dropout[key] = ShardedDropout(layer.p, self.group)  # type: ignore[index, operator, assignment]
@@ -251,7 +251,7 @@ class TensorParallelizer:
     def _latent(
         self, features: int, inner: Any, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Sum the gradient of the last features; a later column layer sums that of the others."""
+        """Sum the gradient of the last features; a later column layer sums the rest."""
         result = inner(x, *args, **kwargs)
         if not torch.is_grad_enabled():
             return result  # type: ignore[no-any-return]

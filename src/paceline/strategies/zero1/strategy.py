@@ -32,9 +32,9 @@ class Zero1Strategy(Strategy):
 
     The last micro-batch's backward reduce-scatters the gradients bucket by bucket; each rank
     updates its shard of each bucket, then the weights are all-gathered. In mixed precision the
-    trained weights are in bfloat16 or float16 on every rank (those of batch normalizations stay in
-    float32), and each shard has float32 master weights, which checkpoints contain. Gradients are
-    accumulated and reduced in float32, unless `parallel.reduce_dtype` is `auto`.
+    trained weights are in bfloat16 or float16 on every rank (the weights of batch normalizations
+    stay in float32), and each shard has float32 master weights, which checkpoints contain.
+    Gradients are accumulated and reduced in float32, unless `parallel.reduce_dtype` is `auto`.
     """
 
     name = "zero1"

@@ -1,9 +1,10 @@
 """The losses of preference training, from the log-probabilities of answers.
 
-They are those of TRL's trainers (``trl.DPOTrainer``, ``trl.KTOTrainer``, and ``ORPOTrainer`` and
-``CPOTrainer`` of ``trl.experimental``), but as sums over the samples of a batch: what depends on
-all samples of a global batch, such as the mean divergence of KTO, is an argument (``totals``), so
-that the loss does not depend on how a batch is divided over ranks and micro-batches.
+They are the losses of TRL's trainers (``trl.DPOTrainer``, ``trl.KTOTrainer``, and
+``ORPOTrainer`` and ``CPOTrainer`` of ``trl.experimental``), but as sums over the samples of a
+batch: what depends on all samples of a global batch, such as the mean divergence of KTO, is an
+argument (``totals``), so that the loss does not depend on how a batch is divided over ranks and
+micro-batches.
 """
 
 import math

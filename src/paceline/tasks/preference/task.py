@@ -27,7 +27,7 @@ from paceline.tasks.preference.reference import reference_key
 
 
 class PreferenceBatch(TokenBatch, total=False):
-    """The sequences of the preferred answers of a micro-batch, then those of the others.
+    """The sequences of the preferred answers of a micro-batch, then the other answers' sequences.
 
     Args:
         target_counts: number of targets of each sequence, of packed rows.

@@ -53,8 +53,8 @@ Phase = Literal["first", "check", "watch", "confirm", "fixed"]
 @dataclass(frozen=True)
 class MeasuredStep:
     """The measurement of one step on this rank. ``compute_s`` is the time of forward and backward
-    without waits for other ranks; ``positions`` counts those of its micro-batches, padding
-    included."""
+    without waits for other ranks; ``positions`` is the number of positions of its
+    micro-batches, padding included."""
 
     compute_s: float
     step_s: float

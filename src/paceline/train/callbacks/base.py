@@ -126,7 +126,7 @@ class Callback:
         self.requests |= Requests(save=True)
 
     def state_dict(self) -> Mapping[str, JsonValue]:
-        """Return the state to store in each checkpoint, as JSON. That of rank 0 is stored."""
+        """Return the state to store in each checkpoint, as JSON. The state of rank 0 is stored."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, JsonValue]) -> None:

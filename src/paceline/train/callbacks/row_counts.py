@@ -22,10 +22,10 @@ _INTERVAL_STEPS = 100
 
 
 class RowCounter(Callback):
-    """Adds up the counts that come with the micro-batches, and keeps those of all ranks in
+    """Adds up the counts that come with the micro-batches, and keeps the sums over all ranks in
     :attr:`DataPipeline.counts`.
 
-    A batch that is skipped or rolled back is not counted, so the counts are those of the steps
+    A batch that is skipped or rolled back is not counted, so the counts cover the steps
     whose updates the weights contain.
     """
 

@@ -17,7 +17,7 @@ class SourceRecorder:
     together with the other figures of a logged step.
 
     Args:
-        names: those of the sources.
+        names: names of the sources.
         reports_loss: whether the losses of this rank count.
         device: the device on which they are summed.
     """

@@ -33,8 +33,8 @@ def load_callbacks(config: Config) -> dict[str, Callback]:
 
 
 def check_callbacks(config: Config) -> None:
-    """Check the callbacks as :func:`load_callbacks` does, and warn about methods whose names look
-    like those of a callback, but that are never called."""
+    """Check the callbacks as :func:`load_callbacks` does, and warn about methods that are never
+    called although their names look like the names of a callback's methods."""
     known = [name for name in vars(Callback) if not name.startswith("_")]
     for text, callback in load_callbacks(config).items():
         for name in dir(callback):

@@ -3,7 +3,7 @@ Block-wise Quantization", 2021).
 
 In memory a moment is one byte per element, which selects a value of a table, and a float32 scale
 per block of 256 elements. Where blocks begin depends on how a strategy divides a tensor. So a
-checkpoint contains the moments in float32, as those of `adamw`, and the scales of each part: a run
+checkpoint contains the moments in float32, as with `adamw`, and the scales of each part: a run
 with the same parts continues with the same bits, any other one quantizes the moments again.
 """
 

@@ -111,7 +111,7 @@ def datasets(panel: Panel) -> JSONObject:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the data files down to a maximum depth, except those of runs."""
+    """Yield the data files down to a maximum depth, except the files of runs."""
     num_folders = 0
     level = [folder]
     for _ in range(_MAX_DEPTH):

@@ -150,14 +150,14 @@ def resumable(id: RunId, panel: Panel) -> dict[str, str | bool]:
 
 @router.post("/api/runs/{id}/diff")
 def diff(id: RunId, body: ConfigText, panel: Panel) -> JSONObject:
-    """Return the keys in which a config differs from that of the run. ``needs_allow``: the change
+    """Return the keys in which a config differs from the run's config. ``needs_allow``: the change
     affects the numerics of the training."""
     return {"changes": load_configs().differences(panel.run_folder(id), body.yaml)}
 
 
 @router.post("/api/runs/{id}/resume")
 async def resume(id: RunId, body: Resume, panel: Panel) -> dict[str, str | bool]:
-    """Resume a run; the response is that of ``POST /api/start``."""
+    """Resume a run; the response is the same as for ``POST /api/start``."""
     run = panel.run_folder(id)
     if body.yaml is not None:
         load_configs().load(body.yaml)

@@ -304,7 +304,7 @@ def _launcher(run: Path, launched: Launched | None) -> tuple[int, float]:
 
 
 def _may_be_run(pid: int) -> bool:
-    """Return whether the command line of a process can be that of a run. True if it is unknown."""
+    """Return whether a process can be a run, by its command line. True if that is unknown."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -35,7 +35,7 @@ _SAMPLED_LINES = 1200
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """An event other than a step, for the log and the time axis. ``step``: its own, or that of the
+    """An event other than a step, for the log and the time axis. ``step``: its own step, or the
     last step before it."""
 
     time: float | None
@@ -241,8 +241,8 @@ def sample_overview(path: Path) -> SampledRun:
                 while row is not None and rows and rows[-1][1] >= row[1]:
                     rows.pop()
                 if row is not None:
-                    # The tokens of the steps in between are not known, so those of this step are
-                    # taken for each of them.
+                    # The tokens of the steps in between are not known, so the tokens of this step
+                    # are taken for each of them.
                     previous = (rows[-1][1], rows[-1][3]) if rows else None
                     rows.append(step_row(event, offset, previous) or row)
     return SampledRun(

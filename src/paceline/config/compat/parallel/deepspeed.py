@@ -1,4 +1,4 @@
-"""Apply the keys of DeepSpeed, those of other tools and Paceline's own: the strategy and the
+"""Apply the keys about DeepSpeed, other tools' and Paceline's own: the strategy and the
 settings."""
 
 from collections.abc import Mapping
@@ -93,7 +93,7 @@ def _deepspeed_value(
 
 
 def _find(keys: StrategyKeys, by: ConfigEntry, path: str) -> str:
-    """Return the path, or that of a file with this name in the config's folder."""
+    """Return the path, or the path of a file with this name in the config's folder."""
     if keys.base is None or Path(path).expanduser().exists() or not (keys.base / path).is_file():
         return path
     keys.add_notice(by, f"found in the folder of the config: {keys.base / path}")

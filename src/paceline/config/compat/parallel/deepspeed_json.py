@@ -2,7 +2,7 @@
 have no effect, and that are not supported.
 
 No import of DeepSpeed or torch: the JSON is read while the config is loaded. Names and defaults are
-those of DeepSpeed's `runtime/constants.py` and `runtime/zero/config.py`.
+from DeepSpeed's `runtime/constants.py` and `runtime/zero/config.py`.
 """
 
 import json

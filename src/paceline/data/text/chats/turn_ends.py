@@ -74,7 +74,7 @@ class TurnEnds:
 
     @cached_property
     def before_turns(self) -> frozenset[str]:
-        """The tokens before the text of the first question, and those of the generation prompt."""
+        """The tokens before the text of the first question, and the generation prompt's tokens."""
         first = max(0, self.probe.find(PROBE[0]))
         return tokens_in(self.tokens, self.probe[:first], self.header)
 

@@ -135,12 +135,12 @@ class EncodedChunk:
         tokens, mask: int32 and bool values of each sample as bytes.
         lengths, label_counts: numbers of each sample, as in
             :class:`paceline.data.text.token_dataset.TokenDataset`.
-        labels: those of each labeled text.
-        images: those of each sample.
+        labels: labels of each labeled text.
+        images: images of each sample.
         weights: factor of each sample's loss; None if the source has none.
-        chosen_lengths, margins: those of each sample with preferences.
+        chosen_lengths, margins: values of each sample with preferences.
         converted: the counters of the :class:`RowConverter`, by name.
-        facts, refusals: those of the :class:`Encoder`.
+        facts, refusals: counters of the :class:`Encoder`.
     """
 
     source: int
@@ -306,7 +306,7 @@ def make_encoder(
     folder: Path | None = None,
 ) -> AnyEncoder:
     """Return the encoder for a config. ``template`` and ``for_tools`` are as in :class:`Setup`;
-    ``folder``: that of the tokenizer, with the processor of a vision-language model."""
+    ``folder``: folder of the tokenizer, with the processor of a vision-language model."""
     if task == "classify":
         truncates = config.train_args.truncation_strategy == "truncate"
         return LabelEncoder(tokenizer, config.train_args.max_length if truncates else None)

@@ -37,13 +37,13 @@ class Encoded:
         excluded_turns: number of assistant turns whose loss is disabled.
         labels: labels of a labeled text, which has no label tokens.
         is_truncated: the sample was longer before it was encoded.
-        images: those of a chat.
+        images: images of a chat.
         min_length: number of tokens up to the last one of an image; a sample that is truncated to
             fewer is dropped.
-        weight: that of :class:`paceline.data.text.formats.Sample`.
+        weight: factor of the loss; None if the data has none.
         chosen_length: number of tokens of the sequence with the preferred answer, which comes first
             in a pair; of a single answer 0 if it is undesirable. None without preferences.
-        margin: that of :class:`paceline.data.text.sample.Sample`.
+        margin: difference that the scores of the answers should have at least.
     """
 
     input_ids: np.ndarray
@@ -67,7 +67,7 @@ class Encoder:
         tokenizer: see :func:`paceline.data.text.tokenizer.load_tokenizer`.
         template: the chat template, or None.
         pretrain: every sample is text, and every token carries loss.
-        train_on_inputs: every token carries loss, except those of turns whose loss is disabled.
+        train_on_inputs: every token carries loss, except in turns whose loss is disabled.
         last_turn_only: whether only the last assistant turn of a chat carries loss.
         system: system message for prompts and completions that are converted to chats.
 
@@ -217,7 +217,7 @@ class Encoder:
         return ids, len(start) + text.token_at(char)
 
     def _encode_texts(self, texts: list[tuple[str, bool]]) -> list[Encoded]:
-        """Encode texts, of which some are documents. Short ones are tokenized in one call."""
+        """Encode texts, some of them documents. Short texts are tokenized in one call."""
         short = [text for text, _ in texts if len(text) <= _PIECE_CHARS]
         tokens = iter(self.tokenizer.encode_batch(short, add_special_tokens=False))
         samples = []
@@ -248,8 +248,8 @@ class Encoder:
 
     @property
     def _splits_at_lines(self) -> bool:
-        """Whether the tokenizer gives each line the same tokens alone as after another one. Those
-        of the SentencePiece type write a space before a text."""
+        """Whether the tokenizer gives each line the same tokens alone as after another line.
+        Tokenizers of the SentencePiece type write a space before a text."""
         full, first, second = self._encode(["".join(_LINES), *_LINES])
         return full == first + second
 

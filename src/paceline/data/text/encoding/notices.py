@@ -36,7 +36,7 @@ def nothing_kept(
     counts: RowCounts,
     config: Config,
 ) -> ConfigError:
-    """Return the error for a source of which no row can be used."""
+    """Return the error for a source without usable rows."""
     dropped = counts.dropped
     formats = "; ".join(f"{name}: {columns}" for name, columns in converter.formats.items())
     if converter.unmatched and converter.unmatched.total() == dropped.total():

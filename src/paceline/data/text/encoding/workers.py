@@ -36,7 +36,7 @@ def encode_chunks(
 
     Raises:
         ConfigError: a row makes the data unusable. If there are several such rows, the error is
-            that of the first one.
+            about the first one.
         RunError: a worker process was killed.
     """
     if pool is None:

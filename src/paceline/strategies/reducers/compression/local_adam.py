@@ -1,17 +1,17 @@
 """Adam's second moment of each rank's local gradient, and the direction that follows from it.
 
 If few elements are sent, a common Adam sees a gradient that is zero nearly everywhere and large
-where the gradients of many steps arrive at once. Its second moment is then that of the bursts, and
-training is many times slower. So each rank keeps the moment of its full local gradient and
-compresses the direction, with error feedback (Chen et al., "Quantized Adam with Error Feedback",
-2021, algorithm 1; Chen et al., "Efficient-Adam: Communication-Efficient Distributed Adam", 2022).
-The moment is not that of the global gradient: it has the noise of a smaller batch, so directions
-are slightly shorter.
+where the gradients of many steps arrive at once. Its second moment is then the moment of the
+bursts, and training is many times slower. So each rank keeps the moment of its full local gradient
+and compresses the direction, with error feedback (Chen et al., "Quantized Adam with Error
+Feedback", 2021, algorithm 1; Chen et al., "Efficient-Adam: Communication-Efficient Distributed
+Adam", 2022). This is not the moment of the global gradient: it has the noise of a smaller batch, so
+directions are slightly shorter.
 
 Unlike in these papers there is no first moment. An element waits many steps in the residual before
 it is sent, and its directions are added up there meanwhile. That is the average that a first moment
-would make; both together would delay twice. So the memory is that of Adam: residual and second
-moment.
+would make; both together would delay twice. So it takes as much memory as Adam: residual and
+second moment.
 """
 
 from collections.abc import Callable

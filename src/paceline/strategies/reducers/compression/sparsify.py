@@ -130,8 +130,8 @@ def largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
     """Return the places of the ``count`` largest non-negative elements; ascending, int64 [count].
 
     On a CPU a sample estimates how large these are, and only elements of at least that size are
-    sorted (Lin et al., 2018, section 5). The result is that of sorting all, except among elements
-    of equal magnitude.
+    sorted (Lin et al., 2018, section 5). The result is the same as from sorting all, except among
+    elements of equal magnitude.
     """
     numel = magnitudes.numel()
     candidates = None

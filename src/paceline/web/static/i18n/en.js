@@ -1,4 +1,4 @@
-// English texts that pages share, and those of the list of runs. `KEY.is` explains KEY.
+// English texts that pages share, and the texts of the list of runs. `KEY.is` explains KEY.
 export const en = {
   "skip": "Skip to the content",
   "nav": "Main",

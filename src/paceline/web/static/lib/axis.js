@@ -53,8 +53,8 @@ function interpolate(x, xs, ys) {
 }
 
 /**
- * Merge the x values of lines with those of other points, such as evaluations. Return `{xs,
- * place}`; `place(values, valueXs)` aligns values with the merged `xs`, with null in the gaps.
+ * Merge the x values of lines with the x values of other points, such as evaluations. Return
+ * `{xs, place}`; `place(values, valueXs)` aligns values with the merged `xs`, with null in gaps.
  */
 export function mergeX(xs, otherXs) {
   const mergeX = [...new Set([...xs, ...otherXs].filter(Number.isFinite))].sort((a, b) => a - b);

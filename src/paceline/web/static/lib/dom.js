@@ -14,7 +14,7 @@ export function h(tag, attrs, ...children) {
   return fill(document.createElement(tag), attrs, children);
 }
 
-/** Create an SVG element. The arguments are those of `h`. */
+/** Create an SVG element. The arguments are as in `h`. */
 export function svg(tag, attrs, ...children) {
   return fill(document.createElementNS(SVG, tag), attrs, children);
 }

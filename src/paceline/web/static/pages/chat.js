@@ -183,7 +183,7 @@ export async function show(root, params, ctx) {
     question.focus({ preventScroll: true });
   }
 
-  // The history of a model contains its own answers, or those of the other model if it has none.
+  // The history of a model contains its own answers, or the other model's answers if it has none.
   function messages(side) {
     const messages = system.value.trim() ? [{ role: "system", content: system.value.trim() }] : [];
     for (const turn of state.turns) {

@@ -341,7 +341,7 @@ async function stop(store, ctx, endsNow) {
   }
 }
 
-/** The step of the latest evaluation, and that of the best one if the run selects it. */
+/** The step of the latest evaluation, and the step of the best one if the run selects it. */
 function describeEvaluation(evaluation) {
   if (!evaluation) return t("run.no_eval");
   const step = format.count(evaluation.step);
