@@ -76,7 +76,6 @@ lint: setup  ## Style, types, layers, and whether the generated docs are fresh
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tests/structure/check_words.py
 	$(BIN)/python -m paceline.config.reference --check
 
 format: setup  ## Let ruff put the style right

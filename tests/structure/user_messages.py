@@ -1,7 +1,7 @@
 """Collect every message for users from the syntax tree.
 
-`python tests/structure/user_messages.py` writes messages.txt, which a reviewer can read from top to
-bottom.
+`python tests/structure/user_messages.py > messages.txt` gives a reviewer a text to read from top to
+bottom, and to compare with the messages of another version.
 """
 
 import ast
@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
-SNAPSHOT = Path(__file__).with_name("messages.txt")
 _LEVELS = ("info", "warning", "error", "exception")
 _PARTS = ("allowed", "fix")
 
 
 def collect() -> str:
-    """Return the text of messages.txt: for each module the text of its errors and log records, with
+    """Return, for each module, the text of its errors and log records, with
     placeholders in braces."""
     sections = []
     for path in sorted(SOURCE.rglob("*.py")):
@@ -73,4 +72,4 @@ def _text(node: ast.expr) -> str:
 
 
 if __name__ == "__main__":
-    SNAPSHOT.write_text(collect(), encoding="utf-8")
+    print(collect(), end="")
