@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import cache_dir, human_bytes, replace_dir
+from paceline.data.cache_entries import note_use
 
 #: Part of every key. Increase it when the stored data or its computation changes.
 LAYOUT = 4
@@ -64,6 +65,7 @@ def build_once(
         ConfigError: the cache is not writable.
         RunError: the disk is full.
     """
+    note_use(final)
     if (final / mark).is_file():
         return False
     try:
@@ -76,6 +78,7 @@ def build_once(
                     shutil.rmtree(stale, ignore_errors=True)
             staging = final.with_name(f"{_staging_prefix(final)}{os.getpid()}.tmp")
             staging.mkdir()
+            note_use(staging)
             try:
                 build(staging)
                 if (final / mark).is_file():
