@@ -50,8 +50,8 @@ test-gpu: setup  ## Run the tests that need a GPU; `make test` hides GPUs
 LOWEST := build/lowest
 # The generated pages follow from the version of pydantic that constraints.txt names.
 LOWEST_TESTS := --ignore=tests/config/test_config_docs.py tests/config tests/distributed/test_torch_compat.py tests/models/test_builtin.py tests/models/test_trace.py \
-  tests/parallel/test_sharded.py tests/parallel/test_pipeline.py tests/parallel/test_deepspeed.py
-LOWEST_FAST_TESTS := tests/checkpoint tests/parallel tests/train tests/verify
+  tests/strategies/test_sharded.py tests/strategies/test_pipeline.py tests/strategies/test_deepspeed.py
+LOWEST_FAST_TESTS := tests/checkpoint tests/parallel tests/strategies tests/train tests/verify
 test-lowest:  ## Run a smoke set with the lowest supported versions, in an environment of its own
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --disable-pip-version-check --quiet uv
