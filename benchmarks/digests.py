@@ -73,8 +73,8 @@ MODES = {
 WITH_LORA = {"dp": ("lora.dropout=0",)}
 LORA = ("lora.enable=true", "lora.rank=4")
 MESH = ("parallel.mode=hybrid", "parallel.data=2", "parallel.tensor=2", "parallel.num_gpus=4")
-#: Name → settings, besides those of every mode (`mode_runs`). Most optimizers are in runs that have
-#: another purpose.
+#: Name → settings, besides the runs of every mode (`mode_runs`). Most optimizers are in runs that
+#: have another purpose.
 RUNS: dict[str, tuple[str, ...]] = {
     "mode/data2-tensor2": MESH,
     "mode/data2-tensor2-lora": (*MESH, *LORA),

@@ -42,7 +42,7 @@ class StrategySpec:
         name: value of ``parallel.mode``.
         implementation: class of the strategy, called with the config and the communicator.
         cost_model: function of (shape, dims, workload, config) that returns a
-            :class:`~paceline.parallel.cost.Cost`.
+            :class:`~paceline.parallel.cost.Cost`; None: the cost of `ddp`.
         main_dim: dimension of the mesh that gets all ranks not assigned to another dimension.
         extra_dims: other dimensions that the mode supports.
         capabilities: settings and features that the strategy supports.
