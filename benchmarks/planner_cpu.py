@@ -116,12 +116,10 @@ def write_models(folder: Path, length: int = LENGTH) -> None:
 def measure(path: Path, seconds: float) -> None:
     """Measure the cases that the file lacks, until the time is used up."""
     from paceline.api import run
-    from paceline.launch.preflight import TrainOptions
 
     started_at = time.monotonic()
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cases": []}
     done = {(each["model"], each["mode"], each["micro_batch"]) for each in content["cases"]}
-    options = TrainOptions(saves_state=False)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         write_models(Path(folder))
         if "rates" not in content:
@@ -135,7 +133,7 @@ def measure(path: Path, seconds: float) -> None:
                 return
             figures = run_short(
                 loaded_config(Path(folder), case),
-                lambda loaded: run(loaded, options, time.time()),
+                lambda loaded: run(loaded, time.time(), saves_state=False),
                 RunLength(_STEPS, _WARM_UP),
             )
             entry = asdict(case) | {"step_s": median(figures.step_s), "steps_s": figures.step_s}

@@ -31,7 +31,6 @@ from paceline.config.load import Loaded, load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.processes import end_with_parent
-from paceline.launch.preflight import TrainOptions, TrainResult
 from paceline.planner.auto.choose import eligible_layouts
 from paceline.planner.auto.pick import pick
 from paceline.planner.machine.local import local_machine
@@ -40,6 +39,7 @@ from paceline.planner.model_profile import describe
 from paceline.planner.search.search import Candidate
 from paceline.planner.search.space import RECOMPUTATION, open_space
 from paceline.planner.search.trials import Trials, with_settings
+from paceline.train.run_spec import TrainResult
 
 _SCREENING, _FEWEST_STEPS, _WARM_UP = RunLength(2, 1), 3, 2
 #: Rounds in which the choice and its rivals run in turn, and the number of rivals.
@@ -199,10 +199,8 @@ def measure_link(path: Path, link: str | None, numbers: list[int]) -> None:
     first, so that no trial is part of the history that they use."""
     from paceline.api import run
 
-    options = TrainOptions(saves_state=False)
-
     def train(loaded: Loaded) -> TrainResult:
-        return run(loaded, options, time.time())
+        return run(loaded, time.time(), saves_state=False)
 
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         folder = Path(name)

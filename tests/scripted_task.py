@@ -12,12 +12,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.config.load import load_config
+from paceline.config.load import Loaded, load_config
 from paceline.core.processes import temporary_environment
 from paceline.core.stop import StopFlag
+from paceline.distributed.devices import Devices
 from paceline.distributed.environment import RankEnv
-from paceline.launch.layout import choose_layout
-from paceline.launch.preflight import PreparedRun, prepare_run
+from paceline.launch.draft import Draft, Host
+from paceline.launch.passes.layout import choose_layout
+from paceline.launch.plan import make_spec, plan
 from paceline.train.setup import run_rank
 
 
@@ -71,24 +73,26 @@ def config_of(folder: Path, losses: dict[int, float], **args: Any) -> dict[str, 
     return values | {key.replace("__", "."): value for key, value in args.items()}
 
 
-def prepare(config: dict[str, Any], num_ranks: int = 1) -> PreparedRun:
-    loaded = load_config(None, config)
-    chosen = choose_layout(loaded.config, num_ranks, "cpu", RankEnv(0, num_ranks, 0, num_ranks))
-    return prepare_run(
-        loaded, started_at=time.time(), chosen=chosen, device_type="cpu", devices=None
-    )
+def prepare(config: dict[str, Any], num_ranks: int = 1) -> Draft:
+    return plan(draft_on_cpu(load_config(None, config), num_ranks), first=choose_layout)
+
+
+def draft_on_cpu(loaded: Loaded, num_ranks: int) -> Draft:
+    """Return the draft of a run whose ranks the test starts itself."""
+    env, devices = RankEnv(0, num_ranks, 0, num_ranks), Devices("cpu", num_ranks)
+    return Draft(loaded, time.time(), outer=env, host=Host(devices))
 
 
 def run_here(config: dict[str, Any], stop: StopFlag | None = None) -> dict[str, Any]:
     """Run on one rank, in this process, and return the report."""
     with temporary_environment({"DS_ACCELERATOR": "cpu"}):  # a run sets it
-        run_rank(prepare(config).spec, RankEnv(), stop or StopFlag())
+        run_rank(make_spec(prepare(config)), RankEnv(), stop or StopFlag())
     return json.loads((Path(config["output_dir"]) / "report.json").read_text())
 
 
 def run_on_ranks(config: dict[str, Any], num_ranks: int) -> None:
     """Run on several Gloo ranks, in processes of their own."""
-    run_ranks(_run, num_ranks, prepare(config, num_ranks).spec, init_process_group=False)
+    run_ranks(_run, num_ranks, make_spec(prepare(config, num_ranks)), init_process_group=False)
 
 
 def _run(env: RankEnv, spec: Any) -> None:

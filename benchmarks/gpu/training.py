@@ -53,7 +53,6 @@ def train(
     """
     from paceline import api
     from paceline.config.load import load_config
-    from paceline.train.run_spec import TrainOptions
 
     if device == "cuda" and not context.is_simulated:
         use_host_backend()
@@ -66,9 +65,13 @@ def train(
         "output_dir": str(folder),
     }  # fmt: skip
     loaded = load_config(None, values)
-    options = TrainOptions(saves_state=saves_state, allow_config_change=allow_config_change)
     store = _start_ranks(context, port)
-    result = api.run(loaded, options, time.time())
+    result = api.run(
+        loaded,
+        time.time(),
+        allow_config_change=allow_config_change,
+        saves_state=saves_state,
+    )
     _close_ranks()
     del store
     if result.exit_code != 0 or result.report is None:

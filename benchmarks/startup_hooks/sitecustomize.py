@@ -22,11 +22,7 @@ FOLDER = os.environ.get("PACELINE_STARTUP_TRACE")
 CALLS: dict[str, dict[str, str]] = {
     "paceline.commands.options": {"load_job_config": "read and check the config"},
     "paceline.launch.fork_server": {"start_fork_server": "start the fork server"},
-    "paceline.launch.preflight": {
-        "log_and_check": "early checks",
-        "prepare_host": "select devices, check the host",
-        "prepare_run": "prepare the run: data, batch size, checkpoint to resume",
-    },
+    "paceline.launch.plan": {"plan": "plan the run: devices, layout, data, sizes, checkpoint"},
     "paceline.data.text.prepare": {"prepare_tokens": "tokenize the data"},
     "paceline.launch.rank_processes": {
         "RankProcesses.start": "start the ranks (waits for the fork server)"

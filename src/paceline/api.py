@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import EXIT_DONE, StoppedError
 
@@ -17,14 +17,8 @@ if TYPE_CHECKING:
     from paceline.config.yaml_read import YamlValue
     from paceline.core.log import NoticeRecorder
     from paceline.core.report import Report
-    from paceline.distributed.environment import RankEnv
-    from paceline.launch.preflight import (
-        LeaderPlan,
-        PreparedHost,
-        PreparedRun,
-    )
-    from paceline.tasks.base import Prepared
-    from paceline.train.run_spec import TrainOptions, TrainResult
+    from paceline.launch.draft import Draft
+    from paceline.train.run_spec import TrainResult
 
 
 def train(config: str | Path | Mapping[str, YamlValue], **overrides: YamlValue) -> Report:
@@ -43,14 +37,13 @@ def train(config: str | Path | Mapping[str, YamlValue], **overrides: YamlValue) 
     """
     from paceline.config.load import load_config
     from paceline.core.stop import handlers_restored
-    from paceline.train.run_spec import TrainOptions
 
     if isinstance(config, Mapping):
         loaded = load_config(None, {**config, **overrides})
     else:
         loaded = load_config(config, overrides)
     with handlers_restored():
-        result = run(loaded, TrainOptions(), time.time())
+        result = run(loaded, time.time())
     if result.report is None:
         raise StoppedError(
             "the run was stopped by a signal before the training began", result.exit_code
@@ -63,158 +56,131 @@ def train(config: str | Path | Mapping[str, YamlValue], **overrides: YamlValue) 
     return result.report
 
 
-def run(loaded: Loaded, options: TrainOptions, started_at: float) -> TrainResult:
-    """Check, prepare, launch, and wait. ``started_at``: seconds since the epoch.
+def run(
+    loaded: Loaded,
+    started_at: float,
+    *,
+    dry_run: bool = False,
+    debug: bool = False,
+    allow_config_change: bool = False,
+    saves_state: bool = True,
+) -> TrainResult:
+    """Check, plan, launch, and wait.
+
+    Args:
+        started_at: start time of the command, in seconds since the epoch.
+        dry_run: whether to check and plan the run only.
+        debug: whether to print the traceback of a failure.
+        allow_config_change: whether the run may resume with another config.
+        saves_state: whether the run writes checkpoints and the trained model.
 
     Raises:
         PacelineError: with its exit code and one paragraph of text.
     """
     from paceline.core.log import configure_logging, recorded_notices
-    from paceline.core.run_dir import LaunchLock, RunDir
-    from paceline.distributed.environment import outer_launcher, scheduled_host, with_scheduler
-    from paceline.models.files import fit_to_model
+    from paceline.core.run_dir import LaunchLock
+    from paceline.distributed.environment import outer_launcher
+    from paceline.launch.draft import Draft
 
-    outer = outer_launcher()
-    if outer is not None and not options.dry_run:
+    draft = Draft(
+        loaded,
+        started_at,
+        dry_run=dry_run,
+        allow_config_change=allow_config_change,
+        saves_state=saves_state,
+        outer=outer_launcher(),
+    )
+    if draft.outer is not None and not dry_run:
         from paceline.cluster.member import run_under_agent
 
-        return run_under_agent(loaded, options, started_at)
+        return run_under_agent(draft, debug=debug)
     configure_logging()
-    scheduled = scheduled_host() if outer is None else None
-    loaded = fit_to_model(loaded.with_parallel(with_scheduler(loaded.config.parallel, scheduled)))
-    if outer is None and not options.dry_run:
+    if not dry_run:
         from paceline.launch.fork_server import start_fork_server
 
         # Its imports take longest, so it starts before the checks are imported. If one fails, it
         # ends with this process.
         start_fork_server(loaded.config)
-    from paceline.launch.preflight import log_and_check
-    from paceline.tasks import check_inputs, load_task
+    from paceline.launch.passes.early import fit_length
+    from paceline.launch.plan import plan
 
     with recorded_notices() as recorder, contextlib.ExitStack() as stack:
-        log_and_check(loaded)
-        check_inputs(loaded.config)
-        has_several_hosts = loaded.config.parallel.hosts != (1, 1)
+        draft = plan(draft, last=fit_length)
+        has_several_hosts = draft.config.parallel.hosts != (1, 1)
         # Of several hosts, the one with rank 0 holds the folder (cluster/member.py).
-        if not has_several_hosts and not options.dry_run:
-            stack.enter_context(LaunchLock(RunDir(Path(loaded.config.output_dir))))
-        load_task(loaded.config).check()
-        if options.dry_run:
-            return _dry_run(loaded, options, started_at, outer)
+        if not has_several_hosts and not dry_run:
+            stack.enter_context(LaunchLock(draft.run_dir))
+        if dry_run:
+            return _dry_run(draft)
         if has_several_hosts:
-            return _run_on_hosts(loaded, options, started_at, recorder)
-        return _run_on_this_host(loaded, options, started_at, recorder)
+            return _run_on_hosts(draft, recorder, debug=debug)
+        return _run_on_this_host(draft, recorder, debug=debug)
 
 
-def _dry_run(
-    loaded: Loaded, options: TrainOptions, started_at: float, outer: RankEnv | None
-) -> TrainResult:
-    from paceline.launch.preflight import log_dry_run, prepare_host
+def _dry_run(draft: Draft) -> TrainResult:
+    from paceline.launch.draft import known
+    from paceline.launch.passes.devices import find_devices
+    from paceline.launch.plan import plan
+    from paceline.launch.results import log_dry_run
     from paceline.tasks import load_task
     from paceline.train.run_spec import TrainResult
 
-    host = prepare_host(loaded, outer)
-    num_devices = (
-        host.devices.count * loaded.config.parallel.hosts[1] if outer is None else outer.world_size
-    )
-    prepared = _prepare(host, num_devices, options, started_at)
-    spec = prepared.spec
-    log_dry_run(spec.derived)
-    resolved = {
-        "config": spec.config.model_dump(mode="json"),
-        "derived": spec.derived.as_dict(),
-        "strategy": spec.layout.strategy,
-        "axes": asdict(spec.layout.axes),
-        "device": host.devices.type,
-        "metrics": load_task(spec.config).metric_names(spec.data),
+    draft = plan(draft, first=find_devices)
+    log_dry_run(known(draft.derived))
+    resolved: dict[str, Any] = {
+        "config": draft.config.model_dump(mode="json"),
+        "derived": known(draft.derived).as_dict(),
+        "strategy": known(draft.layout).strategy,
+        "axes": asdict(known(draft.layout).axes),
+        "device": draft.device_type,
+        "metrics": load_task(draft.config).metric_names(known(draft.data)),
     }
-    return TrainResult(EXIT_DONE, prepared.finished, resolved)
+    return TrainResult(EXIT_DONE, draft.finished, resolved)
 
 
-def _run_on_hosts(
-    loaded: Loaded, options: TrainOptions, started_at: float, recorder: NoticeRecorder
-) -> TrainResult:
+def _run_on_hosts(draft: Draft, recorder: NoticeRecorder, *, debug: bool) -> TrainResult:
     """Check everything that this host can check alone, then join the other hosts."""
     from paceline.cluster.elastic import HostAgent
     from paceline.cluster.endpoint import resolve_endpoint
     from paceline.cluster.member import RunRequest, train_member
     from paceline.launch.after_training.finish import finish_run
-    from paceline.launch.preflight import LeaderPlan, prepare_host, result_of
+    from paceline.launch.draft import known
+    from paceline.launch.passes.devices import find_devices, resolve_tf32
+    from paceline.launch.passes.layout import choose_layout
+    from paceline.launch.plan import plan
+    from paceline.launch.results import result_of
 
-    config = loaded.config
-    host = prepare_host(loaded, None)
-    request = RunRequest(loaded, options, started_at)
-    agent = HostAgent(config, host.devices.count, train_member, request)
+    on_host = plan(draft, first=find_devices, last=resolve_tf32)
+    config, host = on_host.config, known(on_host.host)
+    agent = HostAgent(draft.config, host.devices.count, train_member, RunRequest(draft))
     try:
         # All agents of one machine have the endpoint's address; only node 0 holds the folder.
-        is_local, node_rank = resolve_endpoint(config).is_local, config.parallel.node_rank
-        holds_folder = is_local and node_rank in ("auto", 0)
+        is_local = resolve_endpoint(draft.config).is_local
+        holds_folder = is_local and draft.config.parallel.node_rank in ("auto", 0)
     except OSError:  # the name is not known yet
         holds_folder = False
-    num_ranks = host.devices.count * config.parallel.hosts[1]
-    leader = None if holds_folder else LeaderPlan()
-    prepared = _prepare(host, num_ranks, options, started_at, leader)
-    agent.payload = replace(request, chosen=prepared.chosen, printed=frozenset(recorder.messages))
-    config = host.loaded.config
-    result = result_of(agent.run(), options, config)
-    return finish_run(result, config, prepared.history_key) if holds_folder else result
+    planned = plan(replace(on_host, reads_folder=holds_folder), first=choose_layout)
+    request = replace(draft, layout=planned.layout, settings=planned.settings)
+    agent.payload = RunRequest(request, frozenset(recorder.messages))
+    result = result_of(agent.run(), config, debug=debug)
+    return finish_run(result, config, planned.history_key) if holds_folder else result
 
 
-def _run_on_this_host(
-    loaded: Loaded, options: TrainOptions, started_at: float, recorder: NoticeRecorder
-) -> TrainResult:
+def _run_on_this_host(draft: Draft, recorder: NoticeRecorder, *, debug: bool) -> TrainResult:
     from paceline.launch.after_training.finish import finish_run
     from paceline.launch.local import LocalLauncher
-    from paceline.launch.preflight import prepare_host, result_of
+    from paceline.launch.passes.devices import find_devices
+    from paceline.launch.plan import make_spec, plan
     from paceline.launch.restart import RestartPolicy
+    from paceline.launch.results import result_of
 
-    host = prepare_host(loaded, None)
-    config = host.loaded.config
-    prepared = _prepare(host, host.devices.count, options, started_at)
-    if prepared.finished is not None:
-        return result_of({"status": "finished", "report": prepared.finished}, options, config)
-    policy = RestartPolicy(config, prepared.spec.resume_from)
-    spec = replace(
-        prepared.spec,
-        notices=list(recorder.notices),
-        launcher_pid=os.getpid(),
-        saves_state=options.saves_state,
-    )
+    draft = plan(draft, first=find_devices)
+    config = draft.config
+    if draft.finished is not None:
+        return result_of({"status": "finished", "report": draft.finished}, config, debug=debug)
+    policy = RestartPolicy(config, draft.resume_from)
+    spec = replace(make_spec(draft), notices=list(recorder.notices), launcher_pid=os.getpid())
     launcher = LocalLauncher(spec, spec.layout.num_processes, follow=policy.follow)
     launcher.signals.on_second_signal = policy.end_at_once
-    result = result_of(launcher.run(), options, config)
-    return finish_run(result, config, prepared.history_key)
-
-
-def _prepare(
-    host: PreparedHost,
-    num_devices: int,
-    options: TrainOptions,
-    started_at: float,
-    leader: LeaderPlan | None = None,
-) -> PreparedRun:
-    from paceline.launch.layout import choose_layout
-    from paceline.launch.preflight import prepare_run, read_data_early
-
-    data: Prepared | None = None
-
-    def read_data() -> None:
-        nonlocal data
-        data = read_data_early(host.loaded, dry_run=options.dry_run, checks_folder=leader is None)
-
-    free_bytes = None if host.memory.device is None else host.memory.device.free_bytes
-    chosen = choose_layout(
-        host.loaded.config, num_devices, host.devices.type, None, read_data, free_bytes
-    )
-    return prepare_run(
-        host.loaded,
-        started_at=started_at,
-        chosen=chosen,
-        device_type=host.devices.type,
-        devices=host.devices,
-        memory=host.memory,
-        allow_config_change=options.allow_config_change,
-        leader=leader,
-        data=data,
-        dry_run=options.dry_run,
-    )
+    result = result_of(launcher.run(), config, debug=debug)
+    return finish_run(result, config, draft.history_key)

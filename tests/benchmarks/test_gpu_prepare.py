@@ -64,9 +64,8 @@ TRAIN = """
 import sys, time
 from paceline.api import run
 from paceline.config.load import load_config
-from paceline.train.run_spec import TrainOptions
 
-result = run(load_config(None, sys.argv[1:]), TrainOptions(saves_state=False), time.time())
+result = run(load_config(None, sys.argv[1:]), time.time(), saves_state=False)
 """
 
 

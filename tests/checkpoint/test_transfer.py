@@ -16,6 +16,7 @@ import torch
 import yaml
 from commands import MICRO, digest, events, losses
 from ranks import run_ranks
+from scripted_task import draft_on_cpu
 
 from paceline.checkpoint import store
 from paceline.checkpoint.format import name_of
@@ -32,8 +33,8 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.side_group import CHUNK_BYTES, SideGroup
 from paceline.distributed.traffic import TRAFFIC
-from paceline.launch.layout import choose_layout
-from paceline.launch.preflight import prepare_run
+from paceline.launch import plan as planning
+from paceline.launch.passes.layout import choose_layout
 from paceline.parallel.state import TensorShard
 from paceline.train.run_spec import RunSpec
 from paceline.train.setup import run_rank
@@ -321,20 +322,7 @@ def plan_run(mode: str, folder: Path, *extra_args: str) -> RunSpec:
 
 def make_spec(values: dict[str, Any], num_ranks: int) -> RunSpec:
     loaded = load_config(None, values)
-    chosen = choose_layout(
-        loaded.config,
-        num_ranks,
-        "cpu",
-        RankEnv(0, num_ranks, 0, num_ranks),
-    )
-    prepared = prepare_run(
-        loaded,
-        started_at=time.time(),
-        chosen=chosen,
-        device_type="cpu",
-        devices=None,
-    )
-    return prepared.spec
+    return planning.make_spec(planning.plan(draft_on_cpu(loaded, num_ranks), first=choose_layout))
 
 
 def run_spec(env: RankEnv, spec: RunSpec, other: Path | None, kill_at: int | None = None) -> str:

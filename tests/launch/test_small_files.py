@@ -10,7 +10,7 @@ from paceline.cli import main
 from paceline.config.derive import derive
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.launch.layout import check_sizes
+from paceline.launch.passes.sizes import check_sizes
 
 ROWS = [
     {"question": f"What is the capital of {name}?", "answer": f"{city}."}

@@ -10,7 +10,7 @@ from planner.test_plan import config, write_model_config
 import paceline
 from paceline.config.load import to_yaml
 from paceline.core.errors import ConfigError
-from paceline.launch.layout import kept_settings
+from paceline.launch.passes.layout import kept_settings
 from paceline.planner.auto.choose import eligible_layouts
 from paceline.planner.auto.pick import pick
 from paceline.planner.devices import find_device

@@ -14,12 +14,16 @@ from torch.distributed import rpc
 from torch.nn import functional
 
 from paceline.checkpoint.store import CheckpointReader
+from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
+from paceline.distributed.devices import Devices
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
-from paceline.launch.layout import choose_layout
+from paceline.launch.draft import Draft, Host
+from paceline.launch.passes.layout import choose_layout, set_accumulation
+from paceline.launch.plan import plan
 from paceline.models.recommend import ClickModel, load_recommender
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
@@ -129,13 +133,14 @@ def train_on_one_rank(optimizer, **options):
     ("device", "outer", "message"),
     [
         ("mps", None, "is not supported with mps devices: Gloo"),
-        ("cuda", RankEnv(0, 3, 0, 3), "on cuda devices is not supported with an outer launcher"),
+        ("cuda", RankEnv(0, 3, 0, 3), "is not supported with cuda devices of an outer launcher"),
     ],
 )
 def test_devices_that_are_not_supported(device, outer, message):
     config = make_config("parameter_server", "adagrad", 1)
+    draft = Draft(Loaded(config), 0.0, outer=outer, host=Host(Devices(device, 2)))
     with pytest.raises(ConfigError, match=message):
-        choose_layout(config, 2 if outer is None else 3, device, outer)
+        plan(draft, first=choose_layout, last=set_accumulation)
 
 
 def are_close(ours, theirs, tolerance=1e-6):

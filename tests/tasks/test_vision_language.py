@@ -15,15 +15,19 @@ from tar_shards import write_shard
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from vision_models import FAMILIES, make_model
 
+from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.loader import eval_batches
 from paceline.data.loader_process import LoaderOptions
 from paceline.data.stats.dataset import dataset_stats
 from paceline.data.vision_language.images import NO_IMAGE_FILE
+from paceline.distributed.devices import Devices
 from paceline.inference.export import export
 from paceline.inference.generate import generate
-from paceline.launch.layout import choose_layout
+from paceline.launch.draft import Draft, Host
+from paceline.launch.passes.layout import choose_layout, set_accumulation
+from paceline.launch.plan import plan
 from paceline.models.builtin import resolve_model
 from paceline.tasks import load_task
 from paceline.tasks.preview import as_text, preview
@@ -373,8 +377,9 @@ def test_images_do_not_share_a_row(
 )
 def test_strategies_refused(keys: dict[str, Any], message: str, models: dict[str, Path]) -> None:
     config = make_config(models["llava"], "d", **keys)
+    draft = Draft(Loaded(config), 0.0, host=Host(Devices("cpu", 2)))
     with pytest.raises(ConfigError, match=message):
-        choose_layout(config, 2, "cpu", None)
+        plan(draft, first=choose_layout, last=set_accumulation)
 
 
 def test_statistics_count_the_tokens_of_images(models: dict[str, Path], tmp_path: Path) -> None:

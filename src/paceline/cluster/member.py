@@ -22,7 +22,6 @@ from pydantic import JsonValue
 from paceline.cluster.failures import AgentFolder, Failure, MemoryRecord, folder_of_agent
 from paceline.cluster.rounds import (
     Membership,
-    Restart,
     agree,
     config_problem,
     follow,
@@ -42,28 +41,23 @@ from paceline.core.log import (
     recorded_notices,
 )
 from paceline.core.report import Report
-from paceline.core.run_dir import LaunchLock, RunDir
+from paceline.core.run_dir import LaunchLock
 from paceline.core.stop import StopFlag
 from paceline.distributed.environment import from_environment
 from paceline.distributed.mesh import ParallelDims
 from paceline.launch.after_training.finish import finish_run
-from paceline.launch.layout import ChosenLayout, choose_layout
-from paceline.launch.memory_settings import RankMemory
-from paceline.launch.preflight import (
-    LeaderPlan,
-    PreparedHost,
-    PreparedRun,
-    log_and_check,
-    prepare_host,
-    prepare_run,
-    result_of,
-)
+from paceline.launch.draft import Draft, known
+from paceline.launch.passes.devices import find_devices, resolve_tf32
+from paceline.launch.passes.early import fit_length
+from paceline.launch.passes.layout import choose_layout
+from paceline.launch.passes.memory import RankMemory
+from paceline.launch.plan import make_spec, plan
 from paceline.launch.restart import RestartPolicy
-from paceline.models.files import fit_to_model
+from paceline.launch.results import result_of
 from paceline.parallel.registry import ParallelLayout, get_spec
 from paceline.planner.search.trials import Setting
 from paceline.tasks import load_task
-from paceline.train.run_spec import RunSpec, TrainOptions, TrainResult
+from paceline.train.run_spec import RunSpec, TrainResult
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +74,12 @@ class RunRequest:
     """The request for a run that an agent sends to its ranks.
 
     Args:
-        chosen: layout that the agent chose for the ranks that it expects, or None.
+        draft: the run, whose config has been checked; with the layout and the settings that the
+            agent chose for the ranks that it expects, if there is an agent.
         printed: messages that the agent has already printed.
     """
 
-    loaded: Loaded
-    options: TrainOptions
-    started_at: float
-    chosen: ChosenLayout | None = None
+    draft: Draft
     printed: frozenset[str] = frozenset()
 
 
@@ -108,112 +100,93 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
         hide_on_console(request.printed)
     else:
         mute_console()
-    restart = follow(member, request.loaded.config)
+    draft = request.draft
+    restart = follow(member, draft.config)
     if restart["failed"] is not None:
         return restart["failed"]
+    draft = replace(
+        draft,
+        failure=restart["fault"] or draft.failure,
+        is_first_attempt=restart["is_first"] and draft.failure is None,
+        global_batch_size=restart["global_batch_size"],
+        kept=restart["memory_settings"],
+    )
     with contextlib.ExitStack() as stack:
-        is_first_round = restart["is_first"] and request.options.fault is None
         try:
             with recorded_notices() as recorder:
-                log_notices(logger, request.loaded.notices)
-                prepared = _prepare(request, member, is_first_round, restart, stack)
+                log_notices(logger, draft.loaded.notices)
+                planned, sees_folder = _plan_together(draft, member, stack)
         except _Rejected as rejected:
             return rejected.outcome
-        if prepared.finished is not None:
-            return {"status": "finished", "exit_code": 0, "report": prepared.finished}
+        if planned.finished is not None:
+            return {"status": "finished", "exit_code": 0, "report": planned.finished}
+        spec = replace(
+            make_spec(planned),
+            notices=list(recorder.notices),
+            memory_fallback=restart["memory_fallback"],
+            launcher_pid=member.agent_pid if member.can_restart else None,
+            reports_everywhere=True,
+            sees_run_folder=sees_folder,
+        )
         if member.keeps_state:
             member.folder.write_state(
                 {
-                    "global_batch_size": prepared.spec.derived.global_batch_size,
-                    "resume_from": prepared.spec.resume_from,
-                    "memory": memory_record(prepared.spec),
+                    "global_batch_size": spec.derived.global_batch_size,
+                    "resume_from": spec.resume_from,
+                    "memory": memory_record(spec),
                 }
             )
-        spec = replace(
-            prepared.spec,
-            notices=list(recorder.notices),
-            failure=restart["fault"] or request.options.fault,
-            memory_fallback=restart["memory_fallback"],
-            launcher_pid=member.agent_pid if member.can_restart else None,
-            saves_state=request.options.saves_state,
-            reports_everywhere=True,
-        )
         return run_guarded(spec, member.round.env, stop)
 
 
-def _prepare(
-    request: RunRequest,
-    member: Membership,
-    is_first_round: bool,
-    restart: Restart,
-    stack: contextlib.ExitStack,
-) -> PreparedRun:
-    """Prepare the run in the same way on all ranks. A collective.
+def _plan_together(
+    draft: Draft, member: Membership, stack: contextlib.ExitStack
+) -> tuple[Draft, bool]:
+    """Plan the run in the same way on all ranks. A collective.
 
     Args:
         stack: exit stack that holds the lock of the run's folder.
+
+    Returns:
+        The plan, and whether this rank's host can access the run's folder.
 
     Raises:
         _Rejected: if a rank found an error in the config, or if the hosts do not match.
     """
     round_ = member.round
 
-    def prepare_this_host() -> PreparedHost:
-        prepared = prepare_host(request.loaded, round_.env)
+    def plan_this_host() -> Draft:
+        on_host = plan(replace(draft, outer=round_.env), first=find_devices, last=resolve_tf32)
         # All hosts tokenize at the same time, each into its own cache.
-        load_task(prepared.loaded.config).prepare()
-        return prepared
+        load_task(on_host.config).prepare()
+        return on_host
 
-    host = _on_all_ranks(member, "prepared", prepare_this_host)
-    _compare(round_, "fingerprint", {**software(), **config_values(request.loaded.config)})
-    memory = RankMemory.smallest(round_.gather("memory", host.memory.as_values()))
-    run_dir = RunDir(Path(host.loaded.config.output_dir))
+    on_host: Draft = _on_all_ranks(member, "prepared", plan_this_host)
+    host = known(on_host.host)
+    _compare(round_, "fingerprint", {**software(), **config_values(draft.config)})
+    memory = RankMemory.smallest(round_.gather("memory", known(host.memory).as_values()))
+    on_host = replace(on_host, host=replace(host, memory=memory), reads_folder=round_.is_first)
+    run_dir = draft.run_dir
     _on_rank_zero(member, "locked", lambda: stack.enter_context(LaunchLock(run_dir)))
     sees_folder = _sees_run_folder(member, run_dir.root)
-
-    def prepare(chosen: ChosenLayout, leader: LeaderPlan | None) -> PreparedRun:
-        return prepare_run(
-            host.loaded,
-            started_at=request.started_at,
-            chosen=chosen,
-            device_type=host.devices.type,
-            devices=host.devices,
-            memory=memory,
-            allow_config_change=request.options.allow_config_change,
-            global_batch_size=restart["global_batch_size"],
-            kept=restart["memory_settings"],
-            attempt=1 if is_first_round else 2,
-            leader=leader,
-        )
-
-    def prepare_leader() -> PreparedRun:
-        chosen, world_size = request.chosen, round_.env.world_size
-        if chosen is None or chosen.layout.num_processes != world_size:
-            # other ranks than expected
-            free_bytes = None if memory.device is None else memory.device.free_bytes
-            chosen = choose_layout(
-                host.loaded.config,
-                world_size,
-                host.devices.type,
-                round_.env,
-                free_bytes=free_bytes,
-            )
-        return prepare(chosen, None)
-
-    leading = _on_rank_zero(member, "leader", prepare_leader)
-    plan: _PlanRecord = round_.broadcast("plan", _plan_record(leading) if round_.is_first else None)
-    if plan["finished"] is not None:
-        return PreparedRun(None, None, plan["finished"])
-    layout = ParallelLayout(plan["strategy"], ParallelDims(**plan["axes"]), plan["num_processes"])
-    chosen = ChosenLayout(layout, plan["settings"])
-    leader = LeaderPlan(plan["resume_from"], plan["global_batch_size"])
-    prepared: PreparedRun = _on_all_ranks(
-        member, "planned", lambda: leading if round_.is_first else prepare(chosen, leader)
+    expected = on_host.layout
+    if expected is not None and expected.num_processes != round_.env.world_size:
+        on_host = replace(on_host, layout=None, settings={})  # other ranks than expected
+    leading: Draft | None = _on_rank_zero(
+        member, "leader", lambda: plan(on_host, first=choose_layout)
     )
-    _compare(round_, "plans", plan_values(prepared.spec))
-    if not get_spec(layout.strategy).capabilities.mixed_devices:
-        _compare(round_, "devices", {"device": host.devices.type})
-    return replace(prepared, spec=replace(prepared.spec, sees_run_folder=sees_folder))
+    leader: _LeaderRecord = round_.broadcast("plan", _leader_record(leading) if leading else None)
+    if leader["finished"] is not None:
+        return replace(on_host, finished=leader["finished"]), sees_folder
+    planned: Draft = _on_all_ranks(
+        member,
+        "planned",
+        lambda: leading or plan(_with_leader(on_host, leader), first=choose_layout),
+    )
+    _compare(round_, "plans", plan_values(planned))
+    if not get_spec(known(planned.layout).strategy).capabilities.mixed_devices:
+        _compare(round_, "devices", {"device": planned.device_type})
+    return planned, sees_folder
 
 
 def memory_record(spec: RunSpec) -> MemoryRecord:
@@ -250,9 +223,9 @@ def _on_rank_zero(member: Membership, name: str, action: Callable[[], Any]) -> A
     return _on_all_ranks(member, name, action if member.round.is_first else lambda: None)
 
 
-class _PlanRecord(TypedDict, total=False):
+class _LeaderRecord(TypedDict, total=False):
     """What rank 0 has planned, for the other ranks: the report of a run that is already complete,
-    or the layout and what :class:`LeaderPlan` has."""
+    or the layout, the settings and the checkpoint."""
 
     finished: Report | None
     strategy: str
@@ -263,19 +236,31 @@ class _PlanRecord(TypedDict, total=False):
     global_batch_size: int | None
 
 
-def _plan_record(prepared: PreparedRun) -> _PlanRecord:
-    if prepared.finished is not None:
-        return {"finished": prepared.finished}
-    spec = prepared.spec
+def _leader_record(planned: Draft) -> _LeaderRecord:
+    if planned.finished is not None:
+        return {"finished": planned.finished}
+    layout, derived = known(planned.layout), planned.derived
     return {
         "finished": None,
-        "strategy": spec.layout.strategy,
-        "axes": asdict(spec.layout.axes),
-        "num_processes": spec.layout.num_processes,
-        "settings": dict(prepared.chosen.settings) if prepared.chosen else {},
-        "resume_from": spec.resume_from,
-        "global_batch_size": spec.derived.global_batch_size,
+        "strategy": layout.strategy,
+        "axes": asdict(layout.axes),
+        "num_processes": layout.num_processes,
+        "settings": dict(planned.settings),
+        "resume_from": planned.resume_from,
+        "global_batch_size": None if derived is None else derived.global_batch_size,
     }
+
+
+def _with_leader(draft: Draft, leader: _LeaderRecord) -> Draft:
+    """Return the draft of a rank with what rank 0 has planned."""
+    axes = ParallelDims(**leader["axes"])
+    return replace(
+        draft,
+        layout=ParallelLayout(leader["strategy"], axes, leader["num_processes"]),
+        settings=leader["settings"],
+        resume_from=leader["resume_from"],
+        global_batch_size=leader["global_batch_size"],
+    )
 
 
 def _compare(round_: Any, name: str, values: dict[str, JsonValue]) -> None:
@@ -358,16 +343,16 @@ def config_values(config: Config) -> dict[str, JsonValue]:
     return values
 
 
-def plan_values(spec: Any) -> dict[str, JsonValue]:
+def plan_values(planned: Draft) -> dict[str, JsonValue]:
     """Return the values that must be equal on all hosts after they have read the data."""
-    step = None if spec.resume_from is None else Path(spec.resume_from).name
+    layout, derived = known(planned.layout), known(planned.derived)
     return {
-        "data": spec.data.fingerprint,
-        "resumes from": step,
-        "steps": spec.derived.steps,
-        "global batch": spec.derived.global_batch_size,
-        "strategy": spec.layout.strategy,
-        "ranks": spec.layout.num_processes,
+        "data": known(planned.data).fingerprint,
+        "resumes from": None if planned.resume_from is None else Path(planned.resume_from).name,
+        "steps": derived.steps,
+        "global batch": derived.global_batch_size,
+        "strategy": layout.strategy,
+        "ranks": layout.num_processes,
     }
 
 
@@ -426,15 +411,13 @@ class PreviousRound:
 
 
 def run_under_agent(
-    loaded: Loaded,
-    options: TrainOptions,
-    started_at: float,
-    previous: PreviousRound | None = None,
+    draft: Draft, *, debug: bool = False, previous: PreviousRound | None = None
 ) -> TrainResult:
     """Run this rank of a run that an elastic agent, such as torchrun, has started.
 
     Args:
-        started_at: start time of the command, in seconds since the epoch.
+        draft: the config and the options of the run.
+        debug: whether to print the traceback of a failure.
         previous: previous round, if there is no agent that knows it.
 
     Raises:
@@ -444,10 +427,10 @@ def run_under_agent(
         configure_logging()
     else:
         mute_console()
-    loaded = fit_to_model(loaded)
     with recorded_notices() as recorder:
-        log_and_check(loaded)
-    request = RunRequest(loaded, options, started_at, printed=frozenset(recorder.messages))
+        draft = plan(replace(draft, outer=from_environment()), last=fit_length)
+    loaded = draft.loaded
+    request = RunRequest(draft, frozenset(recorder.messages))
     call = next_call()
     has_folder = previous is not None or _has_agent()
     with contextlib.nullcontext() if has_folder else Scratch() as scratch:
@@ -461,7 +444,7 @@ def run_under_agent(
         outcome = train_member(request, member, _stop_flag(member, loaded))
         member.end(outcome)
         member.round.leave()
-        result = result_of(outcome, options, loaded.config)
+        result = result_of(outcome, loaded.config, debug=debug)
         return finish_run(result, loaded.config) if from_environment().rank == 0 else result
 
 

@@ -36,7 +36,7 @@ from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import host_name
 from paceline.distributed.environment import from_environment
 from paceline.distributed.mesh import ParallelDims
-from paceline.launch.memory_settings import smaller_settings
+from paceline.launch.passes.memory import smaller_settings
 from paceline.launch.restart import PolicyState, RestartPolicy
 from paceline.parallel.registry import ParallelLayout
 from paceline.planner.search.trials import Settings, with_settings

@@ -119,9 +119,8 @@ def make_options(args: Namespace) -> ScalingOptions:
 def train(loaded: Loaded) -> TrainResult:
     """Train as `paceline sft` does, without saving the model."""
     from paceline.api import run as run_training
-    from paceline.train.run_spec import TrainOptions
 
-    return run_training(loaded, TrainOptions(saves_state=False), time.time())
+    return run_training(loaded, time.time(), saves_state=False)
 
 
 def scaling_tables(report: ScalingReport) -> Group:

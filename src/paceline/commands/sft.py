@@ -24,13 +24,17 @@ def run(args: Namespace) -> int:
     """Train; the report is printed with `--json`."""
     from paceline.api import run as train
     from paceline.config.load import dump_yaml
-    from paceline.train.run_spec import TrainOptions
 
     started_at = process_start_time()
     loaded = load_job_config(args)
-    options = TrainOptions(args.dry_run, args.debug, args.allow_config_change)
-    result = train(loaded, options, started_at)
-    if options.dry_run:
+    result = train(
+        loaded,
+        started_at,
+        dry_run=args.dry_run,
+        debug=args.debug,
+        allow_config_change=args.allow_config_change,
+    )
+    if args.dry_run:
         resolved = result.resolved or {}
         text = json.dumps(resolved, indent=2) if args.json else dump_yaml(resolved["config"])
         print(text, end="")

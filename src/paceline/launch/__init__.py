@@ -1,1 +1,1 @@
-"""Start a run: preflight checks, the rank processes of this host, and restarts after faults."""
+"""Start a run: the plan, the rank processes of this host, and restarts after faults."""

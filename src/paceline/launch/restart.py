@@ -17,7 +17,7 @@ from paceline.core.events import Fault, MemoryFallbackEvent
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, recorded_notices
 from paceline.core.run_dir import RunDir
-from paceline.launch.memory_settings import with_less_memory
+from paceline.launch.passes.memory import with_less_memory
 from paceline.planner.search.trials import Settings, settings_text
 from paceline.train.run_spec import RunSpec
 

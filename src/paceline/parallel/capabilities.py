@@ -1,6 +1,6 @@
 """Declare what a strategy supports, and check configs against it. Imports no torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
 
@@ -17,6 +17,29 @@ Subject = Callable[[Config, ParallelDims], str | None]
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Where the ranks of a run are, and who starts them.
+
+    Args:
+        device_type: type of the devices, such as ``cuda``.
+        nnodes: number of hosts, as ``parallel.nnodes`` gives it.
+        num_launched: number of ranks that an outer launcher started; None without one.
+    """
+
+    device_type: str
+    nnodes: int | str = 1
+    num_launched: int | None = None
+
+    @property
+    def has_several_hosts(self) -> bool:
+        return str(self.nnodes) not in ("1", "1:1")
+
+
+#: Like :data:`Subject`, for limits on hosts, outer launchers and devices.
+PlacementSubject = Callable[[Placement], str | None]
+
+
+@dataclass(frozen=True)
 class Limit:
     """Values of a setting that a strategy does not support.
 
@@ -29,6 +52,9 @@ class Limit:
         allowed: values that can be set instead, for the message.
         subject: what the setting is not supported with; default: the mode.
         value_of: key of the attribute that is compared, if it is not the setting itself.
+        place: what the setting is not supported with, if that depends on the hosts, on an outer
+            launcher or on the type of the devices. Such a limit is checked before the ranks start,
+            not in plans for other machines.
     """
 
     setting: str
@@ -39,6 +65,7 @@ class Limit:
     allowed: str | None = None
     subject: Subject | None = None
     value_of: str | None = None
+    place: PlacementSubject | None = None
 
     def applies(self, config: Config) -> bool:
         """Return whether the config has an unsupported value of the setting."""
@@ -87,17 +114,32 @@ def with_setting(key: str, *values: str) -> Subject:
 def check_limits(mode: str, capabilities: Capabilities, config: Config, dims: ParallelDims) -> None:
     """Raise ConfigError for the first setting that the strategy does not support."""
     for limit in capabilities.limits:
-        subject = limit.subject(config, dims) if limit.subject else f"`parallel.mode: {mode}`"
-        if subject is None or not limit.applies(config):
+        if limit.place is not None:
             continue
-        value = get_setting(config, limit.setting)
-        text = str(value).lower() if isinstance(value, bool) else value
-        text = f"[{', '.join(value)}]" if isinstance(value, list) else text
-        raise ConfigError(
-            f"`{limit.setting}: {text}` is not supported with {subject}: {limit.reason}",
-            allowed=limit.allowed,
-            fix=limit.fix,
-        )
+        subject = limit.subject(config, dims) if limit.subject else f"`parallel.mode: {mode}`"
+        if subject is not None and limit.applies(config):
+            raise _unsupported(limit, get_setting(config, limit.setting), subject)
+
+
+def check_placement(mode: str, limits: Iterable[Limit], config: Config, place: Placement) -> None:
+    """Raise ConfigError for the first setting that is not supported on these hosts, with this outer
+    launcher or on these devices."""
+    for limit in limits:
+        subject = None if limit.place is None else limit.place(place)
+        if subject is not None and limit.applies(config):
+            is_mode = limit.setting == "parallel.mode"
+            value = mode if is_mode else get_setting(config, limit.setting)
+            raise _unsupported(limit, value, subject)
+
+
+def _unsupported(limit: Limit, value: object, subject: str) -> ConfigError:
+    text = str(value).lower() if isinstance(value, bool) else value
+    text = f"[{', '.join(value)}]" if isinstance(value, list) else text
+    return ConfigError(
+        f"`{limit.setting}: {text}` is not supported with {subject}: {limit.reason}",
+        allowed=limit.allowed,
+        fix=limit.fix,
+    )
 
 
 def check_features(

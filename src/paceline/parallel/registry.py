@@ -15,9 +15,10 @@ from paceline.core.formatting import counted
 from paceline.core.user_code import import_user_module
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.record import ModelShape
-from paceline.parallel.capabilities import Capabilities, check_features, check_limits
+from paceline.parallel import capabilities
+from paceline.parallel.capabilities import Capabilities, Placement, check_features, check_limits
 from paceline.parallel.cost import Cost, Workload
-from paceline.parallel.limits.shared import FOR_ALL
+from paceline.parallel.limits.shared import FOR_ALL, ONE_PROCESS
 from paceline.parallel.spec import StrategySpec
 
 if TYPE_CHECKING:
@@ -220,6 +221,14 @@ def check_strategy(mode: str, config: Config, dims: ParallelDims, installed: boo
         load_object(spec.check_installation)(config)
     if mode not in STRATEGIES:  # the import of a user's class takes seconds, because of torch
         load_object("paceline.parallel.strategy:check_class")(mode)
+
+
+def check_placement(mode: str, config: Config, place: Placement) -> None:
+    """Raise ConfigError if the strategy does not support the config on these hosts, with this outer
+    launcher or on these devices."""
+    spec = get_spec(mode)
+    limits = (*(ONE_PROCESS if spec.single_process else ()), *spec.capabilities.limits)
+    capabilities.check_placement(spec.name, limits, config, place)
 
 
 def check_model_on_mesh(mode: str, model: Any, config: Config, dims: ParallelDims) -> None:

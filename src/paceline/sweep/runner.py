@@ -112,14 +112,15 @@ class Runner:
         """Run a combination until it ends."""
         from paceline.api import run as train
         from paceline.config.load import load_config
-        from paceline.train.run_spec import TrainOptions
 
         started_at, self._started_at = self._started_at or time.time(), None
         loaded = load_config(request["config"], request["overrides"])
-        options = TrainOptions(
-            debug=request["debug"], allow_config_change=request["allow_config_change"]
+        result = train(
+            loaded,
+            started_at,
+            debug=request["debug"],
+            allow_config_change=request["allow_config_change"],
         )
-        result = train(loaded, options, started_at)
         return {"exit_code": result.exit_code, "report": result.report}
 
     def _warm_up(self, loaded: list[Any]) -> None:
@@ -161,11 +162,9 @@ def _common_names(names: Sequence[Sequence[str] | None]) -> list[str] | None:
 def _dry_run(loaded: Any, allow_config_change: bool) -> Any:
     """Check a combination without printing anything."""
     from paceline.api import run as train
-    from paceline.train.run_spec import TrainOptions
 
-    options = TrainOptions(dry_run=True, allow_config_change=allow_config_change)
     with temporary_environment({"PACELINE_LOG_LEVEL": "error"}):
-        return train(loaded, options, time.time())
+        return train(loaded, time.time(), dry_run=True, allow_config_change=allow_config_change)
 
 
 def serve(connection: socket.socket) -> None:

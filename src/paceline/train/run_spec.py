@@ -1,5 +1,5 @@
-"""The specification of a training run, which the launcher sends to every rank; the options of the
-command, and its result."""
+"""The specification of a training run, which the launcher sends to every rank, and the result that
+the command gets."""
 
 from __future__ import annotations
 
@@ -67,23 +67,6 @@ class RunSpec:
         started from."""
         is_first_or_last = step in (first_step + 1, self.derived.steps)
         return is_first_or_last or step % self.derived.log_every_steps == 0
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """Command line options that are not part of the config.
-
-    Args:
-        fault: content of the `fault` event if an outer launcher has restarted the ranks after a
-            failure, else None.
-        saves_state: see :class:`RunSpec`.
-    """
-
-    dry_run: bool = False
-    debug: bool = False
-    allow_config_change: bool = False
-    fault: Fault | None = None
-    saves_state: bool = True
 
 
 @dataclass(frozen=True)

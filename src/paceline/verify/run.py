@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from paceline.config.derive import derive
 from paceline.config.load import Loaded
@@ -129,7 +129,7 @@ def _check(options: VerifyOptions) -> None:
             fix="run it directly: `paceline verify CONFIG`",
         )
     if options.output is not None:
-        from paceline.launch.resume import check_output_dir
+        from paceline.launch.passes.checkpoint import check_output_dir
 
         check_output_dir(options.output)
 
@@ -226,12 +226,12 @@ def _split(requested: str | None) -> set[str]:
 
 
 def _check_mode(mode: VerifyMode, config: Config) -> None:
-    from paceline.launch.layout import check_images
+    from paceline.launch.passes.layout import check_vision_language
     from paceline.parallel.registry import check_strategy, get_spec
     from paceline.tasks import load_task
 
     config = config.model_copy(update={"parallel": mode.parallel})
-    check_images(config, mode.layout.axes)
+    check_vision_language(config, mode.layout.axes)
     load_task(config).check()  # a task may not support a mode
     check_strategy(mode.layout.strategy, config, mode.layout.axes)
     if get_spec(mode.layout.strategy).extra_ranks(config):
@@ -245,19 +245,17 @@ def _check_mode(mode: VerifyMode, config: Config) -> None:
 
 def _base_spec(loaded: Loaded, devices: Devices, folder: Path) -> RunSpec:
     """Return the spec of `ddp`, whose global batch all modes use."""
-    from paceline.launch.layout import ChosenLayout
-    from paceline.launch.preflight import prepare_run
+    from paceline.launch.draft import Draft, Host
+    from paceline.launch.passes.layout import choose_layout
+    from paceline.launch.plan import make_spec, plan
 
     config = loaded.config.model_copy(update={"output_dir": str(folder / "run")})
     mode = make_mode("ddp", config, devices.count)
-    prepared = prepare_run(
-        Loaded(config.model_copy(update={"parallel": mode.parallel}), [], loaded.path),
-        started_at=time.time(),
-        chosen=ChosenLayout(mode.layout),
-        device_type=devices.type,
-        devices=devices,
+    config = config.model_copy(update={"parallel": mode.parallel})
+    draft = Draft(
+        Loaded(config, [], loaded.path), time.time(), host=Host(devices), layout=mode.layout
     )
-    return cast("RunSpec", prepared.spec)
+    return make_spec(plan(draft, first=choose_layout))
 
 
 def _trials(

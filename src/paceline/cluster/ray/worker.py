@@ -34,7 +34,8 @@ from paceline.core.files import Scratch
 from paceline.core.log import CONSOLE_ONLY, configure_logging
 from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
-from paceline.train.run_spec import TrainOptions, TrainResult
+from paceline.launch.draft import Draft
+from paceline.train.run_spec import TrainResult
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +122,12 @@ def _run(task: RayWorkerTask, attempt: AttemptStart) -> Outcome:
     if is_first:
         nodes = _nodes(ray.get(task.record.places.remote()))
         logger.info("Ray nodes: %s", nodes, extra=CONSOLE_ONLY)
-    options = TrainOptions(allow_config_change=task.allow_config_change, fault=fault)
     with _reporting(task, run_dir) if is_first else contextlib.nullcontext():
         loaded = task.loaded if is_first else replace(task.loaded, notices=[])
-        result = _train(task, attempt, loaded, options, started_at)
+        draft = Draft(
+            loaded, started_at, allow_config_change=task.allow_config_change, failure=fault
+        )
+        result = _train(task, attempt, draft)
     return {
         "status": "stopped" if result.report is None else result.report.get("status", "stopped"),
         "exit_code": result.exit_code,
@@ -132,13 +135,7 @@ def _run(task: RayWorkerTask, attempt: AttemptStart) -> Outcome:
     }
 
 
-def _train(
-    task: RayWorkerTask,
-    attempt: AttemptStart,
-    loaded: Loaded,
-    options: TrainOptions,
-    started_at: float,
-) -> TrainResult:
+def _train(task: RayWorkerTask, attempt: AttemptStart, draft: Draft) -> TrainResult:
     """Train. If this worker runs out of memory and the next attempt can have smaller memory
     settings, the error makes Ray start that attempt."""
     import ray
@@ -150,9 +147,9 @@ def _train(
             folder.write_state(before.state)
         previous = PreviousRound(folder, None if before is None else before.failure)
         try:
-            return run_under_agent(loaded, options, started_at, previous)
+            return run_under_agent(draft, previous=previous)
         except PacelineError as error:
-            failure = _memory_failure(folder, loaded)
+            failure = _memory_failure(folder, draft.loaded)
             if failure is None or not ray.get(task.record.run_out_of_memory.remote(failure)):
                 raise
             raise ReportedError(error.paragraph(), error.exit_code) from error

@@ -3,7 +3,7 @@
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import PREFERENCE_TASKS
 from paceline.distributed.mesh import ParallelDims
-from paceline.parallel.capabilities import Limit, Subject
+from paceline.parallel.capabilities import Limit, Placement, Subject
 from paceline.parallel.limits import precision, training
 from paceline.parallel.limits.offload import ACTIVATION_OFFLOAD
 from paceline.parallel.limits.precision import FLOAT8_KEY
@@ -116,6 +116,41 @@ def no_compile(reason: str, subject: Subject | None = None) -> Limit:
     )
 
 
+def _several_launched_ranks(place: Placement) -> str | None:
+    """Subject: an outer launcher has started several ranks."""
+    if place.num_launched is None or place.num_launched == 1:
+        return None
+    return f"{place.num_launched} ranks of an outer launcher"
+
+
+def several_hosts(place: Placement) -> str | None:
+    """Subject: the run starts ranks on several hosts."""
+    is_alone = place.num_launched is not None or not place.has_several_hosts
+    return None if is_alone else f"`parallel.nnodes: {place.nnodes}`"
+
+
+def outer_launcher(place: Placement) -> str | None:
+    """Subject: an outer launcher has started the ranks."""
+    return None if place.num_launched is None else "an outer launcher"
+
+
+#: Of strategies that drive all devices from one process.
+ONE_PROCESS = (
+    Limit(
+        "parallel.mode",
+        "it runs in one process",
+        "start it without torchrun (`paceline sft …`), or set `parallel.mode: ddp`",
+        place=_several_launched_ranks,
+        supported=(),
+    ),
+    Limit(
+        "parallel.mode",
+        "it runs in one process",
+        "set `parallel.mode: ddp`, or `parallel.nnodes: 1`",
+        place=several_hosts,
+        supported=(),
+    ),
+)
 #: What no strategy supports.
 FOR_ALL = (
     *precision.PURE_BFLOAT16,

@@ -1,7 +1,6 @@
 """What ``parallel.mode: auto`` chooses before a run. Imports no torch, unless modes have to be
 compared with all details."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.config.schema import Config
@@ -37,36 +36,25 @@ def pick(
     device_memory_bytes: int | None = None,
     *,
     device_type: str | None = None,
-    read_data: Callable[[], object] | None = None,
 ) -> AutoChoice:
     """Return what ``parallel.mode: auto`` chooses. Called before any rank exists.
 
-    Most runs need far less memory than there is: if an upper bound from config.json or from the
-    headers of the weights shows that ``ddp`` fits, if the config leaves nothing else open that
-    could be faster, and if no other mode takes less time by an estimate from the model's widths,
-    no model is built and torch is not imported.
+    The lengths of the samples are read from the token cache. For a language model whose data is
+    not in the cache, ``max_length`` is assumed.
 
     Args:
         device_memory_bytes: memory of one device; None: the memory of this machine's devices.
         device_type: ``cpu``, ``cuda``…; None: by the config and this machine.
-        read_data: function that stores the data of a language model in the token cache. Called if
-            the choice depends on the lengths of its samples, so that it is the same as in a later
-            run; None to assume ``max_length`` for data that is not in the cache.
 
     Raises:
         ConfigError: no mode fits; names the one that needs the least memory and what to change.
     """
     device_type = device_type or _device_type(config)
+    early = pick_without_lengths(config, num_devices, device_memory_bytes, device_type=device_type)
+    if early is not None:
+        return early
     is_cpu = device_type == "cpu"
-    memory = device_memory_bytes or (
-        available_memory() // num_devices if is_cpu else device_memory()
-    )
-    if not memory:
-        return _plain(config, num_devices, "the memory of these devices is not known")
-    if (roomy := _roomy(config, num_devices, device_type, memory, None)) is not None:
-        return roomy
-    if read_data is not None and config.task in CAUSAL_TASKS:
-        read_data()
+    memory = _memory_bytes(device_memory_bytes, num_devices, is_cpu)
     batch = micro_batch(config)
     if batch.has_tokens and batch.known:
         roomy = _roomy(config, num_devices, device_type, memory, batch)
@@ -100,6 +88,31 @@ def pick(
             " `paceline plan` shows all modes"
         ),
     )
+
+
+def pick_without_lengths(
+    config: Config,
+    num_devices: int,
+    device_memory_bytes: int | None = None,
+    *,
+    device_type: str,
+) -> AutoChoice | None:
+    """Return what ``parallel.mode: auto`` chooses if the choice does not depend on the lengths of
+    the samples; otherwise None. The arguments are those of :func:`pick`.
+
+    Most runs need far less memory than there is: if an upper bound from config.json or from the
+    headers of the weights shows that ``ddp`` fits, if the config leaves nothing else open that
+    could be faster, and if no other mode takes less time by an estimate from the model's widths,
+    no model is built and torch is not imported.
+    """
+    memory = _memory_bytes(device_memory_bytes, num_devices, device_type == "cpu")
+    if not memory:
+        return _plain(config, num_devices, "the memory of these devices is not known")
+    return _roomy(config, num_devices, device_type, memory, None)
+
+
+def _memory_bytes(size_bytes: int | None, num_devices: int, is_cpu: bool) -> int:
+    return size_bytes or (available_memory() // num_devices if is_cpu else device_memory())
 
 
 def _roomy(

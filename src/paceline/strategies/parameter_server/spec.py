@@ -1,7 +1,7 @@
 """Spec of `parameter_server`. Imports no torch."""
 
 from paceline.config.schema.tasks import CAUSAL_TASKS
-from paceline.parallel.capabilities import Capabilities, Limit, with_setting
+from paceline.parallel.capabilities import Capabilities, Limit, Placement, with_setting
 from paceline.parallel.limits.offload import (
     ON_DEVICE,
     USE_ZERO3,
@@ -13,6 +13,8 @@ from paceline.parallel.limits.shared import (
     needs_float32_weights,
     no_compile,
     no_rollback,
+    outer_launcher,
+    several_hosts,
 )
 from paceline.parallel.limits.training import SERVED_PARAMETERS
 from paceline.parallel.spec import StrategySpec
@@ -20,7 +22,49 @@ from paceline.strategies.parameter_server import roles
 
 _ASYNC = with_setting("parameter_server.consistency", "async", "bounded")
 
+
+def _devices_without_gloo(place: Placement) -> str | None:
+    return None if place.device_type in ("cpu", "cuda") else f"{place.device_type} devices"
+
+
+def _launched_devices(place: Placement) -> str | None:
+    is_launched = place.num_launched is not None or place.has_several_hosts
+    if not is_launched or place.device_type == "cpu":
+        return None
+    return f"{place.device_type} devices of an outer launcher or of several hosts"
+
+
+_MODE = "parallel.mode"
 LIMITS = (
+    Limit(
+        _MODE,
+        "Gloo, which connects workers and servers, cannot send their tensors",
+        "set `parallel.device: cpu`, or `parallel.mode: ddp`",
+        supported=(),
+        allowed="`parallel.device: cpu` or `cuda`",
+        place=_devices_without_gloo,
+    ),
+    Limit(
+        _MODE,
+        "each of their ranks has a device, and the servers have none",
+        "start it on one host without torchrun (`paceline sft …`), or set `parallel.device: cpu`",
+        supported=(),
+        place=_launched_devices,
+    ),
+    Limit(
+        "parameter_server.on_worker_failure",
+        "it ends all ranks when one ends",
+        "start it without torchrun (`paceline sft …`), or set `on_worker_failure: restart`",
+        unsupported=("continue",),
+        place=outer_launcher,
+    ),
+    Limit(
+        "parameter_server.on_worker_failure",
+        "all ranks must be on one host",
+        "set `on_worker_failure: restart`: all ranks restart from the latest checkpoint",
+        unsupported=("continue",),
+        place=several_hosts,
+    ),
     *SERVED_PARAMETERS,
     no_compile("compiled blocks are untested with tables on servers"),
     no_state_offload("optimizer", "all", reason=ON_DEVICE, fix=USE_ZERO3),

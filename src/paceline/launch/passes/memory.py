@@ -1,5 +1,6 @@
-"""The memory settings of a run that its config leaves open: chosen before the ranks start, and
-smaller ones after a rank ran out of memory."""
+"""The settings of a run that its config leaves open and that its memory decides: chosen before the
+ranks start, and smaller ones after a rank ran out of memory. Also the interval between checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +24,15 @@ from paceline.config.derive import accumulation_of
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.processes import available_memory
-from paceline.launch.layout import kept_settings
+from paceline.launch.draft import Draft, known
+from paceline.launch.passes.layout import kept_settings
 from paceline.models.transforms.compile_check import check_compile
 from paceline.parallel.registry import check_strategy, get_spec
+from paceline.planner.estimate import with_accumulation
 from paceline.planner.machine.local import DeviceMemory, local_machine, smallest_device_memory
-from paceline.planner.machine.memory_history import recall
+from paceline.planner.machine.memory_history import memory_key, recall
 from paceline.planner.micro_batch import micro_batch
+from paceline.planner.scale.save_interval import with_save_interval
 from paceline.planner.search.fit import FROM_HISTORY, KeptSettings, check_fits, fit_memory
 from paceline.planner.search.trials import Settings, Trials, settings_text, with_settings
 from paceline.planner.upper_bound import ROOMY, fits_roughly, upper_bound
@@ -89,6 +93,33 @@ def rank_memory(devices: Devices) -> RankMemory:
     if devices.type == "cpu":
         return RankMemory(None, host_bytes)
     return RankMemory(smallest_device_memory(devices.count), host_bytes, devices.names[0])
+
+
+def fit_to_memory(draft: Draft) -> Draft:
+    """Choose the memory settings that the config leaves open, once the lengths of the samples are
+    known. Rank 0 chooses them for the ranks of all hosts."""
+    memory, layout = known(draft.host).memory, known(draft.layout)
+    if memory is None or not draft.reads_folder:
+        return draft
+    history_key = memory_key(draft.config, layout, memory.device_name)
+    preferred = preferred_settings(draft.config, draft.kept, history_key)
+    settings = choose_memory_settings(draft.config, layout, draft.device_type, memory, preferred)
+    config = with_accumulation(with_settings(draft.config, settings), layout.axes.replicas)
+    return replace(
+        draft.with_config(config),
+        settings={**draft.settings, **settings},
+        history_key=None if memory.is_shared else history_key,
+    )
+
+
+def set_save_interval(draft: Draft) -> Draft:
+    """Set the interval between checkpoints that follows from the mean time between failures."""
+    config, layout = draft.config, known(draft.layout)
+    if config.recovery.mtbf_hours is None:
+        return draft
+    is_cpu, dtype = draft.device_type == "cpu", config.train_args.compute_format
+    machine = local_machine(layout.num_processes, is_cpu, dtype)
+    return draft.with_config(with_save_interval(config, layout, machine))
 
 
 def preferred_settings(config: Config, kept: Settings | None, history_key: str) -> KeptSettings:

@@ -6,26 +6,69 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.checkpoint import store
 from paceline.checkpoint.format import CheckpointMeta
 from paceline.checkpoint.integrity import foreign_files, verify
+from paceline.checkpoint.reader import read_meta
 from paceline.checkpoint.remote import CheckpointStore, check_url, fetch_checkpoint, is_url
-from paceline.config.derive import ResolvedValues
 from paceline.config.diff import changes_training, has_same_end
 from paceline.config.load import Loaded, diff_configs, load_config, load_stored
 from paceline.config.schema import Config
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError, RunError
+from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.report import Report
 from paceline.core.run_dir import RunDir, lock_run
+from paceline.launch.draft import Draft, known
 from paceline.parallel.registry import check_stored
 from paceline.tasks.base import Prepared
-from paceline.train.run_spec import RunSpec
 
 logger = logging.getLogger(__name__)
+
+
+def find_checkpoint(draft: Draft) -> Draft:
+    """Find the checkpoint that the run resumes from, and download it if only ``checkpoint_dir`` has
+    it. Rank 0 finds it for the ranks of all hosts."""
+    if not draft.reads_folder:
+        return draft
+    config, run_dir, is_first_attempt = draft.config, draft.run_dir, draft.is_first_attempt
+    if config.checkpoint_dir is not None:
+        fetch_latest(config, run_dir, is_first_attempt=is_first_attempt, dry_run=draft.dry_run)
+    choose = checkpoint_to_resume if is_first_attempt else checkpoint_after_restart
+    path = choose(config, run_dir)
+    if path is None:
+        return draft
+    meta = read_meta(path)
+    size = int(meta["global_batch_size"])
+    return replace(draft, resume_from=str(path), meta=meta, global_batch_size=size)
+
+
+def check_same_batch(draft: Draft) -> None:
+    """Check that the run does not resume with another global batch size."""
+    configured = draft.config.train_args.global_batch_size
+    resumed = draft.global_batch_size
+    if resumed is not None and configured not in (None, resumed):
+        raise ConfigError(
+            f"`train_args.global_batch_size: {configured}`: the run in `output_dir` has a global"
+            f" batch of {counted(resumed, 'sample')}, which does not change when it resumes",
+            allowed=str(resumed),
+            fix="set another `output_dir` for a new run",
+        )
+
+
+def compare_with_run(draft: Draft) -> Draft:
+    """Check that the run can continue the one in its folder exactly, and read the report if that
+    one is complete."""
+    allow_change = draft.allow_config_change
+    if draft.meta is not None:
+        return replace(draft, finished=_compare_with_checkpoint(draft, draft.meta))
+    if draft.reads_folder and draft.config.resume == "auto" and draft.run_dir.config.is_file():
+        check_restart(draft.config, draft.run_dir, allow_change)
+    return draft
 
 
 def checkpoint_to_resume(config: Config, run_dir: RunDir) -> Path | None:
@@ -108,10 +151,8 @@ def checkpoint_after_restart(config: Config, run_dir: RunDir) -> Path | None:
     return _find(config.resume, run_dir, lambda text: None)
 
 
-def check_resume(
-    spec: RunSpec, path: Path, meta: CheckpointMeta, allow_change: bool
-) -> Report | None:
-    """Check that the run can resume exactly from the checkpoint at ``path``.
+def _compare_with_checkpoint(draft: Draft, meta: CheckpointMeta) -> Report | None:
+    """Check that the run can resume exactly from its checkpoint.
 
     Returns:
         The report if the run is already complete, else None.
@@ -119,26 +160,25 @@ def check_resume(
     Raises:
         ConfigError: if the run cannot resume exactly.
     """
-    config, derived = spec.config, spec.derived
+    config, num_steps = draft.config, known(draft.derived).steps
+    path, allow_change = Path(str(draft.resume_from)), draft.allow_config_change
     _check_same_config(config, meta["config"], path, allow_change)
     check_stored(config.parallel.mode, config, load_stored(meta["config"]), path)
-    _check_same_data(spec.data, meta, path, allow_change)
-    if meta["step"] > derived.steps:
+    _check_same_data(known(draft.data), meta, path, allow_change)
+    if meta["step"] > num_steps:
         raise ConfigError(
             f"cannot resume {path}: it is at step {meta['step']}, but the run has only"
-            f" {derived.steps} steps",
+            f" {num_steps} steps",
             fix="raise `max_steps` or `num_train_epochs`, or set another `output_dir`",
         )
-    run_dir = RunDir(Path(config.output_dir))
     finished = None
     if config.resume == "auto":
         may_end_early = has_same_end(meta["config"], config)
-        finished = _finished_report(run_dir, derived, meta["step"] if may_end_early else None)
+        early_end = meta["step"] if may_end_early else None
+        finished = _finished_report(draft.run_dir, num_steps, early_end)
     if finished is None:
         # The event log contains this in its `resume` event.
-        logger.info(
-            f"resuming from step {meta['step']} of {derived.steps}: {path}", extra=CONSOLE_ONLY
-        )
+        logger.info(f"resuming from step {meta['step']} of {num_steps}: {path}", extra=CONSOLE_ONLY)
     return finished
 
 
@@ -216,16 +256,14 @@ def _check_same_data(data: Prepared, meta: CheckpointMeta, path: Path, allow_cha
     )
 
 
-def _finished_report(
-    run_dir: RunDir, derived: ResolvedValues, early_end: int | None
-) -> Report | None:
+def _finished_report(run_dir: RunDir, num_steps: int, early_end: int | None) -> Report | None:
     """Return the report of the run if it is complete. ``early_end`` is a step at which a callback
     may have ended it."""
     try:
         report: Report = json.loads(run_dir.report.read_text())
     except (OSError, ValueError):
         return None
-    last_step = early_end if report.get("stop_reason") else derived.steps
+    last_step = early_end if report.get("stop_reason") else num_steps
     done = (
         report.get("status") == "done"
         and report.get("steps") == last_step
