@@ -17,7 +17,7 @@ from paceline.core.processes import temporary_environment
 from paceline.core.stop import StopFlag
 from paceline.distributed.devices import Devices
 from paceline.distributed.environment import RankEnv
-from paceline.launch.draft import Draft, Host
+from paceline.launch.passes.draft import Draft, Host
 from paceline.launch.passes.layout import choose_layout
 from paceline.launch.plan import make_spec, plan
 from paceline.train.setup import run_rank

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.config.yaml_read import YamlValue
     from paceline.core.log import NoticeRecorder
     from paceline.core.report import Report
-    from paceline.launch.draft import Draft
+    from paceline.launch.passes.draft import Draft
     from paceline.train.run_spec import TrainResult
 
 
@@ -80,7 +80,7 @@ def run(
     from paceline.core.log import configure_logging, recorded_notices
     from paceline.core.run_dir import LaunchLock
     from paceline.distributed.environment import outer_launcher
-    from paceline.launch.draft import Draft
+    from paceline.launch.passes.draft import Draft
 
     draft = Draft(
         loaded,
@@ -118,8 +118,8 @@ def run(
 
 
 def _dry_run(draft: Draft) -> TrainResult:
-    from paceline.launch.draft import known
     from paceline.launch.passes.devices import find_devices
+    from paceline.launch.passes.draft import known
     from paceline.launch.plan import plan
     from paceline.launch.results import log_dry_run
     from paceline.tasks import load_task
@@ -144,8 +144,8 @@ def _run_on_hosts(draft: Draft, recorder: NoticeRecorder, *, debug: bool) -> Tra
     from paceline.cluster.endpoint import resolve_endpoint
     from paceline.cluster.member import RunRequest, train_member
     from paceline.launch.after_training.finish import finish_run
-    from paceline.launch.draft import known
     from paceline.launch.passes.devices import find_devices, resolve_tf32
+    from paceline.launch.passes.draft import known
     from paceline.launch.passes.layout import choose_layout
     from paceline.launch.plan import plan
     from paceline.launch.results import result_of

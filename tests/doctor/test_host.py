@@ -22,7 +22,7 @@ from paceline.doctor.checks import (
     existing,
     nvidia_driver,
 )
-from paceline.launch.host_checks import (
+from paceline.launch.passes.host_checks import (
     check_open_files,
     check_port,
     check_shared_memory,

@@ -18,7 +18,7 @@ from not_run import record_not_run, skip_with_summary
 from paceline.doctor.host_pairs import Findings, HostFacts, schedule
 from paceline.doctor.host_probe import HostProbe
 from paceline.doctor.host_report import evaluate
-from paceline.launch.host_checks import CheckResult
+from paceline.launch.passes.host_checks import CheckResult
 
 _HOST = """
 import json, sys

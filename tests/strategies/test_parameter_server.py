@@ -21,7 +21,7 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.devices import Devices
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
-from paceline.launch.draft import Draft, Host
+from paceline.launch.passes.draft import Draft, Host
 from paceline.launch.passes.layout import choose_layout, set_accumulation
 from paceline.launch.plan import plan
 from paceline.models.recommend import ClickModel, load_recommender

@@ -30,7 +30,7 @@ SUPERFLUOUS_RECORDS = {
 }  # fmt: skip
 #: Modules that a run passes on its way from the config to the first step.
 RUN_PATH = (
-    "api.py", "launch/draft.py", "launch/local.py", "launch/passes/checkpoint.py",
+    "api.py", "launch/passes/draft.py", "launch/local.py", "launch/passes/checkpoint.py",
     "launch/passes/data.py", "launch/passes/devices.py", "launch/passes/early.py",
     "launch/passes/layout.py", "launch/passes/sizes.py", "launch/plan.py", "launch/results.py",
     "launch/rank_pool.py", "launch/worker.py", "train/setup.py", "train/trainer.py",

@@ -25,7 +25,7 @@ from paceline.data.vision_language.images import NO_IMAGE_FILE
 from paceline.distributed.devices import Devices
 from paceline.inference.export import export
 from paceline.inference.generate import generate
-from paceline.launch.draft import Draft, Host
+from paceline.launch.passes.draft import Draft, Host
 from paceline.launch.passes.layout import choose_layout, set_accumulation
 from paceline.launch.plan import plan
 from paceline.models.builtin import resolve_model

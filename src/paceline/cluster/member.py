@@ -46,11 +46,11 @@ from paceline.core.stop import StopFlag
 from paceline.distributed.environment import from_environment
 from paceline.distributed.mesh import ParallelDims
 from paceline.launch.after_training.finish import finish_run
-from paceline.launch.draft import Draft, known
 from paceline.launch.passes.devices import find_devices, resolve_tf32
+from paceline.launch.passes.draft import Draft, known
 from paceline.launch.passes.early import fit_length
 from paceline.launch.passes.layout import choose_layout
-from paceline.launch.passes.memory import RankMemory
+from paceline.launch.passes.rank_memory import RankMemory
 from paceline.launch.plan import make_spec, plan
 from paceline.launch.restart import RestartPolicy
 from paceline.launch.results import result_of

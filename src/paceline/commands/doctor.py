@@ -19,7 +19,7 @@ from paceline.core.formatting import counted, short_duration
 if TYPE_CHECKING:
     from paceline.doctor.links import PairRecord
     from paceline.doctor.run import DoctorOptions, DoctorReport
-    from paceline.launch.host_checks import CheckResult
+    from paceline.launch.passes.host_checks import CheckResult
 
 
 _MAX_RANKS = 64

@@ -19,7 +19,7 @@ from paceline.core.errors import first_line
 from paceline.core.files import human_bytes, write_atomic
 from paceline.core.network import interfaces, source_address
 from paceline.core.processes import available_memory
-from paceline.launch.host_checks import CheckResult
+from paceline.launch.passes.host_checks import CheckResult
 
 #: State of adjtimex(2): the clock is not synchronized.
 _TIME_ERROR = 5

@@ -25,7 +25,7 @@ from paceline.core.formatting import counted
 from paceline.core.processes import host_name
 from paceline.doctor.checks import nvidia_driver
 from paceline.doctor.host_probe import TOKEN_BYTES, HostProbe, Responder, probe, try_port
-from paceline.launch.host_checks import CheckResult
+from paceline.launch.passes.host_checks import CheckResult
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -9,7 +9,7 @@ from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration
 from paceline.doctor.host_pairs import Findings, HostFacts
 from paceline.doctor.host_probe import HostProbe
-from paceline.launch.host_checks import CheckResult
+from paceline.launch.passes.host_checks import CheckResult
 
 #: Warn of a larger offset of two clocks, because logs are hard to compare. The limit of a run is in
 #: ``cluster.clock``.

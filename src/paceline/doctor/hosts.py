@@ -19,7 +19,7 @@ from paceline.core.network import interface_of, source_address
 from paceline.doctor.host_pairs import collect_facts, inspect_hosts
 from paceline.doctor.host_probe import try_port
 from paceline.doctor.host_report import HostLink, evaluate, host_links, local_checks
-from paceline.launch.host_checks import CheckResult
+from paceline.launch.passes.host_checks import CheckResult
 
 if TYPE_CHECKING:
     from pydantic import JsonValue

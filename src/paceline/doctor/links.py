@@ -13,7 +13,7 @@ from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration
 from paceline.core.processes import host_name
 from paceline.distributed.link import Link, measure_link, time_once
-from paceline.launch.host_checks import CheckResult
+from paceline.launch.passes.host_checks import CheckResult
 
 if TYPE_CHECKING:
     import torch

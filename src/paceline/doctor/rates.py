@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.core.files import human_bytes
 from paceline.distributed.traffic import uncounted
-from paceline.launch.host_checks import CheckResult
+from paceline.launch.passes.host_checks import CheckResult
 from paceline.planner.machine.profile import DeviceRates, ProductCurve
 
 if TYPE_CHECKING:

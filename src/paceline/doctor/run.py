@@ -24,7 +24,7 @@ from paceline.doctor.checks import (
     check_packages,
     check_writing,
 )
-from paceline.launch.host_checks import (
+from paceline.launch.passes.host_checks import (
     CheckRecord,
     CheckResult,
     check_open_files,

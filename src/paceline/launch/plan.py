@@ -10,9 +10,8 @@ import logging
 from collections.abc import Callable, Iterable
 
 from paceline.core.log import log_notices
-from paceline.launch.draft import Draft, known
-from paceline.launch.passes import data, devices, early, layout, memory, sizes
-from paceline.launch.passes.checkpoint import check_same_batch, compare_with_run, find_checkpoint
+from paceline.launch.passes import checkpoint, data, devices, early, layout, memory, sizes
+from paceline.launch.passes.draft import Draft, known
 from paceline.planner.devices import peak_rate
 from paceline.planner.machine.local import device_memory
 from paceline.planner.run_prediction import predict_step
@@ -37,9 +36,9 @@ PASSES: tuple[Pass, ...] = (
     data.read_data,
     memory.fit_to_memory,
     memory.set_save_interval,
-    find_checkpoint,
+    checkpoint.find_checkpoint,
     sizes.derive_sizes,
-    compare_with_run,
+    checkpoint.compare_with_run,
 )
 #: What is checked once a pass has run, in this order.
 CHECKS: dict[Pass, tuple[Check, ...]] = {
@@ -68,7 +67,7 @@ CHECKS: dict[Pass, tuple[Check, ...]] = {
     ),
     data.read_data: (data.notices_of_data,),
     memory.set_save_interval: (sizes.find_idle_settings,),
-    find_checkpoint: (check_same_batch,),
+    checkpoint.find_checkpoint: (checkpoint.check_same_batch,),
     sizes.derive_sizes: (
         sizes.check_task_batch,
         sizes.check_shares,

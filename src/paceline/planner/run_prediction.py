@@ -14,51 +14,58 @@ from paceline.planner.mode_time import TimeEstimate, time_of_mode
 from paceline.planner.model_profile import ModelProfile
 
 if TYPE_CHECKING:
-    from paceline.observe.run_start import RunInfo
-    from paceline.parallel.cost import Cost
+    from paceline.models.shape.record import ModelShape
+    from paceline.parallel.cost import Cost, Workload
+    from paceline.train.run_spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
 
-def predict_step(info: RunInfo, cost: Cost, step: int) -> TimeEstimate | None:
+def predict_step(
+    spec: RunSpec, model: Any, shape: ModelShape, dataset: Any, work: Workload, cost: Cost
+) -> TimeEstimate | None:
     """Return the time that the planner predicts for a mean step of a run of a language model; None
-    for other models, and on devices that the planner does not know.
+    on devices that the planner does not know.
 
     Args:
-        step: the last step of the run.
+        model: the model as the strategy has set it up.
+        shape: shape of the model as the task has built it.
+        dataset: the training data.
+        work: mean workload of a replica per step.
+        cost: cost of such a step.
     """
     try:
-        return _predict(info, cost, step)
+        return _predict(spec, model, shape, dataset, work, cost)
     except Exception as error:  # the run is done, and its report must not depend on this
         logger.warning("the step time could not be predicted: %s: %s", type(error).__name__, error)
         return None
 
 
-def _predict(info: RunInfo, cost: Cost, step: int) -> TimeEstimate | None:
+def _predict(
+    spec: RunSpec, model: Any, shape: ModelShape, dataset: Any, work: Workload, cost: Cost
+) -> TimeEstimate | None:
     from paceline.models.blocks import base_model
     from paceline.models.shape.dims import dims_of
 
-    base: Any = base_model(info.model)
+    base: Any = base_model(model)
     dims = dims_of(base.config.to_dict()) if hasattr(base, "config") else None
-    if dims is None or not info.predicts_activations:
+    if dims is None:
         return None
-    config, is_cpu = info.config, info.strategy.world.device.type == "cpu"
-    machine = local_machine(info.layout.world_size, is_cpu, config.train_args.compute_format)
+    config, layout = spec.config, spec.layout
+    is_cpu, dtype = spec.device_type == "cpu", config.train_args.compute_format
+    machine = local_machine(layout.world_size, is_cpu, dtype)
     if not machine.rates_known:
         return None
-    work = info.workload(step)
-    lengths = getattr(info.train_dataset, "lengths", None)
-    labels = getattr(info.train_dataset, "label_counts", None)
+    lengths = getattr(dataset, "lengths", None)
+    labels = getattr(dataset, "label_counts", None)
     length = float(config.train_args.max_length if lengths is None else np.mean(lengths))
     share = 1.0
     if lengths is not None and labels is not None and lengths.sum():
         share = float(labels.sum() / lengths.sum())
     tokens = work.positions
     batch = MicroBatchProfile(tokens, tokens, share, min(length, tokens))
-    profile = ModelProfile(info.shape, dims)
-    args = config.train_args.model_copy(
-        update={"gradient_accumulation_steps": info.derived.gradient_accumulation_steps}
-    )
+    count = spec.derived.gradient_accumulation_steps
+    args = config.train_args.model_copy(update={"gradient_accumulation_steps": count})
     config = config.model_copy(update={"train_args": args})
-    stage = get_spec(info.layout.strategy).variant(config)
-    return time_of_mode(info.layout, config, profile, batch, cost, machine, stage)
+    stage = get_spec(layout.strategy).variant(config)
+    return time_of_mode(layout, config, ModelProfile(shape, dims), batch, cost, machine, stage)

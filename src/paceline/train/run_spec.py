@@ -4,7 +4,7 @@ the command gets."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
@@ -13,11 +13,40 @@ from paceline.core.log import Notice
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
+    from torch import nn
 
     from paceline.core.report import Report
-    from paceline.observe.run_start import PredictStep
+    from paceline.models.shape.record import ModelShape
+    from paceline.parallel.cost import Cost, Workload
     from paceline.parallel.registry import ParallelLayout
     from paceline.tasks.base import Prepared
+
+
+class StepPrediction(Protocol):
+    """The predicted time of a step: in seconds, the range that 80 % of published results are
+    within, and its parts."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def range_s(self) -> list[float] | None: ...
+    @property
+    def parts_s(self) -> dict[str, float] | None: ...
+
+
+class PredictStep(Protocol):
+    """Predicts the time of a step of a language model from its workload and its cost; None if it is
+    not known."""
+
+    def __call__(
+        self,
+        spec: RunSpec,
+        model: nn.Module,
+        shape: ModelShape,
+        dataset: Any,
+        work: Workload,
+        cost: Cost,
+    ) -> StepPrediction | None: ...
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ model folder and the report.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from paceline.checkpoint.train_state import check_same_model
 from paceline.checkpoint.transfer import open_checkpoint, transfer_notices
 from paceline.config.chosen import open_settings, values_of
 from paceline.config.load import to_yaml
-from paceline.config.metrics.best import selects_best_model
 from paceline.core.errors import Outcome, PacelineError
 from paceline.core.event_log import EventLog
 from paceline.core.events import RunEndEvent
@@ -37,38 +36,26 @@ from paceline.distributed.timing.device_timer import DeviceTimer
 from paceline.health.anomalies import AnomalyDetector
 from paceline.health.loss_spikes import LossSpikeDetector
 from paceline.health.watchdog import Watchdog
-from paceline.models.transforms.compile import compile_times
-from paceline.observe.comm_advisor import CommAdvisor, make_advisor
 from paceline.observe.device_stats import DeviceMonitor
 from paceline.observe.loggers.metric_logger import MetricLogger
 from paceline.observe.metrics import StepMetrics
 from paceline.observe.out_of_memory import is_out_of_memory, out_of_memory
-from paceline.observe.report.build import build_report
 from paceline.observe.report.html import write_reports
-from paceline.observe.run_start import RunInfo, emit_run_start
 from paceline.observe.throughput import mean_peak, model_flops
-from paceline.parallel.strategy import Strategy
 from paceline.train.callbacks.balance import Balancer
-from paceline.train.callbacks.base import Callback, TrainingInfo
-from paceline.train.callbacks.callback_list import CallbackList
+from paceline.train.callbacks.build import build_callbacks
+from paceline.train.callbacks.callback_list import CallbackList, States
 from paceline.train.callbacks.monitoring import (
     CommAdvice,
-    CompileReport,
-    MemoryReporter,
-    ReplicaCheck,
-    StepLogger,
 )
-from paceline.train.callbacks.profiler import StepProfiler
-from paceline.train.callbacks.row_counts import RowCounter
-from paceline.train.callbacks.sampling import SampleGenerator
 from paceline.train.callbacks.selection import ModelSelection
-from paceline.train.callbacks.sources import SourceRecorder
-from paceline.train.callbacks.task_metrics import MetricRecorder
 from paceline.train.components import build_components, build_model
 from paceline.train.final_model import save_model_folder
 from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
 from paceline.train.precision import check_same_precision, use_deterministic_algorithms
 from paceline.train.rank_loss import event_listeners
+from paceline.train.reports.end import build_report
+from paceline.train.reports.start import emit_run_start
 from paceline.train.run_spec import RunSpec
 from paceline.train.state import (
     RankContext,
@@ -80,6 +67,8 @@ from paceline.train.state import (
 from paceline.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+BuildCallbacks = Callable[[Trainer, States], CallbackList]
 
 
 def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
@@ -158,10 +147,6 @@ def _run(trainer: Trainer) -> Outcome:
     """Train, save the model and write the report. Return the result of :func:`run_rank`."""
     spec, ctx, strategy = trainer.spec, trainer.ctx, trainer.strategy
     state = trainer.state
-    advisor = make_advisor(strategy, trainer.metrics, state.first_step, spec.derived.steps)
-    trainer.callbacks.add(*_monitoring(trainer, advisor))
-    selection = _selection(trainer)
-    _add_user_callbacks(trainer)
     with trainer.checkpoints:  # waits for the last save, however the training ends
         try:
             status = trainer.train()
@@ -176,6 +161,7 @@ def _run(trainer: Trainer) -> Outcome:
             raise
         trainer.data.close()
         ctx.progress.enter("saving")
+    selection = trainer.callbacks.find(ModelSelection)
     if status == "done" and spec.saves_state:
         rebuild_model = partial(build_model, trainer.components.task, spec.config)
         final_step = None if selection is None else selection.final_step
@@ -186,21 +172,10 @@ def _run(trainer: Trainer) -> Outcome:
             state.step if final_step is None else final_step,
             trainer.handle_rank_loss,
         )
-    report = build_report(
-        _run_info(spec, ctx, trainer.components, trainer.data),
-        trainer.metrics,
-        advisor,
-        status=status,
-        step=state.step,
-        resumed_from_step=state.first_step if spec.resume_from is not None else None,
-        skipped_batches=state.skipped_batches,
-        shares=None if trainer.balancer.is_equal else trainer.balancer.counts,
-        best=None if selection is None else selection.report(),
-        stop_reason=state.stop_reason,
-    )
+    report = build_report(trainer, status, None if selection is None else selection.report())
     with rank_zero_phase(ctx.comm, "writing the report"):
         if ctx.comm.is_rank_zero:
-            _write_end(trainer, report, advisor)
+            _write_end(trainer, report)
     if spec.reports_everywhere:
         report = ctx.comm.broadcast_object(report)
     ctx.comm.barrier()
@@ -209,7 +184,7 @@ def _run(trainer: Trainer) -> Outcome:
     return {"status": status, "report": report if has_report else None}
 
 
-def _write_end(trainer: Trainer, report: Report, advisor: CommAdvisor | None) -> None:
+def _write_end(trainer: Trainer, report: Report) -> None:
     """Write the report, close the metric loggers with it, and emit the last event."""
     state, ctx = trainer.state, trainer.ctx
     write_reports(ctx.run_dir, report)
@@ -226,48 +201,10 @@ def _write_end(trainer: Trainer, report: Report, advisor: CommAdvisor | None) ->
         "reason": reason,
         "wall_s": report["wall_s"],
     }
-    if advisor is not None and advisor.summary is not None:
-        end["network"] = advisor.summary
+    advice = trainer.callbacks.find(CommAdvice)
+    if advice is not None and advice.advisor.summary is not None:
+        end["network"] = advice.advisor.summary
     ctx.events.emit(end)
-
-
-def _monitoring(trainer: Trainer, advisor: CommAdvisor | None) -> list[Callback]:
-    """Return the callbacks of a run other than the step logger."""
-    spec, parts, events = trainer.spec, trainer.components, trainer.ctx.events
-    eval_dataset, progress = trainer.data.eval_dataset, trainer.ctx.progress
-    samples = SampleGenerator(spec.config, parts, eval_dataset, events, progress)
-    callbacks: list[Callback] = [
-        MemoryReporter(parts.strategy, parts.model, events),
-        ReplicaCheck(parts.strategy, events, spec.config.recovery.replica_check_steps),
-        trainer.balancer,
-        samples,
-    ]
-    profile = spec.config.train_args.profile
-    if profile is not None:
-        callbacks.append(StepProfiler(profile, trainer.ctx))
-    times = compile_times()
-    if times is not None:
-        callbacks.append(CompileReport(times))
-    return callbacks if advisor is None else [*callbacks, CommAdvice(advisor)]
-
-
-def _selection(trainer: Trainer) -> ModelSelection | None:
-    """Add the callback that selects the best model, if the config asks for one."""
-    spec, ctx = trainer.spec, trainer.ctx
-    if not selects_best_model(spec.config.train_args) or not spec.derived.eval_every_steps:
-        return None
-    selection = ModelSelection(
-        spec.config.train_args, spec.derived, ctx.comm, trainer.components, trainer.checkpoints
-    )
-    trainer.callbacks.add(selection)
-    return selection
-
-
-def _add_user_callbacks(trainer: Trainer) -> None:
-    if trainer.spec.config.callbacks:
-        from paceline.train.callbacks.user import load_callbacks  # not needed by most runs
-
-        trainer.callbacks.add_user(load_callbacks(trainer.spec.config))
 
 
 def _open_run(spec: RunSpec, run_dir: RunDir, events: EventLog, cleanup: ExitStack) -> None:
@@ -289,9 +226,15 @@ def build_trainer(
     notices: Sequence[tuple[str, str]],
     side: SideGroup | None = None,
     store: CheckpointStore | None = None,
+    callbacks: BuildCallbacks = build_callbacks,
 ) -> Trainer:
     """Build the trainer, load the checkpoint that the run resumes from, and emit the events of a
-    start. A collective."""
+    start. A collective.
+
+    Args:
+        notices: (level, text) of the messages that have not been printed yet.
+        callbacks: function that builds the callbacks.
+    """
     settings, strategy, events = spec.config.recovery, components.strategy, ctx.events
     peaks = ctx.comm.gather_objects(spec.peak)[: spec.layout.axes.size]
     peak, lengths = mean_peak(peaks), getattr(data.train_dataset, "lengths", None)
@@ -331,39 +274,8 @@ def build_trainer(
     resume_notices += transfer_notices(strategy, side, state_bytes)
     balancer = Balancer(spec.config, ctx, strategy, data, metrics, checkpoints)
     balancer.begin(state.step, meta.get("balance"))
-    emit_run_start(
-        _run_info(spec, ctx, components, data),
-        events,
-        resumed=None if path is None else (path, state.first_step),
-        failure=spec.failure,
-        memory_fallback=spec.memory_fallback,
-        launcher_pid=spec.launcher_pid,
-        peak=peak,
-        launcher_notices=spec.notices,
-        notices=[*notices, *resume_notices, *mixed_devices_notices(ctx.comm)],
-    )
-    balancer.announce()
     anomalies = AnomalyDetector(settings, strategy, components.precision.scaler, events)
-    info = TrainingInfo(
-        ctx.comm.rank,
-        spec.derived.world_size,
-        ctx.run_dir.root,
-        spec.derived.steps,
-        components.model,
-    )
-    has_packed_rows = args.packs_rows and (spec.data.sources or data.counts is not None)
-    row_tokens = args.max_length if has_packed_rows else None
-    sources = _source_recorder(spec, strategy, data)
-    callbacks = CallbackList(ctx.comm, info, meta.get("callbacks", {}))
-    task_metrics = _metric_recorder(components, data)
-    step_logger = StepLogger(metrics, anomalies, data.order, ctx, row_tokens, sources, task_metrics)
-    step_logger.on_logged = callbacks.on_step_logged
-    callbacks.add(step_logger)
-    if data.counts is not None:
-        names = [source["name"] for source in spec.data.source_figures]
-        callbacks.add(RowCounter(ctx, strategy, data, names))
-    checkpoints.on_saved = callbacks.on_checkpoint_saved
-    return Trainer(
+    trainer = Trainer(
         spec,
         ctx,
         components,
@@ -374,53 +286,9 @@ def build_trainer(
         anomalies,
         LossSpikeDetector(settings),
         balancer,
-        callbacks,
         resumed_from=path,
     )
-
-
-def _source_recorder(
-    spec: RunSpec, strategy: Strategy, data: DataPipeline
-) -> SourceRecorder | None:
-    """Return the recorder of several sources, which sees every micro-batch."""
-    if not spec.data.source_figures:
-        return None
-    recorder = SourceRecorder(
-        [source["name"] for source in spec.data.source_figures],
-        strategy.reports_loss,
-        strategy.world.device,
-    )
-    data.observers.append(recorder.observe)
-    return recorder
-
-
-def _metric_recorder(components: TrainComponents, data: DataPipeline) -> MetricRecorder | None:
-    """Return the recorder of the task's metrics, which sees every micro-batch, if it has any."""
-    task, strategy = components.task, components.strategy
-    if not task.step_metrics:
-        return None
-    recorder = MetricRecorder(task, strategy.reports_loss, strategy.world.device)
-    data.observers.append(recorder.observe)
-    return recorder
-
-
-def _run_info(
-    spec: RunSpec, ctx: RankContext, components: TrainComponents, data: DataPipeline
-) -> RunInfo:
-    return RunInfo(
-        config=spec.config,
-        derived=spec.derived,
-        layout=spec.layout,
-        data_counts=(spec.data.counts if data.counts is None else data.counts).as_dict(),
-        started_at=spec.started_at,
-        run_dir=ctx.run_dir,
-        strategy=components.strategy,
-        model=components.model,
-        shape=components.shape,
-        train_dataset=data.train_dataset,
-        order=data.order,
-        sources=spec.data.sources,
-        source_figures=spec.data.source_figures,
-        predicts_activations=components.task.is_language_model,
-        predict=spec.predict,
-    )
+    emit_run_start(trainer, peak, [*notices, *resume_notices, *mixed_devices_notices(ctx.comm)])
+    balancer.announce()
+    trainer.callbacks = callbacks(trainer, meta.get("callbacks", {}))
+    return trainer

@@ -3,7 +3,7 @@
 import logging
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -50,8 +50,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Trainer:
-    """Runs the training loop on one rank. Built by :mod:`paceline.train.setup`. ``resumed_from`` is
-    the path of the checkpoint that this attempt resumed from, or None."""
+    """Runs the training loop on one rank. Built by :mod:`paceline.train.setup`.
+
+    Args:
+        resumed_from: path of the checkpoint that this attempt resumed from, or None.
+        callbacks: callbacks of the run, which are built from the trainer's other parts.
+    """
 
     spec: RunSpec
     ctx: RankContext
@@ -63,13 +67,24 @@ class Trainer:
     anomalies: AnomalyDetector
     spikes: LossSpikeDetector
     balancer: Balancer
-    callbacks: CallbackList
     resumed_from: str | None = None
+    callbacks: CallbackList = field(init=False)
 
     def __post_init__(self) -> None:
         self.strategy = self.components.strategy
         self.counts = CountQueue(self.components, self.ctx, self.checkpoints, self.metrics)
         self._has_reported_no_rollback = False
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether rows are tokenized while the run trains."""
+        return self.data.counts is not None
+
+    @property
+    def has_packed_rows(self) -> bool:
+        """Whether the batch size counts packed rows."""
+        has_tokens = bool(self.spec.data.sources) or self.is_streamed
+        return self.spec.config.train_args.packs_rows and has_tokens
 
     def train(self) -> Literal["done", "stopped"]:
         """Train to the last step or until a stop is requested, and save the state."""

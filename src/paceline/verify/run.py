@@ -245,7 +245,7 @@ def _check_mode(mode: VerifyMode, config: Config) -> None:
 
 def _base_spec(loaded: Loaded, devices: Devices, folder: Path) -> RunSpec:
     """Return the spec of `ddp`, whose global batch all modes use."""
-    from paceline.launch.draft import Draft, Host
+    from paceline.launch.passes.draft import Draft, Host
     from paceline.launch.passes.layout import choose_layout
     from paceline.launch.plan import make_spec, plan
 

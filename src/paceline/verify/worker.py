@@ -38,6 +38,7 @@ from paceline.parallel.save_load import memory_bytes
 from paceline.parallel.state import TensorShard
 from paceline.parallel.strategy import Strategy
 from paceline.tasks.base import num_positions
+from paceline.train.callbacks.build import build_loggers
 from paceline.train.components import build_components
 from paceline.train.run_spec import RunSpec
 from paceline.train.setup import build_trainer
@@ -144,7 +145,7 @@ def _train(
         components, data, notices = build_components(trial.spec, world, adjust=turn_off_dropout)
         run_dir = RunDir(Path(trial.spec.config.output_dir))  # nothing is written there
         ctx = RankContext(components.strategy.world, run_dir, events, stop)
-        trainer = build_trainer(trial.spec, ctx, components, data, notices)
+        trainer = build_trainer(trial.spec, ctx, components, data, notices, callbacks=build_loggers)
         strategy, positions = trainer.strategy, list[float]()
         trainer.data.observers.append(
             lambda batches: positions.append(

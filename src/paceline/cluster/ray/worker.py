@@ -34,7 +34,7 @@ from paceline.core.files import Scratch
 from paceline.core.log import CONSOLE_ONLY, configure_logging
 from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
-from paceline.launch.draft import Draft
+from paceline.launch.passes.draft import Draft
 from paceline.train.run_spec import TrainResult
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.report import Report
 from paceline.core.run_dir import RunDir, lock_run
-from paceline.launch.draft import Draft, known
+from paceline.launch.passes.draft import Draft, known
 from paceline.parallel.registry import check_stored
 from paceline.tasks.base import Prepared
 

@@ -10,8 +10,8 @@ from paceline.config.schema.schedules import schedule_problem
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
 from paceline.distributed.mesh import ParallelDims
-from paceline.launch.draft import Draft, known
 from paceline.launch.passes.checkpoint import check_run_folder
+from paceline.launch.passes.draft import Draft, known
 from paceline.launch.passes.model import check_model, checking_in_background
 from paceline.parallel.registry import ParallelLayout
 from paceline.tasks import load_task

@@ -17,9 +17,9 @@ from paceline.distributed.devices import (
     with_supported_tf32,
     without_idle_offload,
 )
-from paceline.launch.draft import Draft, Host, known
-from paceline.launch.host_checks import quick_checks
-from paceline.launch.passes.memory import rank_memory
+from paceline.launch.passes.draft import Draft, Host, known
+from paceline.launch.passes.host_checks import quick_checks
+from paceline.launch.passes.rank_memory import rank_memory
 from paceline.models.kernels.attention_choice import check_attention
 from paceline.models.kernels.liger import check_liger
 from paceline.models.transforms.compile_check import check_compile

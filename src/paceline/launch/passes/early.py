@@ -15,8 +15,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
 from paceline.distributed.environment import scheduled_host, with_scheduler
 from paceline.launch.after_training.hub_upload import check_hub_upload
-from paceline.launch.draft import Draft
 from paceline.launch.passes.checkpoint import check_checkpoint_dir, check_output_dir
+from paceline.launch.passes.draft import Draft
 from paceline.models.files import fit_to_model
 from paceline.parallel.registry import mode_of
 from paceline.tasks import check_inputs, load_task

@@ -14,8 +14,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.run_dir import RunDir
 from paceline.distributed.mesh import ParallelDims
-from paceline.launch.draft import Draft, known
 from paceline.launch.passes.data import read_data_early
+from paceline.launch.passes.draft import Draft, known
 from paceline.models.kinds import reads_images
 from paceline.parallel.capabilities import Placement
 from paceline.parallel.registry import (

@@ -5,10 +5,10 @@ ranks start, and smaller ones after a rank ran out of memory. Also the interval 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 from paceline.config.chosen import (
     ACCUMULATION,
@@ -23,13 +23,13 @@ from paceline.config.chosen import (
 from paceline.config.derive import accumulation_of
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
-from paceline.core.processes import available_memory
-from paceline.launch.draft import Draft, known
+from paceline.launch.passes.draft import Draft, known
 from paceline.launch.passes.layout import kept_settings
+from paceline.launch.passes.rank_memory import RankMemory
 from paceline.models.transforms.compile_check import check_compile
 from paceline.parallel.registry import check_strategy, get_spec
 from paceline.planner.estimate import with_accumulation
-from paceline.planner.machine.local import DeviceMemory, local_machine, smallest_device_memory
+from paceline.planner.machine.local import local_machine
 from paceline.planner.machine.memory_history import memory_key, recall
 from paceline.planner.micro_batch import micro_batch
 from paceline.planner.scale.save_interval import with_save_interval
@@ -39,60 +39,10 @@ from paceline.planner.upper_bound import ROOMY, fits_roughly, upper_bound
 
 if TYPE_CHECKING:
     from paceline.config.schema import Config
-    from paceline.distributed.devices import Devices
     from paceline.parallel.registry import ParallelLayout
     from paceline.train.run_spec import RunSpec
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """The memory of a rank.
-
-    Args:
-        device: memory of its accelerator; None on a CPU, or if the device does not report it.
-        host_bytes: its share of the free memory of its host.
-        device_name: name of the device.
-    """
-
-    device: DeviceMemory | None
-    host_bytes: int
-    device_name: str = "CPU"
-
-    def as_values(self) -> list[Any]:
-        """Return the fields as JSON, for :meth:`smallest`."""
-        total, occupied = (0, 0) if self.device is None else astuple(self.device)
-        return [total, occupied, self.host_bytes, self.device_name]
-
-    @classmethod
-    def smallest(cls, values: Sequence[Sequence[Any]]) -> Self:
-        """Return the memory of the rank with the least free memory on its device.
-
-        Args:
-            values: results of :meth:`as_values` of all ranks.
-        """
-        total, occupied, _, name = min(values, key=lambda fields: fields[0] - fields[1])
-        device = DeviceMemory(total, occupied) if total else None
-        return cls(device, min(fields[2] for fields in values), name)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other processes hold memory of the device."""
-        return self.device is not None and self.device.occupied_bytes > 0
-
-    @property
-    def usable_bytes(self) -> int:
-        return self.host_bytes if self.device is None else self.device.free_bytes
-
-
-def rank_memory(devices: Devices) -> RankMemory:
-    """Return the memory that each rank of this host may use. Call it before the ranks use their
-    devices."""
-    host_bytes = available_memory() // devices.count
-    if devices.type == "cpu":
-        return RankMemory(None, host_bytes)
-    return RankMemory(smallest_device_memory(devices.count), host_bytes, devices.names[0])
 
 
 def fit_to_memory(draft: Draft) -> Draft:

@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.distributed.devices import cpu_cores
-from paceline.launch.draft import Draft, known
+from paceline.launch.passes.draft import Draft, known
 from paceline.parallel.balance import equal_notice
 from paceline.parallel.registry import check_steps, notice_of_compression
 from paceline.tasks import load_task

@@ -2,8 +2,9 @@
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import JsonValue
 
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 #: The state of callbacks in a checkpoint, by name.
 States = Mapping[str, Mapping[str, JsonValue]]
+C = TypeVar("C", bound=Callback)
 
 
 class CallbackList:
@@ -28,31 +30,31 @@ class CallbackList:
 
     Args:
         states: states in the checkpoint that the run resumes from.
+        own: Paceline's callbacks, in their order. Their names are the names of their classes.
+        users: callbacks of the user by name, which follow Paceline's. Their requests may differ
+            between ranks.
     """
 
-    def __init__(self, comm: Communicator, info: TrainingInfo, states: States) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        info: TrainingInfo,
+        states: States,
+        own: Sequence[Callback],
+        users: Mapping[str, Callback],
+    ) -> None:
         self.comm = comm
         self.info = info
-        self._states = states
-        self._callbacks: dict[str, Callback] = {}
-        # Names of the callbacks of the user, whose requests may differ between ranks.
-        self._user_names: set[str] = set()
+        self._user_names = set(users)
+        self._callbacks = {**{type(callback).__name__: callback for callback in own}, **users}
+        for name in self._callbacks:
+            if name in states:
+                self._call("load_state_dict", states[name], names=[name])
 
-    def add(self, *callbacks: Callback) -> None:
-        """Append callbacks and load their states."""
-        for callback in callbacks:
-            self._add(type(callback).__name__, callback)
-
-    def add_user(self, callbacks: Mapping[str, Callback]) -> None:
-        """Append callbacks of the user by name, and load their states."""
-        self._user_names.update(callbacks)
-        for name, callback in callbacks.items():
-            self._add(name, callback)
-
-    def _add(self, name: str, callback: Callback) -> None:
-        self._callbacks[name] = callback
-        if name in self._states:
-            self._call("load_state_dict", self._states[name], names=[name])
+    def find(self, kind: type[C]) -> C | None:
+        """Return Paceline's callback of a class; None if the run does not have it."""
+        callback = self._callbacks.get(kind.__name__)
+        return callback if isinstance(callback, kind) else None
 
     def load_states(self, states: States) -> None:
         """Restore the states of a checkpoint."""

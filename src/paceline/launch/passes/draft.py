@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.core.report import Report
     from paceline.distributed.devices import Devices
     from paceline.distributed.environment import RankEnv
-    from paceline.launch.passes.memory import RankMemory
+    from paceline.launch.passes.rank_memory import RankMemory
     from paceline.parallel.registry import ParallelLayout
     from paceline.planner.search.trials import Setting
     from paceline.tasks.base import Prepared

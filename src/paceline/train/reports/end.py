@@ -15,42 +15,25 @@ from paceline.core.row_figures import PackingFigures
 from paceline.data.order.base import sample_shares
 from paceline.health.anomalies import skipped_steps
 from paceline.models.transforms.compile import compile_times
-from paceline.observe.comm_advisor import CommAdvisor
-from paceline.observe.metrics import StepMetrics, memory_peak
-from paceline.observe.run_start import RunInfo
-from paceline.parallel.cost import Cost
+from paceline.observe.metrics import memory_peak
+from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.registry import estimate_cost
 from paceline.parallel.save_load import memory_bytes
+from paceline.train.callbacks.monitoring import CommAdvice
+from paceline.train.reports.figures import data_figures, workload
+from paceline.train.trainer import Trainer
 
 
-def build_report(
-    info: RunInfo,
-    metrics: StepMetrics,
-    advisor: CommAdvisor | None,
-    *,
-    status: str,
-    step: int,
-    resumed_from_step: int | None,
-    skipped_batches: Collection[int],
-    shares: tuple[int, ...] | None,
-    best: BestModel | None,
-    stop_reason: str | None,
-) -> Report:
+def build_report(trainer: Trainer, status: str, best: BestModel | None) -> Report:
     """Return the report. A collective; only the result of rank 0 is complete.
 
     Args:
-        info: the run.
-        metrics: the measurements of its steps.
-        advisor: the measurements of its communication, or None.
         status: ``done``, ``stopped`` or ``failed``.
-        step: the last step of the run.
-        resumed_from_step: the step of the checkpoint from which the run was resumed, or None.
-        skipped_batches: the steps, counted from 0, whose batch was skipped after a loss spike.
-        shares: number of micro-batches of each rank, or None with ``parallel.balance: equal``.
         best: the best evaluation, or None if none is selected.
-        stop_reason: why a callback ended the run before its last step, or None.
     """
-    strategy, config, order = info.strategy, info.config, info.order
+    strategy, config, order = trainer.strategy, trainer.spec.config, trainer.data.order
+    metrics, state, balancer = trainer.metrics, trainer.state, trainer.balancer
+    step, skipped_batches = state.step, state.skipped_batches
     comm = strategy.world
     # A rank that was lost reports 0.
     peaks = [int(peak) or None for peak in comm.gather_numbers(memory_peak(comm.device))]
@@ -58,24 +41,25 @@ def build_report(
     traffic = strategy.sent_in_a_step(metrics.usual_traffic)
     sent = [int(size) for size in comm.gather_numbers(-1 if traffic is None else traffic)]
     figures = strategy.report_metrics(max(sent) if max(sent) > 0 else None)
+    advice = trainer.callbacks.find(CommAdvice)
+    advisor = None if advice is None else advice.advisor
     communication = advisor.report() if advisor is not None else {}
     communication |= figures.get("communication", {})
-    events = read_events(info.run_dir.events) if comm.is_rank_zero else []
+    events = read_events(trainer.ctx.run_dir.events) if comm.is_rank_zero else []
     steps = effective_steps(events)
-    cost = estimate_cost(
-        info.layout.strategy, info.shape, info.layout.axes, info.workload(step), config
-    )
+    layout, work = trainer.spec.layout, workload(trainer, step)
+    cost = estimate_cost(layout.strategy, trainer.components.shape, layout.axes, work, config)
     losses = workers_lost(events, step)
     num_skipped_samples = sum(len(order.global_batch(step)) for step in skipped_batches)
-    times_read = None if info.is_streamed else _times_read(info, step, skipped_batches)
-    seen, tokens, labels = _seen(info, times_read)
+    times_read = None if trainer.is_streamed else _times_read(trainer, step, skipped_batches)
+    seen, tokens, labels = _seen(trainer, times_read)
     seen -= sum(loss["samples_unseen"] for loss in losses)
     evals = [event for event in events if event["type"] == "eval" and event["step"] <= step]
     starts = sum(1 for event in events if event["type"] == "run_start")
     report: Report = {
         "status": status,
         "strategy": strategy.name,
-        "world_size": info.derived.world_size,
+        "world_size": trainer.spec.derived.world_size,
         "device": comm.device.type,
         "precision": config.train_args.precision,
         "tf32": config.train_args.tf32,
@@ -91,7 +75,7 @@ def build_report(
         "mfu": metrics.utilization(metrics.flops_per_device_s),
         "peak": None if metrics.flops is None else metrics.flops.peak,
         "time_to_first_step_s": metrics.time_to_first_step_s,
-        "wall_s": time.time() - info.started_at,
+        "wall_s": time.time() - trainer.spec.started_at,
         "first_train_loss": steps[0]["loss"] if steps else None,
         "final_train_loss": steps[-1]["loss"] if steps else None,
         "final_eval_loss": evals[-1]["loss"] if evals else None,
@@ -102,16 +86,16 @@ def build_report(
             "predicted": cost.traffic_per_step,
             "measured": max(sent) if max(sent) >= 0 else None,
         },
-        "step_time_s": _step_time(info, metrics, cost, step),
+        "step_time_s": _step_time(trainer, work, cost),
         "skipped_steps": skipped_steps(events, step),
         "restarts": max(0, starts - 1),
-        "resumed_from_step": resumed_from_step,
-        "data": cast(DataReport, {**info.data_counts}),
+        "resumed_from_step": state.first_step if trainer.spec.resume_from is not None else None,
+        "data": cast(DataReport, {**data_figures(trainer)}),
     }
-    if info.has_packed_rows:
-        report["packing"] = _packing(info, step, report["train_tokens"])
-    if info.source_figures:
-        report["sources"] = _sources(info, times_read, steps)
+    if trainer.has_packed_rows:
+        report["packing"] = _packing(trainer, step, report["train_tokens"])
+    if trainer.spec.data.source_figures:
+        report["sources"] = _sources(trainer, times_read, steps)
     if cost.traffic_is_bound:
         report["traffic_bytes_per_step"]["bound"] = True
     if communication:
@@ -125,12 +109,12 @@ def build_report(
     fallbacks = [event for event in events if event["type"] == "memory_fallback"]
     if fallbacks:
         report["memory_fallbacks"] = fallbacks
-    if shares is not None:
-        report["balance"] = {"shares": list(shares)}
+    if not balancer.is_equal:
+        report["balance"] = {"shares": list(balancer.counts)}
     if best is not None:
         report["best"] = best
-    if stop_reason is not None:
-        report["stop_reason"] = stop_reason
+    if state.stop_reason is not None:
+        report["stop_reason"] = state.stop_reason
     times = compile_times()
     if times is not None:
         report["compile"] = {
@@ -144,11 +128,13 @@ def build_report(
     return report
 
 
-def _step_time(info: RunInfo, metrics: StepMetrics, cost: Cost, step: int) -> StepTime:
+def _step_time(trainer: Trainer, work: Workload, cost: Cost) -> StepTime:
     """Return the predicted and the measured time of a step."""
+    spec, parts, metrics = trainer.spec, trainer.components, trainer.metrics
     predicted = None
-    if info.predict is not None and info.strategy.world.is_rank_zero:
-        predicted = info.predict(info, cost, step)
+    if spec.predict and parts.task.is_language_model and trainer.strategy.world.is_rank_zero:
+        dataset = trainer.data.train_dataset
+        predicted = spec.predict(spec, parts.model, parts.shape, dataset, work, cost)
     return StepTime(
         predicted=None if predicted is None else predicted.seconds,
         measured=metrics.train_s / metrics.train_steps if metrics.train_steps else None,
@@ -158,7 +144,7 @@ def _step_time(info: RunInfo, metrics: StepMetrics, cost: Cost, step: int) -> St
     )
 
 
-def _seen(info: RunInfo, times_read: np.ndarray | None) -> tuple[int, int | None, int | None]:
+def _seen(trainer: Trainer, times_read: np.ndarray | None) -> tuple[int, int | None, int | None]:
     """Return the numbers of samples, tokens and label tokens so far; None if samples have no
     tokens.
 
@@ -166,22 +152,22 @@ def _seen(info: RunInfo, times_read: np.ndarray | None) -> tuple[int, int | None
         times_read: the result of :func:`_times_read`; None for streamed data.
     """
     if times_read is None:
-        counts = info.data_counts
+        counts = data_figures(trainer)
         return counts["samples"], counts["tokens"], counts["label_tokens"]
-    dataset, labels = info.train_dataset, None
+    dataset, labels = trainer.data.train_dataset, None
     # A part of a sample has as many labels as its mask, which the order does not know.
-    if info.config.train_args.packing_strategy != "wrapped":
+    if trainer.spec.config.train_args.packing_strategy != "wrapped":
         labels = _total(dataset, "label_counts", times_read)
     return round(times_read.sum()), _total(dataset, "lengths", times_read), labels
 
 
-def _times_read(info: RunInfo, step: int, skipped_batches: Collection[int]) -> np.ndarray:
+def _times_read(trainer: Trainer, step: int, skipped_batches: Collection[int]) -> np.ndarray:
     """Return how often each sample was trained on up to ``step``, over all attempts of the run:
     [num_samples]."""
-    times = info.order.times_read(step)
+    times = trainer.data.order.times_read(step)
     for skipped in skipped_batches:
-        keys = info.order.global_batch(skipped)
-        shares = sample_shares(keys, getattr(info.train_dataset, "lengths", times))
+        keys = trainer.data.order.global_batch(skipped)
+        shares = sample_shares(keys, getattr(trainer.data.train_dataset, "lengths", times))
         np.subtract.at(times, keys[:, 1], shares)
     return times
 
@@ -193,8 +179,8 @@ def _total(dataset: Any, name: str, times: np.ndarray) -> int | None:
     return None if values is None else round(np.asarray(values) @ times)
 
 
-def _packing(info: RunInfo, step: int, tokens: int | None) -> PackingFigures:
-    args, rows = info.config.train_args, info.order.rows_read(step)
+def _packing(trainer: Trainer, step: int, tokens: int | None) -> PackingFigures:
+    args, rows = trainer.spec.config.train_args, trainer.data.order.rows_read(step)
     figures: PackingFigures = {
         "strategy": args.packing_strategy,
         "rows": [rows],
@@ -206,16 +192,20 @@ def _packing(info: RunInfo, step: int, tokens: int | None) -> PackingFigures:
 
 
 def _sources(
-    info: RunInfo, times_read: np.ndarray | None, steps: Sequence[StepEvent]
+    trainer: Trainer, times_read: np.ndarray | None, steps: Sequence[StepEvent]
 ) -> list[SourceReport]:
     """Return the figures of each source.
 
     Args:
         times_read: the result of :func:`_times_read`; None for streamed data.
     """
-    totals = _streamed_sources(info) if times_read is None else _read_sources(info, times_read)
+    totals = (
+        _streamed_sources(trainer) if times_read is None else _read_sources(trainer, times_read)
+    )
     reports: list[SourceReport] = []
-    for number, (source, total) in enumerate(zip(info.source_figures, totals, strict=True)):
+    for number, (source, total) in enumerate(
+        zip(trainer.spec.data.source_figures, totals, strict=True)
+    ):
         losses = [event["sources"][number]["loss"] for event in steps if "sources" in event]
         known = [loss for loss in losses if loss is not None]
         samples, tokens, epochs = total
@@ -232,11 +222,11 @@ def _sources(
     return reports
 
 
-def _read_sources(info: RunInfo, times_read: np.ndarray) -> list[tuple[int, int, float | None]]:
+def _read_sources(trainer: Trainer, times_read: np.ndarray) -> list[tuple[int, int, float | None]]:
     """Return the samples, tokens and epochs of each source that was tokenized ahead."""
-    lengths, first = info.train_dataset.lengths, 0
+    lengths, first = trainer.data.train_dataset.lengths, 0
     totals: list[tuple[int, int, float | None]] = []
-    for source in info.source_figures:
+    for source in trainer.spec.data.source_figures:
         part = slice(first, first + source["samples"])
         times, first = times_read[part], part.stop
         samples = float(times.sum())
@@ -244,11 +234,11 @@ def _read_sources(info: RunInfo, times_read: np.ndarray) -> list[tuple[int, int,
     return totals
 
 
-def _streamed_sources(info: RunInfo) -> list[tuple[int, int, float | None]]:
+def _streamed_sources(trainer: Trainer) -> list[tuple[int, int, float | None]]:
     """Return the samples, tokens and epochs of each source that is streamed."""
-    rows = {source["name"]: source for source in info.data_counts.get("sources", [])}
+    rows = {source["name"]: source for source in data_figures(trainer).get("sources", [])}
     totals: list[tuple[int, int, float | None]] = []
-    for source in info.source_figures:
+    for source in trainer.spec.data.source_figures:
         counts = rows.get(source["name"])
         if counts is None:
             totals.append((0, 0, None))

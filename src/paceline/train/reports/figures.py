@@ -1,0 +1,53 @@
+"""Figures of a run that several of its reports have."""
+
+import numpy as np
+
+from paceline.core.events import DataFigures
+from paceline.data.order.build import tokens_per_row
+from paceline.parallel.cost import Workload
+from paceline.parallel.registry import get_spec, load_object
+from paceline.train.trainer import Trainer
+
+#: Number of steps whose micro-batches are inspected to estimate the number of distinct IDs in a
+#: micro-batch.
+_COUNTED_STEPS = 8
+
+
+def data_figures(trainer: Trainer) -> DataFigures:
+    """Return how many rows of the training data were read, kept and dropped; if the data is
+    streamed, up to now."""
+    counts = trainer.data.counts
+    return (trainer.spec.data.counts if counts is None else counts).as_dict()
+
+
+def workload(trainer: Trainer, step: int) -> Workload:
+    """Return the mean workload of a replica per step, as far as it is known at ``step``."""
+    derived = trainer.spec.derived
+    lengths = getattr(trainer.data.train_dataset, "lengths", None)
+    mean_length = 1.0 if lengths is None else float(np.mean(lengths))
+    if trainer.spec.config.train_args.packs_rows and trainer.spec.data.sources:
+        mean_length = tokens_per_row(trainer.spec.config, trainer.spec.data.sources)
+    elif trainer.is_streamed and derived.tokens_per_step is not None:
+        mean_length = derived.tokens_per_step / derived.global_batch_size
+    return Workload(
+        derived.gradient_accumulation_steps,
+        derived.samples_per_micro_batch * mean_length,
+        distinct=_distinct_ids(trainer, step),
+    )
+
+
+def _distinct_ids(trainer: Trainer, step: int) -> tuple[tuple[float, ...], ...]:
+    """Return the mean number of distinct IDs in a micro-batch by table and server, counted in
+    some micro-batches of the run; empty if the data have no IDs."""
+    location = get_spec(trainer.spec.layout.strategy).count_distinct
+    if location is None or step == 0:
+        return ()
+    num_parts = trainer.spec.derived.replicas * trainer.spec.derived.gradient_accumulation_steps
+    steps = sorted({step * number // _COUNTED_STEPS for number in range(_COUNTED_STEPS)})
+    micro_batches = (
+        batch for step in steps for batch in trainer.data.order.micro_batches(step, num_parts)
+    )
+    counted: tuple[tuple[float, ...], ...] = load_object(location)(
+        trainer.spec.config, trainer.data.train_dataset, micro_batches
+    )
+    return counted
