@@ -140,17 +140,19 @@ def _dry_run(draft: Draft) -> TrainResult:
 
 def _run_on_hosts(draft: Draft, recorder: NoticeRecorder, *, debug: bool) -> TrainResult:
     """Check everything that this host can check alone, then join the other hosts."""
-    from paceline.cluster.elastic import HostAgent
-    from paceline.cluster.endpoint import resolve_endpoint
-    from paceline.cluster.member import RunRequest, train_member
-    from paceline.launch.after_training.finish import finish_run
     from paceline.launch.passes.devices import find_devices, resolve_tf32
     from paceline.launch.passes.draft import known
     from paceline.launch.passes.layout import choose_layout
     from paceline.launch.plan import plan
-    from paceline.launch.results import result_of
 
     on_host = plan(draft, first=find_devices, last=resolve_tf32)
+    # These import torch, which takes seconds.
+    from paceline.cluster.elastic import HostAgent
+    from paceline.cluster.endpoint import resolve_endpoint
+    from paceline.cluster.member import RunRequest, train_member
+    from paceline.launch.after_training.finish import finish_run
+    from paceline.launch.results import result_of
+
     config, host = on_host.config, known(on_host.host)
     agent = HostAgent(draft.config, host.devices.count, train_member, RunRequest(draft))
     try:
@@ -167,14 +169,16 @@ def _run_on_hosts(draft: Draft, recorder: NoticeRecorder, *, debug: bool) -> Tra
 
 
 def _run_on_this_host(draft: Draft, recorder: NoticeRecorder, *, debug: bool) -> TrainResult:
-    from paceline.launch.after_training.finish import finish_run
-    from paceline.launch.local import LocalLauncher
     from paceline.launch.passes.devices import find_devices
     from paceline.launch.plan import make_spec, plan
+
+    draft = plan(draft, first=find_devices)
+    # These import torch, which takes seconds.
+    from paceline.launch.after_training.finish import finish_run
+    from paceline.launch.local import LocalLauncher
     from paceline.launch.restart import RestartPolicy
     from paceline.launch.results import result_of
 
-    draft = plan(draft, first=find_devices)
     config = draft.config
     if draft.finished is not None:
         return result_of({"status": "finished", "report": draft.finished}, config, debug=debug)

@@ -15,7 +15,7 @@ from paceline.cli import main
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
-from paceline.launch import model_check
+from paceline.launch.passes import model as model_check
 from paceline.models.checks.step import check_adapted_step
 from paceline.models.language import language_model_on_meta
 from paceline.parallel.registry import ParallelLayout

@@ -52,7 +52,7 @@ CHECKS: dict[Pass, tuple[Check, ...]] = {
         early.check_uploads,
         early.check_files,
     ),
-    devices.find_devices: (early.check_task, devices.check_ranks),
+    devices.find_devices: (devices.check_ranks,),
     devices.resolve_offload: (devices.check_host,),
     devices.resolve_tf32: (
         devices.check_kernels,

@@ -40,6 +40,12 @@ def read_data_early(draft: Draft) -> Draft:
     return replace(draft, data=read_data(on_one_device).data)
 
 
+def check_task(draft: Draft) -> None:
+    """Check what the task requires of the config. Most tasks import torch for that, which takes
+    seconds."""
+    load_task(draft.config).check()
+
+
 def check_folder(draft: Draft) -> None:
     """Check that the run may use its folder, on the host that holds it."""
     if draft.reads_folder:
@@ -76,7 +82,13 @@ def check_schedule(draft: Draft) -> None:
 
 
 #: The checks that precede reading, in this order.
-BEFORE_READING = (check_folder, check_user_callbacks, check_model_if_dry, check_schedule)
+BEFORE_READING = (
+    check_folder,
+    check_task,
+    check_user_callbacks,
+    check_model_if_dry,
+    check_schedule,
+)
 
 
 def notices_of_data(draft: Draft) -> Iterable[tuple[str, str]]:

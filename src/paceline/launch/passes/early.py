@@ -19,7 +19,7 @@ from paceline.launch.passes.checkpoint import check_checkpoint_dir, check_output
 from paceline.launch.passes.draft import Draft
 from paceline.models.files import fit_to_model
 from paceline.parallel.registry import mode_of
-from paceline.tasks import check_inputs, load_task
+from paceline.tasks import check_inputs
 from paceline.train.answers.text_metrics import load_user_metrics
 
 
@@ -93,8 +93,3 @@ def check_files(draft: Draft) -> None:
     import it anyway, and report together what is missing on their hosts."""
     if draft.outer is None:
         check_inputs(draft.config)
-
-
-def check_task(draft: Draft) -> None:
-    """Check what the task requires of the config."""
-    load_task(draft.config).check()
