@@ -48,7 +48,7 @@ TABLE: dict[str, dict[str, str]] = {
         "checkpoint_dir=run/checkpoints": "inside the run's folder",
         "resume=./nope": "does not exist",
         "evaluation.metrics=[./no.py:f] split_dataset_ratio=0.1": "file not found",
-        "model=./nope": "./nope",
+        "model=./nope": "does not exist",
         "dataset=./nope.jsonl": "./nope.jsonl",
         "task=sftt": "did you mean",
         "max_length=999999": "max_length",
