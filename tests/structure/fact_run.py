@@ -35,6 +35,8 @@ RUN_PATH = (
     "launch/passes/layout.py", "launch/passes/sizes.py", "launch/plan.py", "launch/results.py",
     "launch/rank_pool.py", "launch/worker.py", "train/setup.py", "train/trainer.py",
 )  # fmt: skip
+#: Records whose fields are other records.
+WHOLES = {"Draft", "RunSpec"}
 #: Records in these modules' signatures that describe a single thing on the way, not the run.
 DETAILS = {
     "LossSpike", "MicroBatch", "Notice", "ParallelDims", "Requests", "RollbackTarget",
@@ -60,7 +62,8 @@ def superfluous_records(source: Source) -> int:
 def records_of_a_run(source: Source) -> int:
     """Records (dataclasses, named tuples, typed dictionaries) that stand in the annotations of the
     parameters and results of functions in the modules that a run passes on its way to the first
-    step, except those of a single thing, such as a micro-batch."""
+    step, except those of a single thing, such as a micro-batch, and the parts of a draft or a
+    spec."""
     return len(list_records(source))
 
 
@@ -76,7 +79,16 @@ def list_records(source: Source) -> set[str]:
         for annotation in _annotations(function)
         for name in _names(annotation)
     }
-    return (records & annotated) - DETAILS
+    parts = {
+        name
+        for file in source.files.values()
+        for node in file.classes()
+        if node.name in WHOLES
+        for field in node.body
+        if isinstance(field, ast.AnnAssign)
+        for name in _names(field.annotation)
+    }
+    return (records & annotated) - DETAILS - (parts - {"Host", "Loaded"})
 
 
 def _is_record(node: ast.ClassDef) -> bool:

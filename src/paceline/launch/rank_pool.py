@@ -14,6 +14,7 @@ from typing import Any
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.fork_server.server import start_server
 from paceline.core.processes import end_with_starter, hidden_main
+from paceline.distributed.environment import RankEnv
 from paceline.launch.rank_processes import open_store
 
 #: How long a rank may wait for another in a collective before it fails.
@@ -55,7 +56,8 @@ def run_on_ranks(
         with hidden_main():
             for rank in range(num_ranks):
                 receiver, sender = context.Pipe(duplex=False)
-                rank_args = (function, rank, num_ranks, store.port, sender, args)
+                env = RankEnv(rank, num_ranks, rank, num_ranks)
+                rank_args = (function, env, store.port, sender, args)
                 process = context.Process(
                     target=_rank,
                     args=(*rank_args, collective_timeout_s),
@@ -113,8 +115,7 @@ def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
 
 def _rank(
     function: Callable[..., Any],
-    rank: int,
-    num_ranks: int,
+    env: RankEnv,
     port: int,
     pipe: Any,
     args: tuple[Any, ...],
@@ -127,10 +128,9 @@ def _rank(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True"
     )
     from paceline.distributed.communicator import init_communicator
-    from paceline.distributed.environment import RankEnv
 
     try:
-        world = init_communicator(RankEnv(rank, num_ranks, rank, num_ranks), "cpu", timeout_s)
+        world = init_communicator(env, "cpu", timeout_s)
         value = function(world, *args)
         world.barrier()
         world.close()
