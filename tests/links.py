@@ -4,7 +4,7 @@ import time
 
 import torch.distributed as dist
 
-from paceline.distributed.collectives.schedules import all_reduce_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
 
 

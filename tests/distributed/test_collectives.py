@@ -11,16 +11,12 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from paceline.core.errors import ConfigError
-from paceline.distributed.collectives.run import CollectiveTrace, all_reduce, broadcast
-from paceline.distributed.collectives.schedules import (
-    ALGORITHMS,
-    all_reduce_bytes,
-    bounds,
-    sent,
-)
+from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
+from paceline.strategies.reducers.all_reduce.run import CollectiveTrace, all_reduce, broadcast
+from paceline.strategies.reducers.all_reduce.schedules import ALGORITHMS, bounds, sent
 
 SIZES = (0, 1, 2, 7, 64, 1001)
 DTYPES = (

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from paceline.distributed.collectives.run import all_reduce
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.progress import PROGRESS, ProgressTracker, stack_of
+from paceline.strategies.reducers.all_reduce.run import all_reduce
 
 FILE = __file__
 

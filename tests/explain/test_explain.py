@@ -13,10 +13,10 @@ from commands import end_with_signal, parse, run, start
 
 from paceline.commands.explain import make_options
 from paceline.core.errors import ConfigError
-from paceline.distributed.collectives.schedules import ALGORITHMS, sent
 from paceline.explain.catalog import TOPICS, ExplainOptions
 from paceline.explain.text import render_text
 from paceline.explain.topics import collective as topic
+from paceline.strategies.reducers.all_reduce.schedules import ALGORITHMS, sent
 
 
 def _check_states(content: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from states import assemble, copy_shards
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.distributed.collectives.schedules import all_reduce_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims

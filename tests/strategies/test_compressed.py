@@ -10,7 +10,7 @@ from training import Plain
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.collectives.schedules import all_reduce_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.cost import TensorShape
 from paceline.parallel.registry import check_strategy

@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.collectives.schedules import scatter_bytes
+from paceline.distributed.collective_bytes import scatter_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims

@@ -12,7 +12,7 @@ from families import FAMILIES, TOKENS
 from transformers import AutoConfig
 
 from paceline.config.schema import Config
-from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_bytes
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.checks.step import step_failure
 from paceline.models.language import language_model_on_meta

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 from paceline.core.files import human_bytes
-from paceline.distributed.collectives.schedules import ALGORITHMS, sent
-from paceline.distributed.link import fit, time_collective
+from paceline.distributed.timing.link import fit, time_collective
+from paceline.strategies.reducers.all_reduce.schedules import ALGORITHMS, sent
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ def measure(options: BenchOptions, world_size: int) -> list[Timing]:
     """Measure each collective, algorithm and size on ``world_size`` ranks."""
     from paceline.launch.rank_pool import run_on_ranks, warm_up
 
-    warm_up(["paceline.bench.collectives", "paceline.distributed.collectives.run"])
+    warm_up(["paceline.bench.collectives", "paceline.strategies.reducers.all_reduce.run"])
     timings: list[Timing] = run_on_ranks(
         measure_rank, world_size, options.sizes, options.cases, timeout_s=1800
     )[0]
@@ -133,7 +133,7 @@ def _runner(
 ) -> Callable[[], object]:
     import torch.distributed as dist
 
-    from paceline.distributed.collectives import run as collectives
+    from paceline.strategies.reducers.all_reduce import run as collectives
 
     if collective == "all-reduce":
         if algorithm == NATIVE:

@@ -18,7 +18,7 @@ from paceline.commands.options import (
     write_output,
 )
 from paceline.core.errors import EXIT_DONE
-from paceline.distributed.collectives.schedules import ALGORITHMS
+from paceline.strategies.reducers.all_reduce.schedules import ALGORITHMS
 
 _MAX_RANKS = 16
 _MAX_BYTES = 1 << 30

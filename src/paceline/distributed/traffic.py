@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from paceline.distributed import progress, torch_compat
 from paceline.distributed.call_log import CountedCall
-from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_bytes
 from paceline.distributed.progress import Arguments, argument
 
 #: Kinds of traffic: collectives, messages between two ranks, copies between the devices of one

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypedDict
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration
 from paceline.core.processes import host_name
-from paceline.distributed.link import Link, measure_link, time_once
+from paceline.distributed.timing.link import Link, measure_link, time_once
 from paceline.launch.passes.host_checks import CheckResult
 
 if TYPE_CHECKING:

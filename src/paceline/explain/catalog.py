@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from paceline.distributed.collectives.schedules import ALGORITHMS
+from paceline.strategies.reducers.all_reduce.schedules import ALGORITHMS
 
 MAX_RANKS = 16
 

@@ -22,11 +22,11 @@ from paceline.explain.record import (
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
-    from paceline.distributed.collectives.run import CollectiveTrace
-    from paceline.distributed.collectives.schedules import Send, Sent, Step
     from paceline.distributed.communicator import Communicator
+    from paceline.strategies.reducers.all_reduce.run import CollectiveTrace
+    from paceline.strategies.reducers.all_reduce.schedules import Send, Sent, Step
 
-PRELOAD = ("paceline.distributed.collectives.run",)
+PRELOAD = ("paceline.strategies.reducers.all_reduce.run",)
 _ELEMENT_BYTES = 4  # float32
 
 _ABOUT = {
@@ -203,7 +203,7 @@ def _record_rank(world: Communicator, collective: str, algorithm: str, elements:
     import torch
     import torch.distributed as dist
 
-    from paceline.distributed.collectives import run as collectives
+    from paceline.strategies.reducers.all_reduce import run as collectives
 
     tensor = torch.full((elements,), 2.0**world.rank)
     backend, trace = tensor.clone(), collectives.CollectiveTrace()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
 from paceline.distributed.call_log import CountedCall
-from paceline.distributed.collectives.schedules import all_reduce_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.explain.calls import collectives_of
 from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import (

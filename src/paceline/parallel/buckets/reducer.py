@@ -1,4 +1,4 @@
-"""Sum buckets of gradients over the replicas with one of Paceline's all-reduce algorithms."""
+"""What may sum buckets of gradients over the replicas instead of the backend's all-reduce."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.distributed.collectives import run as collectives
 from paceline.distributed.comm_thread import CommThread, PendingComm
 from paceline.distributed.communicator import Communicator
 from paceline.parallel.buckets.gradients import GradientBuckets
@@ -16,7 +15,8 @@ from paceline.parallel.state import StateReader, TensorShard, dropped_state_noti
 
 
 class GradientReducer:
-    """Sums each bucket in a background thread while backward runs, in the same order on every rank.
+    """Base class of reducers. A reducer sums each bucket in a background thread during backward, in
+    the same order on every rank.
 
     The constructor is a collective.
 
@@ -43,8 +43,7 @@ class GradientReducer:
 
     def start(self, number: int, flat: torch.Tensor) -> PendingComm:
         """Start to sum bucket ``number`` in place. All ranks must call it in the same order."""
-        algorithm = self.config.parallel.all_reduce_algorithm
-        return self.comm_thread.submit(lambda group: collectives.all_reduce(group, flat, algorithm))
+        raise NotImplementedError
 
     def end_step(self) -> None:
         """Called after all buckets of a step have been summed."""

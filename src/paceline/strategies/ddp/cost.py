@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from paceline.config.schema import Config
-from paceline.distributed.collectives.schedules import all_reduce_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 from paceline.strategies.reducers.compression.cost import communication_cost

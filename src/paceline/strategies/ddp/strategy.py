@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from paceline.distributed.collectives.schedules import all_reduce_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.parallel.buckets.strategy import BucketedStrategy
 from paceline.parallel.comm_profile import CommProfile, CommTimes
@@ -21,7 +21,7 @@ from paceline.parallel.state import (
     trained_parameters,
 )
 from paceline.parallel.strategy import MicroStep, OptimizerFactory
-from paceline.strategies.reducers.compression.reducer import make_buckets
+from paceline.strategies.reducers.buckets import make_buckets
 
 
 class DDPStrategy(BucketedStrategy):

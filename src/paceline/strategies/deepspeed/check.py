@@ -4,7 +4,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
 from paceline.strategies.deepspeed.config import check_json, stage_of
-from paceline.strategies.deepspeed.package import check_installed
+from paceline.strategies.deepspeed.installation import check_installed
 from paceline.strategies.fsdp.check import check_offload
 
 

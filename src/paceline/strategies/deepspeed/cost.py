@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from paceline.config.schema import Config
-from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_bytes
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.parallel.cost import Cost, Workload

@@ -18,21 +18,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError
-
-SUPPORTED = "deepspeed>=0.19,<0.20"
-
-
-def check_installed(stage: int) -> None:
-    """Raise ConfigError if DeepSpeed is not installed.
-
-    It is not imported, which takes a second: a rank reports it if DeepSpeed cannot be imported.
-
-    Args:
-        stage: the requested ZeRO stage; the error suggests the mode for it.
-    """
-    spec = importlib.util.find_spec("deepspeed")
-    if spec is None or spec.origin is None:  # a folder of that name is not DeepSpeed
-        raise _not_installed(f"zero{stage}")
+from paceline.strategies.deepspeed.installation import SUPPORTED, not_installed
 
 
 def import_deepspeed(device_type: str) -> Any:
@@ -52,7 +38,7 @@ def import_deepspeed(device_type: str) -> Any:
     except Exception as error:  # the import looks for compilers and drivers
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if (missing or "").partition(".")[0] == "deepspeed":
-            raise _not_installed("zero2") from error
+            raise not_installed("zero2") from error
         raise ConfigError(
             "`parallel.mode: deepspeed`: DeepSpeed cannot be imported:"
             f" {type(error).__name__}: {error}",
@@ -72,17 +58,6 @@ def import_deepspeed(device_type: str) -> Any:
 def _free_device_memory(device_index: int | None = None) -> int:
     free_bytes, _ = torch.cuda.mem_get_info(device_index)
     return int(free_bytes)
-
-
-def _not_installed(mode: str) -> ConfigError:
-    return ConfigError(
-        "`parallel.mode: deepspeed`: DeepSpeed is not installed",
-        allowed="`parallel.mode: zero1`, `zero2` and `zero3` shard the same without DeepSpeed",
-        fix=(
-            f"run `pip install 'paceline[deepspeed]'`, or set `parallel.mode: {mode}`"
-            f" (`parallel.mode={mode}` on the command line)"
-        ),
-    )
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from paceline.config.schema import Config
-from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_bytes
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.record import modules_around
 from paceline.parallel.cost import Cost, ModelShape, Workload

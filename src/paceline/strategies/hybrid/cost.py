@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 from paceline.config.schema import Config
-from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_bytes
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.activations import NO_ACTIVATIONS, Activations, trained_matrices
 from paceline.models.shape.record import LayerUse, ModelShape, TensorShape, modules_around

@@ -37,7 +37,7 @@ from paceline.parallel.state import (
     trained_parameters,
 )
 from paceline.parallel.strategy import EvalFn, MicroStep
-from paceline.strategies.reducers.compression.reducer import make_buckets
+from paceline.strategies.reducers.buckets import make_buckets
 from paceline.strategies.tensor.shard import TensorParallelizer, TensorSlice, check_plan_sizes
 
 if TYPE_CHECKING:

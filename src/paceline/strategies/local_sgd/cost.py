@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from paceline.config.schema import Config
-from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_bytes
 from paceline.distributed.environment import RankEnv, from_environment
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes

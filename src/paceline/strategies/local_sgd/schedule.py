@@ -10,7 +10,7 @@ from paceline.config.schema import Config
 from paceline.config.schema.parallel import LocalSgd
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
-from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_bytes
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 

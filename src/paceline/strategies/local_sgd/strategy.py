@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.formatting import counted
-from paceline.distributed.collectives.schedules import all_reduce_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.distributed.communicator import Communicator, new_group
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config.schema import Config
-from paceline.distributed.collectives.schedules import all_reduce_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.record import TensorShape
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes

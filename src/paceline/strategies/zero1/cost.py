@@ -3,7 +3,7 @@
 from itertools import accumulate
 
 from paceline.config.schema import Config
-from paceline.distributed.collectives.schedules import scatter_bytes
+from paceline.distributed.collective_bytes import scatter_bytes
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.buckets.layout import lay_out
 from paceline.parallel.cost import Cost, ModelShape, TensorShape, Workload, total_bytes

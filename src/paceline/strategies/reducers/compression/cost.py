@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.config.schema import Config
-from paceline.distributed.collectives.schedules import all_reduce_bytes, steps
+from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.models.shape.record import TensorShape
 from paceline.parallel.buckets.layout import lay_out
 from paceline.parallel.limits.compression import (
@@ -14,6 +14,7 @@ from paceline.parallel.limits.compression import (
     momentum_correction,
     uses_local_moments,
 )
+from paceline.strategies.reducers.all_reduce.schedules import steps
 from paceline.strategies.reducers.compression.sizes import (
     FORMATS,
     BucketShape,

@@ -12,7 +12,7 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.config.schema.compression import Compression
 from paceline.distributed import torch_compat
-from paceline.distributed.collectives.schedules import all_reduce_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.distributed.comm_thread import PendingComm
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
@@ -35,7 +35,6 @@ from paceline.parallel.state import (
     dropped_state_notices,
     read_part,
 )
-from paceline.parallel.strategy import Strategy
 from paceline.strategies.reducers.compression.base import (
     Compressor,
     CompressorState,
@@ -321,25 +320,3 @@ _COMPRESSORS: dict[str, type[Compressor]] = {
 def make_compressor(settings: Compression, seed: int, momentum: float = 0.0) -> Compressor:
     """Return the compressor for a section of the config."""
     return _COMPRESSORS[settings.chain[0]](settings, seed, momentum)
-
-
-def make_buckets(
-    strategy: Strategy, trained: Mapping[str, nn.Parameter], group: Communicator
-) -> tuple[GradientBuckets, GradientReducer | None]:
-    """Put gradients of ``trained`` into buckets, which are summed over ``group``. A collective.
-
-    Returns:
-        (the buckets, what sums them as the config requires); None: the backend's all-reduce.
-    """
-    config, world = strategy.config, strategy.world
-    reducer: GradientReducer | None = None
-    if world.axes.data > 1 and config.compression.chain:
-        reducer = CompressedReducer(config, world)
-    elif world.axes.data > 1 and config.parallel.all_reduce_algorithm != "native":
-        reducer = GradientReducer(config, world)
-    cap_bytes = int(config.parallel.bucket_cap_mb * 2**20)
-    buckets = GradientBuckets(trained.values(), cap_bytes, group, reducer)
-    if reducer is not None:
-        reducer.bind(buckets, trained)
-        strategy.notices += reducer.notices
-    return buckets, reducer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from paceline.config.schema import Config
 from paceline.config.schema.compression import Compression
-from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_bytes
 from paceline.parallel.limits.compression import (
     is_sparse,
     momentum_correction,

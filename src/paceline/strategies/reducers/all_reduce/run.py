@@ -1,8 +1,7 @@
 """Run all-reduce and broadcast with torch's point-to-point calls.
 
-The steps of a schedule (:mod:`paceline.distributed.collectives.schedules`) run one after another.
-Results are bit-identical on all ranks, because each element is summed on one rank and copied to the
-others.
+The steps of a schedule (:mod:`.schedules`) run one after another. Results are bit-identical on all
+ranks, because each element is summed on one rank and copied to the others.
 """
 
 import weakref
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.distributed.collectives.schedules import Sent, Step, check_algorithm, steps
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import inside_collective, uncounted
+from paceline.strategies.reducers.all_reduce.schedules import Sent, Step, check_algorithm, steps
 
 Combine = Callable[[torch.Tensor, torch.Tensor], Any]
 

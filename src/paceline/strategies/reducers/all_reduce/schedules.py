@@ -1,8 +1,8 @@
 """The schedules of Paceline's collectives: which rank sends which elements when. Imports no torch.
 
 A schedule is a list of :class:`Step`. The messages of a step are sent at the same time and contain
-the values from before the step. :mod:`paceline.distributed.collectives.run` runs schedules, and the
-page of ``paceline explain`` shows them.
+the values from before the step. :mod:`.run` runs schedules, and the page of
+``paceline explain`` shows them.
 
 Sources: ring, Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations" (2009), section 3; halving-doubling and the binomial tree, Thakur, Rabenseifner &
@@ -57,19 +57,6 @@ class Sent:
 
     bytes: int
     messages: int
-
-
-def all_reduce_bytes(size_bytes: float, num_ranks: int) -> int:
-    """Return the number of bytes that a rank sends in a bandwidth-optimal all-reduce: 2(N-1)/N ×
-    size (Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-    2009, section 3)."""
-    return round(2 * (num_ranks - 1) / num_ranks * size_bytes)
-
-
-def scatter_bytes(size_bytes: float, num_ranks: int) -> int:
-    """Return the number of bytes that a rank sends in a reduce-scatter of ``size_bytes``, or in an
-    all-gather to that size: half of an all-reduce."""
-    return round((num_ranks - 1) / num_ranks * size_bytes)
 
 
 def check_algorithm(algorithm: str, collective: str = "all-reduce") -> None:

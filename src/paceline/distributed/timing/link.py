@@ -13,7 +13,7 @@ from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from paceline.distributed.collectives.schedules import all_reduce_bytes
+from paceline.distributed.collective_bytes import all_reduce_bytes
 
 if TYPE_CHECKING:
     import numpy as np
