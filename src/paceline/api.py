@@ -163,6 +163,7 @@ def _run_on_hosts(
 def _run_on_this_host(
     loaded: Loaded, options: TrainOptions, started_at: float, recorder: NoticeRecorder
 ) -> TrainResult:
+    from paceline.core.failures import ExitRecord
     from paceline.launch.after_training.finish import finish_run
     from paceline.launch.local import LocalLauncher
     from paceline.launch.preflight import prepare_host, result_of
@@ -172,7 +173,8 @@ def _run_on_this_host(
     config = host.loaded.config
     prepared = _prepare(host, host.devices.count, options, started_at)
     if prepared.finished is not None:
-        return result_of({"status": "finished", "report": prepared.finished}, options, config)
+        finished = ExitRecord("finished", report=prepared.finished)
+        return result_of(finished, options, config)
     policy = RestartPolicy(config, prepared.spec.resume_from)
     spec = replace(
         prepared.spec,

@@ -33,10 +33,11 @@ RUN_PATH = (
     "api.py", "launch/layout.py", "launch/local.py", "launch/plan.py", "launch/preflight.py",
     "launch/rank_pool.py", "launch/worker.py", "train/setup.py", "train/trainer.py",
 )  # fmt: skip
-#: Records in these modules' signatures that describe a single thing on the way, not the run.
+#: Records in these modules' signatures that describe a single thing on the way, or how a rank
+#: ended, not the run.
 DETAILS = {
-    "LossSpike", "MicroBatch", "Notice", "ParallelDims", "Requests", "RollbackTarget",
-    "StrategySpec",
+    "ExitRecord", "Failure", "LossSpike", "MicroBatch", "Notice", "ParallelDims", "Requests",
+    "RollbackTarget", "StrategySpec",
 }  # fmt: skip
 #: Parts of messages of torch, Gloo, NCCL and operating systems about lost peers and devices.
 _FOREIGN_ERROR = re.compile(

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypedDict
 
-from paceline.core.row_figures import PackingFigures, SourceFigures, SourceRows, SourceStep
-
 if TYPE_CHECKING:
     from pydantic import JsonValue
+
+    from paceline.core.report import PackingFigures, SourceFigures, SourceRows, SourceStep
 
 
 class _Logged(TypedDict, total=False):

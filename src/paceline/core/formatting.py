@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.core.events import DataFigures, PeakRate, StepEvent
 from paceline.core.files import human_bytes
-from paceline.core.row_figures import PackingFigures, SourceFigures
+from paceline.core.report import PackingFigures, SourceFigures
 
 
 def edges(total: int, parts: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The keys of ``report.json``, and their validation."""
+"""The keys of ``report.json``, their validation, and the figures of rows in events."""
 
 from __future__ import annotations
 
@@ -6,12 +6,58 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, TypedDict
 
 from paceline.core.events import DataFigures, MemoryFallbackEvent, PeakRate, WorkerLostEvent
-from paceline.core.row_figures import PackingFigures
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
 
+# -- packed rows and the sources of a mixture, in events and in the report
+class PackingFigures(TypedDict, total=False):
+    """Packed rows: ``rows`` per epoch (of each source, if sources are mixed), ``capacity`` in
+    tokens, and ``fill``, the share of the capacity that has tokens."""
+
+    strategy: str
+    rows: list[int]
+    capacity: int
+    fill: float
+
+
+class SourceFigures(TypedDict, total=False):
+    """One of several sources. ``samples`` and ``tokens`` are counts per epoch of the source, or
+    ``rows``, if it is streamed and their number is known; ``share`` is its share of the rows at the
+    first step, if it is known."""
+
+    name: str
+    samples: int
+    tokens: int
+    rows: int
+    share: float
+
+
+class SourceRows(TypedDict):
+    """The numbers of rows, samples and tokens of a streamed source so far. ``dropped`` is the sum
+    over all reasons."""
+
+    name: str
+    read: int
+    kept: int
+    dropped: int
+    samples: int
+    tokens: int
+    label_tokens: int
+
+
+class SourceStep(TypedDict, total=False):
+    """One of several sources in the steps since the previous ``step`` event: the mean loss, and the
+    numbers of samples and tokens of all these steps."""
+
+    name: str
+    loss: float | None
+    samples: int
+    tokens: int
+
+
+# -- the report
 class Predicted(TypedDict):
     """Number of bytes as predicted by the strategy, and as measured."""
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from pydantic import JsonValue
 
 from paceline.core.events import DataFigures
-from paceline.core.row_figures import SourceRows
+from paceline.core.report import SourceRows
 
 
 @dataclass

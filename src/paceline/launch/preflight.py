@@ -30,9 +30,9 @@ from paceline.core.errors import (
     EXIT_SIGTERM,
     EXIT_USAGE,
     ConfigError,
-    Outcome,
     ReportedError,
 )
+from paceline.core.failures import ExitRecord
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, log_notices, write_line
 from paceline.core.report import Report
@@ -452,30 +452,27 @@ def prepare_host(loaded: Loaded, outer: RankEnv | None) -> PreparedHost:
     return PreparedHost(replace(loaded, config=config), devices, rank_memory(devices))
 
 
-def result_of(outcome: Outcome, options: TrainOptions, config: Config) -> TrainResult:
-    """Convert the outcome of a launcher or of this rank into the result of the run.
+def result_of(ended: ExitRecord, options: TrainOptions, config: Config) -> TrainResult:
+    """Convert the record of a launcher or of this rank into the result of the run.
 
     Raises:
         ConfigError: if a rank rejected the config.
         ReportedError: if the run failed.
     """
-    if outcome["status"] == "finished":
-        report: Report = outcome["report"]
+    if ended.status == "finished":
+        report: Report = ended.report
         log_finished(config, report.get("steps"))
         return TrainResult(EXIT_DONE, report)
-    if outcome["status"] == "failed":
-        if options.debug and outcome.get("traceback"):
-            write_line(outcome["traceback"])
-        if outcome["exit_code"] == EXIT_USAGE:
-            raise ConfigError(outcome["text"])
-        raise ReportedError(
-            outcome["text"], outcome["exit_code"], would_repeat=outcome.get("fault") is False
-        )
-    has_report = outcome.get("report") is not None
-    if outcome["status"] == "stopped" and not has_report and outcome["exit_code"] in _STOP_CODES:
+    if ended.status == "failed":
+        if options.debug and ended.traceback:
+            write_line(ended.traceback)
+        if ended.exit_code == EXIT_USAGE:
+            raise ConfigError(ended.message)
+        raise ReportedError(ended.message, ended.exit_code, ended.failure)
+    if ended.status == "stopped" and ended.report is None and ended.exit_code in _STOP_CODES:
         logger.info("stopped before training began", extra=CONSOLE_ONLY)
-        return TrainResult(outcome["exit_code"])
-    return TrainResult(outcome["exit_code"], outcome["report"])
+        return TrainResult(ended.exit_code)
+    return TrainResult(ended.exit_code, ended.report)
 
 
 def log_finished(config: Config, steps: JsonValue) -> None:

@@ -26,7 +26,7 @@ from paceline.core.events import (
 )
 from paceline.core.log import log_notices
 from paceline.core.processes import host_name
-from paceline.core.row_figures import PackingFigures, SourceFigures
+from paceline.core.report import PackingFigures, SourceFigures
 from paceline.core.run_dir import RunDir
 from paceline.data.order.base import Order
 from paceline.data.order.build import SourceSize, tokens_per_row

@@ -17,9 +17,10 @@ from paceline.checkpoint.transfer import open_checkpoint, transfer_notices
 from paceline.config.chosen import open_settings, values_of
 from paceline.config.load import to_yaml
 from paceline.config.metrics.best import selects_best_model
-from paceline.core.errors import Outcome, PacelineError
+from paceline.core.errors import PacelineError
 from paceline.core.event_log import EventLog
 from paceline.core.events import RunEndEvent
+from paceline.core.failures import ExitRecord, is_out_of_memory
 from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.log import log_to_events
 from paceline.core.report import Report
@@ -42,7 +43,7 @@ from paceline.observe.comm_advisor import CommAdvisor, make_advisor
 from paceline.observe.device_stats import DeviceMonitor
 from paceline.observe.loggers.metric_logger import MetricLogger
 from paceline.observe.metrics import StepMetrics
-from paceline.observe.out_of_memory import is_out_of_memory, out_of_memory
+from paceline.observe.out_of_memory import out_of_memory
 from paceline.observe.report.build import build_report
 from paceline.observe.report.html import write_reports
 from paceline.observe.run_start import RunInfo, emit_run_start
@@ -82,12 +83,12 @@ from paceline.train.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 
-def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
+def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> ExitRecord:
     """Run one rank from start to end.
 
     Returns:
-        ``{"status": "done" | "stopped", "report": …}``. If Paceline's launcher collects the report,
-        only rank 0 returns it, and it is None on the other ranks.
+        Whether the run is "done" or "stopped", and the report. If Paceline's launcher collects the
+        report, it is None on all ranks except rank 0.
     """
     axes = spec.layout.axes if spec.layout.num_processes > 1 else ParallelDims()
     if spec.config.train_args.deterministic:
@@ -154,7 +155,7 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
             comm.close()
 
 
-def _run(trainer: Trainer) -> Outcome:
+def _run(trainer: Trainer) -> ExitRecord:
     """Train, save the model and write the report. Return the result of :func:`run_rank`."""
     spec, ctx, strategy = trainer.spec, trainer.ctx, trainer.strategy
     state = trainer.state
@@ -206,7 +207,7 @@ def _run(trainer: Trainer) -> Outcome:
     ctx.comm.barrier()
     strategy.close()
     has_report = ctx.comm.is_rank_zero or spec.reports_everywhere
-    return {"status": status, "report": report if has_report else None}
+    return ExitRecord(status, report=report if has_report else None)
 
 
 def _write_end(trainer: Trainer, report: Report, advisor: CommAdvisor | None) -> None:

@@ -10,8 +10,14 @@ import numpy as np
 
 from paceline.core.event_log import effective_events, effective_steps, read_events
 from paceline.core.events import Event, StepEvent, WorkerLostEvent
-from paceline.core.report import BestModel, DataReport, Report, SourceReport, StepTime
-from paceline.core.row_figures import PackingFigures
+from paceline.core.report import (
+    BestModel,
+    DataReport,
+    PackingFigures,
+    Report,
+    SourceReport,
+    StepTime,
+)
 from paceline.data.order.base import sample_shares
 from paceline.health.anomalies import skipped_steps
 from paceline.models.transforms.compile import compile_times
