@@ -28,7 +28,7 @@ CALLS: dict[str, dict[str, str]] = {
         "prepare_run": "prepare the run: data, batch size, checkpoint to resume",
     },
     "paceline.data.text.prepare": {"prepare_tokens": "tokenize the data"},
-    "paceline.launch.rank_processes": {
+    "paceline.launch.ranks.processes": {
         "RankProcesses.start": "start the ranks (waits for the fork server)"
     },
     "paceline.distributed.communicator": {"init_communicator": "process group"},

@@ -14,8 +14,8 @@ from paceline.core.errors import ConfigError, FaultError, RunError, SaveError
 from paceline.core.event_log import EventLog
 from paceline.core.failures import ExitRecord, FailureKind, FailureScope
 from paceline.distributed.environment import RankEnv
+from paceline.launch.ranks.worker import run_guarded
 from paceline.launch.restart import RestartPolicy
-from paceline.launch.worker import run_guarded
 
 TASK = """
 import pathlib

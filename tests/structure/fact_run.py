@@ -31,7 +31,7 @@ SUPERFLUOUS_RECORDS = {
 #: Modules that a run passes on its way from the config to the first step.
 RUN_PATH = (
     "api.py", "launch/layout.py", "launch/local.py", "launch/plan.py", "launch/preflight.py",
-    "launch/rank_pool.py", "launch/worker.py", "train/setup.py", "train/trainer.py",
+    "launch/rank_pool.py", "launch/ranks/worker.py", "train/setup.py", "train/trainer.py",
 )  # fmt: skip
 #: Records in these modules' signatures that describe a single thing on the way, or how a rank
 #: ended, not the run.

@@ -20,13 +20,13 @@ from paceline.cluster.endpoint import Endpoint, EndpointStore, EndpointWatch, ch
 from paceline.cluster.failures import AgentFolder
 from paceline.config.schema import Config
 from paceline.core.errors import RunError, first_line
-from paceline.core.failures import ExitRecord, Failure, FailureKind, FailureScope
+from paceline.core.failures import ExitRecord, FailureKind
 from paceline.core.files import Scratch, write_atomic
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import hidden_main, pid_alive
 from paceline.distributed.environment import scheduled_host
 from paceline.launch.local import SignalForwarder, stop_code
-from paceline.launch.rank_folder import STOP_FILE
+from paceline.launch.ranks.folder import STOP_FILE
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -124,7 +124,7 @@ class HostAgent:
             except (RendezvousError, DistError, ConnectionError) as error:
                 last_error = first_line(error)
                 if type(error).__name__ == "RendezvousClosedError":
-                    return _failed(
+                    return ExitRecord.of_run(
                         f"the run at {endpoint} has already ended: hosts can no longer join it"
                     )
                 if type(error).__name__ == "RendezvousTimeoutError":
@@ -168,7 +168,7 @@ class HostAgent:
             with EndpointWatch(endpoint):
                 records = elastic_launch(launch, worker_main)(task)
         except ChildFailedError as error:
-            return _failed(f"the ranks of this host failed: {error}")
+            return ExitRecord.of_run(f"the ranks of this host failed: {error}")
         ended: ExitRecord = records[min(records)]
         if ended.status == "stopped" and self.signals.number is not None:
             return replace(ended, exit_code=stop_code(self.signals.number))
@@ -217,17 +217,13 @@ class HostAgent:
         # A scheduler may start hosts late, which is not an error in the config. The exit code is
         # then not EXIT_USAGE, which would prevent the job from being retried.
         is_usage = is_first and scheduled_host() is None
-        return _failed(
+        return ExitRecord.of_run(
             f"{count} hosts did not join the rendezvous at"
             f" {self.config.parallel.rdzv_endpoint} within {limit_s:.0f} s ({problem}). To fix:"
             " start the same command on every host; check `parallel.rdzv_endpoint`, and that no"
             " firewall blocks its port; or lower `parallel.nnodes`",
             FailureKind.USAGE if is_usage else FailureKind.UNKNOWN,
         )
-
-
-def _failed(text: str, kind: FailureKind = FailureKind.UNKNOWN) -> ExitRecord:
-    return ExitRecord.failed(Failure(kind, FailureScope.EVERY_RANK, (), (), text))
 
 
 #: Delay before reading the exit code of a worker, so that elastic reads it first.

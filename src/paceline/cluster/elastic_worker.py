@@ -18,7 +18,7 @@ from paceline.core.failures import ExitRecord, FailureKind, classify
 from paceline.core.log import configure_logging
 from paceline.core.processes import end_with_starter
 from paceline.core.stop import StopFlag
-from paceline.launch.rank_folder import STOP_FILE
+from paceline.launch.ranks.folder import STOP_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from paceline.core.failures import ExitRecord, Failure, FailureKind, FailureScope, first_cause
+from paceline.core.failures import ExitRecord, first_cause
 from paceline.core.files import write_json_atomic
 from paceline.core.processes import exit_text, pid_alive
-from paceline.launch.rank_folder import RankFolder, StartRecord
+from paceline.launch.ranks.folder import RankFolder, StartRecord
 from paceline.launch.restart import PolicyState
 from paceline.planner.search.trials import Setting
 
@@ -185,18 +185,10 @@ def failure_of(record: Record) -> ExitRecord | None:
     code = None if exit_ is None else exit_["code"]
     text = exit_text(code) if code else "was killed: it left no message"
     reason = f"rank {rank} on host {host} (process {start['pid']}) {text}"
-    scope = FailureScope.PROCESSES
-    return _lost(Failure(FailureKind.KILLED, scope, (rank,), (host,), reason), ended_at)
+    return ExitRecord.killed([rank], [host], reason, ended_at)
 
 
 def _lost_host(host: str, ranks: Sequence[int], came_back: bool) -> ExitRecord:
     name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     reason = f"host {host} with {name} was lost{' and has come back' if came_back else ''}"
-    return _lost(
-        Failure(FailureKind.KILLED, FailureScope.HOST, tuple(ranks), (host,), reason), None
-    )
-
-
-def _lost(failure: Failure, time_s: float | None) -> ExitRecord:
-    message = f"{failure.text}. The other ranks were stopped."
-    return ExitRecord.failed(failure, message, time=time_s)
+    return ExitRecord.killed(ranks, [host], reason)

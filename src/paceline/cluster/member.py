@@ -102,7 +102,7 @@ class _Rejected(Exception):
 
 def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> ExitRecord:
     """Continue from the previous round, agree on a plan with the other ranks, and train."""
-    from paceline.launch.worker import run_guarded
+    from paceline.launch.ranks.worker import run_guarded
 
     if member.round.is_first:
         configure_logging()

@@ -25,9 +25,7 @@ from paceline.core.errors import EXIT_FAILED, EXIT_USAGE, PacelineError, RunErro
 from paceline.core.events import Fault, MemoryFallbackEvent
 from paceline.core.failures import (
     ExitRecord,
-    Failure,
     FailureKind,
-    FailureScope,
     classify_of_run,
 )
 from paceline.core.log import CONSOLE_ONLY
@@ -245,5 +243,4 @@ def agree(member: Membership, name: str, problem: ExitRecord | None) -> ExitReco
 def problem_of(error: PacelineError) -> ExitRecord:
     """Return the record of a rank that found an error before training started."""
     kind = FailureKind.USAGE if error.exit_code == EXIT_USAGE else FailureKind.EXPLAINED
-    scope = FailureScope.EVERY_RANK
-    return ExitRecord.failed(Failure(kind, scope, (), (), error.paragraph()))
+    return ExitRecord.of_run(error.paragraph(), kind)

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from paceline.core.failures import Failure
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -90,27 +86,6 @@ class OutOfMemory(RunError):
     def __init__(self, what: str, needed_bytes: int = 0) -> None:
         super().__init__(what)
         self.needed_bytes = needed_bytes
-
-
-class ReportedError(RunError):
-    """A failure that a rank has already described in one paragraph, with the exit code of its
-    process.
-
-    Args:
-        text: the paragraph.
-        exit_code: the exit code of the command.
-        failure: the failure of that rank, if it is known.
-    """
-
-    def __init__(
-        self, text: str, exit_code: int = EXIT_FAILED, failure: Failure | None = None
-    ) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
-        self.failure = failure
-
-    def paragraph(self) -> str:
-        return self.what
 
 
 class StoppedError(RunError):

@@ -23,7 +23,7 @@ from paceline.core.errors import (
     MismatchError,
     OutOfMemory,
     PacelineError,
-    ReportedError,
+    RunError,
     SaveError,
 )
 
@@ -62,10 +62,8 @@ class FailureScope(StrEnum):
 
     #: One rank, which the text does not name.
     RANK = "rank"
-    #: Ranks that ended without a message, which the text names.
+    #: Ranks or a host that ended without a message, which the text names.
     PROCESSES = "processes"
-    #: A host with all its ranks, which the text names.
-    HOST = "host"
     #: No single rank: each rank fails with the same text.
     EVERY_RANK = "every rank"
     #: Several ranks, as one rank or the watchdog has found out. It precedes their own failures.
@@ -109,6 +107,27 @@ class Failure:
         return self.text.rstrip(".")
 
 
+class ReportedError(RunError):
+    """A failure that a rank has already described in one paragraph, with the exit code of its
+    process.
+
+    Args:
+        text: the paragraph.
+        exit_code: the exit code of the command.
+        failure: the failure of that rank, if it is known.
+    """
+
+    def __init__(
+        self, text: str, exit_code: int = EXIT_FAILED, failure: Failure | None = None
+    ) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+        self.failure = failure
+
+    def paragraph(self) -> str:
+        return self.what
+
+
 @dataclass(frozen=True)
 class ExitRecord:
     """How a rank or a run ended.
@@ -146,6 +165,24 @@ class ExitRecord:
         exit_code = EXIT_USAGE if failure.kind is FailureKind.USAGE else EXIT_FAILED
         message = failure.text if message is None else message
         return cls("failed", exit_code, failure=failure, message=message, **fields)
+
+    @classmethod
+    def of_run(cls, text: str, kind: FailureKind = FailureKind.UNKNOWN) -> ExitRecord:
+        """Return the record of a failure of no single rank."""
+        return cls.failed(Failure(kind, FailureScope.EVERY_RANK, (), (), text))
+
+    @classmethod
+    def killed(
+        cls, ranks: Iterable[int], hosts: Iterable[str], reason: str, time: float | None = None
+    ) -> ExitRecord:
+        """Return the record of ranks that left none.
+
+        Args:
+            reason: text that names the ranks and says how they ended.
+        """
+        scope = FailureScope.PROCESSES
+        failure = Failure(FailureKind.KILLED, scope, tuple(ranks), tuple(hosts), reason)
+        return cls.failed(failure, f"{reason}. The other ranks were stopped.", time=time)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> ExitRecord:

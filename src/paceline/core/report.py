@@ -1,17 +1,15 @@
-"""The keys of ``report.json``, their validation, and the figures of rows in events."""
+"""The keys of ``report.json``, their validation, and the figures that events have too."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import TYPE_CHECKING, TypedDict
 
-from paceline.core.events import DataFigures, MemoryFallbackEvent, PeakRate, WorkerLostEvent
-
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
 
-# -- packed rows and the sources of a mixture, in events and in the report
+# -- figures of events and of the report
 class PackingFigures(TypedDict, total=False):
     """Packed rows: ``rows`` per epoch (of each source, if sources are mixed), ``capacity`` in
     tokens, and ``fill``, the share of the capacity that has tokens."""
@@ -55,6 +53,51 @@ class SourceStep(TypedDict, total=False):
     loss: float | None
     samples: int
     tokens: int
+
+
+class DataFigures(TypedDict, total=False):
+    """Numbers of samples (``dropped`` by reason), and of turns that are excluded from the loss. Of
+    streamed data, the numbers so far, with the numbers of samples and tokens, and the sources."""
+
+    read: int
+    kept: int
+    truncated: int | None
+    dropped: dict[str, int]
+    excluded_turns: int
+    samples: int
+    tokens: int
+    label_tokens: int
+    sources: list[SourceRows]
+
+
+class PeakRate(TypedDict):
+    """Dense matrix operations per second of a device in the precision of the run, and where the
+    figure is from."""
+
+    device: str
+    flops_s: float
+    source: str
+
+
+class WorkerLoss(TypedDict, total=False):
+    """The end of a rank without which the others continued."""
+
+    step: int
+    rank: int
+    pid: int
+    reason: str
+    samples_unseen: int
+
+
+class MemoryFallback(TypedDict, total=False):
+    """An attempt ran out of memory in ``phase``, after logging ``step``; the next one had smaller
+    memory settings. ``before`` and ``settings`` are by dotted key."""
+
+    step: int | None
+    ranks: list[int]
+    phase: str
+    before: dict[str, JsonValue]
+    settings: dict[str, JsonValue]
 
 
 # -- the report
@@ -175,7 +218,7 @@ class Report(_AlwaysReported, total=False):
     communication: dict[str, JsonValue]
     link: dict[str, JsonValue]
     staleness: JsonValue
-    workers_lost: list[WorkerLostEvent]
+    workers_lost: list[WorkerLoss]
     skipped_steps: int
     precision: str
     tf32: bool | None
@@ -184,7 +227,7 @@ class Report(_AlwaysReported, total=False):
     compile: dict[str, float]
     best: BestModel
     stop_reason: str
-    memory_fallbacks: list[MemoryFallbackEvent]
+    memory_fallbacks: list[MemoryFallback]
     lm_eval: LmEvalReport
     hub: HubUpload
     packing: PackingFigures

@@ -134,7 +134,7 @@ def doctor(options: DoctorOptions) -> DoctorResult:
     has_several_hosts = outer is None and parallel.hosts != (1, 1)
     starts_ranks = has_several_hosts or (outer is None and devices.count > 1)
     if starts_ranks:
-        warm_up(["paceline.launch.worker", "paceline.doctor.links"])
+        warm_up(["paceline.launch.ranks.worker", "paceline.doctor.links"])
     checks: list[CheckResult] = []
     gradient_bytes = None
     hosts: HostsReport | None = None
@@ -354,7 +354,7 @@ def examine_rank(exam: HostExam, env: RankEnv, stop: StopFlag) -> ExitRecord:
 def examine_member(exam: HostExam, member: Membership, stop: StopFlag) -> ExitRecord:
     """Do the same as :func:`examine_rank` on a rank of several hosts. A failure is final: no
     restarts."""
-    from paceline.launch.worker import run_guarded
+    from paceline.launch.ranks.worker import run_guarded
 
     return replace(run_guarded(exam, member.round.env, stop, examine_rank), is_final=True)
 
@@ -397,7 +397,7 @@ def _check_hosts(
 def _on_ranks(exam: HostExam, devices: Devices, outer: RankEnv | None) -> ExitRecord:
     if outer is not None:
         from paceline.core.stop import StopFlag
-        from paceline.launch.worker import run_guarded
+        from paceline.launch.ranks.worker import run_guarded
 
         stop = StopFlag()
         stop.install(sigint=True)
@@ -415,6 +415,7 @@ def _on_ranks(exam: HostExam, devices: Devices, outer: RankEnv | None) -> ExitRe
 
 def _devices(options: DoctorOptions, outer: RankEnv | None) -> Devices:
     from paceline.distributed.devices import accelerators, choose_devices
+    from paceline.parallel.registry import uses_one_device
 
     parallel = options.loaded.config.parallel
     if options.num_ranks is not None:
@@ -426,7 +427,9 @@ def _devices(options: DoctorOptions, outer: RankEnv | None) -> Devices:
             update={"num_gpus": options.num_ranks, "mode": "auto", "device": device}
         )
     devices = choose_devices(
-        parallel, num_launched=None if outer is None else outer.local_world_size
+        parallel,
+        None if outer is None else outer.local_world_size,
+        uses_one_device(parallel),
     )
     for _, text in devices.notices:
         logger.info(text)

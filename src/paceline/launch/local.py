@@ -10,17 +10,15 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from paceline.core.errors import EXIT_SIGINT, EXIT_SIGTERM
-from paceline.core.failures import ExitRecord, Failure, FailureKind, FailureScope, first_cause
+from paceline.core.failures import ExitRecord, FailureKind, first_cause
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import hidden_main
-from paceline.launch.rank_processes import RankProcesses, open_store
-from paceline.launch.worker import RunRank
-
-if TYPE_CHECKING:
-    from paceline.parallel.spec import StrategySpec
+from paceline.launch.ranks.processes import RankProcesses, open_store
+from paceline.launch.ranks.tolerance import name_process, tolerated_ranks
+from paceline.launch.ranks.worker import RunRank
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +70,7 @@ class LocalLauncher:
     def _run_attempt(self) -> ExitRecord:
         try:
             ranks = RankProcesses(
-                self.spec, self.num_ranks, open_store(), self.run_rank, expendable(self.spec)
+                self.spec, self.num_ranks, open_store(), self.run_rank, tolerated_ranks(self.spec)
             )
             with ranks:
                 with self.signals.to(ranks):
@@ -84,7 +82,7 @@ class LocalLauncher:
                         pass
                 return end_of_attempt(ranks, self.spec, self.signals.number)
         except (OSError, RuntimeError) as error:
-            return _failed(f"the ranks could not be started: {error}")
+            return ExitRecord.of_run(f"the ranks could not be started: {error}")
 
 
 class ForwardsSignals(Protocol):
@@ -150,29 +148,12 @@ class SignalForwarder:
             self._ranks.forward(number)
 
 
-def _strategy_of(spec: Any) -> StrategySpec | None:
-    layout = getattr(spec, "layout", None)
-    if layout is None:
-        return None
-    from paceline.parallel.registry import get_spec
-
-    return get_spec(layout.strategy)
-
-
-def expendable(spec: Any) -> frozenset[int]:
-    """Return the ranks of a spec that may exit without ending the run."""
-    strategy = _strategy_of(spec)
-    if strategy is None:
-        return frozenset()
-    return strategy.expendable_ranks(spec.config, spec.layout.axes)
-
-
 def end_of_attempt(ranks: RankProcesses, spec: Any, stopped_by: int | None) -> ExitRecord:
     """Return how an attempt ended: its first failure, or the record of a rank with a report."""
     records = {
         rank: record
         for rank, record in ranks.records.ended().items()
-        if rank not in ranks.lost_ranks
+        if rank not in ranks.tolerance.exits
     }
     failures = [
         record.named(f"rank {rank}")
@@ -181,13 +162,19 @@ def end_of_attempt(ranks: RankProcesses, spec: Any, stopped_by: int | None) -> E
     ]
     lost = ranks.lost()
     if lost:
-        failures.append(_lost(lost, ranks, spec))
+        texts = [
+            f"{name_process(rank, ranks.processes[rank].pid, spec)} {ranks.exit_text(rank)}"
+            for rank in lost
+        ]
+        failures.append(ExitRecord.killed(lost, (), "; ".join(texts)))
     failed = first_cause(failures)
     if failed is not None:
-        message = failed.message + _lost_earlier(ranks, spec)
+        message = failed.message + ranks.tolerance.describe(spec)
         return replace(failed, message=message, report=None)
-    if len(records) + len(ranks.lost_ranks) < ranks.num_ranks:
-        return _failed("the ranks were killed") if stopped_by is None else _stopped(stopped_by)
+    if len(records) + len(ranks.tolerance.exits) < ranks.num_ranks:
+        if stopped_by is None:
+            return ExitRecord.of_run("the ranks were killed")
+        return _stopped(stopped_by)
     reported = [record for _, record in sorted(records.items()) if record.report is not None]
     ended = reported[0] if reported else records[min(records)]
     if ended.status == "stopped" and stopped_by is not None:
@@ -199,42 +186,12 @@ def _stopped(number: int) -> ExitRecord:
     return ExitRecord("stopped", stop_code(number))
 
 
-def _failed(text: str, kind: FailureKind = FailureKind.UNKNOWN) -> ExitRecord:
-    return ExitRecord.failed(Failure(kind, FailureScope.RUN, (), (), text))
-
-
 def _failed_start(stopped_by: int | None) -> ExitRecord:
     """Return the end of an attempt whose ranks could not all be started because the fork server has
     exited. multiprocessing starts a new one for the next attempt."""
     if stopped_by is not None:
         return _stopped(stopped_by)
-    return _failed("the fork server ended while it started the ranks", FailureKind.FAULT)
-
-
-def _lost(lost: list[int], ranks: RankProcesses, spec: Any) -> ExitRecord:
-    """Return the failure of the ranks that exited without reporting an error."""
-    reason = "; ".join(
-        f"{_rank_text(rank, ranks.processes[rank].pid, spec)} {ranks.exit_text(rank)}"
-        for rank in lost
-    )
-    failure = Failure(FailureKind.KILLED, FailureScope.PROCESSES, tuple(lost), (), reason)
-    return ExitRecord.failed(failure, f"{reason}. The other ranks were stopped.")
-
-
-def _lost_earlier(ranks: RankProcesses, spec: Any) -> str:
-    """Describe the ranks that were lost earlier, without which the run had continued."""
-    texts = [
-        f"{_rank_text(rank, lost['pid'], spec)}, {lost['reason']}"
-        for rank, lost in ranks.lost_ranks.items()
-    ]
-    return f" Lost earlier: {'; '.join(texts)}." if texts else ""
-
-
-def _rank_text(rank: int, pid: int | None, spec: Any) -> str:
-    """Return text that names a rank, its role (if ranks have different roles) and its process."""
-    strategy = _strategy_of(spec)
-    role = "" if strategy is None else strategy.rank_role(spec.config, spec.layout.axes, rank)
-    return f"rank {rank}{f', {role}' if role else ''} (process {pid})"
+    return ExitRecord.of_run("the fork server ended while it started the ranks", FailureKind.FAULT)
 
 
 def stop_code(number: int) -> int:

@@ -24,15 +24,8 @@ from paceline.config.packages import check_loggers, check_optimizer_package
 from paceline.config.schema import Config
 from paceline.config.schema.schedules import schedule_problem
 from paceline.config.schema.train_args import TrainArgs
-from paceline.core.errors import (
-    EXIT_DONE,
-    EXIT_SIGINT,
-    EXIT_SIGTERM,
-    EXIT_USAGE,
-    ConfigError,
-    ReportedError,
-)
-from paceline.core.failures import ExitRecord
+from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, EXIT_USAGE, ConfigError
+from paceline.core.failures import ExitRecord, ReportedError
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, log_notices, write_line
 from paceline.core.report import Report
@@ -75,7 +68,13 @@ from paceline.models.transforms.compile_check import check_compile
 from paceline.models.transforms.float8_check import check_float8
 from paceline.observe.console import derived_lines
 from paceline.parallel.balance import equal_notice
-from paceline.parallel.registry import ParallelLayout, check_steps, mode_of, notice_of_compression
+from paceline.parallel.registry import (
+    ParallelLayout,
+    check_steps,
+    mode_of,
+    notice_of_compression,
+    uses_one_device,
+)
 from paceline.planner.devices import peak_rate
 from paceline.planner.estimate import with_accumulation
 from paceline.planner.machine.local import device_memory, local_machine
@@ -420,7 +419,9 @@ def prepare_host(loaded: Loaded, outer: RankEnv | None) -> PreparedHost:
     """
     config = loaded.config
     devices = choose_devices(
-        config.parallel, num_launched=None if outer is None else outer.local_world_size
+        config.parallel,
+        None if outer is None else outer.local_world_size,
+        uses_one_device(config.parallel),
     )
     num_ranks = devices.count * config.parallel.hosts[1] if outer is None else outer.world_size
     check_several_ranks(devices.type, num_ranks)

@@ -15,18 +15,16 @@ from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
 from paceline.core.event_log import EventLog
 from paceline.core.events import (
-    DataFigures,
     Fault,
     MemoryFallbackEvent,
     Mesh,
     MeshRank,
-    PeakRate,
     Prediction,
     RunStartEvent,
 )
 from paceline.core.log import log_notices
 from paceline.core.processes import host_name
-from paceline.core.report import PackingFigures, SourceFigures
+from paceline.core.report import DataFigures, PackingFigures, PeakRate, SourceFigures
 from paceline.core.run_dir import RunDir
 from paceline.data.order.base import Order
 from paceline.data.order.build import SourceSize, tokens_per_row

@@ -69,7 +69,6 @@ from paceline.train.components import build_components, build_model
 from paceline.train.final_model import save_model_folder
 from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
 from paceline.train.precision import check_same_precision, use_deterministic_algorithms
-from paceline.train.rank_loss import event_listeners
 from paceline.train.run_spec import RunSpec
 from paceline.train.state import (
     RankContext,
@@ -78,6 +77,7 @@ from paceline.train.state import (
     open_side_group,
     resume,
 )
+from paceline.train.survivors import event_listeners
 from paceline.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -180,12 +180,9 @@ def _run(trainer: Trainer) -> ExitRecord:
     if status == "done" and spec.saves_state:
         rebuild_model = partial(build_model, trainer.components.task, spec.config)
         final_step = None if selection is None else selection.final_step
-        save_model_folder(
-            ctx,
-            trainer.components,
-            rebuild_model,
-            state.step if final_step is None else final_step,
-            trainer.handle_rank_loss,
+        saved_step = state.step if final_step is None else final_step
+        trainer.survivors.repeat(
+            partial(save_model_folder, ctx, trainer.components, rebuild_model, saved_step)
         )
     report = build_report(
         _run_info(spec, ctx, trainer.components, trainer.data),
@@ -303,7 +300,7 @@ def build_trainer(
         spec.started_at if spec.failure is None else float(spec.failure["seen_at"]),
         spec.data.mean_tokens is not None,
         strategy.traffic_period,
-        serves=not strategy.has_data,
+        sends_between_steps=strategy.sends_between_steps,
         devices=DeviceMonitor(ctx.device),
         flops=model_flops(components.model, spec.config, lengths, num_devices, peak),
     )

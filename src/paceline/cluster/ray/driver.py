@@ -25,12 +25,11 @@ from paceline.core.errors import (
     EXIT_USAGE,
     ConfigError,
     PacelineError,
-    ReportedError,
     RunError,
     StoppedError,
 )
 from paceline.core.events import Fault
-from paceline.core.failures import ExitRecord
+from paceline.core.failures import ExitRecord, ReportedError
 from paceline.core.processes import temporary_environment
 from paceline.core.report import Report
 

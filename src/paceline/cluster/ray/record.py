@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.core.events import Fault
-from paceline.core.failures import ExitRecord, Failure, FailureKind, FailureScope, first_cause
+from paceline.core.failures import ExitRecord, FailureScope, first_cause
 
 if TYPE_CHECKING:  # the actor needs it only if memory was lacking
     from paceline.cluster.failures import AgentState
@@ -66,12 +66,8 @@ class OutOfMemoryFailure:
     state: AgentState
 
 
-_ENDED_BY_RAY = Failure(
-    FailureKind.FAULT,
-    FailureScope.RUN,
-    (),
-    (),
-    "Ray ended the workers without an error of theirs (a drained node or a preemption)",
+_ENDED_BY_RAY = ExitRecord.of_run(
+    "Ray ended the workers without an error of theirs (a drained node or a preemption)"
 )
 
 
@@ -194,9 +190,10 @@ class RayRunRecord:
         failures = [self._failure_of(ray_rank) for ray_rank in self._failed]
         killed = sorted(self._lost - self._failed.keys())
         if killed:
-            failures.append(self._killed(killed))
+            texts = [f"{self._place(rank)} was killed, or its node was lost" for rank in killed]
+            failures.append(self._located(ExitRecord.killed((), (), "; ".join(texts)), killed))
         first = first_cause(failures)
-        cause = _ENDED_BY_RAY if first is None else first.cause
+        cause = (first or _ENDED_BY_RAY).cause
         return {
             "ranks": list(cause.ranks),
             "hosts": list(cause.hosts),
@@ -213,20 +210,14 @@ class RayRunRecord:
             blamed = [other for other, rank in self._numbers.items() if rank in failed.cause.ranks]
             ray_ranks = blamed or ray_ranks
         text = f"{self._place(ray_rank)}: {failed.message}"
-        return replace(failed, failure=self._located(replace(failed.cause, text=text), ray_ranks))
+        named = replace(failed, failure=replace(failed.cause, text=text))
+        return self._located(named, ray_ranks)
 
-    def _killed(self, ray_ranks: list[int]) -> ExitRecord:
-        reason = "; ".join(
-            f"{self._place(ray_rank)} was killed, or its node was lost" for ray_rank in ray_ranks
-        )
-        failure = Failure(FailureKind.KILLED, FailureScope.PROCESSES, (), (), reason)
-        return ExitRecord.failed(self._located(failure, ray_ranks))
-
-    def _located(self, failure: Failure, ray_ranks: list[int]) -> Failure:
-        """Return the failure with the ranks and hosts of these workers."""
+    def _located(self, failed: ExitRecord, ray_ranks: list[int]) -> ExitRecord:
+        """Return the record with the ranks and hosts of these workers in the failure."""
         ranks = tuple(self._numbers[ray_rank] for ray_rank in ray_ranks)
         hosts = tuple(sorted({self._places[ray_rank].host for ray_rank in ray_ranks}))
-        return replace(failure, ranks=ranks, hosts=hosts)
+        return replace(failed, failure=replace(failed.cause, ranks=ranks, hosts=hosts))
 
     def _place(self, ray_rank: int) -> str:
         if ray_rank >= len(self._places):

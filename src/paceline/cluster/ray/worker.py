@@ -20,9 +20,9 @@ from paceline.cluster.ray.record import (
 )
 from paceline.cluster.rounds import settings_after
 from paceline.config.load import Loaded
-from paceline.core.errors import ConfigError, PacelineError, ReportedError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.event_log import tail_events
-from paceline.core.failures import ExitRecord, FailureKind, classify
+from paceline.core.failures import ExitRecord, FailureKind, ReportedError, classify
 from paceline.core.files import Scratch
 from paceline.core.log import CONSOLE_ONLY, configure_logging
 from paceline.core.processes import host_name

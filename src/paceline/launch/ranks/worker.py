@@ -26,7 +26,7 @@ from paceline.core.stop import StopFlag
 from paceline.distributed.environment import RankEnv, from_environment
 from paceline.distributed.progress import PROGRESS
 from paceline.launch.out_of_memory import explain
-from paceline.launch.rank_folder import STOP_FILE, RankFolder
+from paceline.launch.ranks.folder import STOP_FILE, RankFolder
 from paceline.train.setup import run_rank
 
 #: Runs a rank: (spec, environment, stop flag) → record with the status "done" or "stopped".

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -59,21 +59,18 @@ class RankFolder:
 
     def pids(self) -> dict[int, int]:
         """Return the latest process ID of each local rank that has started."""
-        pids = {}
-        for file in self.path.glob("rank-*.start.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                local_rank = int(file.name.split("-")[1].partition(".")[0])
-                pids[local_rank] = int(json.loads(file.read_text())["pid"])
-        return pids
+        return {local_rank: int(start["pid"]) for local_rank, start in self._read_all("start")}
 
     def ended(self) -> dict[int, ExitRecord]:
         """Return how each local rank ended that has recorded it."""
-        ended = {}
-        for file in self.path.glob("rank-*.end.json"):
+        records = self._read_all("end")
+        return {local_rank: ExitRecord.from_json(record) for local_rank, record in records}
+
+    def _read_all(self, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        for file in self.path.glob(f"rank-*.{name}.json"):
             with contextlib.suppress(OSError, ValueError):
-                local_rank = int(file.name.split("-")[1].partition(".")[0])
-                ended[local_rank] = ExitRecord.from_json(json.loads(file.read_text()))
-        return ended
+                record = json.loads(file.read_text())
+                yield int(file.name.split("-")[1].partition(".")[0]), record
 
     def _file(self, local_rank: int, name: str) -> Path:
         return self.path / f"rank-{local_rank}.{name}.json"

@@ -9,7 +9,6 @@ several hosts use torch's elastic agent, see :mod:`paceline.cluster.elastic`.
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -17,25 +16,17 @@ import signal
 import socket
 import time
 from multiprocessing.process import BaseProcess
-from typing import Any, TypedDict
+from typing import Any
 
-from paceline.core.failures import ExitRecord
 from paceline.core.files import Scratch, write_atomic
 from paceline.core.processes import exit_text
-from paceline.distributed.environment import CONTINUE_KEY, LOST_KEY
-from paceline.launch.rank_folder import STOP_FILE, RankFolder
-from paceline.launch.worker import RunRank, worker_main
+from paceline.launch.ranks.folder import STOP_FILE, RankFolder
+from paceline.launch.ranks.tolerance import ExitTolerance, ToleratedExit, reason_of_exit
+from paceline.launch.ranks.worker import RunRank, worker_main
 
 #: How long the other ranks may take to report an error, finish a save and exit after a rank has
 #: failed.
 _GRACE_S = 4.0
-
-
-class LostRank(TypedDict):
-    """A rank that was lost while the others continue."""
-
-    pid: int | None
-    reason: str
 
 
 class RankProcesses:
@@ -46,7 +37,7 @@ class RankProcesses:
         spec: spec that is sent to each rank.
         store: store for the rendezvous of the ranks, served by this process.
         run_rank: function that each rank calls with ``spec``; default: train.
-        expendable: ranks that may exit without ending the others.
+        tolerated: ranks that may exit without ending the others.
     """
 
     def __init__(
@@ -55,16 +46,14 @@ class RankProcesses:
         num_ranks: int,
         store: Any,
         run_rank: RunRank | None = None,
-        expendable: frozenset[int] = frozenset(),
+        tolerated: frozenset[int] = frozenset(),
     ) -> None:
         self.num_ranks = num_ranks
-        self.expendable = expendable
+        self.tolerance = ExitTolerance(tolerated, store)
         self.store = store
         self._scratch = Scratch()
         self.folder = self._scratch.path
         self.records = RankFolder(self.folder)
-        # Ranks that were lost while the others continue.
-        self.lost_ranks: dict[int, LostRank] = {}
         self._failed_at: float | None = None
         self._lost: list[int] = []  # had exited without a record when the first failure was seen
         self._killed: set[int] = set()  # by this launcher
@@ -139,7 +128,7 @@ class RankProcesses:
             if process.exitcode is not None and rank not in self._killed
         ]
         recorded = self.records.ended()  # read now: a rank writes its record before it ends
-        return [rank for rank in ended if rank not in recorded and rank not in self.lost_ranks]
+        return [rank for rank in ended if rank not in recorded and rank not in self.tolerance.exits]
 
     def exit_text(self, rank: int) -> str:
         """Describe how a rank without a record ended, such as ``was killed by SIGKILL``."""
@@ -150,26 +139,19 @@ class RankProcesses:
         if self._failed_at is None:
             lost, records = self._lost_by_now(), self.records.ended()
             failed = [rank for rank, record in records.items() if record.status == "failed"]
-            ended = {*lost, *failed} - self.lost_ranks.keys()
-            if ended and not self._continue_without(sorted(ended), records):
+            ended = {*lost, *failed} - self.tolerance.exits.keys()
+            exits = {
+                rank: ToleratedExit(
+                    self.processes[rank].pid,
+                    reason_of_exit(self.exit_text(rank), records.get(rank)),
+                )
+                for rank in sorted(ended)
+            }
+            if exits and not self.tolerance.tolerate(exits):
                 self._failed_at = time.monotonic()
                 self._lost = lost
         elif time.monotonic() - self._failed_at > _GRACE_S:
             self.kill()
-
-    def _continue_without(self, ended: list[int], records: dict[int, ExitRecord]) -> bool:
-        """Let the other ranks continue without the ranks ``ended``. Return False if they cannot."""
-        lost = {*ended, *self.lost_ranks}
-        if not lost < self.expendable or not self.store.check([CONTINUE_KEY]):
-            return False
-        for rank in ended:
-            reason = self.exit_text(rank)
-            if rank in records:
-                text = records[rank].message.split(" To fix:")[0].rstrip(".")
-                reason = f"failed: {text}"
-            self.lost_ranks[rank] = {"pid": self.processes[rank].pid, "reason": reason}
-        self.store.set(LOST_KEY, json.dumps(self.lost_ranks))
-        return True
 
 
 def open_store() -> Any:
