@@ -23,11 +23,7 @@ from paceline.cluster.ranks import HostEntry, Round, enter_round
 from paceline.config.schema import Config
 from paceline.core.errors import EXIT_FAILED, EXIT_USAGE, PacelineError, RunError
 from paceline.core.events import Fault, MemoryFallbackEvent
-from paceline.core.failures import (
-    ExitRecord,
-    FailureKind,
-    classify_of_run,
-)
+from paceline.core.failures import ExitRecord, FailureKind, classify_of_run
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import host_name
 from paceline.distributed.environment import from_environment

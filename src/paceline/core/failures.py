@@ -94,7 +94,7 @@ class Failure:
     @property
     def is_permanent(self) -> bool:
         """Whether a restart would fail again. An unknown failure is neither."""
-        return self.kind not in _TRANSIENT and self.kind is not FailureKind.UNKNOWN
+        return not self.is_transient and self.kind is not FailureKind.UNKNOWN
 
     @property
     def is_consequence(self) -> bool:

@@ -203,10 +203,10 @@ class RestartPolicy:
         failure, max_restarts = failed.cause, self.config.recovery.max_restarts
         if failure.is_permanent:
             return ""
-        is_known = failure.is_transient
-        if not is_known and last_step is None:
+        is_unknown = failure.kind is FailureKind.UNKNOWN
+        if is_unknown and last_step is None:
             return ""  # a program that fails before its first step would fail again
-        if not is_known and _first_line(failed) == self.state["last_text"]:
+        if is_unknown and _first_line(failed) == self.state["last_text"]:
             return " It occurred again after a restart, so there is no further retry."
         restarts = self.state["restarts"]
         if restarts < max_restarts:
