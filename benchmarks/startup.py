@@ -153,7 +153,7 @@ def _roles(records: dict[int, list[dict[str, Any]]]) -> dict[int, str]:
         elif "process group" in calls:
             roles[pid] = f"rank process {num_ranks}"
             num_ranks += 1
-        elif any(line.get("module") == "paceline.launch.worker" for line in lines):
+        elif any(line.get("module") == "paceline.launch.ranks.worker" for line in lines):
             roles[pid] = "fork server"
     return roles
 

@@ -37,7 +37,7 @@ _PRELOADED = (
     "paceline.commands.plan",
     "paceline.commands.sft",
     "paceline.commands.verify",
-    "paceline.launch.worker",
+    "paceline.launch.ranks.worker",
     "paceline.strategies.ddp.strategy",
     "paceline.tasks.classify",
     "paceline.verify.worker",

@@ -28,7 +28,7 @@ PRELOADED = (
     "peft",
     "paceline.api",
     "paceline.cluster.member",
-    "paceline.launch.worker",
+    "paceline.launch.ranks.worker",
     "paceline.strategies.ddp.strategy",
     "paceline.tasks.language",
 )

@@ -24,7 +24,7 @@ CALLS: dict[str, dict[str, str]] = {
     "paceline.launch.fork_server": {"start_fork_server": "start the fork server"},
     "paceline.launch.plan": {"plan": "plan the run: devices, layout, data, sizes, checkpoint"},
     "paceline.data.text.prepare": {"prepare_tokens": "tokenize the data"},
-    "paceline.launch.rank_processes": {
+    "paceline.launch.ranks.processes": {
         "RankProcesses.start": "start the ranks (waits for the fork server)"
     },
     "paceline.distributed.communicator": {"init_communicator": "process group"},

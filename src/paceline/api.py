@@ -174,6 +174,7 @@ def _run_on_this_host(draft: Draft, recorder: NoticeRecorder, *, debug: bool) ->
 
     draft = plan(draft, first=find_devices)
     # These import torch, which takes seconds.
+    from paceline.core.failures import ExitRecord
     from paceline.launch.after_training.finish import finish_run
     from paceline.launch.local import LocalLauncher
     from paceline.launch.restart import RestartPolicy
@@ -181,7 +182,7 @@ def _run_on_this_host(draft: Draft, recorder: NoticeRecorder, *, debug: bool) ->
 
     config = draft.config
     if draft.finished is not None:
-        return result_of({"status": "finished", "report": draft.finished}, config, debug=debug)
+        return result_of(ExitRecord("finished", report=draft.finished), config, debug=debug)
     policy = RestartPolicy(config, draft.resume_from)
     spec = replace(make_spec(draft), notices=list(recorder.notices), launcher_pid=os.getpid())
     launcher = LocalLauncher(spec, spec.layout.num_processes, follow=policy.follow)

@@ -344,7 +344,7 @@ def run_spec(env: RankEnv, spec: RunSpec, other: Path | None, kill_at: int | Non
     )
     if kill_at is not None and env.rank == env.world_size - 1:
         threading.Thread(target=kill_after, args=(root, kill_at), daemon=True).start()
-    return str(run_rank(spec, env, StopFlag())["status"])
+    return run_rank(spec, env, StopFlag()).status
 
 
 def kill_after(root: Path, step: int) -> None:

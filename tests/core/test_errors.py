@@ -8,11 +8,11 @@ from paceline.core.errors import (
     ConfigError,
     FaultError,
     PacelineError,
-    ReportedError,
     RunError,
     StoppedError,
     nearest,
 )
+from paceline.core.failures import ReportedError
 from paceline.core.formatting import counted
 
 

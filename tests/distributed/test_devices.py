@@ -14,6 +14,7 @@ from paceline.distributed.devices import (
     container_cores,
     cpu_cores,
 )
+from paceline.parallel.registry import uses_one_device
 
 
 def notice_text(chosen: devices.Devices) -> str:
@@ -22,7 +23,7 @@ def notice_text(chosen: devices.Devices) -> str:
 
 def expect_config_error(parallel: Parallel, num_launched: int | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        choose_devices(parallel, num_launched)
+        choose_devices(parallel, num_launched, uses_one_device(parallel))
     return str(caught.value)
 
 
@@ -84,7 +85,8 @@ def test_rejects_gpus_that_are_missing() -> None:
 
 
 def test_single_uses_one_device() -> None:
-    assert choose_devices(Parallel(device="cpu", mode="single")).count == 1
+    parallel = Parallel(device="cpu", mode="single")
+    assert choose_devices(parallel, single_device=uses_one_device(parallel)).count == 1
     assert (
         "is not supported with `parallel.mode: single`: it trains on one device"
         in expect_config_error(Parallel(device="cpu", mode="single", num_gpus=2))
@@ -101,7 +103,8 @@ def test_uses_all_visible_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> No
         "4 of 4 visible (CUDA_VISIBLE_DEVICES='0,1,2,3'): cuda:0 Card 0, cuda:1 Card 1"
         in notice_text(chosen)
     )
-    assert choose_devices(Parallel(mode="single")).count == 1
+    single = Parallel(mode="single")
+    assert choose_devices(single, single_device=uses_one_device(single)).count == 1
     chosen_three = choose_devices(Parallel(device="cuda", num_gpus=3))
     assert (chosen_three.count, chosen_three.names) == (3, ["Card 0", "Card 1", "Card 2"])
     assert "3 of 4 visible" in notice_text(chosen_three)

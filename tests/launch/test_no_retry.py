@@ -10,11 +10,12 @@ import torch
 from commands import events, run
 
 from paceline.config.schema import Config
-from paceline.core.errors import RunError
+from paceline.core.errors import ConfigError, FaultError, RunError, SaveError
 from paceline.core.event_log import EventLog
+from paceline.core.failures import ExitRecord, FailureKind, FailureScope
 from paceline.distributed.environment import RankEnv
+from paceline.launch.ranks.worker import run_guarded
 from paceline.launch.restart import RestartPolicy
-from paceline.launch.worker import run_guarded
 
 TASK = """
 import pathlib
@@ -41,10 +42,10 @@ class Breaks(paceline.Task):
 """
 
 
-def make_outcome(error: BaseException) -> dict[str, Any]:
-    """Return the outcome of a rank that raises this error."""
+def fail_with(error: BaseException) -> ExitRecord:
+    """Return the record of a rank that raises this error."""
 
-    def fail(job: Any, env: RankEnv, stop: Any) -> dict[str, Any]:
+    def fail(job: Any, env: RankEnv, stop: Any) -> ExitRecord:
         raise error
 
     class Job:
@@ -112,38 +113,48 @@ UNKNOWN_ERRORS = [
     "error", DETERMINISTIC_ERRORS, ids=lambda error: str(error)[:40] or type(error).__name__
 )
 def test_deterministic_errors_are_not_faults(error: BaseException) -> None:
-    outcome = make_outcome(error)
-    assert (outcome["fault"], outcome["repeats"]) == (False, True)
+    failure = fail_with(error).cause
+    is_memory = "alloc" in str(error).lower() or "out of memory" in str(error)
+    is_memory = is_memory or isinstance(error, MemoryError)
+    assert failure.kind is (FailureKind.MEMORY if is_memory else FailureKind.PROGRAM)
+    assert (failure.is_permanent, failure.ranks) == (True, (0,))
 
 
 def test_connection_and_unknown_errors_may_be_faults() -> None:
-    assert [make_outcome(error)["fault"] for error in CONNECTION_ERRORS] == [True] * len(
-        CONNECTION_ERRORS
-    )
-    assert [make_outcome(error)["fault"] for error in UNKNOWN_ERRORS] == [None] * len(
+    assert [fail_with(error).cause.kind for error in CONNECTION_ERRORS] == [
+        FailureKind.CLOSED, FailureKind.FAULT, FailureKind.FAULT, FailureKind.TIMEOUT,
+    ]  # fmt: skip
+    assert all(fail_with(error).cause.is_transient for error in CONNECTION_ERRORS)
+    assert [fail_with(error).cause.kind for error in UNKNOWN_ERRORS] == [FailureKind.UNKNOWN] * len(
         UNKNOWN_ERRORS
     )
-    assert not any(
-        make_outcome(error).get("repeats")
-        for error in [*CONNECTION_ERRORS, *UNKNOWN_ERRORS, RunError("explains itself")]
-    )
 
 
-def evaluate_outcomes(
-    folder: Path, outcomes: list[dict[str, Any]], step: int | None
+def test_own_errors_explain_themselves() -> None:
+    assert fail_with(RunError("explains itself")).cause.kind is FailureKind.EXPLAINED
+    refused = fail_with(ConfigError("not allowed"))
+    assert (refused.cause.kind, refused.exit_code) == (FailureKind.USAGE, 2)
+    hang = fail_with(FaultError("ranks 2 and 3 hang: timed out", ranks=[2, 3])).cause
+    assert (hang.ranks, hang.scope) == ((2, 3), FailureScope.RUN)
+    assert (hang.is_transient, hang.is_consequence) == (True, False)
+    assert fail_with(SaveError("rank 1 cannot save")).cause.scope is FailureScope.EVERY_RANK
+
+
+def evaluate_failures(
+    folder: Path, failures: list[ExitRecord], step: int | None
 ) -> list[tuple[bool, str]]:
-    """Return (whether the ranks are restarted, the message) for each outcome of a run whose event
+    """Return (whether the ranks are restarted, the message) for each failure of a run whose event
     log ends at ``step``."""
     policy = RestartPolicy(Config(model="m", dataset="d", output_dir=str(folder)), None)
     results = []
     folder.mkdir()
-    for outcome in outcomes:
+    for failed in failures:
         log = EventLog(folder / "events.jsonl")
         if step is not None:
             log.emit({"type": "step", "step": step})
         log.close()
-        fault, reported = policy.evaluate(outcome)
-        results.append((fault is not None, reported["text"]))
+        fault, reported = policy.evaluate(failed)
+        results.append((fault is not None, reported.message))
     return results
 
 
@@ -152,20 +163,20 @@ def test_retry_and_advice_after_error(tmp_path: Path) -> None:
         "run the same command again",
         "Repeating the command would fail in the same way",
     )
-    ((retried, text),) = evaluate_outcomes(
-        tmp_path / "wrong", [make_outcome(DETERMINISTIC_ERRORS[0])], step=3
+    ((retried, text),) = evaluate_failures(
+        tmp_path / "wrong", [fail_with(DETERMINISTIC_ERRORS[0])], step=3
     )
     assert (retried, advice in text, no_retry in text) == (False, False, True)
-    first, second = evaluate_outcomes(
-        tmp_path / "unknown", [make_outcome(UNKNOWN_ERRORS[0])] * 2, step=3
+    first, second = evaluate_failures(
+        tmp_path / "unknown", [fail_with(UNKNOWN_ERRORS[0])] * 2, step=3
     )
     assert first[0]
     assert (second[0], advice in second[1], no_retry in second[1]) == (False, False, True)
-    ((retried, text),) = evaluate_outcomes(
-        tmp_path / "early", [make_outcome(UNKNOWN_ERRORS[0])], step=None
+    ((retried, text),) = evaluate_failures(
+        tmp_path / "early", [fail_with(UNKNOWN_ERRORS[0])], step=None
     )
     assert (retried, advice in text, no_retry in text) == (False, False, True)
-    assert evaluate_outcomes(tmp_path / "link", [make_outcome(CONNECTION_ERRORS[0])], step=3)[0][0]
+    assert evaluate_failures(tmp_path / "link", [fail_with(CONNECTION_ERRORS[0])], step=3)[0][0]
 
 
 @pytest.mark.slow

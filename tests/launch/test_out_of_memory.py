@@ -10,8 +10,9 @@ from commands import run
 
 from paceline.config.schema import Config
 from paceline.core.errors import OutOfMemory
+from paceline.core.failures import requested_size
 from paceline.launch.out_of_memory import explain
-from paceline.observe.out_of_memory import out_of_memory, requested_size
+from paceline.observe.out_of_memory import out_of_memory
 from paceline.parallel.registry import layout
 from paceline.planner.machine.local import local_machine
 from paceline.train.run_spec import RunSpec

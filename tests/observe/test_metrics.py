@@ -130,7 +130,7 @@ def test_traffic_is_mean_since_last_step_event() -> None:
 
 
 def test_traffic_of_parameter_server_is_counted_between_events() -> None:
-    world, metrics = _single_rank(serves=True)
+    world, metrics = _single_rank(sends_between_steps=True)
     for _ in range(2):
         _send(world, metrics, during_step=10, after_step=90, name="pull")
     assert metrics.gather(0.0)["traffic"] == {"pull": 100}

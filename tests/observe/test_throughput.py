@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.config.schema import Config
-from paceline.core.events import PeakRate
+from paceline.core.report import PeakRate
 from paceline.observe.throughput import mean_peak, model_flops
 from paceline.planner.devices import peak_rate
 

@@ -33,14 +33,15 @@ RUN_PATH = (
     "api.py", "launch/passes/draft.py", "launch/local.py", "launch/passes/checkpoint.py",
     "launch/passes/data.py", "launch/passes/devices.py", "launch/passes/early.py",
     "launch/passes/layout.py", "launch/passes/sizes.py", "launch/plan.py", "launch/results.py",
-    "launch/rank_pool.py", "launch/worker.py", "train/setup.py", "train/trainer.py",
+    "launch/rank_pool.py", "launch/ranks/worker.py", "train/setup.py", "train/trainer.py",
 )  # fmt: skip
 #: Records whose fields are other records.
 WHOLES = {"Draft", "RunSpec"}
-#: Records in these modules' signatures that describe a single thing on the way, not the run.
+#: Records in these modules' signatures that describe a single thing on the way, or how a rank
+#: ended, not the run.
 DETAILS = {
-    "LossSpike", "MicroBatch", "Notice", "ParallelDims", "Requests", "RollbackTarget",
-    "StrategySpec",
+    "ExitRecord", "Failure", "LossSpike", "MicroBatch", "Notice", "ParallelDims", "Requests",
+    "RollbackTarget", "StrategySpec",
 }  # fmt: skip
 #: Parts of messages of torch, Gloo, NCCL and operating systems about lost peers and devices.
 _FOREIGN_ERROR = re.compile(

@@ -14,6 +14,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.loader_process import LoaderOptions
 from paceline.distributed.communicator import Communicator
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.progress import PROGRESS
 from paceline.models.recommend import (
     ClickModel,
@@ -22,6 +23,7 @@ from paceline.models.recommend import (
     load_recommender,
     tables_without_values,
 )
+from paceline.parallel.registry import check_strategy
 from paceline.strategies.ddp.strategy import DDPStrategy
 from paceline.tasks import load_task
 from paceline.tasks.base import Task
@@ -149,8 +151,6 @@ def test_auc_over_ranks_matches_full_dataset(world_size: int, mode: str) -> None
     [
         ({"lora": {"enable": True}}, "lora.enable"),
         ({"model": "builtin:small-cnn"}, "not a click model"),
-        ({"parallel": {"mode": "pipeline"}}, "are not supported with `task: recommend`"),
-        ({"parallel": {"tensor": 2}}, "are not supported with `task: recommend`"),
         ({"dataset": "log.csv"}, "recommend.sparse_features"),
         ({"dataset": ["builtin:clicks", "builtin:clicks"]}, "several sources"),
         ({"dataset": "log.csv", "recommend": {"sparse_features": ["label"]}}, "more than once"),
@@ -163,6 +163,22 @@ def test_auc_over_ranks_matches_full_dataset(world_size: int, mode: str) -> None
 def test_rejects_invalid_settings(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_task(make_config(**keys)).check()
+
+
+@pytest.mark.parametrize(
+    ("mode", "dims"),
+    [
+        ("pipeline", ParallelDims()),
+        ("tensor", ParallelDims(tensor=2)),
+        ("hybrid", ParallelDims(data=2, tensor=2)),
+        ("hybrid", ParallelDims(pipeline=2)),
+    ],
+)
+def test_rejects_modes_that_divide_layers(mode: str, dims: ParallelDims) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_strategy(mode, make_config(), dims)
+    assert "no sequence of layers to split" in caught.value.what
+    check_strategy("hybrid", make_config(), ParallelDims(shard=2))
 
 
 def test_warns_about_settings_without_effect() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.checkpoint import transfer, writer
-from paceline.checkpoint.format import CheckpointMeta
+from paceline.checkpoint.format import CheckpointMeta, name_of
 from paceline.checkpoint.remote import CheckpointStore, ClaimLostError
 from paceline.checkpoint.store import prune_after
 from paceline.core.errors import RunError, SaveError
@@ -154,8 +154,12 @@ class PendingSave:
         best_steps = self.manager.best_steps
         self.warnings += prune_after(self.saved, self.step, keep, self.superseded, best_steps)
 
-    def leader_lost(self) -> RunError:
-        """Return the error to report if the leader was lost before it committed the checkpoint."""
+    def check_commit(self) -> RunError | None:
+        """Return the error to report if the leader has ended before it committed the checkpoint,
+        so that another rank leads now; otherwise None."""
+        has_ended = self.manager.world.first != self.leader
+        if not has_ended or (self.manager.folder / name_of(self.step)).is_dir():
+            return None
         return self._not_written(f"rank {self.leader}, which was to commit it, has ended")
 
     def fail(self, reason: str) -> None:

@@ -280,8 +280,7 @@ class CheckpointManager:
             with rank_zero_phase(self.world, f"writing the checkpoint of step {step}"):
                 save.run(PROGRESS.tick)
         failure = self._agree(save.error)
-        if failure is None and save.leader in self.world.lost and not self._is_committed(step):
-            failure = save.leader_lost()
+        failure = failure or save.check_commit()
         save.blocked_s = time.perf_counter() - start
         if failure is None:
             self.last_step, self._error = step, None
@@ -304,9 +303,6 @@ class CheckpointManager:
         with uncounted():
             return self.world.broadcast_object(error)
 
-    def _is_committed(self, step: int) -> bool:
-        return (self.folder / name_of(step)).is_dir()
-
     def finish_on_all_ranks(self) -> None:
         """Join the background save, if there is one, on every rank. A collective."""
         with rank_zero_phase(self.world, "writing the previous checkpoint"):
@@ -322,9 +318,8 @@ class CheckpointManager:
         save.join()
         waited_s = time.perf_counter() - start if wait else 0.0
         save.blocked_s += waited_s
-        is_new_leader = self.world.is_rank_zero and not save.is_leader
-        if is_new_leader and not self._is_committed(save.step):
-            save.error = save.leader_lost()
+        if self.world.is_rank_zero:
+            save.error = save.check_commit() or save.error
         self._pending, self._error = None, save.error
         self._pause_needed = save.error is not None and (
             self.pause or isinstance(save.error, ClaimLostError)

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,20 +19,14 @@ from paceline.cluster.elastic_worker import ElasticWorkerTask, Target, worker_ma
 from paceline.cluster.endpoint import Endpoint, EndpointStore, EndpointWatch, check_endpoint
 from paceline.cluster.failures import AgentFolder
 from paceline.config.schema import Config
-from paceline.core.errors import (
-    EXIT_FAILED,
-    EXIT_USAGE,
-    Outcome,
-    RunError,
-    failed_outcome,
-    first_line,
-)
+from paceline.core.errors import RunError, first_line
+from paceline.core.failures import ExitRecord, FailureKind
 from paceline.core.files import Scratch, write_atomic
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import hidden_main, pid_alive
 from paceline.distributed.environment import scheduled_host
 from paceline.launch.local import SignalForwarder, stop_code
-from paceline.launch.worker import STOP_FILE
+from paceline.launch.ranks.folder import STOP_FILE
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -75,7 +70,7 @@ class HostAgent:
         self._store = EndpointStore(config)
         check_endpoint(config.parallel)
 
-    def run(self) -> Outcome:
+    def run(self) -> ExitRecord:
         """Run until the run has ended on all hosts. Leaves no processes and no temporary files."""
         # Otherwise the store of the remaining hosts is not published again to a host that joins
         # after a restart (torch 2.13).
@@ -84,7 +79,7 @@ class HostAgent:
         with Scratch() as folder, hidden_main(), self.signals:
             return self._run_until_stopped(folder)
 
-    def _run_until_stopped(self, folder: Path) -> Outcome:
+    def _run_until_stopped(self, folder: Path) -> ExitRecord:
         workers = WorkerProcesses(folder)
         with self.signals.to(workers):
             watch = ExitWatch(AgentFolder(folder))
@@ -92,17 +87,13 @@ class HostAgent:
                 return self._run(folder)
             except StoppedWithoutWorkers:
                 assert self.signals.number is not None
-                return {
-                    "status": "stopped",
-                    "exit_code": stop_code(self.signals.number),
-                    "report": None,
-                }
+                return ExitRecord("stopped", stop_code(self.signals.number))
             finally:
                 self._store.close()
                 watch.close()
                 workers.kill(wait_s=2.0)
 
-    def _run(self, folder: Path) -> Outcome:
+    def _run(self, folder: Path) -> ExitRecord:
         """Join the rendezvous, and join it again whenever its store was lost, until the run ends or
         a time limit is reached."""
         from torch.distributed import DistError
@@ -133,7 +124,7 @@ class HostAgent:
             except (RendezvousError, DistError, ConnectionError) as error:
                 last_error = first_line(error)
                 if type(error).__name__ == "RendezvousClosedError":
-                    return failed_outcome(
+                    return ExitRecord.of_run(
                         f"the run at {endpoint} has already ended: hosts can no longer join it"
                     )
                 if type(error).__name__ == "RendezvousTimeoutError":
@@ -153,7 +144,7 @@ class HostAgent:
             time.sleep(_BACK_OFF_S[min(attempt, len(_BACK_OFF_S) - 1)])
             attempt += 1
 
-    def _launch(self, endpoint: Endpoint, folder: Path, join_timeout_s: int) -> Outcome:
+    def _launch(self, endpoint: Endpoint, folder: Path, join_timeout_s: int) -> ExitRecord:
         """Join the rendezvous once, and run the ranks of this host until the run ends."""
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import elastic_launch
@@ -175,13 +166,13 @@ class HostAgent:
         launch = self._launch_config(endpoint, folder, join_timeout_s)
         try:
             with EndpointWatch(endpoint):
-                outcomes = elastic_launch(launch, worker_main)(task)
+                records = elastic_launch(launch, worker_main)(task)
         except ChildFailedError as error:
-            return failed_outcome(f"the ranks of this host failed: {error}")
-        outcome: Outcome = outcomes[min(outcomes)]
-        if outcome["status"] == "stopped" and self.signals.number is not None:
-            outcome["exit_code"] = stop_code(self.signals.number)
-        return outcome
+            return ExitRecord.of_run(f"the ranks of this host failed: {error}")
+        ended: ExitRecord = records[min(records)]
+        if ended.status == "stopped" and self.signals.number is not None:
+            return replace(ended, exit_code=stop_code(self.signals.number))
+        return ended
 
     def _launch_config(self, endpoint: Endpoint, folder: Path, join_timeout_s: int) -> LaunchConfig:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -220,17 +211,18 @@ class HostAgent:
             shutdown_timeout=_SHUTDOWN_S,
         )
 
-    def _timed_out(self, limit_s: float, is_first: bool, problem: str) -> Outcome:
+    def _timed_out(self, limit_s: float, is_first: bool, problem: str) -> ExitRecord:
         min_hosts, max_hosts = self.config.parallel.hosts
         count = f"{min_hosts}" if min_hosts == max_hosts else f"{min_hosts} to {max_hosts}"
         # A scheduler may start hosts late, which is not an error in the config. The exit code is
         # then not EXIT_USAGE, which would prevent the job from being retried.
-        return failed_outcome(
+        is_usage = is_first and scheduled_host() is None
+        return ExitRecord.of_run(
             f"{count} hosts did not join the rendezvous at"
             f" {self.config.parallel.rdzv_endpoint} within {limit_s:.0f} s ({problem}). To fix:"
             " start the same command on every host; check `parallel.rdzv_endpoint`, and that no"
             " firewall blocks its port; or lower `parallel.nnodes`",
-            EXIT_USAGE if is_first and scheduled_host() is None else EXIT_FAILED,
+            FailureKind.USAGE if is_usage else FailureKind.UNKNOWN,
         )
 
 

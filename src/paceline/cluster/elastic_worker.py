@@ -7,22 +7,23 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.cluster.failures import AgentFolder
 from paceline.cluster.rounds import Membership, join_round
-from paceline.core.errors import EXIT_FAILED, Outcome, RunError, failed_outcome
+from paceline.core.errors import EXIT_FAILED, RunError
+from paceline.core.failures import ExitRecord, FailureKind, classify
 from paceline.core.log import configure_logging
 from paceline.core.processes import end_with_starter
 from paceline.core.stop import StopFlag
-from paceline.launch.worker import STOP_FILE, describe
+from paceline.launch.ranks.folder import STOP_FILE
 
 logger = logging.getLogger(__name__)
 
-#: Runs a worker: (payload, its membership in the round, stop flag) → outcome.
-Target = Callable[[Any, Membership, StopFlag], Outcome]
+#: Runs a worker: (payload, its membership in the round, stop flag) → how it ended.
+Target = Callable[[Any, Membership, StopFlag], ExitRecord]
 
 _JOIN_ATTEMPTS = 5
 
@@ -39,26 +40,26 @@ class ElasticWorkerTask:
     environment: dict[str, str]
 
 
-def worker_main(task: ElasticWorkerTask) -> Outcome:
-    """Run a worker and return its outcome. After a failure that a restart may solve, exit with an
+def worker_main(task: ElasticWorkerTask) -> ExitRecord:
+    """Run a worker and return how it ended. After a failure that a restart may solve, exit with an
     error instead, so that the agents of all hosts start a new round."""
     configure_logging()
     end_with_starter()
     os.setpgid(0, 0)  # so that Ctrl-C reaches only the agent, which forwards it once
     os.environ.update(task.environment)
     try:
-        outcome = _run(task)
+        ended = _run(task)
     except Exception as error:  # a bug in Paceline, which the agent would retry forever
-        outcome = _not_joined(AgentFolder(Path(task.folder)), error)
+        ended = _not_joined(AgentFolder(Path(task.folder)), error)
     sys.stdout.flush()
     sys.stderr.flush()
-    if outcome is None:
+    if ended is None:
         os._exit(EXIT_FAILED)  # immediately, because the other ranks wait until this one ends
-    return outcome
+    return ended
 
 
-def _run(task: ElasticWorkerTask) -> Outcome | None:
-    """Return the outcome for the agent, or None if a new round follows."""
+def _run(task: ElasticWorkerTask) -> ExitRecord | None:
+    """Return how the worker ended, for the agent, or None if a new round follows."""
     from torch.distributed import DistError
 
     agent, folder = multiprocessing.parent_process(), AgentFolder(Path(task.folder))
@@ -77,8 +78,8 @@ def _run(task: ElasticWorkerTask) -> Outcome | None:
     folder.write_state({"not_joined": 0})
     stop.fail = member.fail
     try:
-        outcome = task.target(task.payload, member, stop)
-        if outcome["status"] == "stopped":
+        ended = task.target(task.payload, member, stop)
+        if ended.status == "stopped":
             # If the user stopped the run on one host, all hosts end. Otherwise a host has joined,
             # and a new round follows.
             stopped_by_user = any(
@@ -87,32 +88,30 @@ def _run(task: ElasticWorkerTask) -> Outcome | None:
         member.round.leave()
     except (DistError, ConnectionError) as error:
         # A rank exited before the process group was created.
-        outcome = {
-            **failed_outcome(describe(error)),
-            "fault": True,
-            "traceback": traceback.format_exc(),
-        }
+        failure = replace(classify(error, member.round.env.rank), kind=FailureKind.CLOSED)
+        ended = ExitRecord.failed(failure, traceback=traceback.format_exc())
     except Exception as error:  # a bug in Paceline: all ranks end with it in the next round
-        outcome = {**failed_outcome(describe(error)), "traceback": traceback.format_exc()}
-        member.end({**outcome, "is_final": True})
+        failure = replace(classify(error, member.round.env.rank), kind=FailureKind.UNKNOWN)
+        ended = ExitRecord.failed(failure, traceback=traceback.format_exc(), is_final=True)
+        member.end(ended)
         return None
-    if (outcome["status"] == "stopped" and not stopped_by_user) or (
-        outcome["status"] == "failed" and not outcome.get("is_final")
+    if (ended.status == "stopped" and not stopped_by_user) or (
+        ended.status == "failed" and not ended.is_final
     ):
-        member.end(outcome)
+        member.end(ended)
         return None
-    return outcome
+    return ended
 
 
-def _not_joined(folder: AgentFolder, error: Exception) -> Outcome | None:
+def _not_joined(folder: AgentFolder, error: Exception) -> ExitRecord | None:
     """Handle a round whose ranks could not connect to each other. Return None to retry, or the
-    outcome after several such rounds in a row."""
+    failure after several such rounds in a row."""
     failures = int(folder.read_state().get("not_joined", 0)) + 1
     folder.write_state({"not_joined": failures})
-    text = error.paragraph() if isinstance(error, RunError) else describe(error)
+    failure = replace(classify(error), kind=FailureKind.UNKNOWN)
     if failures < _JOIN_ATTEMPTS:
         logger.warning(
-            "%s. Starting a new round (attempt %d of %d)", text, failures, _JOIN_ATTEMPTS
+            "%s. Starting a new round (attempt %d of %d)", failure.text, failures, _JOIN_ATTEMPTS
         )
         return None
-    return failed_outcome(text)
+    return ExitRecord.failed(failure)

@@ -10,43 +10,25 @@ host that is missing was lost.
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
-from paceline.core.errors import Outcome, failed_outcome
+from paceline.core.failures import ExitRecord, first_cause
 from paceline.core.files import write_json_atomic
 from paceline.core.processes import exit_text, pid_alive
+from paceline.launch.ranks.folder import RankFolder, StartRecord
 from paceline.launch.restart import PolicyState
 from paceline.planner.search.trials import Setting
 
-#: Messages with which Gloo, NCCL and torch's stores report that a peer has exited.
-_PEER_CLOSED = re.compile(
-    r"connection (closed|reset|refused|was likely closed)|broken pipe|timed? ?out|remote process"
-    r" exited|DistNetworkError|"
-    r"failed to recv|store.*(closed|unreachable)|NCCL communicator was aborted|recvValue"
-    r" failed|sendBytes failed",
-    re.IGNORECASE,
-)
 
-
-class StartRecord(TypedDict):
-    """Written when a rank starts. ``time`` is in seconds since the epoch."""
-
-    rank: int
-    host: str
-    pid: int
-    time: float
-
-
-class ExitRecord(TypedDict):
+class ExitCode(TypedDict):
     """Written by the agent when a rank exits. ``code`` is None if it could not be read."""
 
     pid: int
@@ -61,12 +43,13 @@ class TerminatedRecord(TypedDict):
 
 
 class Record(TypedDict, total=False):
-    """The records of a rank in the previous round."""
+    """The records of a rank in the previous round. ``end``: an
+    :class:`~paceline.core.failures.ExitRecord` as JSON."""
 
     start: StartRecord
-    end: Outcome
+    end: dict[str, Any]
     terminated: TerminatedRecord
-    exit: ExitRecord
+    exit: ExitCode
 
 
 class MemoryRecord(TypedDict):
@@ -96,15 +79,8 @@ class AgentState(TypedDict, total=False):
     not_joined: int
 
 
-RecordPart = StartRecord | Outcome | TerminatedRecord | ExitRecord
-
-
-class AgentFolder:
+class AgentFolder(RankFolder):
     """The folder to which the ranks of one agent write records for the next round."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def take(self, local_rank: int) -> Record:
         """Return and remove the records of the rank with this local rank in the previous round."""
@@ -115,20 +91,6 @@ class AgentFolder:
                 record[name] = json.loads(file.read_text())
             file.unlink(missing_ok=True)
         return cast(Record, record)
-
-    def write(self, local_rank: int, name: str, content: RecordPart) -> None:
-        """Write the record ``name``: start, end, terminated or exit. A full disk is ignored."""
-        with contextlib.suppress(OSError):
-            write_json_atomic(self._file(local_rank, name), content)
-
-    def pids(self) -> dict[int, int]:
-        """Return the latest process ID of each local rank."""
-        pids = {}
-        for file in self.path.glob("rank-*.start.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                local_rank = int(file.name.split("-")[1].partition(".")[0])
-                pids[local_rank] = int(json.loads(file.read_text())["pid"])
-        return pids
 
     def read_state(self) -> AgentState:
         """Return the state that :meth:`write_state` has written in earlier rounds."""
@@ -141,9 +103,6 @@ class AgentFolder:
         """Add ``entries`` to the state."""
         with contextlib.suppress(OSError):
             write_json_atomic(self.path / "state.json", {**self.read_state(), **entries})
-
-    def _file(self, local_rank: int, name: str) -> Path:
-        return self.path / f"rank-{local_rank}.{name}.json"
 
 
 def folder_of_agent(call: int = 0) -> AgentFolder:
@@ -187,27 +146,9 @@ def watch_termination(folder: AgentFolder, local_rank: int) -> None:
     threading.Thread(target=read, name="termination-record", daemon=True).start()
 
 
-def is_secondary(outcome: Outcome) -> bool:
-    """Return whether an outcome only reports that a peer has exited."""
-    return outcome.get("of_all") is not True and bool(
-        _PEER_CLOSED.search(str(outcome.get("text", "")))
-    )
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A failure in the previous round. ``outcome`` is passed to the restart policy and has the form
-    of :func:`paceline.launch.local.outcome_of`."""
-
-    ranks: list[int]
-    host: str
-    time: float | None
-    outcome: Outcome
-
-
 def first_failure(
     records: Sequence[Record], hosts: Sequence[str], previous_hosts: Sequence[str]
-) -> Failure | None:
+) -> ExitRecord | None:
     """Return the failure that ended the previous round, or None if it ended because a host joined
     or if this is the first round.
 
@@ -218,46 +159,25 @@ def first_failure(
     """
     recorded = [record for record in records if "start" in record]
     failures = [failure for record in recorded if (failure := failure_of(record)) is not None]
-    primary = [failure for failure in failures if not failure.outcome.get("secondary")]
     known_ranks = {record["start"]["rank"] for record in recorded}
     for host in dict.fromkeys(previous_hosts):
         ranks = [rank for rank, name in enumerate(previous_hosts) if name == host]
         if not known_ranks.intersection(ranks):
-            primary.append(_lost_host(host, ranks, came_back=host in hosts))
-    candidates = primary or failures
-    # Prefer a failure that a rank reports about all ranks, then failures of unknown time (a killed
-    # process cannot record it), then the earliest one.
-    return min(
-        candidates,
-        key=lambda failure: (
-            not failure.outcome.get("of_all"),
-            failure.time is not None,
-            failure.time or 0.0,
-        ),
-        default=None,
-    )
+            failures.append(_lost_host(host, ranks, came_back=host in hosts))
+    return first_cause(failures)
 
 
-def failure_of(record: Record) -> Failure | None:
-    """Return the failure of the rank that wrote a record, or None if the rank did not fail."""
-    start, end, exit_ = record["start"], record.get("end"), record.get("exit")
+def failure_of(record: Record) -> ExitRecord | None:
+    """Return how the rank that wrote a record failed, or None if the rank did not fail."""
+    start, exit_ = record["start"], record.get("exit")
     if exit_ is not None and exit_["pid"] != start["pid"]:
         exit_ = None
     rank, host = int(start["rank"]), str(start["host"])
-    if end is not None:
-        if end["status"] != "failed":
+    if "end" in record:
+        ended = ExitRecord.from_json(record["end"]).named(f"rank {rank} on host {host}")
+        if ended.status != "failed":
             return None
-        ranks = end.get("blamed") or [rank]
-        is_of_run = end["exit_code"] == 2 or end.get("of_all") or end.get("every_rank")
-        text = end["text"] if is_of_run else f"rank {rank} on host {host} failed. {end['text']}"
-        outcome: Outcome = {
-            **end,
-            "text": text,
-            "ranks": ranks,
-            "hosts": [host],
-            "secondary": is_secondary(end),
-        }
-        return Failure(ranks, host, float(end["time"]), outcome)
+        return replace(ended, failure=replace(ended.cause, hosts=(host,)))
     ended_at = None if exit_ is None else float(exit_["time"])
     terminated = record.get("terminated")
     if terminated is not None and (ended_at is None or ended_at > float(terminated["time"])):
@@ -265,21 +185,10 @@ def failure_of(record: Record) -> Failure | None:
     code = None if exit_ is None else exit_["code"]
     text = exit_text(code) if code else "was killed: it left no message"
     reason = f"rank {rank} on host {host} (process {start['pid']}) {text}"
-    return Failure([rank], host, ended_at, _fault(reason, [rank], host))
+    return ExitRecord.killed([rank], [host], reason, ended_at)
 
 
-def _lost_host(host: str, ranks: list[int], came_back: bool) -> Failure:
+def _lost_host(host: str, ranks: Sequence[int], came_back: bool) -> ExitRecord:
     name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     reason = f"host {host} with {name} was lost{' and has come back' if came_back else ''}"
-    return Failure(ranks, host, None, _fault(reason, ranks, host))
-
-
-def _fault(reason: str, ranks: list[int], host: str) -> Outcome:
-    return {
-        **failed_outcome(f"{reason}. The other ranks were stopped."),
-        "fault": True,
-        "ranks": ranks,
-        "hosts": [host],
-        "reason": reason,
-        "gone": True,
-    }
+    return ExitRecord.killed(ranks, [host], reason)

@@ -19,19 +19,20 @@ from typing import Any, TypedDict
 
 from pydantic import JsonValue
 
-from paceline.cluster.failures import AgentFolder, Failure, MemoryRecord, folder_of_agent
+from paceline.cluster.failures import AgentFolder, MemoryRecord, folder_of_agent
 from paceline.cluster.rounds import (
     Membership,
     agree,
-    config_problem,
     follow,
     join_round,
     next_call,
+    problem_of,
 )
 from paceline.config.chosen import open_settings, values_of
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
-from paceline.core.errors import Outcome, PacelineError
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.failures import ExitRecord
 from paceline.core.files import Scratch
 from paceline.core.log import (
     configure_logging,
@@ -84,16 +85,16 @@ class RunRequest:
 
 
 class _Rejected(Exception):
-    """Raised on all ranks to end the run with ``outcome``."""
+    """Raised on all ranks to end the run as ``record`` says."""
 
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome["text"])
-        self.outcome = outcome
+    def __init__(self, record: ExitRecord) -> None:
+        super().__init__(record.message)
+        self.record = record
 
 
-def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Outcome:
+def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> ExitRecord:
     """Continue from the previous round, agree on a plan with the other ranks, and train."""
-    from paceline.launch.worker import run_guarded
+    from paceline.launch.ranks.worker import run_guarded
 
     if member.round.is_first:
         configure_logging()
@@ -117,9 +118,9 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
                 log_notices(logger, draft.loaded.notices)
                 planned, sees_folder = _plan_together(draft, member, stack)
         except _Rejected as rejected:
-            return rejected.outcome
+            return rejected.record
         if planned.finished is not None:
-            return {"status": "finished", "exit_code": 0, "report": planned.finished}
+            return ExitRecord("finished", report=planned.finished)
         spec = replace(
             make_spec(planned),
             notices=list(recorder.notices),
@@ -211,7 +212,7 @@ def _on_all_ranks(member: Membership, name: str, action: Callable[[], Any]) -> A
     try:
         result = action()
     except PacelineError as error:
-        problem = config_problem(error.paragraph(), error.exit_code)
+        problem = problem_of(error)
     agreed = agree(member, name, problem)
     if agreed is not None:
         raise _Rejected(agreed)
@@ -269,7 +270,7 @@ def _compare(round_: Any, name: str, values: dict[str, JsonValue]) -> None:
     for rank, rank_values in enumerate(by_rank):
         text = difference(by_rank[0], rank_values, round_.hosts[0], round_.hosts[rank])
         if text is not None:
-            raise _Rejected({**config_problem(text), "is_final": True})
+            raise _Rejected(replace(problem_of(ConfigError(text)), is_final=True))
 
 
 # -- the run's folder
@@ -287,8 +288,8 @@ def _sees_run_folder(member: Membership, output_dir: Path) -> bool:
             token = f"error: {error.strerror or error}"
     token = round_.broadcast("folder", token)
     if token.startswith("error: "):
-        problem = config_problem(f"`output_dir: {output_dir}` is not writable: {token[7:]}")
-        raise _Rejected({**problem, "is_final": True})
+        refusal = ConfigError(f"`output_dir: {output_dir}` is not writable: {token[7:]}")
+        raise _Rejected(replace(problem_of(refusal), is_final=True))
     is_visible = round_.is_first or _is_visible(file, token)
     round_.gather("sees folder", is_visible)
     if round_.is_first:
@@ -407,7 +408,7 @@ class PreviousRound:
     """
 
     folder: AgentFolder
-    failure: Failure | None
+    failure: ExitRecord | None
 
 
 def run_under_agent(
@@ -441,10 +442,10 @@ def run_under_agent(
         member = _join(folder, loaded, call)
         if previous is not None:
             member = replace(member, previous_failure=previous.failure, keeps_state=True)
-        outcome = train_member(request, member, _stop_flag(member, loaded))
-        member.end(outcome)
+        ended = train_member(request, member, _stop_flag(member, loaded))
+        member.end(ended)
         member.round.leave()
-        result = result_of(outcome, loaded.config, debug=debug)
+        result = result_of(ended, loaded.config, debug=debug)
         return finish_run(result, loaded.config) if from_environment().rank == 0 else result
 
 

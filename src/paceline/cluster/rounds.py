@@ -8,30 +8,22 @@ The same code runs under Paceline's own agent (:mod:`paceline.cluster.elastic`),
 import logging
 import os
 import time
-from dataclasses import dataclass
-from typing import TypedDict, cast
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict, cast
 
 from paceline.cluster.failures import (
     AgentFolder,
     AgentState,
-    Failure,
     MemoryRecord,
     Record,
-    StartRecord,
     first_failure,
     watch_termination,
 )
 from paceline.cluster.ranks import HostEntry, Round, enter_round
 from paceline.config.schema import Config
-from paceline.core.errors import (
-    EXIT_FAILED,
-    EXIT_USAGE,
-    Outcome,
-    RunError,
-    failed_outcome,
-    shared_outcome,
-)
+from paceline.core.errors import EXIT_FAILED, EXIT_USAGE, PacelineError, RunError
 from paceline.core.events import Fault, MemoryFallbackEvent
+from paceline.core.failures import ExitRecord, FailureKind, classify_of_run
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import host_name
 from paceline.distributed.environment import from_environment
@@ -63,14 +55,12 @@ class Membership:
     record: Record
     can_restart: bool
     agent_pid: int
-    previous_failure: Failure | None = None
+    previous_failure: ExitRecord | None = None
     keeps_state: bool = False
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, ended: ExitRecord) -> None:
         """Record how this rank ended."""
-        record: Outcome = {**outcome, "rank": self.round.env.rank, "time": time.time()}
-        record.pop("report", None)
-        self.folder.write(self.round.env.local_rank, "end", record)
+        self.folder.write_end(self.round.env, replace(ended, report=None))
 
     def policy_state(self) -> PolicyState | None:
         """Return the state of the restart policy after the previous round, or None."""
@@ -79,7 +69,7 @@ class Membership:
     def fail(self, error: RunError) -> None:
         """Record an error of all ranks and exit. Any thread may call this, even while the main
         thread is blocked."""
-        self.end(shared_outcome(error))
+        self.end(ExitRecord.failed(classify_of_run(error, self.round.env.rank)))
         os._exit(EXIT_FAILED)
 
 
@@ -124,13 +114,7 @@ def join_round(
     previous = folder.read_state().get("node_rank")
     entry = HostEntry(host_name(), group_rank, num_ranks, is_endpoint, node_rank, previous)
     joined = enter_round(entry, call)
-    start: StartRecord = {
-        "rank": joined.env.rank,
-        "host": entry.host,
-        "pid": os.getpid(),
-        "time": time.time(),
-    }
-    folder.write(local_rank, "start", start)
+    folder.write_start(joined.env)
     watch_termination(folder, local_rank)
     return Membership(joined, folder, record, can_restart, agent_pid, keeps_state=local_rank == 0)
 
@@ -141,7 +125,7 @@ class Restart(TypedDict):
     Args:
         is_first: whether this is the first round.
         fault: `fault` event of the failure that ended the previous round, or None.
-        failed: outcome with which all ranks end now if the failure is not followed by a restart.
+        failed: record with which all ranks end now if the failure is not followed by a restart.
         global_batch_size: global batch size of the previous round.
         memory_settings: memory settings of the previous round, or smaller ones after a rank ran out
             of memory; None if there are none.
@@ -150,7 +134,7 @@ class Restart(TypedDict):
 
     is_first: bool
     fault: Fault | None
-    failed: Outcome | None
+    failed: ExitRecord | None
     global_batch_size: int | None
     memory_settings: Settings | None
     memory_fallback: MemoryFallbackEvent | None
@@ -166,7 +150,7 @@ def follow(member: Membership, config: Config) -> Restart:
     if "hosts" not in state:  # rank 0's agent is new: use the state of another agent
         state = max(states, key=lambda known: known.get("entered_at", 0.0))
     decision = _decide(member, records, state, config) if round_.is_first else None
-    policy, restart = round_.broadcast("restart", decision)
+    policy, failed, restart = round_.broadcast("restart", decision)
     if member.keeps_state:
         # Written on every host, because rank 0's host may be lost together with its agent.
         member.folder.write_state(
@@ -177,12 +161,15 @@ def follow(member: Membership, config: Config) -> Restart:
                 "entered_at": time.time(),
             }
         )
-    return cast(Restart, restart)
+    failed = None if failed is None else ExitRecord.from_json(failed)
+    return cast(Restart, {**restart, "failed": failed})
 
 
 def _decide(
     member: Membership, records: list[Record], state: AgentState, config: Config
-) -> tuple[PolicyState, Restart]:
+) -> tuple[PolicyState, dict[str, Any] | None, dict[str, Any]]:
+    """Return the state of the restart policy, the record with which all ranks end or None, and the
+    rest of a :class:`Restart`, as JSON."""
     round_ = member.round
     previous_hosts = state.get("hosts", [])
     policy = RestartPolicy(config, state.get("resume_from"), state.get("recovery"))
@@ -190,26 +177,25 @@ def _decide(
     if failure is None and previous_hosts:
         failure = first_failure(records, round_.hosts, previous_hosts)
     fault: Fault | None = None
-    failed: Outcome | None = None
+    failed: ExitRecord | None = None
     fallback: MemoryFallbackEvent | None = None
     memory = state.get("memory")
     settings: Settings | None = None if memory is None else memory["settings"]
-    if failure is not None and failure.outcome.get("is_final"):
-        failed = failure.outcome
+    if failure is not None and failure.is_final:
+        failed = failure
     elif failure is not None:
-        outcome = failure.outcome
         smaller = None
-        if memory is not None and policy.may_fall_back(outcome):
-            smaller = settings_after(config, memory, outcome)
+        if memory is not None and policy.may_fall_back(failure):
+            smaller = settings_after(config, memory, failure)
         if memory is None or smaller is None:
-            fault, outcome = policy.evaluate(outcome)
+            fault, reported = policy.evaluate(failure)
+            failed = replace(reported, is_final=True) if fault is None else None
         else:
-            fault, before = policy.fault_of(outcome), with_settings(config, memory["settings"])
-            fallback = policy.fall_back(outcome, before, smaller)
+            fault, before = policy.fault_of(failure), with_settings(config, memory["settings"])
+            fallback = policy.fall_back(failure, before, smaller)
             settings = {**memory["settings"], **smaller}
         if fault is not None and failure.time is not None:
             fault["seen_at"] = failure.time
-        failed = {**outcome, "is_final": True} if fault is None else None
     elif previous_hosts and len(previous_hosts) != len(round_.hosts):
         logger.info(
             "the run continues on %d ranks (before: %d)",
@@ -218,38 +204,39 @@ def _decide(
             extra=CONSOLE_ONLY,
         )
         policy.begin_attempt()
-    restart: Restart = {
+    restart = {
         "is_first": not previous_hosts,
         "fault": fault,
-        "failed": failed,
         "global_batch_size": state.get("global_batch_size"),
         "memory_settings": settings,
         "memory_fallback": fallback,
     }
-    return policy.state, restart
+    return policy.state, None if failed is None else failed.as_json(), restart
 
 
-def settings_after(config: Config, memory: MemoryRecord, outcome: Outcome) -> Settings | None:
+def settings_after(config: Config, memory: MemoryRecord, failed: ExitRecord) -> Settings | None:
     """Return the memory settings to change after a rank ran out of memory, or None."""
     layout = ParallelLayout(
         memory["strategy"], ParallelDims(**memory["axes"]), memory["num_processes"]
     )
     current = with_settings(config, memory["settings"])
-    return smaller_settings(current, layout, memory["device_type"], outcome.get("phase", ""))
+    return smaller_settings(current, layout, memory["device_type"], failed.phase)
 
 
-def agree(member: Membership, name: str, problem: Outcome | None) -> Outcome | None:
+def agree(member: Membership, name: str, problem: ExitRecord | None) -> ExitRecord | None:
     """Return the first problem that any rank reports, or None, on all ranks, so that all of them
-    end with the same outcome. A collective."""
-    hosts, problems = member.round.hosts, member.round.gather(name, problem)
-    for rank, outcome in enumerate(problems):
-        if outcome is not None:
+    end in the same way. A collective."""
+    hosts = member.round.hosts
+    problems = member.round.gather(name, None if problem is None else problem.as_json())
+    for rank, record in enumerate(problems):
+        if record is not None:
             prefix = "" if len(set(hosts)) == 1 else f"on host {hosts[rank]}: "
-            text = f"{prefix}{outcome['text']}"
-            return cast(Outcome, {**outcome, "text": text, "is_final": True})
+            first = ExitRecord.from_json(record)
+            return replace(first, message=f"{prefix}{first.message}", is_final=True)
     return None
 
 
-def config_problem(text: str, exit_code: int = EXIT_USAGE) -> Outcome:
-    """Return the outcome of a rank that found an error in the config before training started."""
-    return {**failed_outcome(text, exit_code), "fault": False}
+def problem_of(error: PacelineError) -> ExitRecord:
+    """Return the record of a rank that found an error before training started."""
+    kind = FailureKind.USAGE if error.exit_code == EXIT_USAGE else FailureKind.EXPLAINED
+    return ExitRecord.of_run(error.paragraph(), kind)

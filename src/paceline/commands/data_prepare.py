@@ -14,8 +14,8 @@ from paceline.commands.options import (
     print_notices,
 )
 from paceline.core.errors import EXIT_DONE
-from paceline.core.events import DataFigures
 from paceline.core.files import cache_dir
+from paceline.core.report import DataFigures
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from paceline.commands.options import (
     config_and_overrides,
 )
 from paceline.config.load import load_config
-from paceline.core.errors import EXIT_DONE, ConfigError, Outcome, StoppedError
+from paceline.core.errors import EXIT_DONE, ConfigError, StoppedError
 
 if TYPE_CHECKING:
-    from paceline.cluster.ray.driver import Connection, TorchTrainer
+    from paceline.cluster.ray.driver import Connection, TorchTrainer, WorkerResult
 
 logger = logging.getLogger(__name__)
 
@@ -204,14 +204,14 @@ def _uses_gpus(args: Namespace, device: str, connection: Connection) -> bool:
     return True
 
 
-def _wait_until_done(trainer: TorchTrainer) -> list[Outcome]:
+def _wait_until_done(trainer: TorchTrainer) -> list[WorkerResult]:
     """Run the trainer in a thread, so that this one can handle signals: on the first one the ranks
     write a checkpoint and stop; the second one disconnects from Ray, which ends the workers.
 
     Raises:
         StoppedError: on a second signal.
     """
-    results: list[Outcome] = []
+    results: list[WorkerResult] = []
     errors: list[BaseException] = []
 
     def fit() -> None:

@@ -1,11 +1,9 @@
-"""Exceptions that name the offending value, what is accepted and the fix; outcomes of ranks and
-runs."""
+"""Exceptions that name the offending value, what is accepted and the fix."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any, TypedDict
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -90,25 +88,6 @@ class OutOfMemory(RunError):
         self.needed_bytes = needed_bytes
 
 
-class ReportedError(RunError):
-    """A failure that a rank has already described in one paragraph, with the exit code of its
-    process.
-
-    Args:
-        text: the paragraph.
-        exit_code: the exit code of the command.
-        would_repeat: whether a restart from the latest checkpoint would fail in the same way.
-    """
-
-    def __init__(self, text: str, exit_code: int = EXIT_FAILED, would_repeat: bool = False) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
-        self.would_repeat = would_repeat
-
-    def paragraph(self) -> str:
-        return self.what
-
-
 class StoppedError(RunError):
     """The run was stopped by a signal. The exit code is 130 for SIGINT, otherwise 143."""
 
@@ -174,64 +153,3 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, for use within a message."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300].rstrip(".")
-
-
-class Outcome(TypedDict, total=False):
-    """The outcome of a rank or of a run.
-
-    ``report`` is the result, on ranks that have one: a :class:`~paceline.core.report.Report`, or
-    what another command measures. The other fields describe failures:
-
-    - ``fault``: whether resuming from a checkpoint may succeed; None if unknown.
-    - ``repeats``: whether the same exception would be raised again.
-    - ``every_rank``: whether every rank reports the same error.
-    - ``out_of_memory``: whether an allocation failed; ``phase``: what the rank did then.
-    - ``of_all``: whether the error also describes other ranks; ``blamed``: which of them.
-    - ``ranks``, ``hosts``, ``reason``: fields of the ``fault`` event.
-    - ``gone``: whether the process ended without a message.
-    - ``secondary``: whether another failure caused this one.
-    - ``is_final``: whether no restart follows.
-    - ``time``: seconds since the epoch.
-    """
-
-    status: str  # done, stopped, failed or finished
-    exit_code: int
-    report: Any
-    text: str
-    traceback: str
-    rank: int
-    time: float
-    fault: bool | None
-    repeats: bool
-    every_rank: bool
-    out_of_memory: bool
-    phase: str
-    of_all: bool
-    blamed: list[int] | None
-    ranks: list[int]
-    hosts: list[str]
-    reason: str
-    gone: bool
-    secondary: bool
-    is_final: bool
-
-
-def failed_outcome(text: str, exit_code: int = EXIT_FAILED) -> Outcome:
-    """Return the outcome of a run or a rank that failed."""
-    return {
-        "status": "failed",
-        "exit_code": exit_code,
-        "text": text,
-        "traceback": "",
-        "report": None,
-    }
-
-
-def shared_outcome(error: RunError) -> Outcome:
-    """Return the outcome of a rank that ends with an error that describes all ranks."""
-    return {
-        **failed_outcome(error.paragraph()),
-        "fault": isinstance(error, FaultError),
-        "of_all": True,
-        "blamed": getattr(error, "ranks", None),
-    }

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypedDict
 
-from paceline.core.row_figures import PackingFigures, SourceFigures, SourceRows, SourceStep
+from paceline.core.report import (
+    DataFigures,
+    MemoryFallback,
+    PackingFigures,
+    PeakRate,
+    SourceFigures,
+    SourceStep,
+    WorkerLoss,
+)
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -67,30 +75,6 @@ class Prediction(TypedDict, total=False):
     traffic_is_bound: bool
 
 
-class DataFigures(TypedDict, total=False):
-    """Numbers of samples (``dropped`` by reason), and of turns that are excluded from the loss. Of
-    streamed data, the numbers so far, with the numbers of samples and tokens, and the sources."""
-
-    read: int
-    kept: int
-    truncated: int | None
-    dropped: dict[str, int]
-    excluded_turns: int
-    samples: int
-    tokens: int
-    label_tokens: int
-    sources: list[SourceRows]
-
-
-class PeakRate(TypedDict):
-    """Dense matrix operations per second of a device in the precision of the run, and where the
-    figure is from."""
-
-    device: str
-    flops_s: float
-    source: str
-
-
 class RunStartEvent(_Logged, total=False):
     """An attempt starts. ``config`` is the resolved config; ``launcher`` is the process ID of the
     launcher."""
@@ -140,16 +124,10 @@ class Fault(_Logged, total=False):
     seen_at: float
 
 
-class MemoryFallbackEvent(_Logged, total=False):
-    """The previous attempt ran out of memory in ``phase``, after logging ``step``. This one has
-    smaller memory settings; ``before`` and ``settings`` are by dotted key."""
+class MemoryFallbackEvent(MemoryFallback, _Logged, total=False):
+    """The previous attempt ran out of memory. This one has smaller memory settings."""
 
     type: Literal["memory_fallback"]
-    step: int | None
-    ranks: list[int]
-    phase: str
-    before: dict[str, JsonValue]
-    settings: dict[str, JsonValue]
 
 
 class FaultEvent(Fault, total=False):
@@ -195,15 +173,10 @@ class RollbackEvent(_Logged, total=False):
     median: float | None
 
 
-class WorkerLostEvent(_Logged, total=False):
+class WorkerLostEvent(WorkerLoss, _Logged, total=False):
     """A rank ended, and the others continued."""
 
     type: Literal["worker_lost"]
-    step: int
-    rank: int
-    pid: int
-    reason: str
-    samples_unseen: int
 
 
 class HangEvent(_Logged, total=False):

@@ -6,9 +6,9 @@ from functools import wraps
 from itertools import groupby, pairwise
 from typing import Any
 
-from paceline.core.events import DataFigures, PeakRate, StepEvent
+from paceline.core.events import StepEvent
 from paceline.core.files import human_bytes
-from paceline.core.row_figures import PackingFigures, SourceFigures
+from paceline.core.report import DataFigures, PackingFigures, PeakRate, SourceFigures
 
 
 def edges(total: int, parts: int) -> list[int]:

@@ -1,17 +1,106 @@
-"""The keys of ``report.json``, and their validation."""
+"""The keys of ``report.json``, their validation, and the figures that events have too."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import TYPE_CHECKING, TypedDict
 
-from paceline.core.events import DataFigures, MemoryFallbackEvent, PeakRate, WorkerLostEvent
-from paceline.core.row_figures import PackingFigures
-
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
 
+# -- figures of events and of the report
+class PackingFigures(TypedDict, total=False):
+    """Packed rows: ``rows`` per epoch (of each source, if sources are mixed), ``capacity`` in
+    tokens, and ``fill``, the share of the capacity that has tokens."""
+
+    strategy: str
+    rows: list[int]
+    capacity: int
+    fill: float
+
+
+class SourceFigures(TypedDict, total=False):
+    """One of several sources. ``samples`` and ``tokens`` are counts per epoch of the source, or
+    ``rows``, if it is streamed and their number is known; ``share`` is its share of the rows at the
+    first step, if it is known."""
+
+    name: str
+    samples: int
+    tokens: int
+    rows: int
+    share: float
+
+
+class SourceRows(TypedDict):
+    """The numbers of rows, samples and tokens of a streamed source so far. ``dropped`` is the sum
+    over all reasons."""
+
+    name: str
+    read: int
+    kept: int
+    dropped: int
+    samples: int
+    tokens: int
+    label_tokens: int
+
+
+class SourceStep(TypedDict, total=False):
+    """One of several sources in the steps since the previous ``step`` event: the mean loss, and the
+    numbers of samples and tokens of all these steps."""
+
+    name: str
+    loss: float | None
+    samples: int
+    tokens: int
+
+
+class DataFigures(TypedDict, total=False):
+    """Numbers of samples (``dropped`` by reason), and of turns that are excluded from the loss. Of
+    streamed data, the numbers so far, with the numbers of samples and tokens, and the sources."""
+
+    read: int
+    kept: int
+    truncated: int | None
+    dropped: dict[str, int]
+    excluded_turns: int
+    samples: int
+    tokens: int
+    label_tokens: int
+    sources: list[SourceRows]
+
+
+class PeakRate(TypedDict):
+    """Dense matrix operations per second of a device in the precision of the run, and where the
+    figure is from."""
+
+    device: str
+    flops_s: float
+    source: str
+
+
+class WorkerLoss(TypedDict, total=False):
+    """The end of a rank without which the others continued."""
+
+    step: int
+    rank: int
+    pid: int
+    reason: str
+    samples_unseen: int
+
+
+class MemoryFallback(TypedDict, total=False):
+    """An attempt ran out of memory in ``phase``, after logging ``step``; the next one had smaller
+    memory settings. ``before`` and ``settings`` are by dotted key."""
+
+    step: int | None
+    ranks: list[int]
+    phase: str
+    before: dict[str, JsonValue]
+    settings: dict[str, JsonValue]
+
+
+# -- the report
 class Predicted(TypedDict):
     """Number of bytes as predicted by the strategy, and as measured."""
 
@@ -129,7 +218,7 @@ class Report(_AlwaysReported, total=False):
     communication: dict[str, JsonValue]
     link: dict[str, JsonValue]
     staleness: JsonValue
-    workers_lost: list[WorkerLostEvent]
+    workers_lost: list[WorkerLoss]
     skipped_steps: int
     precision: str
     tf32: bool | None
@@ -138,7 +227,7 @@ class Report(_AlwaysReported, total=False):
     compile: dict[str, float]
     best: BestModel
     stop_reason: str
-    memory_fallbacks: list[MemoryFallbackEvent]
+    memory_fallbacks: list[MemoryFallback]
     lm_eval: LmEvalReport
     hub: HubUpload
     packing: PackingFigures

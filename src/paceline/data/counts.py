@@ -10,8 +10,7 @@ from typing import Any, cast
 
 from pydantic import JsonValue
 
-from paceline.core.events import DataFigures
-from paceline.core.row_figures import SourceRows
+from paceline.core.report import DataFigures, SourceRows
 
 
 @dataclass

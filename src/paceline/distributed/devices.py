@@ -132,11 +132,14 @@ def check_several_ranks(device_type: str, num_ranks: int) -> None:
         )
 
 
-def choose_devices(parallel: Parallel, num_launched: int | None = None) -> Devices:
+def choose_devices(
+    parallel: Parallel, num_launched: int | None = None, single_device: bool = False
+) -> Devices:
     """Choose the devices of this host for a config.
 
     Args:
         num_launched: number of ranks that an outer launcher started on this host, or None.
+        single_device: whether the mode of the config trains on one device only.
 
     Raises:
         ConfigError: if the requested devices are not available.
@@ -150,11 +153,11 @@ def choose_devices(parallel: Parallel, num_launched: int | None = None) -> Devic
                 fix=f"start it with `--nproc-per-node {count}`, or leave `parallel.num_gpus` out",
             )
         count = num_launched
-    if parallel.mode == "single":
+    if single_device:
         if count not in (None, 1):
             raise ConfigError(
-                f"`parallel.num_gpus: {count}` is not supported with `parallel.mode: single`: it"
-                " trains on one device",
+                f"`parallel.num_gpus: {count}` is not supported with `parallel.mode:"
+                f" {parallel.mode}`: it trains on one device",
                 fix="set `parallel.num_gpus: 1`, or `parallel.mode: ddp`",
             )
         count = 1

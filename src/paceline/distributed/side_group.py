@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.core.errors import RunError, first_line
+from paceline.core.failures import FailureKind, classify
 from paceline.core.processes import host_name
 from paceline.distributed.communicator import Communicator, new_group
 from paceline.distributed.traffic import uncounted
@@ -202,10 +203,10 @@ class SideGroup:
             yield
         except RuntimeError as error:
             self.is_broken = True
-            text = first_line(error)
-            if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
+            text, kind = first_line(error), classify(error).kind
+            if kind is FailureKind.CLOSED:
                 text = "the connection was closed"
-            elif "imed out" in text:
+            elif kind is FailureKind.TIMEOUT:
                 text = f"nothing arrived for {STALL_TIMEOUT_S:.0f} s"
             raise TransferError(text) from error
 

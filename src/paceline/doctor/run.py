@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, TypedDict, cast
 
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
-from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, Outcome, PacelineError
+from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, PacelineError
+from paceline.core.failures import ExitRecord
 from paceline.core.files import cache_dir
 from paceline.core.formatting import counted
 from paceline.core.log import configure_logging, log_notices
@@ -133,7 +134,7 @@ def doctor(options: DoctorOptions) -> DoctorResult:
     has_several_hosts = outer is None and parallel.hosts != (1, 1)
     starts_ranks = has_several_hosts or (outer is None and devices.count > 1)
     if starts_ranks:
-        warm_up(["paceline.launch.worker", "paceline.doctor.links"])
+        warm_up(["paceline.launch.ranks.worker", "paceline.doctor.links"])
     checks: list[CheckResult] = []
     gradient_bytes = None
     hosts: HostsReport | None = None
@@ -158,20 +159,20 @@ def doctor(options: DoctorOptions) -> DoctorResult:
             checks_host=outer is not None,
             gradient_bytes=gradient_bytes,
         )
-        outcome = _on_ranks(exam, devices, outer)
-        if outcome["status"] == "stopped":
-            return DoctorResult(int(outcome["exit_code"]))
-        if outcome["status"] == "failed":
+        ended = _on_ranks(exam, devices, outer)
+        if ended.status == "stopped":
+            return DoctorResult(ended.exit_code)
+        if ended.status == "failed":
             checks.append(
                 CheckResult.error(
                     "links",
-                    outcome["text"],
+                    ended.message,
                     "check the host or interface that the message names; `--ranks 1` checks this"
                     " host alone",
                 )
             )
         else:
-            measured = outcome["report"]
+            measured = ended.report
     if measured is not None:
         checks += [CheckResult(**check) for check in measured["checks"]]
     elif not checks:  # under an outer launcher, rank 0 prints for all
@@ -306,7 +307,7 @@ def _peer_copies(count: int, device_type: str) -> CheckResult:
 
 
 # -- ranks
-def examine_rank(exam: HostExam, env: RankEnv, stop: StopFlag) -> Outcome:
+def examine_rank(exam: HostExam, env: RankEnv, stop: StopFlag) -> ExitRecord:
     """Measure the network with the other ranks. A collective."""
     from paceline.distributed.communicator import init_communicator
     from paceline.doctor.links import check_links, measure_network
@@ -324,7 +325,7 @@ def examine_rank(exam: HostExam, env: RankEnv, stop: StopFlag) -> Outcome:
             **between,
         }
         if fatal or env.world_size == 1:
-            return _outcome(report if env.rank == 0 else None)
+            return ExitRecord("done", report=report if env.rank == 0 else None)
     world = init_communicator(env, exam.device_type, _TIMEOUT_S)
     try:
         network = measure_network(world)
@@ -345,22 +346,17 @@ def examine_rank(exam: HostExam, env: RankEnv, stop: StopFlag) -> Outcome:
             "rates": [each.record() for each in rates],
             **between,
         }
-        return _outcome(report if world.is_rank_zero else None)
+        return ExitRecord("done", report=report if world.is_rank_zero else None)
     finally:
         world.close()
 
 
-def _outcome(report: DoctorReport | None) -> Outcome:
-    return {"status": "done", "report": report}
-
-
-def examine_member(exam: HostExam, member: Membership, stop: StopFlag) -> Outcome:
+def examine_member(exam: HostExam, member: Membership, stop: StopFlag) -> ExitRecord:
     """Do the same as :func:`examine_rank` on a rank of several hosts. A failure is final: no
     restarts."""
-    from paceline.launch.worker import run_guarded
+    from paceline.launch.ranks.worker import run_guarded
 
-    outcome = run_guarded(exam, member.round.env, stop, examine_rank)
-    return {**outcome, "is_final": True}
+    return replace(run_guarded(exam, member.round.env, stop, examine_rank), is_final=True)
 
 
 def _check_hosts(
@@ -398,10 +394,10 @@ def _check_hosts(
     )
 
 
-def _on_ranks(exam: HostExam, devices: Devices, outer: RankEnv | None) -> Outcome:
+def _on_ranks(exam: HostExam, devices: Devices, outer: RankEnv | None) -> ExitRecord:
     if outer is not None:
         from paceline.core.stop import StopFlag
-        from paceline.launch.worker import run_guarded
+        from paceline.launch.ranks.worker import run_guarded
 
         stop = StopFlag()
         stop.install(sigint=True)
@@ -419,6 +415,7 @@ def _on_ranks(exam: HostExam, devices: Devices, outer: RankEnv | None) -> Outcom
 
 def _devices(options: DoctorOptions, outer: RankEnv | None) -> Devices:
     from paceline.distributed.devices import accelerators, choose_devices
+    from paceline.parallel.registry import uses_one_device
 
     parallel = options.loaded.config.parallel
     if options.num_ranks is not None:
@@ -430,7 +427,9 @@ def _devices(options: DoctorOptions, outer: RankEnv | None) -> Devices:
             update={"num_gpus": options.num_ranks, "mode": "auto", "device": device}
         )
     devices = choose_devices(
-        parallel, num_launched=None if outer is None else outer.local_world_size
+        parallel,
+        None if outer is None else outer.local_world_size,
+        uses_one_device(parallel),
     )
     for _, text in devices.notices:
         logger.info(text)

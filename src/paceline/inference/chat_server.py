@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.core.errors import EXIT_DONE, ConfigError, PacelineError, RunError
+from paceline.core.failures import is_out_of_memory
 from paceline.inference.device import inference_device
 from paceline.inference.generate import encode_chat, generate_tokens, load_generator, model_folder
 
@@ -106,8 +107,9 @@ def serve(run: Path, device: str = "auto") -> int:
         except Exception as error:  # the process continues
             failure = error if isinstance(error, PacelineError) else None
             if failure is None:
-                is_memory = "memory" in str(error)
-                fix = "request fewer new tokens, or clear the chat" if is_memory else "try again"
+                fix = "try again"
+                if is_out_of_memory(error):
+                    fix = "request fewer new tokens, or clear the chat"
                 failure = RunError(f"{type(error).__name__}: {error}"[:500], fix=fix)
             fields = {"what": failure.what, "allowed": failure.allowed, "fix": failure.fix}
             _send(out, id=request.id, error=fields)

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from paceline.config.packages import DEVICE_PACKAGES, unused_in_ranks
 from paceline.config.schema import Config
 from paceline.core.fork_server.server import start_server
+from paceline.launch.ranks.tolerance import tolerates_exits
 from paceline.parallel.registry import modules_to_preload
 from paceline.tasks import uses_transformers
 
@@ -46,7 +47,7 @@ def start_fork_server(*configs: Config) -> None:
         # Counts devices without initializing CUDA, if a module asks for them when it is imported.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
-    if any(config.parameter_server.on_worker_failure == "continue" for config in configs):
+    if tolerates_exits(configs):
         # torch.distributed.rpc warns about each connection to a lost rank.
         environment["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
     start_server(["paceline.launch.preload"], environment)
@@ -68,7 +69,7 @@ def modules_of(config: Config, can_fork: bool) -> list[str]:
     Args:
         can_fork: see :func:`can_fork_after_imports`.
     """
-    modules = ["paceline.launch.worker", OPTIMIZER_MODULE]
+    modules = ["paceline.launch.ranks.worker", OPTIMIZER_MODULE]
     modules += modules_to_preload(config.parallel)
     if uses_transformers(config) and can_fork:
         from paceline.models.builtin import model_type

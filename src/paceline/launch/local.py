@@ -8,24 +8,24 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from paceline.core.errors import EXIT_SIGINT, EXIT_SIGTERM, Outcome, failed_outcome
+from paceline.core.errors import EXIT_SIGINT, EXIT_SIGTERM
+from paceline.core.failures import ExitRecord, FailureKind, first_cause
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import hidden_main
-from paceline.launch.rank_processes import RankProcesses, open_store
-from paceline.launch.worker import RunRank
-
-if TYPE_CHECKING:
-    from paceline.parallel.spec import StrategySpec
+from paceline.launch.ranks.processes import RankProcesses, open_store
+from paceline.launch.ranks.tolerance import name_process, tolerated_ranks
+from paceline.launch.ranks.worker import RunRank
 
 logger = logging.getLogger(__name__)
 
 SignalHandler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
-#: Called after a failed attempt. Returns (spec of the next attempt, outcome). If there is no
-#: further attempt, the spec is None and the outcome is the one to report.
-Follow = Callable[[Any, Outcome], tuple[Any, Outcome]]
+#: Called after a failed attempt. Returns (spec of the next attempt, record). If there is no further
+#: attempt, the spec is None and the record is the one to report.
+Follow = Callable[[Any, ExitRecord], tuple[Any, ExitRecord]]
 
 
 class LocalLauncher:
@@ -51,26 +51,26 @@ class LocalLauncher:
         self.on_stop = "finishing this step and saving a checkpoint"  # logged at the first signal
         self.signals = SignalForwarder(lambda: self.on_stop)
 
-    def run(self) -> Outcome:
+    def run(self) -> ExitRecord:
         """Run until the last attempt has ended. Leaves no processes and no temporary files."""
         with self.signals, hidden_main():
             while True:
-                outcome = self._run_attempt()
+                ended = self._run_attempt()
                 if (
                     self.follow is None
-                    or outcome["status"] != "failed"
+                    or ended.status != "failed"
                     or self.signals.number is not None
                 ):
-                    return outcome
-                following, outcome = self.follow(self.spec, outcome)
+                    return ended
+                following, ended = self.follow(self.spec, ended)
                 if following is None or self.signals.number is not None:
-                    return outcome
+                    return ended
                 self.spec, self.num_ranks = following, following.layout.num_processes
 
-    def _run_attempt(self) -> Outcome:
+    def _run_attempt(self) -> ExitRecord:
         try:
             ranks = RankProcesses(
-                self.spec, self.num_ranks, open_store(), self.run_rank, expendable(self.spec)
+                self.spec, self.num_ranks, open_store(), self.run_rank, tolerated_ranks(self.spec)
             )
             with ranks:
                 with self.signals.to(ranks):
@@ -80,9 +80,9 @@ class LocalLauncher:
                         return _failed_start(self.signals.number)
                     while not ranks.wait(0.1):
                         pass
-                return outcome_of(ranks, self.spec, self.signals.number)
+                return end_of_attempt(ranks, self.spec, self.signals.number)
         except (OSError, RuntimeError) as error:
-            return failed_outcome(f"the ranks could not be started: {error}")
+            return ExitRecord.of_run(f"the ranks could not be started: {error}")
 
 
 class ForwardsSignals(Protocol):
@@ -148,97 +148,50 @@ class SignalForwarder:
             self._ranks.forward(number)
 
 
-def _strategy_of(spec: Any) -> StrategySpec | None:
-    layout = getattr(spec, "layout", None)
-    if layout is None:
-        return None
-    from paceline.parallel.registry import get_spec
-
-    return get_spec(layout.strategy)
-
-
-def expendable(spec: Any) -> frozenset[int]:
-    """Return the ranks of a spec that may exit without ending the run."""
-    strategy = _strategy_of(spec)
-    if strategy is None:
-        return frozenset()
-    return strategy.expendable_ranks(spec.config, spec.layout.axes)
-
-
-def outcome_of(ranks: RankProcesses, spec: Any, stopped_by: int | None) -> Outcome:
-    """Return the outcome of an attempt. If it failed, the field ``fault`` is True if resuming from
-    a checkpoint may succeed, False if it would fail again, and None if that is unknown."""
-    outcomes = {
-        rank: outcome for rank, outcome in ranks.outcomes().items() if rank not in ranks.lost_ranks
+def end_of_attempt(ranks: RankProcesses, spec: Any, stopped_by: int | None) -> ExitRecord:
+    """Return how an attempt ended: its first failure, or the record of a rank with a report."""
+    records = {
+        rank: record
+        for rank, record in ranks.records.ended().items()
+        if rank not in ranks.tolerance.exits
     }
-    failures = [outcome for outcome in outcomes.values() if outcome["status"] == "failed"]
-    # Prefer a failure that describes several ranks.
-    failures.sort(key=lambda outcome: (not outcome.get("of_all"), outcome["time"]))
+    failures = [
+        record.named(f"rank {rank}")
+        for rank, record in records.items()
+        if record.status == "failed"
+    ]
     lost = ranks.lost()
-    if lost and not (failures and failures[0].get("of_all")):
-        return _failed_by(lost, ranks, spec)
-    if failures:
-        return _failed_with(failures[0], ranks, spec)
-    if len(outcomes) + len(ranks.lost_ranks) < ranks.num_ranks:
-        if stopped_by is not None:
-            return _stopped(stopped_by)
-        return failed_outcome("the ranks were killed")
-    reported = [outcome for _, outcome in sorted(outcomes.items()) if outcome["report"] is not None]
-    outcome = reported[0] if reported else outcomes[min(outcomes)]
-    if outcome["status"] == "stopped" and stopped_by is not None:
-        outcome["exit_code"] = stop_code(stopped_by)
-    return outcome
+    if lost:
+        texts = [
+            f"{name_process(rank, ranks.processes[rank].pid, spec)} {ranks.exit_text(rank)}"
+            for rank in lost
+        ]
+        failures.append(ExitRecord.killed(lost, (), "; ".join(texts)))
+    failed = first_cause(failures)
+    if failed is not None:
+        message = failed.message + ranks.tolerance.describe(spec)
+        return replace(failed, message=message, report=None)
+    if len(records) + len(ranks.tolerance.exits) < ranks.num_ranks:
+        if stopped_by is None:
+            return ExitRecord.of_run("the ranks were killed")
+        return _stopped(stopped_by)
+    reported = [record for _, record in sorted(records.items()) if record.report is not None]
+    ended = reported[0] if reported else records[min(records)]
+    if ended.status == "stopped" and stopped_by is not None:
+        return replace(ended, exit_code=stop_code(stopped_by))
+    return ended
 
 
-def _stopped(number: int) -> Outcome:
-    return {"status": "stopped", "exit_code": stop_code(number), "report": None}
+def _stopped(number: int) -> ExitRecord:
+    return ExitRecord("stopped", stop_code(number))
 
 
-def _failed_with(failure: Outcome, ranks: RankProcesses, spec: Any) -> Outcome:
-    """Return the outcome of an attempt in which a rank reported ``failure``."""
-    is_of_run = failure["exit_code"] == 2 or failure.get("of_all") or failure.get("every_rank")
-    text = failure["text"] if is_of_run else f"rank {failure['rank']} failed. {failure['text']}"
-    return {
-        **failure,
-        "text": text + _lost_earlier(ranks, spec),
-        "report": None,
-        "ranks": failure.get("blamed") or [failure["rank"]],
-    }
-
-
-def _failed_start(stopped_by: int | None) -> Outcome:
-    """Return the outcome of an attempt whose ranks could not all be started because the fork server
-    has exited. multiprocessing starts a new one for the next attempt."""
+def _failed_start(stopped_by: int | None) -> ExitRecord:
+    """Return the end of an attempt whose ranks could not all be started because the fork server has
+    exited. multiprocessing starts a new one for the next attempt."""
     if stopped_by is not None:
         return _stopped(stopped_by)
-    text = "the fork server ended while it started the ranks"
-    return {**failed_outcome(text), "fault": True, "ranks": [], "reason": text}
-
-
-def _failed_by(lost: list[int], ranks: RankProcesses, spec: Any) -> Outcome:
-    """Return the outcome of an attempt in which these ranks exited without reporting an error."""
-    reason = "; ".join(
-        f"{_rank_text(rank, ranks.processes[rank].pid, spec)} {ranks.exit_text(rank)}"
-        for rank in lost
-    )
-    text = f"{reason}. The other ranks were stopped.{_lost_earlier(ranks, spec)}"
-    return {**failed_outcome(text), "fault": True, "ranks": lost, "reason": reason, "gone": True}
-
-
-def _lost_earlier(ranks: RankProcesses, spec: Any) -> str:
-    """Describe the ranks that were lost earlier, without which the run had continued."""
-    texts = [
-        f"{_rank_text(rank, lost['pid'], spec)}, {lost['reason']}"
-        for rank, lost in ranks.lost_ranks.items()
-    ]
-    return f" Lost earlier: {'; '.join(texts)}." if texts else ""
-
-
-def _rank_text(rank: int, pid: int | None, spec: Any) -> str:
-    """Return text that names a rank, its role (if ranks have different roles) and its process."""
-    strategy = _strategy_of(spec)
-    role = "" if strategy is None else strategy.rank_role(spec.config, spec.layout.axes, rank)
-    return f"rank {rank}{f', {role}' if role else ''} (process {pid})"
+    return ExitRecord.of_run("the fork server ended while it started the ranks", FailureKind.FAULT)
 
 
 def stop_code(number: int) -> int:

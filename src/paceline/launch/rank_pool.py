@@ -15,7 +15,7 @@ from paceline.core.errors import PacelineError, RunError
 from paceline.core.fork_server.server import start_server
 from paceline.core.processes import end_with_starter, hidden_main
 from paceline.distributed.environment import RankEnv
-from paceline.launch.rank_processes import open_store
+from paceline.launch.ranks.processes import open_store
 
 #: How long a rank may wait for another in a collective before it fails.
 _TIMEOUT_S = 60.0

@@ -11,9 +11,9 @@ from paceline.checkpoint import store
 from paceline.checkpoint.format import step_of
 from paceline.config.chosen import values_of
 from paceline.config.schema import Config
-from paceline.core.errors import Outcome
 from paceline.core.event_log import EventLog, tail_events
 from paceline.core.events import Fault, MemoryFallbackEvent
+from paceline.core.failures import ExitRecord, FailureKind
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, recorded_notices
 from paceline.core.run_dir import RunDir
@@ -80,20 +80,20 @@ class RestartPolicy:
         """Record that a new attempt starts that no fault has caused."""
         self.state["attempt_started"] = time.time()
 
-    def follow(self, spec: RunSpec, outcome: Outcome) -> tuple[RunSpec | None, Outcome]:
-        """Return the spec of the next attempt, or None and the outcome to report."""
+    def follow(self, spec: RunSpec, failed: ExitRecord) -> tuple[RunSpec | None, ExitRecord]:
+        """Return the spec of the next attempt, or None and the record to report."""
         smaller = None
-        if self.may_fall_back(outcome):
-            smaller = with_less_memory(spec, outcome.get("phase", ""))
+        if self.may_fall_back(failed):
+            smaller = with_less_memory(spec, failed.phase)
         if smaller is None:
-            fault, outcome = self.evaluate(outcome)
+            fault, failed = self.evaluate(failed)
             fallback = None
         else:
-            fault = self.fault_of(outcome)
-            fallback = self.fall_back(outcome, spec.config, smaller[1])
+            fault = self.fault_of(failed)
+            fallback = self.fall_back(failed, spec.config, smaller[1])
             spec = smaller[0]
         if fault is None:
-            return None, outcome
+            return None, failed
         with recorded_notices() as recorder:
             path, problems = store.latest_valid(self.run_dir.checkpoints)
             for text in problems:
@@ -101,15 +101,15 @@ class RestartPolicy:
         resume_from = self._resume_from if path is None else str(path)
         notices = list(recorder.notices)
         spec = replace(spec, resume_from=resume_from, failure=fault, memory_fallback=fallback)
-        return replace(spec, notices=notices), outcome
+        return replace(spec, notices=notices), failed
 
-    def may_fall_back(self, outcome: Outcome) -> bool:
+    def may_fall_back(self, failed: ExitRecord) -> bool:
         """Return whether a rank ran out of memory and smaller memory settings may be tried."""
-        is_first_try = self.state["memory_fallbacks"] < _MAX_MEMORY_FALLBACKS
-        return bool(outcome.get("out_of_memory")) and is_first_try
+        is_allowed = self.state["memory_fallbacks"] < _MAX_MEMORY_FALLBACKS
+        return failed.cause.kind is FailureKind.MEMORY and is_allowed
 
     def fall_back(
-        self, outcome: Outcome, config: Config, settings: Settings
+        self, failed: ExitRecord, config: Config, settings: Settings
     ) -> MemoryFallbackEvent:
         """Return the event about smaller memory settings, with which the ranks restart. They do not
         count as a restart.
@@ -121,16 +121,15 @@ class RestartPolicy:
         event: MemoryFallbackEvent = {
             "type": "memory_fallback",
             "step": self._last_step(),
-            "ranks": outcome.get("ranks", []),
-            "phase": outcome.get("phase", ""),
+            "ranks": list(failed.cause.ranks),
+            "phase": failed.phase,
             "before": {**values_of(config, tuple(settings))},
             "settings": {**settings},
         }
         # The event log contains this in its `memory_fallback` event.
-        reason = str(outcome.get("reason") or outcome["text"]).rstrip(".")
         logger.warning(
-            f"{reason}. Restarting all ranks from {self._source()} with {settings_text(settings)};"
-            " the global batch stays the same",
+            f"{failed.cause.reason}. Restarting all ranks from {self._source()} with"
+            f" {settings_text(settings)}; the global batch stays the same",
             extra=CONSOLE_ONLY,
         )
         self.state["memory_fallbacks"] += 1
@@ -141,70 +140,73 @@ class RestartPolicy:
         latest_step = self._latest_step()
         return "the beginning" if latest_step is None else f"the checkpoint of step {latest_step}"
 
-    def fault_of(self, outcome: Outcome) -> Fault:
+    def fault_of(self, failed: ExitRecord) -> Fault:
         """Return the fault of an attempt that is followed by another one."""
+        failure = failed.cause
         return {
-            "ranks": outcome.get("ranks", []),
-            "hosts": outcome.get("hosts", []),
-            "reason": str(outcome.get("reason") or outcome["text"]).rstrip("."),
+            "ranks": list(failure.ranks),
+            "hosts": list(failure.hosts),
+            "reason": failure.reason,
             "step": self._last_step(),
             "restart": self.state["restarts"],
             "seen_at": time.time(),
         }
 
-    def evaluate(self, outcome: Outcome) -> tuple[Fault | None, Outcome]:
-        """Return the fault after which the ranks are restarted, or None and the outcome to
+    def evaluate(self, failed: ExitRecord) -> tuple[Fault | None, ExitRecord]:
+        """Return the fault after which the ranks are restarted, or None and the record to
         report."""
         state, last_step, latest_step = self.state, self._last_step(), self._latest_step()
         if latest_step != state["latest_step"]:
             state["restarts"], state["latest_step"], state["last_text"] = 0, latest_step, ""
-        refusal = self._refusal(outcome, last_step)
+        refusal = self._refusal(failed, last_step)
         if refusal is not None:
-            text = outcome["text"] + refusal
-            if self._would_repeat(outcome, last_step):
+            text = failed.message + refusal
+            if self._would_repeat(failed, last_step):
                 text += _WOULD_REPEAT
                 if latest_step is not None:
                     text += " The latest checkpoint is kept."
-            elif outcome.get("fault") is not False:
+            elif not failed.cause.is_permanent:
                 text += _RESUME
             self._end_log("failed", text, last_step)
-            return None, {**outcome, "text": text}
+            return None, replace(failed, message=text)
         state["restarts"] += 1
-        state["last_text"] = _first_line(outcome)
-        reason = str(outcome.get("reason") or outcome["text"]).rstrip(".")
+        state["last_text"] = _first_line(failed)
         source = self._source()
         if last_step is not None:
             num_steps = max(0, last_step - (latest_step or 0))
             source += f" ({counted(num_steps, 'step')} to repeat)"
         # The event log contains this in its `fault` event.
         logger.warning(
-            f"{reason}. Restarting all ranks from {source}; restart {state['restarts']} of"
-            f" {self.config.recovery.max_restarts} without a new checkpoint",
+            f"{failed.cause.reason}. Restarting all ranks from {source}; restart"
+            f" {state['restarts']} of {self.config.recovery.max_restarts} without a new checkpoint",
             extra=CONSOLE_ONLY,
         )
-        fault = self.fault_of(outcome)
+        fault = self.fault_of(failed)
         self.begin_attempt()
-        return fault, outcome
+        return fault, failed
 
-    def _would_repeat(self, outcome: Outcome, last_step: int | None) -> bool:
+    def _would_repeat(self, failed: ExitRecord, last_step: int | None) -> bool:
         """Return whether the same command would fail with the same exception."""
-        if outcome["exit_code"] == 2:
-            return False  # the error message already says what to change
-        if outcome.get("repeats"):
+        failure = failed.cause
+        if failure.kind is FailureKind.PROGRAM:
             return True
-        return outcome.get("fault") is None and (
-            last_step is None or _first_line(outcome) == self.state["last_text"]
+        if failure.kind is FailureKind.MEMORY:
+            # A message that goes beyond the failure already says what to change.
+            return failed.message == failure.text
+        return failure.kind is FailureKind.UNKNOWN and (
+            last_step is None or _first_line(failed) == self.state["last_text"]
         )
 
-    def _refusal(self, outcome: Outcome, last_step: int | None) -> str | None:
+    def _refusal(self, failed: ExitRecord, last_step: int | None) -> str | None:
         """Return the reason why the ranks are not restarted, as a sentence to append ("" if the
-        outcome needs no explanation), or None if they are restarted."""
-        fault, max_restarts = outcome.get("fault"), self.config.recovery.max_restarts
-        if fault is False or outcome["exit_code"] == 2:
+        failure needs no explanation), or None if they are restarted."""
+        failure, max_restarts = failed.cause, self.config.recovery.max_restarts
+        if failure.is_permanent:
             return ""
-        if fault is None and last_step is None:
+        is_unknown = failure.kind is FailureKind.UNKNOWN
+        if is_unknown and last_step is None:
             return ""  # a program that fails before its first step would fail again
-        if fault is None and _first_line(outcome) == self.state["last_text"]:
+        if is_unknown and _first_line(failed) == self.state["last_text"]:
             return " It occurred again after a restart, so there is no further retry."
         restarts = self.state["restarts"]
         if restarts < max_restarts:
@@ -252,5 +254,5 @@ class RestartPolicy:
         self.run_dir.heartbeats.unlink(missing_ok=True)
 
 
-def _first_line(outcome: Outcome) -> str:
-    return str(outcome["text"]).partition("\n")[0]
+def _first_line(failed: ExitRecord) -> str:
+    return failed.message.partition("\n")[0]

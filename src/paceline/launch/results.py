@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING
 
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
-from paceline.core.errors import (
-    EXIT_DONE,
-    EXIT_SIGINT,
-    EXIT_SIGTERM,
-    EXIT_USAGE,
-    ConfigError,
-    Outcome,
-    ReportedError,
-)
+from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, EXIT_USAGE, ConfigError
+from paceline.core.failures import ExitRecord, ReportedError
 from paceline.core.log import CONSOLE_ONLY, write_line
 from paceline.core.report import Report
 from paceline.observe.console import derived_lines
@@ -29,8 +22,8 @@ logger = logging.getLogger(__name__)
 _STOP_CODES = (EXIT_SIGINT, EXIT_SIGTERM)
 
 
-def result_of(outcome: Outcome, config: Config, *, debug: bool) -> TrainResult:
-    """Convert the outcome of a launcher or of this rank into the result of the run.
+def result_of(ended: ExitRecord, config: Config, *, debug: bool) -> TrainResult:
+    """Convert the record of a launcher or of this rank into the result of the run.
 
     Args:
         debug: whether to print the traceback of a failure.
@@ -39,23 +32,20 @@ def result_of(outcome: Outcome, config: Config, *, debug: bool) -> TrainResult:
         ConfigError: if a rank rejected the config.
         ReportedError: if the run failed.
     """
-    if outcome["status"] == "finished":
-        report: Report = outcome["report"]
+    if ended.status == "finished":
+        report: Report = ended.report
         log_finished(config, report.get("steps"))
         return TrainResult(EXIT_DONE, report)
-    if outcome["status"] == "failed":
-        if debug and outcome.get("traceback"):
-            write_line(outcome["traceback"])
-        if outcome["exit_code"] == EXIT_USAGE:
-            raise ConfigError(outcome["text"])
-        raise ReportedError(
-            outcome["text"], outcome["exit_code"], would_repeat=outcome.get("fault") is False
-        )
-    has_report = outcome.get("report") is not None
-    if outcome["status"] == "stopped" and not has_report and outcome["exit_code"] in _STOP_CODES:
+    if ended.status == "failed":
+        if debug and ended.traceback:
+            write_line(ended.traceback)
+        if ended.exit_code == EXIT_USAGE:
+            raise ConfigError(ended.message)
+        raise ReportedError(ended.message, ended.exit_code, ended.failure)
+    if ended.status == "stopped" and ended.report is None and ended.exit_code in _STOP_CODES:
         logger.info("stopped before training began", extra=CONSOLE_ONLY)
-        return TrainResult(outcome["exit_code"])
-    return TrainResult(outcome["exit_code"], outcome["report"])
+        return TrainResult(ended.exit_code)
+    return TrainResult(ended.exit_code, ended.report)
 
 
 def log_finished(config: Config, steps: JsonValue) -> None:

@@ -34,8 +34,8 @@ class StepMetrics:
         started_at: when the command began, in seconds since the epoch.
         has_tokens: whether samples consist of tokens.
         traffic_period: number of steps after which the traffic repeats.
-        serves: whether this rank only serves requests of other ranks, at any time, so that its
-            traffic is counted between two gathers instead of within its steps.
+        sends_between_steps: whether this rank also sends outside of its steps, so that its traffic
+            is counted between two gathers.
         devices: monitor of this rank's accelerator, or None.
         flops: the FLOPs of the model, or None if they are unknown.
 
@@ -54,13 +54,13 @@ class StepMetrics:
         started_at: float,
         has_tokens: bool,
         traffic_period: int = 1,
-        serves: bool = False,
+        sends_between_steps: bool = False,
         devices: DeviceMonitor | None = None,
         flops: ModelFlops | None = None,
     ) -> None:
         self.world = world
         self.traffic_period = traffic_period
-        self.serves = serves
+        self.sends_between_steps = sends_between_steps
         self.devices = devices
         self.flops = flops
         self.started_at = started_at
@@ -229,7 +229,7 @@ class StepMetrics:
         since the last gather or, if traffic is periodic, over the last complete period (unknown
         before the first)."""
         sent = self._sent
-        if self.serves:
+        if self.sends_between_steps:
             now = Counter(self.world.traffic.snapshot())
             sent, self._sent_at_gather = now - self._sent_at_gather, now
         elif self.traffic_period > 1:

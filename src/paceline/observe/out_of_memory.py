@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
-import torch
-
 from paceline.core.errors import OutOfMemory, first_line
+from paceline.core.failures import requested_size
 from paceline.core.files import human_bytes
 from paceline.observe.memory import split_state
 from paceline.observe.metrics import memory_now
@@ -19,23 +17,6 @@ if TYPE_CHECKING:
     from paceline.parallel.strategy import Strategy
 
 _NUM_LARGEST = 3
-#: The size in the messages of CUDA's caching allocator ("Tried to allocate 2.50 GiB") and of the
-#: CPU's ("you tried to allocate 4096 bytes").
-_REQUESTED = re.compile(r"allocate ([\d.]+) (GiB|MiB|KiB|bytes)")
-#: Messages of the CPU's allocator, of CUDA and NCCL beside the caching allocator, and of CUDA's
-#: libraries when they create a handle.
-_NO_MEMORY = re.compile(
-    r"can't allocate memory|out of memory|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED",
-    re.IGNORECASE,
-)
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on an accelerator or on the host."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
 
 
 def out_of_memory(error: BaseException, strategy: Strategy, model: nn.Module) -> OutOfMemory:
@@ -66,12 +47,6 @@ def _describe(error: BaseException, strategy: Strategy, model: nn.Module) -> Out
         f" {kinds}. The largest parameters are {', '.join(_largest(model))}",
         needed_bytes=in_use_bytes + requested_bytes,
     )
-
-
-def requested_size(message: str) -> int:
-    """Return the bytes that an allocator's error message names; 0 if it names none."""
-    match = _REQUESTED.search(message)
-    return round(float(match[1]) * _UNITS[match[2]]) if match else 0
 
 
 def _largest(model: nn.Module) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config.schema import Config
-from paceline.core.events import PeakRate
+from paceline.core.report import PeakRate
 from paceline.models.blocks import base_model
 from paceline.models.shape.dims import LanguageDims, dims_of
 from paceline.models.shape.flops import language_flops

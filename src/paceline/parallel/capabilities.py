@@ -85,6 +85,7 @@ class Capabilities:
             (``parallel.balance``).
         equal_shares_reason: reason why they may not, for the message.
         mixed_devices: whether ranks may use devices of different types, over Gloo.
+        same_devices_with: optional settings that nevertheless need devices of the same type.
         chosen_by_auto: whether ``parallel.mode: auto`` may choose it.
     """
 
@@ -93,6 +94,7 @@ class Capabilities:
     unequal_shares: bool = False
     equal_shares_reason: str = "its ranks communicate in every micro-batch"
     mixed_devices: bool = False
+    same_devices_with: tuple[str, ...] = ()
     chosen_by_auto: bool = True
 
 

@@ -51,6 +51,12 @@ def modules_to_preload(parallel: Parallel) -> tuple[str, ...]:
     return () if spec is None else spec.preload
 
 
+def uses_one_device(parallel: Parallel) -> bool:
+    """Return whether the mode of a config, if it is one of Paceline's, trains on one device."""
+    spec = STRATEGIES.get(parallel.mode)
+    return spec is not None and spec.single_device
+
+
 def load_object(path: str) -> Any:
     """Import and return the object ``module:attribute``."""
     module, _, attribute = path.partition(":")
@@ -152,9 +158,9 @@ def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> Par
         sizes["data"] = replicas  # replicas use the remaining ranks
     others_size = math.prod(size for key, size in sizes.items() if key != main)
     size = sizes.get(main, num_devices // others_size if num_devices % others_size == 0 else 0)
-    if name == "single":
+    if spec.single_device:
         size = 1
-    if size * others_size != num_devices and not (name == "single" and num_devices == 1):
+    if size * others_size != num_devices and not (spec.single_device and num_devices == 1):
         product = " × ".join(f"`parallel.{key}: {value}`" for key, value in sizes.items())
         divisors = [str(each) for each in range(1, num_devices + 1) if num_devices % each == 0]
         raise ConfigError(

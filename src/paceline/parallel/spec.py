@@ -48,6 +48,7 @@ class StrategySpec:
         capabilities: settings and features that the strategy supports.
         options: keyword arguments of the implementation.
         single_process: whether one process drives all devices.
+        single_device: whether it trains on one device only.
         spans_hosts: whether its ranks may be on several hosts.
         preload: modules that are imported once, before the ranks are forked.
         has_low_weights: whether several ranks store or gather trained weights in the low precision
@@ -85,6 +86,7 @@ class StrategySpec:
     capabilities: Capabilities = field(default_factory=Capabilities)
     options: Mapping[str, bool | float | str] = field(default_factory=dict)
     single_process: bool = False
+    single_device: bool = False
     spans_hosts: bool = True
     preload: tuple[str, ...] = ()
     has_low_weights: bool = False

@@ -102,6 +102,8 @@ class Strategy(ABC):
     keeps_state_on_host: bool = False
     #: False on a rank that has no share of the batch, such as a server.
     has_data: bool = True
+    #: True on a rank that also sends outside of its steps, when other ranks ask for something.
+    sends_between_steps: bool = False
     #: Called in :meth:`forward_backward` after the last micro-batch, before waiting for other
     #: ranks. Set while the speed of each rank is measured.
     on_computed: Callable[[], None] | None = None

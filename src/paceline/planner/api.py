@@ -22,7 +22,7 @@ from paceline.distributed.devices import (
 )
 from paceline.models.files import fit_to_model
 from paceline.models.transforms.float8_check import check_float8
-from paceline.parallel.registry import ParallelLayout, get_spec, layout, mode_of
+from paceline.parallel.registry import ParallelLayout, get_spec, layout, mode_of, uses_one_device
 from paceline.planner.advice import Advice, ChangeReport, advise
 from paceline.planner.assumed.estimate import AssumedEstimate, AssumedReport, estimate_assumed
 from paceline.planner.assumed.keys import Value, parse_assumptions
@@ -475,7 +475,10 @@ def _machine(
         return named_machine(named, memory, count, dtype, (notice,) if notice else ())
     update = {} if world_size is None else {"num_gpus": "auto"}
     try:
-        devices = choose_devices(config.parallel.model_copy(update=update))
+        devices = choose_devices(
+            config.parallel.model_copy(update=update),
+            single_device=uses_one_device(config.parallel),
+        )
     except ConfigError as error:
         raise ConfigError(
             error.what,

@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import NotRequired, TypedDict
 
 from paceline.core.errors import ConfigError
-from paceline.core.events import PeakRate
+from paceline.core.report import PeakRate
 
 _GB, _T = 10**9, 10**12
 #: Drivers report between 94 % (memory reserved for error correction) and 108 % (GB sold as GiB) of

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.config.schema import Config
 from paceline.config.schema.train_args import TrainArgs
-from paceline.core.row_figures import SourceFigures
+from paceline.core.report import SourceFigures
 from paceline.data.counts import DataCounts
 from paceline.data.order.build import SourceSize, rows_per_epoch, tokens_per_row
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from paceline.config.metrics.evaluation import value_names
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.core.row_figures import SourceFigures
+from paceline.core.report import SourceFigures
 from paceline.data.collate import (
     SegmentInputs,
     TokenBatch,

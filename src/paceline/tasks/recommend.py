@@ -77,18 +77,6 @@ class RecommendTask(Task):
                 " trained in full",
                 fix="remove it",
             )
-        parallel = config.parallel
-        if (
-            parallel.mode in ("tensor", "pipeline")
-            or (parallel.tensor or 1) > 1
-            or (parallel.pipeline or 1) > 1
-        ):
-            raise ConfigError(
-                "tensor and pipeline parallelism are not supported with `task: recommend`: a click"
-                " model has no sequence of layers to split",
-                allowed="`parallel.mode: ddp`, zero1 to zero3, parameter_server",
-                fix="set `parallel.mode: parameter_server` if the tables do not fit, else `ddp`",
-            )
         for key in ("dataset", "val_dataset"):
             sources = config.sources(validation=key == "val_dataset")
             if len(sources) > 1:

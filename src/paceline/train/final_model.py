@@ -25,30 +25,24 @@ def save_model_folder(
     components: TrainComponents,
     build: Callable[[], nn.Module],
     step: int,
-    handle_rank_loss: Callable[[], object],
 ) -> None:
     """Write ``model/`` atomically, on rank 0. A collective.
 
     Args:
         build: function that returns a new model of the task.
         step: step of the last checkpoint, which contains the trained weights.
-        handle_rank_loss: function called on every rank after the model was written.
 
     Raises:
         RunError: if the model could not be written.
     """
-    lost_ranks = None
-    while lost_ranks != ctx.comm.lost:  # repeat if the rank that wrote it was lost
-        lost_ranks = ctx.comm.lost
-        folder = _staging_dir(ctx.run_dir)
-        with (
-            components.strategy.consolidated(),
-            rank_zero_phase(ctx.comm, "writing the trained model", folder),
-        ):
-            if ctx.comm.is_rank_zero:
-                _write_model(ctx.run_dir, components, build, step)
-        ctx.comm.barrier()
-        handle_rank_loss()
+    folder = _staging_dir(ctx.run_dir)
+    with (
+        components.strategy.consolidated(),
+        rank_zero_phase(ctx.comm, "writing the trained model", folder),
+    ):
+        if ctx.comm.is_rank_zero:
+            _write_model(ctx.run_dir, components, build, step)
+    ctx.comm.barrier()
 
 
 def _staging_dir(run_dir: RunDir) -> Path:

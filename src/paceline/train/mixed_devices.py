@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
+from paceline.parallel.capabilities import get_setting
 from paceline.parallel.registry import get_spec
 
 if TYPE_CHECKING:
@@ -36,22 +37,21 @@ def check_mixed_devices(world: Communicator, config: Config, strategy: str) -> N
             allowed="cpu and cuda together",
             fix=f"use hosts with the same device type, {same_type}",
         )
-    if not get_spec(strategy).capabilities.mixed_devices:
+    capabilities = get_spec(strategy).capabilities
+    if not capabilities.mixed_devices:
         raise ConfigError(
             f"{hosts} are not supported with `parallel.mode: {strategy}`",
             allowed="`parallel.mode: ddp` and `local_sgd`",
             fix=f"set `parallel.mode: ddp`, {same_type}",
         )
+    optional = {key: get_setting(config, key) for key in capabilities.same_devices_with}
     for setting, is_set in (
         (f"compression.method: {config.compression.text}", bool(config.compression.chain)),
         (
             f"parallel.all_reduce_algorithm: {config.parallel.all_reduce_algorithm}",
             config.parallel.all_reduce_algorithm != "native",
         ),
-        (
-            f"local_sgd.workers: {config.local_sgd.workers}",
-            strategy == "local_sgd" and config.local_sgd.workers is not None,
-        ),
+        *((f"{key}: {value}", value is not None) for key, value in optional.items()),
     ):
         if is_set:
             raise ConfigError(

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
-from paceline.core.events import Fault, MemoryFallbackEvent, PeakRate
+from paceline.core.events import Fault, MemoryFallbackEvent
 from paceline.core.log import Notice
+from paceline.core.report import PeakRate
 
 if TYPE_CHECKING:
     from pydantic import JsonValue

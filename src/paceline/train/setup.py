@@ -16,9 +16,10 @@ from paceline.checkpoint.train_state import check_same_model
 from paceline.checkpoint.transfer import open_checkpoint, transfer_notices
 from paceline.config.chosen import open_settings, values_of
 from paceline.config.load import to_yaml
-from paceline.core.errors import Outcome, PacelineError
+from paceline.core.errors import PacelineError
 from paceline.core.event_log import EventLog
 from paceline.core.events import RunEndEvent
+from paceline.core.failures import ExitRecord, is_out_of_memory
 from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.log import log_to_events
 from paceline.core.report import Report
@@ -39,7 +40,7 @@ from paceline.health.watchdog import Watchdog
 from paceline.observe.device_stats import DeviceMonitor
 from paceline.observe.loggers.metric_logger import MetricLogger
 from paceline.observe.metrics import StepMetrics
-from paceline.observe.out_of_memory import is_out_of_memory, out_of_memory
+from paceline.observe.out_of_memory import out_of_memory
 from paceline.observe.report.html import write_reports
 from paceline.observe.throughput import mean_peak, model_flops
 from paceline.train.callbacks.balance import Balancer
@@ -53,7 +54,6 @@ from paceline.train.components import build_components, build_model
 from paceline.train.final_model import save_model_folder
 from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
 from paceline.train.precision import check_same_precision, use_deterministic_algorithms
-from paceline.train.rank_loss import event_listeners
 from paceline.train.reports.end import build_report
 from paceline.train.reports.start import emit_run_start
 from paceline.train.run_spec import RunSpec
@@ -64,6 +64,7 @@ from paceline.train.state import (
     open_side_group,
     resume,
 )
+from paceline.train.survivors import event_listeners
 from paceline.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -71,12 +72,12 @@ logger = logging.getLogger(__name__)
 BuildCallbacks = Callable[[Trainer, States], CallbackList]
 
 
-def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
+def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> ExitRecord:
     """Run one rank from start to end.
 
     Returns:
-        ``{"status": "done" | "stopped", "report": …}``. If Paceline's launcher collects the report,
-        only rank 0 returns it, and it is None on the other ranks.
+        Whether the run is "done" or "stopped", and the report. If Paceline's launcher collects the
+        report, it is None on all ranks except rank 0.
     """
     axes = spec.layout.axes if spec.layout.num_processes > 1 else ParallelDims()
     if spec.config.train_args.deterministic:
@@ -143,7 +144,7 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
             comm.close()
 
 
-def _run(trainer: Trainer) -> Outcome:
+def _run(trainer: Trainer) -> ExitRecord:
     """Train, save the model and write the report. Return the result of :func:`run_rank`."""
     spec, ctx, strategy = trainer.spec, trainer.ctx, trainer.strategy
     state = trainer.state
@@ -165,12 +166,9 @@ def _run(trainer: Trainer) -> Outcome:
     if status == "done" and spec.saves_state:
         rebuild_model = partial(build_model, trainer.components.task, spec.config)
         final_step = None if selection is None else selection.final_step
-        save_model_folder(
-            ctx,
-            trainer.components,
-            rebuild_model,
-            state.step if final_step is None else final_step,
-            trainer.handle_rank_loss,
+        saved_step = state.step if final_step is None else final_step
+        trainer.survivors.repeat(
+            partial(save_model_folder, ctx, trainer.components, rebuild_model, saved_step)
         )
     report = build_report(trainer, status, None if selection is None else selection.report())
     with rank_zero_phase(ctx.comm, "writing the report"):
@@ -181,7 +179,7 @@ def _run(trainer: Trainer) -> Outcome:
     ctx.comm.barrier()
     strategy.close()
     has_report = ctx.comm.is_rank_zero or spec.reports_everywhere
-    return {"status": status, "report": report if has_report else None}
+    return ExitRecord(status, report=report if has_report else None)
 
 
 def _write_end(trainer: Trainer, report: Report) -> None:
@@ -245,7 +243,7 @@ def build_trainer(
         spec.started_at if spec.failure is None else float(spec.failure["seen_at"]),
         spec.data.mean_tokens is not None,
         strategy.traffic_period,
-        serves=not strategy.has_data,
+        sends_between_steps=strategy.sends_between_steps,
         devices=DeviceMonitor(ctx.device),
         flops=model_flops(components.model, spec.config, lengths, num_devices, peak),
     )

@@ -28,7 +28,6 @@ from paceline.train.callbacks.base import Requests
 from paceline.train.callbacks.callback_list import CallbackList
 from paceline.train.evaluation import EvalResult, evaluate
 from paceline.train.memory_trial import needs_trial, try_largest_micro_batch
-from paceline.train.rank_loss import report_rank_losses, take_over_log
 from paceline.train.run_spec import RunSpec
 from paceline.train.state import (
     RankContext,
@@ -43,6 +42,7 @@ from paceline.train.state import (
     report_rollback,
 )
 from paceline.train.step_counts import CountQueue, LossAccumulator, StepCounts, check_task_loss
+from paceline.train.survivors import Survivors
 from paceline.train.totals import add_totals
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,9 @@ class Trainer:
     def __post_init__(self) -> None:
         self.strategy = self.components.strategy
         self.counts = CountQueue(self.components, self.ctx, self.checkpoints, self.metrics)
+        self.survivors = Survivors(
+            self.spec, self.ctx, self.strategy, self.state, self.data, self.checkpoints
+        )
         self._has_reported_no_rollback = False
 
     @property
@@ -108,7 +111,7 @@ class Trainer:
         if self.spec.saves_state:
             self.save(must_succeed=True)
         self.anomalies.raise_if_exhausted()
-        self.handle_rank_loss()
+        self.survivors.update()
         if not state.is_complete(derived.steps):
             return "stopped"
         self.evaluate()
@@ -169,7 +172,7 @@ class Trainer:
         is_first = state.step == state.first_step + 1
         self.metrics.end(reported_loss, counts.local_count, drains=is_first)
         stop = self.counts.settle(now=is_logged)
-        self.handle_rank_loss()
+        self.survivors.update()
         return StepResult("updated", stop, grad_norm, learning_rate, is_logged)
 
     def micro_step(
@@ -264,42 +267,33 @@ class Trainer:
         self.ctx.events.emit({"type": "resume", "step": state.step, "path": target.path})
         log_notices(logger, strategy.notices[num_notices:])
 
-    def handle_rank_loss(self) -> bool:
-        """Continue without ranks that were lost, and return whether there were any. The result is
-        the same on every rank at the same point of the same step."""
-        losses = self.strategy.lost_since_last_step()
-        if not losses:
-            return False
-        replica, num_left = self.strategy.replica, self.strategy.num_replicas
-        self.data.reshard(replica, num_left)
-        if self.ctx.comm.is_rank_zero:
-            take_over_log(self.spec.config, self.ctx, self.checkpoints)
-            report_rank_losses(losses, self.spec, self.ctx, self.state, self.data.order, num_left)
-        return True
-
     def evaluate(self) -> None:
         """Evaluate the model, unless it has already been evaluated at this step."""
-        state, parts = self.state, self.components
+        state = self.state
         if self.data.eval_dataset is None or state.step in state.eval_losses:
             return
         self.metrics.drain()
         self.callbacks.before_pause(state)
-        result: EvalResult | None = None
-        while self.handle_rank_loss() or result is None:  # repeat if a rank was lost meanwhile
-            with self.ctx.progress.during("evaluation"), self.strategy.consolidated():
-                result = evaluate(
-                    parts.task,
-                    parts.model,
-                    parts.strategy,
-                    self.data.eval_dataset,
-                    self.spec.config,
-                    parts.precision,
-                    self.data.options,
-                    self.ctx.progress,
-                )
-                self.callbacks.on_evaluation_end(result, state)
+        result = self.survivors.repeat(self._evaluate)
         state.eval_losses[state.step] = result.loss
         self.ctx.events.emit(result.event(state.step))
+
+    def _evaluate(self) -> EvalResult:
+        parts, dataset = self.components, self.data.eval_dataset
+        assert dataset is not None
+        with self.ctx.progress.during("evaluation"), self.strategy.consolidated():
+            result = evaluate(
+                parts.task,
+                parts.model,
+                parts.strategy,
+                dataset,
+                self.spec.config,
+                parts.precision,
+                self.data.options,
+                self.ctx.progress,
+            )
+            self.callbacks.on_evaluation_end(result, self.state)
+        return result
 
     def save(self, *, must_succeed: bool) -> None:
         """Save a checkpoint, unless this step has already been saved. With ``must_succeed``, wait

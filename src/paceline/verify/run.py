@@ -322,16 +322,16 @@ def _run(
         certification = Certification(remaining, steps, len(trials), str(folder))
         launcher = LocalLauncher(certification, num_ranks, certify_rank)
         launcher.on_stop = "finishing this step"
-        outcome = launcher.run()
-        if outcome["status"] == "stopped":
+        ended = launcher.run()
+        if ended.status == "stopped":
             logger.info("stopped; nothing is certified")
-            return int(outcome["exit_code"])
+            return ended.exit_code
         unfinished = [
             trial for trial in remaining if not all(path.exists() for path in files[trial.name])
         ]
         if not unfinished:
             break
-        failed, text = unfinished[0], outcome["text"]
+        failed, text = unfinished[0], ended.message
         if failed.number == 0:
             raise RunError(
                 f"the reference `{REFERENCE}`, which all modes are compared with, failed: {text}"

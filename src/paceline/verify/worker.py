@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError, Outcome, RunError
+from paceline.core.errors import ConfigError, RunError
 from paceline.core.event_log import EventLog
 from paceline.core.events import Event
+from paceline.core.failures import ExitRecord
 from paceline.core.files import write_atomic
 from paceline.core.log import log_to_events
 from paceline.core.run_dir import RunDir
@@ -94,7 +95,7 @@ def result_file(folder: str | Path, number: int, rank: int) -> Path:
     return Path(folder) / f"trial-{number}-rank-{rank}.json"
 
 
-def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> Outcome:
+def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> ExitRecord:
     """Run all trials on this rank, and write each result to its :func:`result_file`.
 
     Raises:
@@ -109,10 +110,10 @@ def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> 
                 result_file(certification.folder, trial.number, env.rank), json.dumps(result)
             )
             if not _wait_for_all(certification, trial, env, result, stop):
-                return {"status": "stopped", "report": None}
+                return ExitRecord("stopped")
             if world.is_rank_zero:
                 _log(certification, trial, result)
-        return {"status": "done", "report": None}
+        return ExitRecord("done")
     finally:
         world.close()
 

@@ -24,13 +24,12 @@ from paceline.core.errors import (
     EXIT_DONE,
     EXIT_USAGE,
     ConfigError,
-    Outcome,
     PacelineError,
-    ReportedError,
     RunError,
     StoppedError,
 )
 from paceline.core.events import Fault
+from paceline.core.failures import ExitRecord, ReportedError
 from paceline.core.processes import temporary_environment
 from paceline.core.report import Report
 
@@ -62,6 +61,14 @@ def check_ray() -> None:
             f"training on Ray requires Ray {MIN_RAY} or newer, but {installed} is installed",
             fix='update it with `pip install -U "paceline[ray]"`',
         )
+
+
+class WorkerResult(TypedDict):
+    """The result of a rank."""
+
+    status: str
+    exit_code: int
+    report: Report | None
 
 
 class TorchTrainer:
@@ -129,12 +136,11 @@ class TorchTrainer:
                 text = "a signal stopped the run; a checkpoint is in"
                 text += f" {self.loaded.config.output_dir}"
             raise StoppedError(text, result["exit_code"])
-        report: Report = result["report"]
-        return report
+        assert result["report"] is not None
+        return result["report"]
 
-    def results(self) -> list[Outcome]:
-        """Like :meth:`fit`, but return ``{status, exit_code, report}`` of every rank, even if the
-        run was stopped."""
+    def results(self) -> list[WorkerResult]:
+        """Like :meth:`fit`, but return the result of every rank, even if the run was stopped."""
         import ray
 
         if not ray.is_initialized():
@@ -163,7 +169,7 @@ class TorchTrainer:
         )
         try:
             error = self._fit(task)
-            return _outcomes(ray, self._record, error, self.max_failures)
+            return _results(ray, self._record, error, self.max_failures)
         finally:
             ray.kill(self._record)
             self._record = None
@@ -174,7 +180,7 @@ class TorchTrainer:
         from ray.train.torch import TorchConfig
         from ray.train.torch import TorchTrainer as RayTorchTrainer
 
-        def train_loop() -> Outcome:
+        def train_loop() -> ExitRecord:
             return train_worker(task)
 
         with _temporary_storage(self.run_config) as storage:
@@ -212,7 +218,9 @@ class TorchTrainer:
             self._record.request_stop.remote(number)
 
 
-def _outcomes(ray: Any, record: Any, error: Exception | None, max_failures: int) -> list[Outcome]:
+def _results(
+    ray: Any, record: Any, error: Exception | None, max_failures: int
+) -> list[WorkerResult]:
     """Return the result of each rank.
 
     Raises:
@@ -221,12 +229,19 @@ def _outcomes(ray: Any, record: Any, error: Exception | None, max_failures: int)
     failed = ray.get(record.final_failure.remote())
     if failed is not None:
         if failed.exit_code == EXIT_USAGE:
-            raise ConfigError(failed.text)
-        raise ReportedError(f"{failed.place}: {failed.text}", failed.exit_code)
+            raise ConfigError(failed.message)
+        raise ReportedError(failed.cause.text, failed.exit_code)
     if error is not None:
         raise _failure(error, ray.get(record.last_fault.remote()), max_failures) from error
-    results = ray.get(record.results.remote())
-    return [results[rank] for rank in sorted(results)]
+    ended = ray.get(record.results.remote())
+    return [
+        {
+            "status": ended[rank].status,
+            "exit_code": ended[rank].exit_code,
+            "report": ended[rank].report,
+        }
+        for rank in sorted(ended)
+    ]
 
 
 def _failure(error: Exception, fault: Fault | None, max_failures: int) -> PacelineError:

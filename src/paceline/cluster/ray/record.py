@@ -12,11 +12,11 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import Outcome
 from paceline.core.events import Fault
+from paceline.core.failures import ExitRecord, FailureScope, first_cause
 
 if TYPE_CHECKING:  # the actor needs it only if memory was lacking
-    from paceline.cluster.failures import AgentState, Failure
+    from paceline.cluster.failures import AgentState
 
 
 @dataclass(frozen=True)
@@ -62,24 +62,13 @@ class OutOfMemoryFailure:
         state: state of the round, for the workers of the next attempt.
     """
 
-    failure: Failure
+    failure: ExitRecord
     state: AgentState
 
 
-@dataclass(frozen=True)
-class FinalFailure:
-    """A failure that every further attempt would repeat. ``place``: of the worker, as text."""
-
-    exit_code: int
-    text: str
-    place: str = ""
-
-
-@dataclass
-class _Ended:
-    text: str
-    time: float
-    is_secondary: bool
+_ENDED_BY_RAY = ExitRecord.of_run(
+    "Ray ended the workers without an error of theirs (a drained node or a preemption)"
+)
 
 
 class RayRunRecord:
@@ -97,18 +86,19 @@ class RayRunRecord:
         self._out_of_memory: OutOfMemoryFailure | None = None
         self._places: list[WorkerPlace] = []  # by Ray's rank, as are the next three
         self._numbers: dict[int, int] = {}  # Paceline's rank
-        self._ended: dict[int, _Ended] = {}
+        self._failed: dict[int, ExitRecord] = {}
         self._lost: set[int] = set()
         self._failed_at: float | None = None
-        self._final_failure: FinalFailure | None = None
+        self._final_failure: ExitRecord | None = None
         self._final_ranks: set[int] = set()
-        self._results: dict[int, Outcome] = {}
+        self._results: dict[int, ExitRecord] = {}
         self._has_run_folder = False
         self._stop_signal: int | None = None
 
     # -- workers
-    def final_failure(self) -> FinalFailure | None:
-        """Return the failure after which no further attempt is made (:meth:`fail_finally`)."""
+    def final_failure(self) -> ExitRecord | None:
+        """Return the failure after which no further attempt is made (:meth:`fail_finally`). Its
+        failure's text names the worker, its message does not."""
         return self._final_failure
 
     def begin_attempt(self, places: list[WorkerPlace]) -> AttemptStart:
@@ -134,7 +124,7 @@ class RayRunRecord:
         self._num_attempts += 1
         self._places = places
         self._numbers = {ray_rank: rank for rank, ray_rank in enumerate(order)}
-        self._ended, self._lost, self._failed_at = {}, set(), None
+        self._failed, self._lost, self._failed_at = {}, set(), None
         out_of_memory, self._out_of_memory = self._out_of_memory, None
         return AttemptStart(order, fault, previous.host if has_moved else None, out_of_memory)
 
@@ -144,21 +134,18 @@ class RayRunRecord:
         self._has_run_folder = self._has_run_folder or has_run_folder
         return self._stop_signal
 
-    def fail(self, ray_rank: int, text: str, is_secondary: bool) -> None:
-        """Record why a worker fails.
-
-        Args:
-            is_secondary: the text may describe a consequence of the end of another worker, such as
-                a closed connection.
-        """
-        self._ended.setdefault(ray_rank, _Ended(text, time.time(), is_secondary))
+    def fail(self, ray_rank: int, failed: ExitRecord) -> None:
+        """Record how a worker fails."""
+        self._failed.setdefault(ray_rank, replace(failed, time=time.time()))
         self._failed_at = self._failed_at or time.time()
 
-    def fail_finally(self, ray_rank: int, failure: FinalFailure) -> int:
+    def fail_finally(self, ray_rank: int, failed: ExitRecord) -> int:
         """Record a failure that every further attempt would repeat. Return how many workers have
         reported one."""
         if self._final_failure is None:
-            self._final_failure = replace(failure, place=self._place(ray_rank))
+            text = f"{self._place(ray_rank)}: {failed.message}"
+            failure = replace(failed.cause, text=text)
+            self._final_failure = replace(failed, failure=failure, is_final=True)
         self._final_ranks.add(ray_rank)
         return len(self._final_ranks)
 
@@ -170,9 +157,9 @@ class RayRunRecord:
         self._out_of_memory = self._out_of_memory or failure
         return True
 
-    def finish(self, rank: int, result: Outcome) -> None:
-        """Record the result of a rank: status, exit code and report."""
-        self._results[rank] = result
+    def finish(self, rank: int, ended: ExitRecord) -> None:
+        """Record how a rank ended that did not fail."""
+        self._results[rank] = ended
 
     # -- the driver
     def lose_workers(self, ray_ranks: list[int]) -> None:
@@ -183,7 +170,7 @@ class RayRunRecord:
     def request_stop(self, number: int) -> None:
         self._stop_signal = number
 
-    def results(self) -> dict[int, Outcome]:
+    def results(self) -> dict[int, ExitRecord]:
         return self._results
 
     def places(self) -> list[WorkerPlace]:
@@ -195,32 +182,42 @@ class RayRunRecord:
         """Return the content of a `fault` event about the workers that failed first; None before
         the first attempt.
 
-        A worker that Ray lost and that reported nothing was killed. If there is none, the earliest
-        failure counts that does not merely report a closed connection.
+        A worker that Ray lost and that reported nothing was killed. Otherwise the failure counts
+        that caused the others.
         """
         if not self._places:
             return None
-        killed = sorted(self._lost - self._ended.keys())
-        described = sorted(
-            self._ended.items(), key=lambda item: (item[1].is_secondary, item[1].time)
-        )
-        ray_ranks = killed
-        reason = "Ray ended the workers without an error of theirs (a drained node or a preemption)"
+        failures = [self._failure_of(ray_rank) for ray_rank in self._failed]
+        killed = sorted(self._lost - self._failed.keys())
         if killed:
-            reason = "; ".join(
-                f"{self._place(ray_rank)} was killed, or its node was lost" for ray_rank in killed
-            )
-        elif described:
-            ray_ranks = [described[0][0]]
-            reason = f"{self._place(ray_ranks[0])}: {described[0][1].text}"
+            texts = [f"{self._place(rank)} was killed, or its node was lost" for rank in killed]
+            failures.append(self._located(ExitRecord.killed((), (), "; ".join(texts)), killed))
+        first = first_cause(failures)
+        cause = (first or _ENDED_BY_RAY).cause
         return {
-            "ranks": [self._numbers[ray_rank] for ray_rank in ray_ranks],
-            "hosts": sorted({self._places[ray_rank].host for ray_rank in ray_ranks}),
-            "reason": reason.rstrip("."),
+            "ranks": list(cause.ranks),
+            "hosts": list(cause.hosts),
+            "reason": cause.reason,
             "step": None,
             "restart": self._num_attempts,
             "seen_at": self._failed_at or time.time(),
         }
+
+    def _failure_of(self, ray_rank: int) -> ExitRecord:
+        """Return how a worker failed, with its place in the failure."""
+        failed, ray_ranks = self._failed[ray_rank], [ray_rank]
+        if failed.cause.scope is FailureScope.RUN:  # it may blame other ranks
+            blamed = [other for other, rank in self._numbers.items() if rank in failed.cause.ranks]
+            ray_ranks = blamed or ray_ranks
+        text = f"{self._place(ray_rank)}: {failed.message}"
+        named = replace(failed, failure=replace(failed.cause, text=text))
+        return self._located(named, ray_ranks)
+
+    def _located(self, failed: ExitRecord, ray_ranks: list[int]) -> ExitRecord:
+        """Return the record with the ranks and hosts of these workers in the failure."""
+        ranks = tuple(self._numbers[ray_rank] for ray_rank in ray_ranks)
+        hosts = tuple(sorted({self._places[ray_rank].host for ray_rank in ray_ranks}))
+        return replace(failed, failure=replace(failed.cause, ranks=ranks, hosts=hosts))
 
     def _place(self, ray_rank: int) -> str:
         if ray_rank >= len(self._places):

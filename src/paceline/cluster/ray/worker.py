@@ -15,21 +15,14 @@ from paceline.cluster.failures import AgentFolder, failure_of
 from paceline.cluster.member import PreviousRound, run_under_agent
 from paceline.cluster.ray.record import (
     AttemptStart,
-    FinalFailure,
     OutOfMemoryFailure,
     WorkerPlace,
 )
 from paceline.cluster.rounds import settings_after
 from paceline.config.load import Loaded
-from paceline.core.errors import (
-    EXIT_USAGE,
-    ConfigError,
-    Outcome,
-    PacelineError,
-    ReportedError,
-    failed_outcome,
-)
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.event_log import tail_events
+from paceline.core.failures import ExitRecord, FailureKind, ReportedError, classify
 from paceline.core.files import Scratch
 from paceline.core.log import CONSOLE_ONLY, configure_logging
 from paceline.core.processes import host_name
@@ -65,8 +58,8 @@ class RayWorkerTask:
     record: Any
 
 
-def train_worker(task: RayWorkerTask) -> Outcome:
-    """Train on this worker, and return the result of this rank: status, exit_code, report.
+def train_worker(task: RayWorkerTask) -> ExitRecord:
+    """Train on this worker, and return how this rank ended.
 
     An exception makes Ray restart all workers. A failure that would repeat is therefore returned if
     all workers report one; otherwise the record stores it, so that the workers of the next attempt
@@ -76,29 +69,33 @@ def train_worker(task: RayWorkerTask) -> Outcome:
     import ray.train
 
     configure_logging()
-    failed = ray.get(task.record.final_failure.remote())
-    if failed is not None:
-        return _final(failed)
+    final: ExitRecord | None = ray.get(task.record.final_failure.remote())
+    if final is not None:
+        return final
     ray_rank = ray.train.get_context().get_world_rank()
     try:
         attempt = _begin_attempt(task)
         result = _run(task, attempt)
-    except PacelineError as error:
-        from paceline.launch.worker import reports_a_link
-
-        if error.exit_code == EXIT_USAGE or getattr(error, "would_repeat", False):
-            return _fail_finally(task, ray_rank, error)
-        is_secondary = reports_a_link(error.paragraph())
-        ray.get(task.record.fail.remote(ray_rank, error.paragraph(), is_secondary))
-        raise
     except Exception as error:
-        ray.get(task.record.fail.remote(ray_rank, f"{type(error).__name__}: {error}", False))
+        failed = _failed(error)
+        if isinstance(error, ConfigError | ReportedError) and failed.cause.is_permanent:
+            return _fail_finally(task, ray_rank, failed, error)
+        ray.get(task.record.fail.remote(ray_rank, failed))
         raise
     ray.get(task.record.finish.remote(attempt.order.index(ray_rank), result))
     return result
 
 
-def _run(task: RayWorkerTask, attempt: AttemptStart) -> Outcome:
+def _failed(error: Exception) -> ExitRecord:
+    """Return the record of a failure. A rank has already described its own in one paragraph."""
+    if isinstance(error, PacelineError):
+        message = error.paragraph()
+    else:
+        message = f"{type(error).__name__}: {error}"
+    return ExitRecord.failed(classify(error), message)
+
+
+def _run(task: RayWorkerTask, attempt: AttemptStart) -> ExitRecord:
     import ray
 
     run_dir = RunDir(Path(task.loaded.config.output_dir))
@@ -128,11 +125,8 @@ def _run(task: RayWorkerTask, attempt: AttemptStart) -> Outcome:
             loaded, started_at, allow_config_change=task.allow_config_change, failure=fault
         )
         result = _train(task, attempt, draft)
-    return {
-        "status": "stopped" if result.report is None else result.report.get("status", "stopped"),
-        "exit_code": result.exit_code,
-        "report": result.report,
-    }
+    status = "stopped" if result.report is None else result.report.get("status", "stopped")
+    return ExitRecord(status, result.exit_code, result.report)
 
 
 def _train(task: RayWorkerTask, attempt: AttemptStart, draft: Draft) -> TrainResult:
@@ -159,12 +153,12 @@ def _memory_failure(folder: AgentFolder, loaded: Loaded) -> OutOfMemoryFailure |
     """Return the failure of this worker if smaller memory settings may solve it, else None."""
     record, state = folder.take(int(os.environ["LOCAL_RANK"])), folder.read_state()
     memory = state.get("memory")
-    if memory is None or not record.get("end", {}).get("out_of_memory"):
+    failed = failure_of(record) if "start" in record else None
+    if memory is None or failed is None or failed.cause.kind is not FailureKind.MEMORY:
         return None  # the worker may have failed before it joined the others
-    failure = failure_of(record)
-    if failure is None or settings_after(loaded.config, memory, failure.outcome) is None:
+    if settings_after(loaded.config, memory, failed) is None:
         return None
-    return OutOfMemoryFailure(failure, state)
+    return OutOfMemoryFailure(failed, state)
 
 
 def _begin_attempt(task: RayWorkerTask) -> AttemptStart:
@@ -270,13 +264,14 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _fail_finally(task: RayWorkerTask, ray_rank: int, error: PacelineError) -> Outcome:
+def _fail_finally(
+    task: RayWorkerTask, ray_rank: int, failed: ExitRecord, error: PacelineError
+) -> ExitRecord:
     """Return the failure if all workers have one; otherwise raise it, so that Ray ends the others,
     which wait for this worker."""
     import ray
     import ray.train
 
-    failed = FinalFailure(error.exit_code, error.paragraph())
     deadline = time.monotonic() + _AGREE_S
     while (
         ray.get(task.record.fail_finally.remote(ray_rank, failed))
@@ -285,11 +280,7 @@ def _fail_finally(task: RayWorkerTask, ray_rank: int, error: PacelineError) -> O
         if time.monotonic() > deadline:
             raise error
         time.sleep(0.1)
-    return _final(failed)
-
-
-def _final(failed: FinalFailure) -> Outcome:
-    return failed_outcome(failed.text, failed.exit_code)
+    return failed
 
 
 def _last_step(run_dir: RunDir) -> int | None:

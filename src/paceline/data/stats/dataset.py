@@ -20,8 +20,8 @@ from paceline.config.packages import check_package
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
-from paceline.core.events import DataFigures
 from paceline.core.log import Notice
+from paceline.core.report import DataFigures
 from paceline.data.preference.dataset import PreferenceDataset
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import open_source

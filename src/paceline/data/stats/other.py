@@ -11,8 +11,8 @@ from typing import TypedDict
 import numpy as np
 
 from paceline.config.schema import Config
-from paceline.core.events import DataFigures
 from paceline.core.log import Notice
+from paceline.core.report import DataFigures
 from paceline.core.stop import poll
 from paceline.data.clicks.log import builtin_clicks, load_log, load_meta
 from paceline.data.clicks.reader import read_clicks

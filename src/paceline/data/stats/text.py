@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from paceline.core.events import DataFigures
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, printable
+from paceline.core.report import DataFigures
 from paceline.data.stats.dataset import ClassCount, DatasetStats
 from paceline.data.stats.other import ClickStats, ImageStats
 

@@ -11,8 +11,8 @@ from typing import NotRequired, TypedDict
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.core.events import DataFigures
 from paceline.core.log import Notice
+from paceline.core.report import DataFigures
 from paceline.data.preference.dataset import PreferenceWriter
 from paceline.data.progress import RowProgress
 from paceline.data.sources.readers import is_text

@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
-from paceline.core.row_figures import SourceFigures
+from paceline.core.report import SourceFigures
 from paceline.data.cache import build_once, fingerprint, key_of
 from paceline.data.counts import DataCounts
 from paceline.data.order.build import SourceSize, first_shares, source_sizes

@@ -24,6 +24,7 @@ from paceline.models.kernels.attention_choice import check_attention
 from paceline.models.kernels.liger import check_liger
 from paceline.models.transforms.compile_check import check_compile
 from paceline.models.transforms.float8_check import check_float8
+from paceline.parallel.registry import uses_one_device
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 def find_devices(draft: Draft) -> Draft:
     """Choose the devices of this host."""
     num_launched = None if draft.outer is None else draft.outer.local_world_size
-    devices = choose_devices(draft.config.parallel, num_launched=num_launched)
+    parallel = draft.config.parallel
+    devices = choose_devices(parallel, num_launched, uses_one_device(parallel))
     return replace(draft, host=Host(devices, rank_memory(devices)))
 
 

@@ -10,16 +10,9 @@ from typing import Any, NamedTuple
 
 from paceline.core import formatting
 from paceline.core.event_log import effective_events, effective_steps, read_events
-from paceline.core.events import (
-    CheckpointEvent,
-    DataFigures,
-    Event,
-    NoticeEvent,
-    ProfileEvent,
-    RunStartEvent,
-)
+from paceline.core.events import CheckpointEvent, Event, NoticeEvent, ProfileEvent, RunStartEvent
 from paceline.core.files import write_atomic, write_json_atomic
-from paceline.core.report import Report, SkippedBatches, check_report
+from paceline.core.report import DataFigures, Report, SkippedBatches, check_report
 from paceline.core.run_dir import RunDir
 from paceline.observe.report.certificate import Certificate, certificate_page
 from paceline.observe.report.charts import draw_plots

@@ -7,6 +7,7 @@ from paceline.parallel.spec import StrategySpec
 SINGLE = StrategySpec(
     name="single",
     implementation="paceline.strategies.ddp.strategy:SingleDeviceStrategy",
+    single_device=True,
     spans_hosts=False,
     cost_model="paceline.strategies.ddp.cost:estimate",
     capabilities=Capabilities(OPTIMIZER_ON_HOST, unequal_shares=True, mixed_devices=True),

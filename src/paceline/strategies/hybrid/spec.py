@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from paceline.config.schema import Config
 from paceline.distributed.mesh import ParallelDims
-from paceline.parallel.capabilities import Capabilities, Limit
+from paceline.parallel.capabilities import Capabilities, Limit, Subject
 from paceline.parallel.limits.offload import (
     ON_DEVICE,
     USE_ZERO3,
@@ -34,6 +34,17 @@ def _not_split(key: str, value: object, reason: str, *dims: str) -> Limit:
         "set `parallel.mode: zero3`, or use plain LoRA",
         unsupported=(value,),
         subject=with_dims(*dims),
+    )
+
+
+def _no_click_models(subject: Subject | None = None) -> Limit:
+    return Limit(
+        "task",
+        "a click model has no sequence of layers to split",
+        "set `parallel.mode: parameter_server` if the tables do not fit, else `ddp`",
+        unsupported=("recommend",),
+        allowed="`parallel.mode: ddp`, zero1 to zero3, parameter_server",
+        subject=subject,
     )
 
 
@@ -100,7 +111,10 @@ LIMITS = (
     ),
 )
 
-CAPABILITIES = Capabilities(LIMITS, reduces_in_buckets=True)
+SPLIT_LAYERS = Capabilities((_no_click_models(), *LIMITS), reduces_in_buckets=True)
+CAPABILITIES = Capabilities(
+    (_no_click_models(with_dims("tensor", "pipeline")), *LIMITS), reduces_in_buckets=True
+)
 
 TENSOR = StrategySpec(
     name="tensor",
@@ -108,7 +122,7 @@ TENSOR = StrategySpec(
     cost_model="paceline.strategies.hybrid.cost:estimate",
     main_dim="tensor",
     extra_dims=("data",),
-    capabilities=CAPABILITIES,
+    capabilities=SPLIT_LAYERS,
     check_sizes="paceline.strategies.hybrid.check:check_sizes",
     check_model="paceline.strategies.hybrid.model_check:check_model",
 )
@@ -118,7 +132,7 @@ PIPELINE = StrategySpec(
     cost_model="paceline.strategies.hybrid.cost:estimate",
     main_dim="pipeline",
     extra_dims=("data",),
-    capabilities=CAPABILITIES,
+    capabilities=SPLIT_LAYERS,
     check_sizes="paceline.strategies.hybrid.check:check_sizes",
     check_model="paceline.strategies.hybrid.model_check:check_model",
 )

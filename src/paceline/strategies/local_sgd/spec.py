@@ -103,6 +103,7 @@ LOCAL_SGD = StrategySpec(
         LOCAL_SGD_LIMITS,
         equal_shares_reason=_WORKERS_COUNT_EQUALLY,
         mixed_devices=True,
+        same_devices_with=("local_sgd.workers",),
         chosen_by_auto=False,
     ),
     check_sizes="paceline.strategies.local_sgd.schedule:check_sizes",

@@ -81,7 +81,7 @@ class ParameterServerStrategy(Strategy):
         self.dense_on_servers = self.options.dense_on_servers
         self.num_workers = world.axes.replicas
         self.is_server = world.rank >= self.num_workers
-        self.has_data = not self.is_server
+        self.has_data, self.sends_between_steps = not self.is_server, self.is_server
         self.servers = range(self.num_workers, world.size)
         #: On a worker all workers, on a server only itself.
         (self.worker_device,) = world.device_types

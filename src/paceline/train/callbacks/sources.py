@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from paceline.core.row_figures import SourceStep
+from paceline.core.report import SourceStep
 from paceline.data.collate import SourceLosses
 from paceline.data.loader import MicroBatch
 from paceline.distributed.communicator import wide_dtype

@@ -9,9 +9,17 @@ from typing import Any, cast
 import numpy as np
 
 from paceline.core.event_log import effective_events, effective_steps, read_events
-from paceline.core.events import Event, StepEvent, WorkerLostEvent
-from paceline.core.report import BestModel, DataReport, Report, SourceReport, StepTime
-from paceline.core.row_figures import PackingFigures
+from paceline.core.events import Event, StepEvent
+from paceline.core.report import (
+    BestModel,
+    DataReport,
+    MemoryFallback,
+    PackingFigures,
+    Report,
+    SourceReport,
+    StepTime,
+    WorkerLoss,
+)
 from paceline.data.order.base import sample_shares
 from paceline.health.anomalies import skipped_steps
 from paceline.models.transforms.compile import compile_times
@@ -106,7 +114,9 @@ def build_report(trainer: Trainer, status: str, best: BestModel | None) -> Repor
         report["staleness"] = figures["staleness"]
     if losses:
         report["workers_lost"] = losses
-    fallbacks = [event for event in events if event["type"] == "memory_fallback"]
+    fallbacks: list[MemoryFallback] = [
+        event for event in events if event["type"] == "memory_fallback"
+    ]
     if fallbacks:
         report["memory_fallbacks"] = fallbacks
     if not balancer.is_equal:
@@ -250,7 +260,7 @@ def _streamed_sources(trainer: Trainer) -> list[tuple[int, int, float | None]]:
     return totals
 
 
-def workers_lost(events: Sequence[Event], step: int) -> list[WorkerLostEvent]:
+def workers_lost(events: Sequence[Event], step: int) -> list[WorkerLoss]:
     """Return the workers that this run has lost up to ``step`` in all attempts, not counting steps
     that were rolled back."""
     return [

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from paceline.core.events import DataFigures
+from paceline.core.report import DataFigures
 from paceline.data.order.build import tokens_per_row
 from paceline.parallel.cost import Workload
 from paceline.parallel.registry import get_spec, load_object

@@ -13,13 +13,12 @@ import numpy as np
 from paceline.core.events import (
     Mesh,
     MeshRank,
-    PeakRate,
     Prediction,
     RunStartEvent,
 )
 from paceline.core.log import log_notices
 from paceline.core.processes import host_name
-from paceline.core.row_figures import PackingFigures
+from paceline.core.report import PackingFigures, PeakRate
 from paceline.models.attention import attention_of, kernel_of
 from paceline.models.blocks import base_model
 from paceline.models.kernels.attention_choice import SDPA

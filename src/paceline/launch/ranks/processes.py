@@ -9,7 +9,6 @@ several hosts use torch's elastic agent, see :mod:`paceline.cluster.elastic`.
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -17,24 +16,17 @@ import signal
 import socket
 import time
 from multiprocessing.process import BaseProcess
-from typing import Any, TypedDict
+from typing import Any
 
-from paceline.core.errors import Outcome
 from paceline.core.files import Scratch, write_atomic
 from paceline.core.processes import exit_text
-from paceline.distributed.environment import CONTINUE_KEY, LOST_KEY
-from paceline.launch.worker import STOP_FILE, RunRank, outcome_file, pid_file, worker_main
+from paceline.launch.ranks.folder import STOP_FILE, RankFolder
+from paceline.launch.ranks.tolerance import ExitTolerance, ToleratedExit, reason_of_exit
+from paceline.launch.ranks.worker import RunRank, worker_main
 
 #: How long the other ranks may take to report an error, finish a save and exit after a rank has
 #: failed.
 _GRACE_S = 4.0
-
-
-class LostRank(TypedDict):
-    """A rank that was lost while the others continue."""
-
-    pid: int | None
-    reason: str
 
 
 class RankProcesses:
@@ -45,7 +37,7 @@ class RankProcesses:
         spec: spec that is sent to each rank.
         store: store for the rendezvous of the ranks, served by this process.
         run_rank: function that each rank calls with ``spec``; default: train.
-        expendable: ranks that may exit without ending the others.
+        tolerated: ranks that may exit without ending the others.
     """
 
     def __init__(
@@ -54,17 +46,16 @@ class RankProcesses:
         num_ranks: int,
         store: Any,
         run_rank: RunRank | None = None,
-        expendable: frozenset[int] = frozenset(),
+        tolerated: frozenset[int] = frozenset(),
     ) -> None:
         self.num_ranks = num_ranks
-        self.expendable = expendable
+        self.tolerance = ExitTolerance(tolerated, store)
         self.store = store
         self._scratch = Scratch()
         self.folder = self._scratch.path
-        # Ranks that were lost while the others continue.
-        self.lost_ranks: dict[int, LostRank] = {}
+        self.records = RankFolder(self.folder)
         self._failed_at: float | None = None
-        self._lost: list[int] = []  # had exited without an outcome when the first failure was seen
+        self._lost: list[int] = []  # had exited without a record when the first failure was seen
         self._killed: set[int] = set()  # by this launcher
         context = multiprocessing.get_context("forkserver")
         self.processes: dict[int, BaseProcess] = {
@@ -100,7 +91,7 @@ class RankProcesses:
     def forward(self, number: int) -> None:
         """Request all ranks to stop, including those that are still starting."""
         write_atomic(self.folder / STOP_FILE, str(number))
-        for pid in self.pids().values():
+        for pid in self.records.pids().values():
             _send(pid, signal.SIGTERM)
 
     def kill(self, wait_s: float = 0.0) -> None:
@@ -119,24 +110,8 @@ class RankProcesses:
         while sentinels and (left_s := deadline - time.monotonic()) > 0:
             sentinels -= set(multiprocessing.connection.wait(sentinels, timeout=left_s))
 
-    def pids(self) -> dict[int, int]:
-        """Return the process ID of each rank that has recorded it."""
-        pids = {}
-        for rank in range(self.num_ranks):
-            with contextlib.suppress(OSError, ValueError):
-                pids[rank] = int(pid_file(self.folder, rank).read_text())
-        return pids
-
-    def outcomes(self) -> dict[int, Outcome]:
-        """Return the outcome of each rank that has recorded one."""
-        outcomes = {}
-        for rank in range(self.num_ranks):
-            with contextlib.suppress(OSError, ValueError):
-                outcomes[rank] = json.loads(outcome_file(self.folder, rank).read_text())
-        return outcomes
-
     def lost(self) -> list[int]:
-        """Return the ranks that exited without an outcome and were not killed by this launcher.
+        """Return the ranks that exited without a record and were not killed by this launcher.
         After a failure, return only those that had exited when it was detected; if there were
         none, those that SIGKILL has ended since. They are the cause: another rank can report the
         lost connection before the end of the killed process is known."""
@@ -152,38 +127,31 @@ class RankProcesses:
             for rank, process in self.processes.items()
             if process.exitcode is not None and rank not in self._killed
         ]
-        outcomes = self.outcomes()  # read now, because a rank writes its outcome before it ends
-        return [rank for rank in ended if rank not in outcomes and rank not in self.lost_ranks]
+        recorded = self.records.ended()  # read now: a rank writes its record before it ends
+        return [rank for rank in ended if rank not in recorded and rank not in self.tolerance.exits]
 
     def exit_text(self, rank: int) -> str:
-        """Describe how a rank without an outcome ended, such as ``was killed by SIGKILL``."""
+        """Describe how a rank without a record ended, such as ``was killed by SIGKILL``."""
         return exit_text(self.processes[rank].exitcode)
 
     def _end_stuck_ranks(self) -> None:
         """Kill ranks that may be waiting for a dead rank inside a collective."""
         if self._failed_at is None:
-            lost, outcomes = self._lost_by_now(), self.outcomes()
-            failed = [rank for rank, outcome in outcomes.items() if outcome["status"] == "failed"]
-            ended = {*lost, *failed} - self.lost_ranks.keys()
-            if ended and not self._continue_without(sorted(ended), outcomes):
+            lost, records = self._lost_by_now(), self.records.ended()
+            failed = [rank for rank, record in records.items() if record.status == "failed"]
+            ended = {*lost, *failed} - self.tolerance.exits.keys()
+            exits = {
+                rank: ToleratedExit(
+                    self.processes[rank].pid,
+                    reason_of_exit(self.exit_text(rank), records.get(rank)),
+                )
+                for rank in sorted(ended)
+            }
+            if exits and not self.tolerance.tolerate(exits):
                 self._failed_at = time.monotonic()
                 self._lost = lost
         elif time.monotonic() - self._failed_at > _GRACE_S:
             self.kill()
-
-    def _continue_without(self, ended: list[int], outcomes: dict[int, Outcome]) -> bool:
-        """Let the other ranks continue without the ranks ``ended``. Return False if they cannot."""
-        lost = {*ended, *self.lost_ranks}
-        if not lost < self.expendable or not self.store.check([CONTINUE_KEY]):
-            return False
-        for rank in ended:
-            reason = self.exit_text(rank)
-            if rank in outcomes:
-                text = outcomes[rank]["text"].split(" To fix:")[0].rstrip(".")
-                reason = f"failed: {text}"
-            self.lost_ranks[rank] = {"pid": self.processes[rank].pid, "reason": reason}
-        self.store.set(LOST_KEY, json.dumps(self.lost_ranks))
-        return True
 
 
 def open_store() -> Any:

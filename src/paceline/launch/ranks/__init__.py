@@ -1,0 +1,1 @@
+"""The rank processes of this host: their entry point, their records and who watches them."""
