@@ -19,7 +19,6 @@ from paceline.data.loader_process import LoaderOptions
 from paceline.data.streaming.choice import try_stream
 from paceline.data.streaming.dataset import StreamedText
 from paceline.data.streaming.prepare import PreparedStream, prepare_stream
-from paceline.data.text.prepare import TextTask
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.models.builtin import resolve_model
 
@@ -30,7 +29,7 @@ def config_of(*paths: str, **settings: object) -> Config:
     return Config(model=MODEL, dataset=list(paths), streaming=True, **settings)  # type: ignore[arg-type]
 
 
-def stream(config: Config, task: TextTask = "sft") -> PreparedStream:
+def stream(config: Config, task: str = "sft") -> PreparedStream:
     return prepare_stream(config, task, resolve_model)
 
 

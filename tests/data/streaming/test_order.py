@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from paceline.data.streaming.order import StreamOrder
+from paceline.data.order.row_orders import RowOrder
+from paceline.data.streaming.order import PermutedRows
 from paceline.data.streaming.permutation import permute
 
 BLOCKS = np.array([30, 1, 0, 44, 26])
@@ -34,7 +35,9 @@ def test_any_position_is_found_at_once() -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_epoch_has_each_row_once(blocks: np.ndarray | None, shuffle: bool, parts: int) -> None:
-    order = StreamOrder(101, 8, seed=5, shuffle=shuffle, block_sizes=blocks, window=16)
+    rows = PermutedRows(101, seed=5, shuffle=shuffle, block_sizes=blocks, window=16)
+    order = RowOrder(rows, 101, 8, seed=5)
+    assert order.steps_per_epoch == 13
     for epoch in range(2):
         first = epoch * order.steps_per_epoch
         steps = range(first, first + order.steps_per_epoch)
@@ -47,6 +50,6 @@ def test_epoch_has_each_row_once(blocks: np.ndarray | None, shuffle: bool, parts
 
 def test_rows_of_window_are_from_neighboring_blocks() -> None:
     sizes = np.full(100, 10)
-    order = StreamOrder(1000, 20, seed=5, block_sizes=sizes, window=20)
-    for step in range(order.steps_per_epoch):
+    order = RowOrder(PermutedRows(1000, seed=5, block_sizes=sizes, window=20), 1000, 20, seed=5)
+    for step in range(50):
         assert len(np.unique(order.global_batch(step)[:, 1] // 10)) == 2

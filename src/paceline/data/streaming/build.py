@@ -146,7 +146,7 @@ def make_dataset(
         window_rows = _window_rows(checked_rows)
         folder = cache_dir() / "windows" / _window_key(config, key, number, window_rows)
         parts.append(PackedStream(number, rows, encode, args, folder, window_rows))
-    return TextStreams(parts, mixture, args.seed), sizes
+    return TextStreams(parts, mixture, args.seed, encode.filler), sizes
 
 
 def _sizes(config: Config, num_rows: int | None, checked: CheckedRows, share: float) -> StreamRows:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.data.counts import StreamCounts
+from paceline.data.kinds.base import RowCounts, SampleKind
+from paceline.data.kinds.registry import load_kind
 from paceline.data.order.base import Order
 from paceline.data.sources.readers import LineBlock
 from paceline.data.sources.resolve import Place, rows_of_block
 from paceline.data.sources.rows import RepeatedKey
 from paceline.data.streaming.base import Key, StreamedDataset
 from paceline.data.streaming.tables import RawRow
-from paceline.data.text.encoding.chunks import (
-    AnyEncoder,
-    Chunk,
-    ChunkEncoder,
-    EncodedChunk,
-    RowCounts,
-    Setup,
-)
+from paceline.data.text.encoding.chunks import Chunk, ChunkEncoder, EncodedChunk, Setup
+from paceline.data.text.token_columns import Column
 from paceline.data.text.token_dataset import TokenSample
 
 MALFORMED = "malformed line"
@@ -62,7 +58,7 @@ class RowEncoder:
 
     Args:
         setup: how rows are encoded.
-        cuts_documents: as in :class:`~paceline.data.text.encoding.chunks.ChunkEncoder`.
+        cuts_documents: as in :class:`~paceline.data.kinds.base.KindContext`.
     """
 
     def __init__(self, setup: Setup, cuts_documents: bool) -> None:
@@ -130,22 +126,27 @@ class RowEncoder:
         return counts
 
     @property
-    def encoder(self) -> AnyEncoder:
-        """The encoder of this process."""
-        return self._encode.encoder
+    def columns(self) -> Sequence[Column]:
+        """The columns of the samples besides the tokens."""
+        return load_kind(self.setup.kind).columns
+
+    @property
+    def filler(self) -> TokenSample:
+        """The only sample of a micro-batch without usable rows."""
+        filler: TokenSample = load_kind(self.setup.kind).filler
+        return filler
+
+    def kind(self, source: int) -> SampleKind:
+        """Return the kind of samples of a source in this process."""
+        return self._encode.kinds[source]
 
     @property
     def _encode(self) -> ChunkEncoder:
         if self._chunk_encoder is None:
-            self._chunk_encoder = ChunkEncoder(self.setup, cuts_documents=self.cuts_documents)
+            self._chunk_encoder = ChunkEncoder.from_setup(
+                self.setup, cuts_documents=self.cuts_documents
+            )
         return self._chunk_encoder
-
-
-#: The only sample of a micro-batch without usable rows.
-FILLER: TokenSample = {
-    "input_ids": np.zeros(2, dtype=np.int32),
-    "labels_mask": np.ones(2, dtype=np.bool_),
-}
 
 
 class StreamedText(StreamedDataset):
@@ -153,7 +154,7 @@ class StreamedText(StreamedDataset):
 
     def __init__(self, rows: StreamedRows, encode: RowEncoder) -> None:
         self.rows, self.encode = rows, encode
-        self.filler = FILLER
+        self.filler = encode.filler
 
     def order(self, batch_size: int) -> Order:
         """Return the order of the rows."""
@@ -184,7 +185,7 @@ def read_rows(
     samples: list[TokenSample] = []
     counts = StreamCounts()
     for chunk in encode(rows, indices):
-        samples += _samples(chunk, encode.has_sources)
+        samples += _samples(chunk, encode)
         counts.add(encode.counts_of(chunk))
     return samples, counts
 
@@ -209,16 +210,17 @@ def _place(row: RawRow) -> Place:
     return f"line {row.first_number} of {row.path}" if isinstance(row, LineBlock) else row[0]
 
 
-def _samples(chunk: EncodedChunk, has_sources: bool) -> list[TokenSample]:
+def _samples(chunk: EncodedChunk, encode: RowEncoder) -> list[TokenSample]:
     samples: list[TokenSample] = []
-    for tokens, mask, weight in zip(chunk.tokens, chunk.mask, chunk.weights, strict=True):
-        sample: TokenSample = {
-            "input_ids": np.frombuffer(tokens, dtype=np.int32),
-            "labels_mask": np.frombuffer(mask, dtype=np.bool_),
+    for number in range(len(chunk.lengths)):
+        sample: Any = {
+            "input_ids": np.frombuffer(chunk.columns["input_ids"][number], dtype=np.int32),
+            "labels_mask": np.frombuffer(chunk.columns["labels_mask"][number], dtype=np.bool_),
         }
-        if weight is not None:
-            sample["weight"] = float(np.float32(weight))  # as it is in the token cache
-        if has_sources:
+        for column in encode.columns:
+            if (value := chunk.columns[column.name][number]) is not None:
+                sample[column.name] = column.as_stored(value)
+        if encode.has_sources:
             sample["source"] = chunk.source
         samples.append(sample)
     return samples

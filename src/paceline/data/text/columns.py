@@ -2,7 +2,9 @@
 these names."""
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.core.errors import ConfigError, did_you_mean
@@ -56,6 +58,42 @@ EXPECTED = {
     *("instruction", "chosen", "rejected", "role", "content", "from", "value", "weight"),
     *("train_detail", "tool_calls", "tool_call_id", "name"),
 }
+
+
+@dataclass
+class Tally:
+    """Counters of the rows of a source, for messages.
+
+    Args:
+        seen: number of rows by format.
+        unused: number of rows by column or key that is not empty and not used.
+        unmatched: number of rows that match no format, by their columns.
+        ignored: occurrences of columns and keys of `ignore_columns`.
+        binary_labels: number of rows with a whole number as `label` besides an answer: "0", "1",
+            "other".
+        facts: what else is reported, with its number.
+        refusals: error messages of the chat template, with their numbers.
+    """
+
+    seen: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
+    unmatched: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
+    binary_labels: Counter[str] = field(default_factory=Counter)
+    facts: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Tally") -> None:
+        """Add the counters of later rows."""
+        for name, counter in vars(other).items():
+            getattr(self, name).update(counter)
+
+    def take(self) -> "Tally":
+        """Return the counters, and count from 0 again."""
+        taken = Tally(*(counter.copy() for counter in vars(self).values()))
+        for counter in vars(self).values():
+            counter.clear()
+        return taken
 
 
 def find_format(columns: Row, pretrain: bool = False) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.stop import poll
-from paceline.data.text.encoding.chunks import AnyEncoder, Chunk, ChunkEncoder, EncodedChunk, Setup
+from paceline.data.text.encoding.chunks import Chunk, ChunkEncoder, EncodedChunk, Setup
 from paceline.data.worker_pool import worker_pool
 
 _CHUNKS_AHEAD = 4  # number of chunks per worker that may wait for an earlier chunk
@@ -22,7 +22,7 @@ _CHUNKS_AHEAD = 4  # number of chunks per worker that may wait for an earlier ch
 def encode_chunks(
     chunks: Iterable[Chunk],
     setup: Setup,
-    encoder: AnyEncoder,
+    encode: ChunkEncoder,
     pool: ProcessPoolExecutor | None,
     num_workers: int,
     setup_file: Path,
@@ -30,7 +30,7 @@ def encode_chunks(
     """Yield the encoded chunks in the order of ``chunks``.
 
     Args:
-        encoder: used if this process encodes them.
+        encode: used if this process encodes them.
         pool: the result of :func:`start_workers`; None to encode in this process.
         setup_file: the path at which ``setup`` is stored for the worker processes.
 
@@ -40,7 +40,6 @@ def encode_chunks(
         RunError: a worker process was killed.
     """
     if pool is None:
-        encode = ChunkEncoder(setup, encoder)
         for chunk in chunks:
             poll()
             yield encode(chunk)
@@ -101,5 +100,5 @@ _encoder: ChunkEncoder | None = None
 def _encode(setup_file: Path, chunk: Chunk) -> EncodedChunk:
     global _encoder
     if _encoder is None:
-        _encoder = ChunkEncoder(pickle.loads(setup_file.read_bytes()))
+        _encoder = ChunkEncoder.from_setup(pickle.loads(setup_file.read_bytes()))
     return _encoder(chunk)
