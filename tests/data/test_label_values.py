@@ -247,7 +247,7 @@ def test_labeled_pairs_of_prompts_and_answers(names: tuple[str, str]) -> None:
     assert not converter.tally.unused
     with pytest.raises(MalformedRow, match="empty text_pair"):
         converter({names[0]: "q", names[1]: None, "label": "x"})
-    assert converter({names[0]: None, names[1]: None, "text": "t", "label": "x"}).text == "t"
+    assert converter({names[0]: None, names[1]: None, "text": "t", "label": "x"}).texts == ("t",)
 
 
 def test_label_is_the_first_column_that_is_not_empty() -> None:

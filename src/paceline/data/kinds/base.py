@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +15,9 @@ import numpy as np
 from paceline.config.schema import Config
 from paceline.data.counts import DataCounts
 from paceline.data.sources.resolve import Place, ResolvedSource
-from paceline.data.sources.rows import BrokenRow, MalformedRow, Unsupported, unsupported_row
+from paceline.data.sources.rows import BrokenRow, MalformedRow, Row, Unsupported, unsupported_row
 from paceline.data.text.chat_template import ChatTemplate
-from paceline.data.text.columns import Tally
+from paceline.data.text.columns import Tally, check_columns, rename_columns
 from paceline.data.text.token_columns import Column
 from paceline.data.text.token_dataset import TokenSample
 from paceline.data.text.tokenizer import LoadedTokenizer
@@ -98,6 +98,7 @@ class SampleKind(ABC):
 
     Attributes:
         columns: the columns of a sample besides ``input_ids`` and ``labels_mask``.
+        expected_columns: the columns that `columns` of a source can name.
         formats: the name and the columns of each format of rows, for error messages.
         mapping: how `columns` of a source names the columns, for error messages.
         has_answers: whether only the answers of a sample carry loss.
@@ -109,6 +110,7 @@ class SampleKind(ABC):
     """
 
     columns: ClassVar[Sequence[Column]] = ()
+    expected_columns: ClassVar[Collection[str]] = ()
     formats: ClassVar[Mapping[str, str]] = {}
     mapping: ClassVar[Mapping[str, str]] = {}
     has_answers: ClassVar[bool] = False
@@ -138,6 +140,20 @@ class SampleKind(ABC):
 
     def open(self, source: ResolvedSource) -> None:
         """Prepare for the rows of a source."""
+        self._spec = source.spec
+        check_columns(
+            source.label, self._spec.columns, self._spec.ignore_columns, self.expected_columns
+        )
+
+    def renamed(self, row: Any) -> Row:
+        """Return a row under the expected names, without the columns to ignore.
+
+        Raises:
+            MalformedRow: the row has no columns.
+        """
+        if not isinstance(row, dict):
+            raise MalformedRow("not an object with columns")
+        return rename_columns(row, self._spec.columns, self._spec.ignore_columns, self.tally)
 
     def read(self, row: Any, place: Place) -> Any:
         """Convert a row of a source, which may be broken.

@@ -14,7 +14,7 @@ from paceline.data.kinds.base import TOO_LONG, Encoded, KindContext, RowCounts, 
 from paceline.data.sources.resolve import Place, ResolvedSource
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, is_missing
 from paceline.data.text.chats.turns import unpack_list
-from paceline.data.text.columns import CHAT, Tally, check_columns, mapping_of
+from paceline.data.text.columns import CHAT, Tally, check_columns, mapping_of, rename_columns
 from paceline.data.text.messages import MessageReader, read_text
 from paceline.data.text.token_columns import CategoryColumn, Column, Label
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
@@ -102,7 +102,7 @@ class LabelConverter:
         """
         if not isinstance(row, dict):
             raise MalformedRow("not an object with columns")
-        row = self._renamed(row)
+        row = rename_columns(row, self.columns, self.ignore_columns, self.tally)
         label = _first(row, _LABELS)
         kind, texts = _texts_of(row)
         if label is None or kind is None:
@@ -143,18 +143,6 @@ class LabelConverter:
         if not texts or not all(text.strip() for text in texts):
             raise MalformedRow("empty text")
         return "\n".join(texts)
-
-    def _renamed(self, row: Row) -> Row:
-        """Return the row under the expected names, without the columns to ignore."""
-        self.tally.ignored.update(name for name in self.ignore_columns if name in row)
-        mapped = set(self.columns.values())
-        kept = {
-            name: value
-            for name, value in row.items()
-            if name not in self.ignore_columns and name not in mapped
-        }
-        renamed = {expected: row[name] for expected, name in self.columns.items() if name in row}
-        return {**kept, **renamed}
 
 
 class LabelKind(SampleKind):

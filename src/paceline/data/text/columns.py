@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.sources.readers import DOCUMENT
-from paceline.data.sources.rows import Row
+from paceline.data.sources.rows import Row, is_missing
 from paceline.data.text.chats.turns import unpack_list
 from paceline.data.text.refused_rows import LABELS, MEDIA
 
@@ -167,6 +167,27 @@ def check_columns(
                 f"`{column}` of {label} is in both `columns` and `ignore_columns`",
                 fix="remove it from one of them",
             )
+
+
+def rename_columns(
+    row: Row, columns: Mapping[str, str], ignore_columns: Collection[str], tally: Tally
+) -> Row:
+    """Return a row under the expected names, without the columns to ignore. A column that is mapped
+    to another name is not read under its usual name.
+
+    Args:
+        columns: `{expected name: name in the data}`.
+    """
+    if ignore_columns:
+        tally.ignored.update(name for name in ignore_columns if name in row)
+        row = {name: value for name, value in row.items() if name not in ignore_columns}
+    if not columns:
+        return row
+    skipped = {expected for expected, name in columns.items() if name == ""}
+    tally.unused.update(name for name in skipped if not is_missing(row.get(name)))
+    skipped |= set(columns.values()) - set(columns)
+    renamed = {expected: row[name] for expected, name in columns.items() if name in row}
+    return {**{key: value for key, value in row.items() if key not in skipped}, **renamed}
 
 
 def mapping_of(*names: str) -> dict[str, str]:

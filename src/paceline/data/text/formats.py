@@ -26,6 +26,7 @@ from paceline.data.text.columns import (
     check_columns,
     find_format,
     matching_formats,
+    rename_columns,
 )
 from paceline.data.text.messages import (
     Chat,
@@ -52,8 +53,8 @@ _MAX_PLANS = 4096
 
 
 @dataclass(frozen=True)
-class _ColumnPlan:
-    """The columns whose values must be checked, for rows with the same column names."""
+class ColumnPlan:
+    """What the names of columns determine, for rows with the same ones."""
 
     refused: RefusedColumns | None
     has_answer: bool
@@ -77,6 +78,7 @@ class RowConverter:
         template: the chat template, which determines whether tools and reasoning can be used.
         tally: counts the formats and the columns of the rows.
         check_text: refuses prompts with images, video or audio.
+        plans: what is known about each set of columns, which several converters may share.
     """
 
     label: str
@@ -89,6 +91,7 @@ class RowConverter:
     template: ChatTemplate | None = None
     tally: Tally = field(default_factory=Tally)
     check_text: Callable[[str], None] = check_text
+    plans: dict[tuple[str, ...], ColumnPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_columns(self.label, self.columns, self.ignore_columns, EXPECTED)
@@ -102,7 +105,6 @@ class RowConverter:
             check_text=self.check_text,
         )
         self._reads_media = bool(MEDIA & set(self.ignore_columns))
-        self._plans: dict[tuple[str, ...], _ColumnPlan] = {}
         self._optional_columns: dict[
             tuple[tuple[str, ...], tuple[str, ...]], list[tuple[str, tuple[str, ...]]]
         ] = {}
@@ -134,7 +136,7 @@ class RowConverter:
             Unsupported: the dataset needs another kind of training.
         """
         names = tuple(row)
-        plan = self._plans.get(names) or self._make_plan(names)
+        plan = self.plans.get(names) or self._make_plan(names)
         kind = self._format_of(row, plan)
         self._check(row, plan, kind)
         if kind is None and self.format == "auto":
@@ -188,28 +190,14 @@ class RowConverter:
 
     # -- columns
     def renamed(self, row: Row) -> Row:
-        """Return the row under the expected names, without the columns to ignore. A column
-        that is mapped to another name is not read under its usual name."""
-        if not self.columns and not self.ignore_columns:
-            return row
-        if self.ignore_columns:
-            for name in self.ignore_columns:
-                if name in row:
-                    self.tally.ignored[name] += 1
-            row = {name: value for name, value in row.items() if name not in self.ignore_columns}
-        if not self.columns:
-            return row
-        skipped = {expected for expected, name in self.columns.items() if name == ""}
-        self.tally.unused.update(name for name in skipped if not is_missing(row.get(name)))
-        skipped |= set(self.columns.values()) - set(self.columns)
-        renamed = {expected: row[name] for expected, name in self.columns.items() if name in row}
-        return {**{key: value for key, value in row.items() if key not in skipped}, **renamed}
+        """Return the row under the expected names, without the columns to ignore."""
+        return rename_columns(row, self.columns, self.ignore_columns, self.tally)
 
-    def _make_plan(self, names: tuple[str, ...]) -> _ColumnPlan:
-        if len(self._plans) >= _MAX_PLANS:
-            self._plans.clear()
+    def _make_plan(self, names: tuple[str, ...]) -> ColumnPlan:
+        if len(self.plans) >= _MAX_PLANS:
+            self.plans.clear()
             self._optional_columns.clear()
-        self._plans[names] = plan = _ColumnPlan(
+        self.plans[names] = plan = ColumnPlan(
             refused=find_refused_columns(names),
             has_answer=any(name in names for name in ANSWER),
             must_be_used=tuple(name for name in names if name in MUST_BE_USED),
@@ -218,7 +206,7 @@ class RowConverter:
         )
         return plan
 
-    def _format_of(self, row: Row, plan: _ColumnPlan) -> str | None:
+    def _format_of(self, row: Row, plan: ColumnPlan) -> str | None:
         """Return the format of the columns that are not null, or None."""
         if self.format != "auto":
             is_chat = self.format in ("messages", "sharegpt") and bool(plan.chat)
@@ -229,7 +217,7 @@ class RowConverter:
             return plan.format
         return find_format(row, self.pretrain)
 
-    def _check(self, row: Row, plan: _ColumnPlan, kind: str | None) -> None:
+    def _check(self, row: Row, plan: ColumnPlan, kind: str | None) -> None:
         """Reject data for another kind of training."""
         if plan.refused is not None:
             has_answer = plan.has_answer if kind is None else kind != "text"
@@ -259,7 +247,7 @@ class RowConverter:
         self,
         row: Row,
         names: tuple[str, ...],
-        plan: _ColumnPlan,
+        plan: ColumnPlan,
         sample: ChatSample,
         used: tuple[str, ...],
     ) -> None:

@@ -105,6 +105,7 @@ class PreferenceConverter:
             roles=self.roles,
             template=self.template,
             check_text=self._check_text,
+            plans={},
         )
         # The second answer of a pair must not count the columns of a row again.
         self._convert, self._convert_second = make(tally=self.tally), make()
