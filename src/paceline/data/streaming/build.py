@@ -12,7 +12,7 @@ from paceline.core.errors import NotStreamable
 from paceline.core.files import cache_dir
 from paceline.data.cache import key_of
 from paceline.data.order.build import rows_by_source, weight_schedule
-from paceline.data.streaming.dataset import RowEncoder, StreamedText
+from paceline.data.streaming.dataset import RowEncoder
 from paceline.data.streaming.order import StreamShuffle
 from paceline.data.streaming.shards import ShardRows
 from paceline.data.streaming.sources import StreamSource, has_text, open_rows
@@ -108,7 +108,7 @@ def make_dataset(
     config: Config,
     key: str,
     is_windowed: bool,
-) -> tuple[StreamedText | TextStreams, tuple[StreamRows, ...]]:
+) -> tuple[TextStreams, tuple[StreamRows, ...]]:
     """Return the dataset, and the sizes of its streams.
 
     Args:
@@ -136,8 +136,6 @@ def make_dataset(
         _sizes(config, number, rows, share)
         for number, rows, share in zip(numbers, checked, shares, strict=True)
     )
-    if not is_windowed and not is_mixed:
-        return StreamedText(streams[0], encode), sizes
     parts: list[Stream] = []
     for number, (rows, checked_rows) in enumerate(zip(streams, checked, strict=True)):
         if not is_windowed:

@@ -1,8 +1,8 @@
-"""A dataset whose rows are read and tokenized when a micro-batch needs them."""
+"""Tokenize rows when a micro-batch needs them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,11 +11,9 @@ from paceline.core.errors import ConfigError
 from paceline.data.counts import StreamCounts
 from paceline.data.kinds.base import RowCounts, SampleKind
 from paceline.data.kinds.registry import load_kind
-from paceline.data.order.base import Order
 from paceline.data.sources.readers import LineBlock
 from paceline.data.sources.resolve import Place, rows_of_block
 from paceline.data.sources.rows import RepeatedKey
-from paceline.data.streaming.base import Key, StreamedDataset
 from paceline.data.streaming.tables import RawRow
 from paceline.data.text.encoding.chunks import Chunk, ChunkEncoder, EncodedChunk, Setup
 from paceline.data.text.token_columns import Column
@@ -38,15 +36,11 @@ class StreamedRows(Protocol):
     def num_rows(self) -> int | None:
         """Number of rows of an epoch, or None if it is unknown."""
 
-    def order(self, batch_size: int) -> Order:
-        """Return the order of the rows."""
-
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Return the indices of the rows at positions that are counted over all epochs."""
 
     def row(self, index: int) -> tuple[int, RawRow]:
-        """Return the index of the source of a row, and the row. ``index`` is an index of the
-        order's keys."""
+        """Return the index of the source of a row, and the row."""
 
     def checked_rows(self, num_rows: int) -> list[int]:
         """Return the indices of rows to check before the start, ``num_rows`` for each source if
@@ -149,39 +143,14 @@ class RowEncoder:
         return self._chunk_encoder
 
 
-class StreamedText(StreamedDataset):
-    """The samples of rows. A row is tokenized when a micro-batch needs it."""
-
-    def __init__(self, rows: StreamedRows, encode: RowEncoder) -> None:
-        self.rows, self.encode = rows, encode
-        self.filler = encode.filler
-
-    def order(self, batch_size: int) -> Order:
-        """Return the order of the rows."""
-        return self.rows.order(batch_size)
-
-    def seek(self, anchors: Mapping[int, tuple[int, int]]) -> None:
-        """Do nothing: any row is found without the ones before it."""
-
-    def __getitem__(self, index: int) -> TokenSample:
-        """Return a row, or a filler if it cannot be used."""
-        samples, _ = self.read([(0, index)])
-        return samples[0] if samples else self.filler
-
-    def read(self, keys: Sequence[Key]) -> tuple[list[TokenSample], StreamCounts]:
-        """Return the samples of these rows and the counts of the rows. Rows that cannot be used
-        have no sample.
-
-        Raises:
-            ConfigError: a row needs a kind of training that Paceline does not have.
-        """
-        return read_rows(self.encode, self.rows, (index for _, index in keys))
-
-
 def read_rows(
     encode: RowEncoder, rows: StreamedRows, indices: Iterable[int]
 ) -> tuple[list[TokenSample], StreamCounts]:
-    """Return the samples of rows, and their counts."""
+    """Return the samples of rows, without those that cannot be used, and their counts.
+
+    Raises:
+        ConfigError: a row needs a kind of training that Paceline does not have.
+    """
     samples: list[TokenSample] = []
     counts = StreamCounts()
     for chunk in encode(rows, indices):

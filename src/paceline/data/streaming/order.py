@@ -45,13 +45,6 @@ class PermutedRows:
     block_sizes: np.ndarray | None = None
     window: int = 1
 
-    def keys(self, epoch: int, positions: np.ndarray) -> list[Keys]:
-        return np.split(keys_of(epoch, self.indices(epoch, positions)), len(positions))
-
-    def add_times(self, times: np.ndarray, epoch: int, position: int) -> None:
-        times += epoch
-        times[self.indices(epoch, np.arange(position))] += 1
-
     def indices(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Return the rows at these positions of an epoch: int64 [len(positions)]."""
         if not self.shuffle:
@@ -85,19 +78,21 @@ class PermutedRows:
 
 
 @dataclass(frozen=True)
-class EndlessRows:
-    """Rows without epochs: the index of a key is a position that is counted over all epochs, and
-    the stream finds the row and knows where its epochs end.
+class PositionRows:
+    """Rows that the order finds by their position, which is counted over all epochs; the stream
+    finds the row at a position.
 
     Args:
+        num_rows: number of rows of an epoch, or the limit if only the stream knows it.
         first: the index of the first position.
     """
 
+    num_rows: int = MAX_POSITIONS
     first: int = 0
-    num_rows = MAX_POSITIONS
 
     def keys(self, epoch: int, positions: np.ndarray) -> list[Keys]:
-        return np.split(keys_of(0, self.first + positions), len(positions))
+        indices = self.first + epoch * self.num_rows + positions
+        return np.split(keys_of(epoch, indices), len(positions))
 
     def add_times(self, times: np.ndarray, epoch: int, position: int) -> None:
         raise NotImplementedError("the samples of streamed rows have no index")

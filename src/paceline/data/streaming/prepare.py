@@ -26,7 +26,7 @@ from paceline.data.streaming.build import (
     open_streams,
     uses_windows,
 )
-from paceline.data.streaming.dataset import MALFORMED, RowEncoder, StreamedRows, StreamedText
+from paceline.data.streaming.dataset import MALFORMED, RowEncoder, StreamedRows
 from paceline.data.streaming.sources import StreamSource, find_sources, without_rows
 from paceline.data.streaming.streams import TextStreams
 from paceline.data.streaming.tables import TableRows
@@ -58,7 +58,7 @@ class PreparedStream:
         eval_indices: None, because validation uses all samples of the folder.
     """
 
-    dataset: StreamedText | TextStreams
+    dataset: TextStreams
     rows: tuple[StreamRows, ...]
     fingerprint: str
     tokenizer_path: str

@@ -15,10 +15,9 @@ import numpy as np
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir, write_atomic
-from paceline.data.order.row_orders import RowOrder
 from paceline.data.sources.readers import LineBlock
 from paceline.data.sources.resolve import ResolvedSource
-from paceline.data.streaming.order import EndlessRows, StreamShuffle
+from paceline.data.streaming.order import StreamShuffle
 from paceline.data.streaming.permutation import permute
 from paceline.data.streaming.remote import fetch
 from paceline.data.streaming.tables import RawRow
@@ -89,10 +88,6 @@ class ShardRows:
 
     def __getstate__(self) -> object:
         return {**self.__dict__, "_iterator": None, "_loaded": None, "_rows": []}
-
-    def order(self, batch_size: int) -> RowOrder:
-        """Return the order of the rows."""
-        return RowOrder(EndlessRows(), 0, batch_size, self.shuffle.seed, is_endless=True)
 
     def checked_rows(self, num_rows: int) -> list[int]:
         """Return positions of rows to check before the start: the first of the order."""

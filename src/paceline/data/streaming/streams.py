@@ -14,12 +14,18 @@ from paceline.data.order.mixture import Mixture, Stopping, WeightSchedule
 from paceline.data.order.row_orders import MixedOrder, RowOrder
 from paceline.data.streaming.base import Key, StreamedDataset
 from paceline.data.streaming.dataset import RowEncoder, StreamedRows, read_rows
-from paceline.data.streaming.order import MAX_POSITIONS, EndlessRows
+from paceline.data.streaming.order import MAX_POSITIONS, PositionRows
 from paceline.data.text.token_dataset import TokenSample
 
 
 class Stream(Protocol):
-    """Rows that are counted over all epochs."""
+    """Rows that are counted over all epochs.
+
+    Attributes:
+        num_rows: number of rows of an epoch, or None if it is unknown.
+    """
+
+    num_rows: int | None
 
     def read(self, numbers: Sequence[int]) -> tuple[list[TokenSample], StreamCounts]:
         """Return the samples of the rows with these increasing numbers, and their counts."""
@@ -33,6 +39,7 @@ class SampleStream:
 
     def __init__(self, rows: StreamedRows, encode: RowEncoder) -> None:
         self.rows, self.encode = rows, encode
+        self.num_rows = rows.num_rows
 
     def read(self, numbers: Sequence[int]) -> tuple[list[TokenSample], StreamCounts]:
         """Return the samples of the rows with these numbers, and their counts."""
@@ -81,13 +88,16 @@ class TextStreams(StreamedDataset):
     def order(self, batch_size: int) -> Order:
         """Return the order of the rows."""
         if self.mixture is None:
-            return RowOrder(EndlessRows(), 0, batch_size, self.seed, is_endless=True)
+            num_rows = self.streams[0].num_rows
+            rows = PositionRows(num_rows or MAX_POSITIONS)
+            return RowOrder(rows, num_rows or 0, batch_size, self.seed, is_endless=not num_rows)
         mixture = self.mixture.mixture(batch_size, self.seed)
         steps = None
         if None not in self.mixture.num_rows:
             steps = -(-mixture.epoch_rows() // batch_size)
-        rows = [EndlessRows(number * MAX_POSITIONS) for number in range(len(self.streams))]
-        return MixedOrder(rows, mixture, 0, steps, None)
+        streams = range(len(self.streams))
+        sources = [PositionRows(first=number * MAX_POSITIONS) for number in streams]
+        return MixedOrder(sources, mixture, 0, steps, None)
 
     def seek(self, anchors: Mapping[int, tuple[int, int]]) -> None:
         """Find rows from these places on."""

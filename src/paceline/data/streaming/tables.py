@@ -13,7 +13,6 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from paceline.core.errors import ConfigError, RunError, first_line
-from paceline.data.order.row_orders import RowOrder
 from paceline.data.sources.csv_rows import (
     NOT_CSV,
     csv_delimiter,
@@ -266,11 +265,6 @@ class TableRows:
             blocks = np.concatenate([table.block_sizes for table in self.tables])
         num_rows = int(self._ends[-1])
         return PermutedRows(num_rows, shuffle.seed, shuffle.enabled, blocks, shuffle.window)
-
-    def order(self, batch_size: int) -> RowOrder:
-        """Return the order of the rows."""
-        rows = self._order
-        return RowOrder(rows, rows.num_rows, batch_size, self.shuffle.seed)
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Return the indices of the rows at positions that are counted over all epochs."""

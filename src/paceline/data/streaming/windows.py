@@ -66,6 +66,8 @@ class PackedStream:
         window_rows: largest number of rows of a window.
     """
 
+    num_rows: int | None = None  # known when all windows have been tokenized
+
     def __init__(
         self,
         number: int,
