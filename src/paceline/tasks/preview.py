@@ -24,11 +24,12 @@ from paceline.data.kinds.label import (
     LabeledText,
     have_sign_only,
 )
+from paceline.data.kinds.registry import load_kind
 from paceline.data.sources.kinds import classifies_images
 from paceline.data.sources.resolve import ResolvedSource
 from paceline.data.sources.rows import BrokenRow, MalformedRow, Unsupported, unsupported_row
 from paceline.data.streaming.sources import open_first_file
-from paceline.data.text.encoding.chunks import make_kind, make_setup
+from paceline.data.text.encoding.chunks import make_setup
 from paceline.data.text.new_tokens import config_tokenizer
 from paceline.data.text.prepare import text_kind
 from paceline.data.text.templates import template_choice
@@ -132,7 +133,7 @@ def preview(config: Config, rows: int = 5) -> Preview:
     name = "vision" if reads_images(config) else name
     choice = template_choice(config)
     setup, template_notices = make_setup(config, name, folder, tokenizer, choice, ())
-    kind = make_kind(setup, tokenizer)
+    kind = load_kind(name)(replace(setup, tokenizer=tokenizer))
     sources = [open_first_file(source) for source in config.sources()]
     shown = [row for source in sources for row in _rows(source, rows, kind)]
     notices = [*template_notices, *(notice for source in sources for notice in source.notices)]

@@ -67,7 +67,7 @@ def test_samples_and_counts_equal_those_of_tokenizing_ahead(tmp_path: Path) -> N
     paths = [save(tmp_path / "a.jsonl", [*PAIRS, *BAD]), save(tmp_path / "b.jsonl", CHATS)]
     limits = {"max_length": 24}
     ahead = prepare(paths, train_args=limits)
-    dataset = stream(config_of(*paths, train_args=limits)).dataset
+    dataset = stream(config_of(*paths, train_args={**limits, "shuffle": False})).dataset
     samples, counts = dataset.read([(0, index) for index in range(26)])
     expected = train_set(ahead)
     assert len(samples) == len(expected)
@@ -183,7 +183,8 @@ def test_selected_rows_are_those_of_a_run_without_streaming(selection: str, tmp_
 def test_held_out_rows_are_those_of_a_run_without_streaming(tmp_path: Path) -> None:
     paths = [save(tmp_path / "a.jsonl", PAIRS), save(tmp_path / "b.jsonl", CHATS)]
     ahead = prepare(paths, split_dataset_ratio=0.25)
-    prepared = stream(config_of(*paths, split_dataset_ratio=0.25))
+    in_order = {"shuffle": False}
+    prepared = stream(config_of(*paths, split_dataset_ratio=0.25, train_args=in_order))
     assert prepared.num_eval == ahead.num_eval == 6
     assert ahead.eval_folder is not None
     assert prepared.eval_folder is not None

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from paceline.config.schema import Config
+from paceline.config.schema.data import DatasetSource
 from paceline.data.counts import DataCounts
 from paceline.data.sources.resolve import Place, ResolvedSource
 from paceline.data.sources.rows import BrokenRow, MalformedRow, Row, Unsupported, unsupported_row
@@ -20,7 +21,7 @@ from paceline.data.text.chat_template import ChatTemplate
 from paceline.data.text.columns import Tally, check_columns, rename_columns
 from paceline.data.text.token_columns import Column
 from paceline.data.text.token_dataset import TokenSample
-from paceline.data.text.tokenizer import LoadedTokenizer
+from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 
 TOO_LONG, NO_ANSWER = "longer than max_length", "no answer left after truncation"
 NO_LABELS = "no trainable tokens"
@@ -71,22 +72,27 @@ class RowCounts(DataCounts):
 
 
 @dataclass(frozen=True)
-class KindContext:
-    """What a process encodes samples with.
+class KindSetup:
+    """What a process encodes samples with. Picklable.
 
     Args:
+        kind: name of the kind of samples, as for :func:`~paceline.data.kinds.registry.load_kind`.
         folder: the folder of the tokenizer, with the processor of a vision-language model.
+        tokenizer: None if it cannot be pickled; then each process loads it from ``folder``.
         template: source of the chat template, or None.
         for_tools: source of the template for chats with tools, if it is a different one.
+        sources: the settings of each source.
         cuts_documents: whether a document becomes several samples; otherwise it is truncated as
             any other sample.
     """
 
     config: Config
-    tokenizer: LoadedTokenizer
+    kind: str
     folder: Path
+    tokenizer: LoadedTokenizer | None = None
     template: str | None = None
     for_tools: str | None = None
+    sources: tuple[DatasetSource, ...] = ()
     cuts_documents: bool = True
 
 
@@ -119,9 +125,10 @@ class SampleKind(ABC):
     )
     template: ChatTemplate | None = None
 
-    def __init__(self, context: KindContext) -> None:
-        self.context, self.config, self.tokenizer = context, context.config, context.tokenizer
-        args = context.config.train_args
+    def __init__(self, setup: KindSetup) -> None:
+        self.setup, self.config = setup, setup.config
+        args, trusts = setup.config.train_args, setup.config.trust_remote_code
+        self.tokenizer = setup.tokenizer or load_tokenizer(setup.folder, trusts)
         self.max_length = args.max_sample_length
         self.drops_overlong = args.truncation_strategy == "drop"
         self.tally = Tally()

@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline.config.chat_names import TEMPLATE_NAMES
 from paceline.core.errors import ConfigError
-from paceline.data.kinds.base import Encoded, KindContext, RowCounts
+from paceline.data.kinds.base import Encoded, KindSetup, RowCounts
 from paceline.data.kinds.document import DocumentKind
 from paceline.data.sources.resolve import Place
 from paceline.data.text.chat_template import Rendered, TemplateRefused
@@ -26,9 +26,9 @@ class ChatKind(DocumentKind):
 
     has_answers = True
 
-    def __init__(self, context: KindContext) -> None:
-        super().__init__(context)
-        args = context.config.train_args
+    def __init__(self, setup: KindSetup) -> None:
+        super().__init__(setup)
+        args = setup.config.train_args
         self.train_on_inputs = args.train_on_inputs
         self.last_turn_only = args.train_on_turns == "last"
 

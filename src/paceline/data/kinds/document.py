@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from paceline.data.kinds.base import Encoded, KindContext, RowCounts, SampleKind
+from paceline.data.kinds.base import Encoded, KindSetup, RowCounts, SampleKind
 from paceline.data.sources.resolve import Place, ResolvedSource
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
 from paceline.data.text.columns import FORMATS, mapping_of
@@ -33,14 +33,14 @@ class DocumentKind(SampleKind):
     formats = FORMATS
     mapping = mapping_of("prompt", "completion")
 
-    def __init__(self, context: KindContext) -> None:
-        super().__init__(context)
-        if context.template:
-            self.template = self._make_template(context.template)
+    def __init__(self, setup: KindSetup) -> None:
+        super().__init__(setup)
+        if setup.template:
+            self.template = self._make_template(setup.template)
 
     def _make_template(self, source: str) -> ChatTemplate:
         special, control = self.tokenizer.special_tokens, self.tokenizer.control_tokens
-        return ChatTemplate(source, special, self.context.for_tools, control)
+        return ChatTemplate(source, special, self.setup.for_tools, control)
 
     # -- rows
     def open(self, source: ResolvedSource) -> None:
@@ -145,7 +145,7 @@ class DocumentKind(SampleKind):
     def fit(self, encoded: Encoded, counts: RowCounts, place: Place) -> Iterator[Encoded]:
         """Cut a document into consecutive samples, the last one shorter. A single token is dropped,
         because it has nothing to predict."""
-        if not (encoded.values.get("is_document") and self.context.cuts_documents):
+        if not (encoded.values.get("is_document") and self.setup.cuts_documents):
             yield from super().fit(encoded, counts, place)
             return
         length = len(encoded.input_ids)

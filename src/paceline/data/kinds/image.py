@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from paceline.data.kinds.base import NO_LABELS, TOO_LONG, Encoded, KindContext, RowCounts
+from paceline.data.kinds.base import NO_LABELS, TOO_LONG, Encoded, KindSetup, RowCounts
 from paceline.data.kinds.chat import ChatKind
 from paceline.data.sources.resolve import Place, ResolvedSource
 from paceline.data.sources.rows import MalformedRow
@@ -89,17 +89,17 @@ class ImageKind(ChatKind):
 
     columns: ClassVar[Sequence[Column]] = (LOSS_WEIGHTS, IMAGES)
 
-    def __init__(self, context: KindContext) -> None:
-        config = context.config
+    def __init__(self, setup: KindSetup) -> None:
+        config = setup.config
         self.images = ImageProcessor(
-            context.folder, config.vision.max_pixels, config.trust_remote_code
+            setup.folder, config.vision.max_pixels, config.trust_remote_code
         )
-        super().__init__(context)
+        super().__init__(setup)
 
     def _make_template(self, source: str) -> ChatTemplate:
         special, control = self.tokenizer.special_tokens, self.tokenizer.control_tokens
         return ImageChatTemplate(
-            source, special, self.context.for_tools, control, image_token=self.images.token
+            source, special, self.setup.for_tools, control, image_token=self.images.token
         )
 
     # -- rows

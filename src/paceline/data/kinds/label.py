@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paceline.core.errors import ConfigError
-from paceline.data.kinds.base import TOO_LONG, Encoded, KindContext, RowCounts, SampleKind
+from paceline.data.kinds.base import TOO_LONG, Encoded, KindSetup, RowCounts, SampleKind
 from paceline.data.sources.resolve import Place, ResolvedSource
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, is_missing
 from paceline.data.text.chats.turns import unpack_list
@@ -153,8 +153,8 @@ class LabelKind(SampleKind):
     formats = _FORMATS
     mapping = mapping_of("text", "label")
 
-    def __init__(self, context: KindContext) -> None:
-        super().__init__(context)
+    def __init__(self, setup: KindSetup) -> None:
+        super().__init__(setup)
         #: Longer texts are truncated to this number of tokens, the longer text of a pair first.
         self.truncate_to = None if self.drops_overlong else self.config.train_args.max_length
 

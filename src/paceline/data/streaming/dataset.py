@@ -9,13 +9,13 @@ import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.data.counts import StreamCounts
-from paceline.data.kinds.base import RowCounts, SampleKind
+from paceline.data.kinds.base import KindSetup, RowCounts, SampleKind
 from paceline.data.kinds.registry import load_kind
 from paceline.data.sources.readers import LineBlock
 from paceline.data.sources.resolve import Place, rows_of_block
 from paceline.data.sources.rows import RepeatedKey
 from paceline.data.streaming.tables import RawRow
-from paceline.data.text.encoding.chunks import Chunk, ChunkEncoder, EncodedChunk, Setup
+from paceline.data.text.encoding.chunks import Chunk, ChunkEncoder, EncodedChunk
 from paceline.data.text.token_columns import Column
 from paceline.data.text.token_dataset import TokenSample
 
@@ -52,11 +52,10 @@ class RowEncoder:
 
     Args:
         setup: how rows are encoded.
-        cuts_documents: as in :class:`~paceline.data.kinds.base.KindContext`.
     """
 
-    def __init__(self, setup: Setup, cuts_documents: bool) -> None:
-        self.setup, self.cuts_documents = setup, cuts_documents
+    def __init__(self, setup: KindSetup) -> None:
+        self.setup = setup
         self._chunk_encoder: ChunkEncoder | None = None
         #: The error of the first line that is not a row.
         self.first_error: ConfigError | None = None
@@ -137,9 +136,7 @@ class RowEncoder:
     @property
     def _encode(self) -> ChunkEncoder:
         if self._chunk_encoder is None:
-            self._chunk_encoder = ChunkEncoder.from_setup(
-                self.setup, cuts_documents=self.cuts_documents
-            )
+            self._chunk_encoder = ChunkEncoder.from_setup(self.setup)
         return self._chunk_encoder
 
 

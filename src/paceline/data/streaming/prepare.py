@@ -16,7 +16,7 @@ from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.data.cache import build_once, key_of
 from paceline.data.counts import StreamCounts
-from paceline.data.kinds.base import RowCounts
+from paceline.data.kinds.base import KindSetup, RowCounts
 from paceline.data.kinds.registry import KINDS, kind_key
 from paceline.data.streaming.build import (
     CheckedRows,
@@ -31,7 +31,7 @@ from paceline.data.streaming.sources import StreamSource, find_sources, without_
 from paceline.data.streaming.streams import TextStreams
 from paceline.data.streaming.tables import TableRows
 from paceline.data.text.columns import Tally
-from paceline.data.text.encoding.chunks import Setup, make_setup
+from paceline.data.text.encoding.chunks import make_setup
 from paceline.data.text.encoding.notices import column_notices, drop_reasons, nothing_kept
 from paceline.data.text.new_tokens import ResolveModel, config_tokenizer
 from paceline.data.text.prepare import TokenEntry, split_indices, split_notice
@@ -85,7 +85,7 @@ def prepare_stream(config: Config, kind: str, resolve_model: ResolveModel) -> Pr
     resolved = [source.resolved for source in sources]
     setup, notices = make_setup(config, kind, folder, tokenizer, template, resolved)
     # Each process loads the tokenizer, because the dataset is sent to every rank.
-    encode = RowEncoder(replace(setup, tokenizer=None), cuts_documents=is_windowed)
+    encode = RowEncoder(replace(setup, tokenizer=None, cuts_documents=is_windowed))
     streams = open_streams(sources, config)
     data_key = key_of([source.key() for source in sources])
     own = [] if kind in KINDS else [kind_key(kind)]
@@ -123,7 +123,7 @@ class _Evaluation:
 
 
 def _hold_out(
-    streams: Streams, setup: Setup, key: str, notices: list[Notice]
+    streams: Streams, setup: KindSetup, key: str, notices: list[Notice]
 ) -> tuple[_Evaluation | None, Streams]:
     """Tokenize the rows that are held out for validation. Return them, and the other rows."""
     args, ratio = setup.config.train_args, setup.config.split_dataset_ratio
@@ -144,7 +144,7 @@ def _hold_out(
         *(args.truncation_strategy, args.train_on_inputs, args.train_on_turns),
     ]
     folder = cache_dir() / "tokens" / key_of(["held out", key, settings])
-    encode = RowEncoder(setup, cuts_documents=True)
+    encode = RowEncoder(replace(setup, cuts_documents=True))
 
     def build(staging: Path) -> None:
         writer, counts = TokenWriter(staging, encode.columns), StreamCounts()

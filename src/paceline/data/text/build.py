@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -14,6 +14,7 @@ from paceline.core.events import DataFigures
 from paceline.core.log import Notice
 from paceline.data.kinds.base import RowCounts, SampleKind
 from paceline.data.kinds.label import SIGNED_CLASSES, have_sign_only
+from paceline.data.kinds.registry import load_kind
 from paceline.data.progress import RowProgress
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import ResolvedSource
@@ -22,7 +23,6 @@ from paceline.data.text.encoding.chunks import (
     ChunkEncoder,
     EncodedChunk,
     make_chunks,
-    make_kind,
     make_setup,
 )
 from paceline.data.text.encoding.notices import column_notices, nothing_kept, row_notices
@@ -120,7 +120,7 @@ def _build(
         setup, notices = make_setup(
             config, kind_name, tokenizer_folder, tokenizer, template, sources
         )
-        kind = make_kind(setup, tokenizer)
+        kind = load_kind(kind_name)(replace(setup, tokenizer=tokenizer))
         encode = ChunkEncoder([kind.for_source(source) for source in sources])
         results = [_SourceResult(source, kind) for source in sources]
         chunks = (

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,23 +16,6 @@ import numpy as np
 Label = int | str
 #: Path of a file, or the content of one.
 Blob = str | bytes
-
-
-class ColumnStore(Protocol):
-    """The files of a column while samples are appended to them."""
-
-    def extend(self, values: Iterable[Any]) -> None:
-        """Append the values of several samples."""
-
-    def close(self) -> None:
-        """Complete the files."""
-
-
-class ColumnValues(Protocol):
-    """The stored values of a column."""
-
-    def __getitem__(self, row: int) -> Any:
-        """Return the value of a sample."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +29,20 @@ class Column(ABC):
     name: str
 
     @abstractmethod
-    def store(self, folder: Path) -> ColumnStore:
-        """Return the files of the column in an empty folder."""
+    def store(self, folder: Path) -> Any:
+        """Return an object that stores the column: its ``extend(values)`` appends the values of
+        samples, and its ``close()`` completes the files."""
 
     @abstractmethod
-    def load(self, folder: Path) -> ColumnValues | None:
-        """Return the stored values, or None if no sample has one."""
+    def load(self, folder: Path) -> Any:
+        """Return the stored values, which ``[row]`` reads, or None if no sample has one."""
 
     def as_stored(self, value: Any) -> Any:
         """Return a value with the precision with which it is stored."""
         return value
 
 
+# -- numbers
 @dataclass(frozen=True)
 class NumberColumn(Column):
     """A number of each sample. Nothing is stored if no sample has one.
@@ -75,108 +60,34 @@ class NumberColumn(Column):
     def path(self, folder: Path) -> Path:
         return folder / (self.file or f"{self.name}s.npy")
 
-    def store(self, folder: Path) -> ColumnStore:
-        return _Numbers(self, folder)
+    def store(self, folder: Path) -> _Numbers:
+        return _Numbers(self, self.path(folder))
 
-    def load(self, folder: Path) -> NumberValues | None:
+    def load(self, folder: Path) -> np.ndarray | None:
         path = self.path(folder)
-        return NumberValues(np.load(path)) if path.is_file() else None
+        return np.load(path) if path.is_file() else None
 
     def as_stored(self, value: float) -> Any:
         return np.dtype(self.dtype).type(value).item()
 
 
-@dataclass(frozen=True)
-class CategoryColumn(Column):
-    """A label of each sample, or a list of labels. They are stored as numbers, in the order in
-    which the labels occur first, and read as int64 [labels]."""
-
-    def store(self, folder: Path) -> ColumnStore:
-        return _Categories(self, folder)
-
-    def load(self, folder: Path) -> ColumnValues:
-        numbers = np.load(folder / f"{self.name}s.npy", mmap_mode="r")
-        return _Slices(numbers, np.load(folder / f"{self.name}_ends.npy", mmap_mode="r"))
-
-    def names(self, folder: Path) -> tuple[tuple[Label, ...], bool]:
-        """Return the labels by number, and whether a sample may have several."""
-        content = json.loads(self.names_file(folder).read_text(encoding="utf-8"))
-        return tuple(content[f"{self.name}s"]), content["is_multi"]
-
-    def names_file(self, folder: Path) -> Path:
-        return folder / f"{self.name}_names.json"
-
-
-@dataclass(frozen=True)
-class BlobColumn(Column):
-    """Any number of paths or contents of files of each sample."""
-
-    def store(self, folder: Path) -> ColumnStore:
-        return _Blobs(self, folder)
-
-    def load(self, folder: Path) -> BlobValues:
-        return BlobValues(self, folder)
-
-    def files(self, folder: Path) -> list[Path]:
-        """Return the files with the contents, the end of each content, whether it is a path, and
-        the number of contents up to the end of each sample."""
-        name, sample = self.name, f"sample_{self.name}_ends.npy"
-        names = (f"{name}s.bin", f"{name}_ends.npy", f"{name}s_are_paths.npy", sample)
-        return [folder / file for file in names]
-
-
-# -- numbers
 class _Numbers:
-    def __init__(self, column: NumberColumn, folder: Path) -> None:
-        self.column, self.folder = column, folder
-        self._values = array("q" if np.dtype(column.dtype).kind == "i" else "d")
+    def __init__(self, column: NumberColumn, path: Path) -> None:
+        self.column, self.path = column, path
+        self._values: Any = array("q" if np.dtype(column.dtype).kind == "i" else "d")
         self._has_values = False
 
     def extend(self, values: Iterable[float | None]) -> None:
-        fill: Any = self.column.fill
         for value in values:
             self._has_values = self._has_values or value is not None
-            self._values.append(fill if value is None else value)  # type: ignore[arg-type]
+            self._values.append(self.column.fill if value is None else value)
 
     def close(self) -> None:
         if self._has_values:
-            np.save(self.column.path(self.folder), np.array(self._values, self.column.dtype))
+            np.save(self.path, np.array(self._values, dtype=self.column.dtype))
 
 
-@dataclass
-class NumberValues:
-    """The numbers of all samples."""
-
-    values: np.ndarray
-
-    def __getitem__(self, row: int) -> Any:
-        return self.values[row].item()
-
-
-# -- categories
-class _Categories:
-    def __init__(self, column: CategoryColumn, folder: Path) -> None:
-        self.column, self.folder = column, folder
-        self._numbers: dict[Label, int] = {}
-        self._flat, self._ends = array("q"), array("q")
-        self._is_multi = False
-
-    def extend(self, values: Iterable[Label | list[Label]]) -> None:
-        numbers = self._numbers
-        for value in values:
-            labels = value if isinstance(value, list) else [value]
-            self._is_multi = self._is_multi or labels is value
-            self._flat.extend(numbers.setdefault(label, len(numbers)) for label in labels)
-            self._ends.append(len(self._flat))
-
-    def close(self) -> None:
-        name = self.column.name
-        np.save(self.folder / f"{name}s.npy", np.array(self._flat, dtype=np.int64))
-        np.save(self.folder / f"{name}_ends.npy", np.array(self._ends, dtype=np.int64))
-        content = {f"{name}s": list(self._numbers), "is_multi": self._is_multi}
-        self.column.names_file(self.folder).write_text(json.dumps(content), encoding="utf-8")
-
-
+# -- any number of values of each sample
 @dataclass
 class _Slices:
     """Any number of values of each sample.
@@ -196,11 +107,75 @@ class _Slices:
         return np.array(self.values[start:end])
 
 
-# -- blobs
+@dataclass(frozen=True)
+class CategoryColumn(Column):
+    """A label of each sample, or a list of labels. They are stored as numbers, in the order in
+    which the labels occur first, and read as int64 [labels]."""
+
+    def files(self, folder: Path) -> tuple[Path, Path, Path]:
+        """Return the files with the numbers, their number up to the end of each sample, and the
+        labels."""
+        name = self.name
+        return folder / f"{name}s.npy", folder / f"{name}_ends.npy", folder / f"{name}_names.json"
+
+    def store(self, folder: Path) -> _Categories:
+        return _Categories(self, folder)
+
+    def load(self, folder: Path) -> _Slices:
+        numbers, ends, _ = self.files(folder)
+        return _Slices(np.load(numbers, mmap_mode="r"), np.load(ends, mmap_mode="r"))
+
+    def names(self, folder: Path) -> tuple[tuple[Label, ...], bool]:
+        """Return the labels by number, and whether a sample may have several."""
+        content = json.loads(self.files(folder)[2].read_text(encoding="utf-8"))
+        return tuple(content[f"{self.name}s"]), content["is_multi"]
+
+
+class _Categories:
+    def __init__(self, column: CategoryColumn, folder: Path) -> None:
+        self.column, self.folder = column, folder
+        self._numbers: dict[Label, int] = {}
+        self._flat, self._ends = array("q"), array("q")
+        self._is_multi = False
+
+    def extend(self, values: Iterable[Label | list[Label]]) -> None:
+        numbers = self._numbers
+        for value in values:
+            labels = value if isinstance(value, list) else [value]
+            self._is_multi = self._is_multi or labels is value
+            self._flat.extend(numbers.setdefault(label, len(numbers)) for label in labels)
+            self._ends.append(len(self._flat))
+
+    def close(self) -> None:
+        flat, ends, names = self.column.files(self.folder)
+        np.save(flat, np.array(self._flat, dtype=np.int64))
+        np.save(ends, np.array(self._ends, dtype=np.int64))
+        content = {f"{self.column.name}s": list(self._numbers), "is_multi": self._is_multi}
+        names.write_text(json.dumps(content), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class BlobColumn(Column):
+    """Any number of paths or contents of files of each sample."""
+
+    def files(self, folder: Path) -> list[Path]:
+        """Return the files with the contents, the end of each content, whether it is a path, and
+        the number of contents up to the end of each sample."""
+        name, sample = self.name, f"sample_{self.name}_ends.npy"
+        names = (f"{name}s.bin", f"{name}_ends.npy", f"{name}s_are_paths.npy", sample)
+        return [folder / file for file in names]
+
+    def store(self, folder: Path) -> _Blobs:
+        return _Blobs(self.files(folder))
+
+    def load(self, folder: Path) -> BlobValues:
+        return BlobValues(self.files(folder))
+
+
 class _Blobs:
-    def __init__(self, column: BlobColumn, folder: Path) -> None:
-        self._files = column.files(folder)
-        self._contents = open(self._files[0], "wb")  # noqa: SIM115  (open until close)
+    def __init__(self, files: list[Path]) -> None:
+        self._files = files
+        self._contents = open(files[0], "wb")  # noqa: SIM115  (open until close)
         self._ends, self._sample_ends = array("q"), array("q")
         self._are_paths = array("b")
 
@@ -223,9 +198,9 @@ class _Blobs:
 class BlobValues:
     """The paths and the contents of all samples, which are read on demand."""
 
-    def __init__(self, column: BlobColumn, folder: Path) -> None:
-        self._contents, *files = column.files(folder)
-        ends, self._are_paths, sample_ends = (np.load(file, mmap_mode="r") for file in files)
+    def __init__(self, files: list[Path]) -> None:
+        self._contents = files[0]
+        ends, self._are_paths, sample_ends = (np.load(file, mmap_mode="r") for file in files[1:])
         self._blobs, self._samples = _Slices(ends, ends), _Slices(ends, sample_ends)
 
     def __getitem__(self, row: int) -> list[Blob]:

@@ -14,7 +14,7 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 
 from paceline.core.files import write_json_atomic
-from paceline.data.text.token_columns import Column, NumberColumn, NumberValues
+from paceline.data.text.token_columns import Column, NumberColumn
 
 TOKENS, MASK, LENGTHS, LABEL_COUNTS = (
     "tokens.bin",
@@ -133,13 +133,13 @@ class TokenDataset:
 
     def value(self, name: str, index: int) -> Any:
         """Return the value of a column for a sample, without reading its tokens."""
-        return self._values[name][index if self.indices is None else int(self.indices[index])]
+        value = self._values[name][index if self.indices is None else int(self.indices[index])]
+        return value.item() if isinstance(value, np.generic) else value
 
     def numbers(self, name: str) -> np.ndarray:
         """Return the values of a column of numbers, [num_samples]."""
-        stored = self._values[name]
-        assert isinstance(stored, NumberValues)
-        return stored.values if self.indices is None else stored.values[self.indices]
+        stored: np.ndarray = self._values[name]
+        return stored if self.indices is None else stored[self.indices]
 
     def largest_token(self) -> int:
         """Return the largest token id of the entry, including samples of other datasets. It is

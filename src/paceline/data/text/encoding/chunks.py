@@ -15,14 +15,14 @@ import numpy as np
 
 from paceline.config.schema import Config
 from paceline.core.log import Notice
-from paceline.data.kinds.base import Encoded, KindContext, RowCounts, SampleKind
+from paceline.data.kinds.base import Encoded, KindSetup, RowCounts, SampleKind
 from paceline.data.kinds.registry import load_kind
 from paceline.data.sources.readers import DOCUMENT, LineBlock
 from paceline.data.sources.resolve import Place, ResolvedSource, rows_of_block
 from paceline.data.sources.rows import MalformedRow
 from paceline.data.text.columns import Tally
 from paceline.data.text.templates import TemplateChoice
-from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
+from paceline.data.text.tokenizer import LoadedTokenizer
 
 _CHUNK_ROWS, _CHUNK_CHARS = 256, 2 << 20
 
@@ -108,41 +108,20 @@ class EncodedChunk:
         self.label_counts.append(int(np.count_nonzero(mask[1:])))
 
 
-@dataclass(frozen=True)
-class Setup:
-    """The settings with which a worker process encodes chunks. Picklable.
-
-    Args:
-        kind: name of the kind of samples, as for :func:`~paceline.data.kinds.registry.load_kind`.
-        tokenizer: None if it cannot be pickled; then each process loads it from
-            ``tokenizer_folder``.
-        template: source of the chat template, or None.
-        for_tools: source of the template for chats with tools, if it is a different one.
-    """
-
-    config: Config
-    kind: str
-    tokenizer_folder: Path
-    tokenizer: LoadedTokenizer | None
-    template: str | None
-    for_tools: str | None
-    sources: tuple[Any, ...]  # DatasetSource
-
-
 def make_setup(
     config: Config,
     kind: str,
-    tokenizer_folder: Path,
+    folder: Path,
     tokenizer: LoadedTokenizer,
     template: TemplateChoice,
     sources: Iterable[ResolvedSource],
-) -> tuple[Setup, list[Notice]]:
-    """Return the settings of the worker processes, and messages about the chat template."""
+) -> tuple[KindSetup, list[Notice]]:
+    """Return what processes encode samples with, and messages about the chat template."""
     text, notices = template.choose(tokenizer)
-    setup = Setup(
+    setup = KindSetup(
         config,
         kind,
-        tokenizer_folder,
+        folder,
         None if tokenizer.python is not None else tokenizer,
         text,
         template.for_tools(tokenizer),
@@ -168,30 +147,6 @@ def make_chunks(index: int, source: ResolvedSource, seed: int) -> Iterator[Chunk
         yield chunk
 
 
-def make_kind(
-    setup: Setup, tokenizer: LoadedTokenizer | None = None, *, cuts_documents: bool = True
-) -> SampleKind:
-    """Return the kind of samples of a run.
-
-    Args:
-        tokenizer: the tokenizer, if it is loaded.
-        cuts_documents: as in :class:`~paceline.data.kinds.base.KindContext`.
-    """
-    tokenizer = tokenizer or setup.tokenizer
-    if tokenizer is None:
-        tokenizer = load_tokenizer(setup.tokenizer_folder, setup.config.trust_remote_code)
-    return load_kind(setup.kind)(
-        KindContext(
-            setup.config,
-            tokenizer,
-            setup.tokenizer_folder,
-            setup.template,
-            setup.for_tools,
-            cuts_documents,
-        )
-    )
-
-
 class ChunkEncoder:
     """Encode chunks.
 
@@ -203,9 +158,9 @@ class ChunkEncoder:
         self.kinds = kinds
 
     @classmethod
-    def from_setup(cls, setup: Setup, *, cuts_documents: bool = True) -> ChunkEncoder:
+    def from_setup(cls, setup: KindSetup) -> ChunkEncoder:
         """Return the encoder of a process."""
-        kind = make_kind(setup, cuts_documents=cuts_documents)
+        kind = load_kind(setup.kind)(setup)
         return cls([kind.for_source(ResolvedSource(spec)) for spec in setup.sources])
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
