@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,6 +32,8 @@ class DocumentKind(SampleKind):
     columns: ClassVar[Sequence[Column]] = (LOSS_WEIGHTS,)
     formats = FORMATS
     mapping = mapping_of("prompt", "completion")
+    #: Converts the rows of a source.
+    converter: ClassVar[Callable[..., Any]] = RowConverter
 
     def __init__(self, setup: KindSetup) -> None:
         super().__init__(setup)
@@ -45,7 +47,7 @@ class DocumentKind(SampleKind):
     # -- rows
     def open(self, source: ResolvedSource) -> None:
         spec = source.spec
-        self._converter = RowConverter(
+        self._converter = self.converter(
             source.label,
             spec.format,
             spec.columns,
@@ -57,7 +59,7 @@ class DocumentKind(SampleKind):
             tally=self.tally,
         )
 
-    def convert(self, row: object) -> ChatSample:
+    def convert(self, row: Any) -> Any:
         return self._converter(row)
 
     # -- tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, NotRequired
@@ -11,14 +11,13 @@ import numpy as np
 
 from paceline.data.kinds.base import EQUAL_PAIRS, NO_ANSWER, NO_LABELS, TOO_LONG, Encoded, RowCounts
 from paceline.data.kinds.chat import ChatKind
-from paceline.data.sources.resolve import Place, ResolvedSource
+from paceline.data.sources.resolve import Place
 from paceline.data.text.chat_template import TemplateRefused
 from paceline.data.text.encoding.positions import TokenizedText, tokenize
 from paceline.data.text.preferences import (
     AnswerConverter,
     MarginConverter,
     PairConverter,
-    PreferenceConverter,
     RatedChat,
 )
 from paceline.data.text.sample import as_chat
@@ -61,24 +60,7 @@ class PairKind(ChatKind):
     )
     formats = PairConverter.formats
     mapping = PairConverter.mapping
-    converter: ClassVar[type[PreferenceConverter]] = PairConverter
-
-    # -- rows
-    def open(self, source: ResolvedSource) -> None:
-        spec = source.spec
-        self._answers = self.converter(
-            source.label,
-            spec.format,
-            spec.columns,
-            self.config.system,
-            ignore_columns=spec.ignore_columns,
-            roles=spec.roles,
-            template=self.template,
-            tally=self.tally,
-        )
-
-    def convert(self, row: Any) -> RatedChat:
-        return self._answers(row)
+    converter: ClassVar[Callable[..., Any]] = PairConverter
 
     # -- tokens
     def encode(self, samples: list[Any]) -> list[Encoded | str]:

@@ -12,16 +12,14 @@ from paceline.core.errors import NotStreamable
 from paceline.core.files import cache_dir
 from paceline.data.cache import key_of
 from paceline.data.order.build import rows_by_source, weight_schedule
-from paceline.data.streaming.dataset import RowEncoder
+from paceline.data.streaming.dataset import RowEncoder, StreamedRows
 from paceline.data.streaming.order import StreamShuffle
-from paceline.data.streaming.shards import ShardRows
 from paceline.data.streaming.sources import StreamSource, has_text, open_rows
 from paceline.data.streaming.streams import MixtureSettings, SampleStream, Stream, TextStreams
-from paceline.data.streaming.tables import TableRows
 from paceline.data.streaming.windows import PackedStream
 from paceline.distributed.seeds import derive_seed
 
-Streams = Sequence[TableRows | ShardRows]
+Streams = Sequence[StreamedRows]
 
 #: Approximate number of tokens of a window, and limits of its number of rows. More tokens fill
 #: packed rows better; fewer are ready sooner.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from paceline.data.kinds.registry import load_kind
 from paceline.data.sources.readers import LineBlock
 from paceline.data.sources.resolve import Place, rows_of_block
 from paceline.data.sources.rows import RepeatedKey
-from paceline.data.streaming.tables import RawRow
+from paceline.data.streaming.shards import ShardRows
+from paceline.data.streaming.tables import RawRow, TableRows
 from paceline.data.text.encoding.chunks import Chunk, ChunkEncoder, EncodedChunk
 from paceline.data.text.token_columns import Column
 from paceline.data.text.token_dataset import TokenSample
@@ -23,28 +24,8 @@ MALFORMED = "malformed line"
 _REPEATED_KEY = "a key occurs twice"
 
 
-class StreamedRows(Protocol):
-    """Rows that are read on demand.
-
-    Attributes:
-        has_fast_rows: whether rows can be read in any order.
-    """
-
-    has_fast_rows: bool
-
-    @property
-    def num_rows(self) -> int | None:
-        """Number of rows of an epoch, or None if it is unknown."""
-
-    def indices(self, positions: np.ndarray) -> np.ndarray:
-        """Return the indices of the rows at positions that are counted over all epochs."""
-
-    def row(self, index: int) -> tuple[int, RawRow]:
-        """Return the index of the source of a row, and the row."""
-
-    def checked_rows(self, num_rows: int) -> list[int]:
-        """Return the indices of rows to check before the start, ``num_rows`` for each source if
-        they can be found."""
+#: Rows that are read on demand.
+StreamedRows = TableRows | ShardRows
 
 
 class RowEncoder:

@@ -110,40 +110,35 @@ def prepare_tokens(
     tokenizer = config_tokenizer(config, resolve_model)
     train = TokenEntry(config, kind, tokenizer, validation=False)
     train.build(workers)
-    evaluation = None
+    notices, eval_counts = [*train.notices], None
+    eval_folder, eval_indices, num_eval = None, None, 0
     if config.val_dataset is not None:
         evaluation = TokenEntry(config, kind, tokenizer, validation=True)
         evaluation.build(workers)
-    notices = [*train.notices, *(evaluation.notices if evaluation else [])]
+        notices += evaluation.notices
+        eval_folder, num_eval = evaluation.folder, evaluation.samples
+        eval_counts = evaluation.counts
     lengths, labels = train.arrays()
-    train_indices = eval_indices = None
+    train_indices = None
     if config.split_dataset_ratio > 0:
-        train_indices, eval_indices = split_indices(
+        train_indices, held_out = split_indices(
             len(lengths), config.split_dataset_ratio, config.train_args.seed
         )
         lengths, labels = lengths[train_indices], labels[train_indices]
-        notices.append(split_notice(len(eval_indices), train.samples, config.split_dataset_ratio))
-        if not len(eval_indices):
-            eval_indices = None
+        notices.append(split_notice(len(held_out), train.samples, config.split_dataset_ratio))
+        if len(held_out):
+            eval_folder, eval_indices, num_eval = train.folder, held_out, len(held_out)
     return PreparedTokens(
         train_folder=train.folder,
         train_indices=train_indices,
-        eval_folder=(
-            train.folder if eval_indices is not None else evaluation.folder if evaluation else None
-        ),
+        eval_folder=eval_folder,
         eval_indices=eval_indices,
         counts=train.counts,
-        eval_counts=evaluation.counts if evaluation else None,
+        eval_counts=eval_counts,
         train_tokens=int(lengths.sum()),
         label_tokens=int(labels.sum()),
         num_train=len(lengths),
-        num_eval=(
-            len(eval_indices)
-            if eval_indices is not None
-            else evaluation.samples
-            if evaluation
-            else 0
-        ),
+        num_eval=num_eval,
         sources=train.meta.get("sources", []),
         notices=list(dict.fromkeys(notices)),
         source_sizes=(sizes := train.sizes_of(train_indices, lengths, labels)),
