@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from paceline.data.preference.rows import AnswerConverter, PairConverter
 from paceline.data.sources.rows import MalformedRow, Unsupported
 from paceline.data.text.formats import RowConverter
-from paceline.data.text.sample import Sample
+from paceline.data.text.preferences import AnswerConverter, PairConverter
+from paceline.data.text.sample import ChatSample
 from paceline.data.vision_language.rows import IMAGE_MARK, ImageRowConverter
 
 QUESTION = {"role": "user", "content": "q"}
@@ -16,7 +16,7 @@ ANSWER = {"role": "assistant", "content": "a"}
 EXPECTED = [("user", "q"), ("assistant", "a")]
 
 
-def turns(sample: Sample | None) -> list[tuple[str, str]]:
+def turns(sample: ChatSample | None) -> list[tuple[str, str]]:
     assert sample is not None
     assert sample.messages is not None
     return [(message["role"], message["content"]) for message in sample.messages]
@@ -27,7 +27,7 @@ def turns(sample: Sample | None) -> list[tuple[str, str]]:
 def test_answer_in_another_column(column: str, answer: Any) -> None:
     converter = RowConverter("data")
     assert turns(converter({"messages": [QUESTION], column: answer})) == EXPECTED
-    assert not converter.unused
+    assert not converter.tally.unused
     shared = {"conversations": [{"from": "human", "value": "q"}], column: answer}
     assert turns(RowConverter("data")(shared)) == EXPECTED
     assert turns(RowConverter("data")({"messages": json.dumps([QUESTION]), column: answer})) == (
@@ -60,7 +60,7 @@ def test_rejected_answer_beside_the_answer() -> None:
 
 def test_images_of_a_chat_without_its_answer() -> None:
     row = {"messages": [QUESTION], "completion": "a", "images": ["a.png"]}
-    sample = ImageRowConverter("data")(row)
+    sample = ImageRowConverter(RowConverter("data"))(row)
     assert len(turns(sample)) == 2
     assert sample.images == ("a.png",)
 
@@ -68,7 +68,7 @@ def test_images_of_a_chat_without_its_answer() -> None:
 def test_answers_of_complete_chats_are_not_added() -> None:
     converter = RowConverter("data")
     assert turns(converter({"messages": [QUESTION, ANSWER], "answer": "42"})) == EXPECTED
-    assert converter.unused["answer"] == 1
+    assert converter.tally.unused["answer"] == 1
     with pytest.raises(MalformedRow, match="no assistant turn"):
         RowConverter("data")({"messages": [QUESTION], "answer": None})
     with pytest.raises(MalformedRow, match="a message is not an object"):
@@ -87,14 +87,14 @@ IMAGE_PARTS = [{"type": "image"}, {"type": "text", "text": "q"}]
     ],
 )
 def test_images_of_chats_in_json_text(row: dict[str, Any]) -> None:
-    sample = ImageRowConverter("data")({**row, "images": ["a.png"]})
+    sample = ImageRowConverter(RowConverter("data"))({**row, "images": ["a.png"]})
     assert turns(sample) == [("user", f"{IMAGE_MARK}q"), ("assistant", "a")]
     assert sample.images == ("a.png",)
 
 
 def test_list_of_messages_with_images() -> None:
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "q"}]
-    sample = ImageRowConverter("data")([{"role": "user", "content": parts}, ANSWER])
+    sample = ImageRowConverter(RowConverter("data"))([{"role": "user", "content": parts}, ANSWER])
     assert turns(sample) == [("user", f"{IMAGE_MARK}q"), ("assistant", "a")]
 
 
@@ -103,9 +103,9 @@ def test_list_of_messages_with_images() -> None:
 def test_images_in_columns_of_other_names_are_not_left_out(name: str, value: Any) -> None:
     row = {"prompt": "q", "completion": "a", name: value}
     with pytest.raises(Unsupported, match=f"`{name}` has the path of an image") as caught:
-        ImageRowConverter("data")(row)
+        ImageRowConverter(RowConverter("data"))(row)
     assert f"`columns: {{image: {name}}}`" in str(caught.value.fix)
-    mapped = ImageRowConverter("data", columns={"image": name})(row)
+    mapped = ImageRowConverter(RowConverter("data", columns={"image": name}))(row)
     assert mapped.images[0] == (value if isinstance(value, str) else value[0])
-    assert not ImageRowConverter("data", ignore_columns=[name])(row).images
-    assert not ImageRowConverter("data")({**row, name: "a photo"}).images
+    assert not ImageRowConverter(RowConverter("data", ignore_columns=[name]))(row).images
+    assert not ImageRowConverter(RowConverter("data"))({**row, name: "a photo"}).images

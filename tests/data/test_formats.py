@@ -13,14 +13,14 @@ from paceline.data.sources.hub import HUB_NAMES, find_hub_name
 from paceline.data.sources.resolve import open_source
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported
 from paceline.data.text.formats import RowConverter
-from paceline.data.text.sample import Sample
+from paceline.data.text.sample import ChatSample
 
 
-def convert(row: Any, **settings: Any) -> Sample:
+def convert(row: Any, **settings: Any) -> ChatSample:
     return RowConverter("here", **settings)(row)
 
 
-def turns(sample: Sample) -> list[tuple[str, str]]:
+def turns(sample: ChatSample) -> list[tuple[str, str]]:
     assert sample.messages is not None
     return [(message["role"], message["content"]) for message in sample.messages]
 
@@ -126,13 +126,13 @@ def test_loss_weights_are_read_from_the_column_that_is_named() -> None:
     row = {"prompt": "q", "completion": "a", "w": "0.5"}
     assert converter(row).weight == 0.5
     assert converter({**row, "w": 0}).weight == 0.0
-    assert not converter.unused
+    assert not converter.tally.unused
     for value in (None, -1, "much", float("inf"), True):
         with pytest.raises(MalformedRow, match="the loss weight is not a number"):
             converter({**row, "w": value})
     converter = RowConverter("here")
     assert converter({**row, "loss_weight": 2}).weight is None
-    assert converter.unused == {"w": 1, "loss_weight": 1}
+    assert converter.tally.unused == {"w": 1, "loss_weight": 1}
 
 
 @pytest.mark.parametrize("name", ["alpaca", "messages", "prompt_completion", "text"])
@@ -205,13 +205,13 @@ def test_unused_columns_are_counted() -> None:
     converter = RowConverter("here")
     converter({"messages": [*CHAT[:1], {**CHAT[1], "id": 7}], "source": "web", "note": None})
     converter({"messages": CHAT, "source": "", "note": None})
-    assert converter.unused == {"source": 1, "id (of messages)": 1}
+    assert converter.tally.unused == {"source": 1, "id (of messages)": 1}
     converter = RowConverter("here")
     converter(
         {"instruction": "do", "output": "done", "response": "other", "context": "c", "input": ""}
     )
     # The converter uses the first non-empty answer and the context.
-    assert converter.unused == {"response": 1}
+    assert converter.tally.unused == {"response": 1}
 
 
 def test_hub_dataset_aliases() -> None:
@@ -229,7 +229,7 @@ def test_renamed_column_is_not_counted_as_unused() -> None:
         "here", format="alpaca", columns={"instruction": "question", "output": "answer"}
     )
     converter({"question": "q", "answer": "a", "other": "x"})
-    assert set(converter.unused) == {"other"}
+    assert set(converter.tally.unused) == {"other"}
 
 
 def test_columns_setting_assigns_or_disables_column() -> None:

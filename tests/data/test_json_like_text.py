@@ -9,11 +9,11 @@ import pytest
 from prepared_tokens import MODEL, loss_segments, save
 
 from paceline.config.schema import Config
-from paceline.data.preference.rows import AnswerConverter, PairConverter
+from paceline.data.kinds.label import LabelConverter
 from paceline.data.text.formats import RowConverter
-from paceline.data.text.labels import LabelConverter
+from paceline.data.text.preferences import AnswerConverter, PairConverter
 from paceline.data.text.prepare import prepare_tokens
-from paceline.data.text.sample import Sample
+from paceline.data.text.sample import ChatSample
 from paceline.models.builtin import resolve_model
 
 TEXTS = (
@@ -24,7 +24,7 @@ TEXTS = (
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
-def turns(sample: Sample | None) -> list[str]:
+def turns(sample: ChatSample | None) -> list[str]:
     assert sample is not None
     if sample.pair is not None:
         return list(sample.pair)
@@ -66,7 +66,7 @@ def test_answers_of_a_pair_stay_texts(names: tuple[str, str, str], text: str) ->
 def test_other_texts_stay_texts(text: str) -> None:
     assert RowConverter("data")({"text": text}).text == text
     assert RowConverter("data", pretrain=True)({"text": text}).text == text
-    assert LabelConverter("data")({"text": text, "label": 1}).text == text
+    assert LabelConverter("data")({"text": text, "label": 1}).texts == (text,)
     assert LabelConverter("data")({"text": text, "label": text}).labels == (text,)
     chat = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
     assert turns(RowConverter("data")({"messages": chat})) == [text, text]

@@ -9,18 +9,18 @@ import pytest
 from prepared_tokens import MODEL, PAIRS, notice_text, save
 
 from paceline.config.schema import Config
-from paceline.data.preference.rows import AnswerConverter, MarginConverter, PairConverter
+from paceline.data.kinds.base import Encoded
+from paceline.data.kinds.label import LabelConverter, LabeledText, LabelKind
 from paceline.data.sources.rows import MalformedRow, Unsupported
-from paceline.data.text.encoding.encoder import Encoded
 from paceline.data.text.formats import RowConverter
-from paceline.data.text.labels import LabelConverter, LabelEncoder
+from paceline.data.text.preferences import AnswerConverter, MarginConverter, PairConverter
 from paceline.data.text.prepare import prepare_tokens
-from paceline.data.text.sample import Sample
+from paceline.data.text.sample import ChatSample
 from paceline.models.builtin import resolve_model
 from paceline.tasks import load_task
 
 
-def turns(sample: Sample | None) -> list[str]:
+def turns(sample: ChatSample | None) -> list[str]:
     assert sample is not None
     if sample.pair is not None:
         return list(sample.pair)
@@ -99,13 +99,13 @@ def test_classes_minus_one_and_one_are_tokenized_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[int] = []
-    encode = LabelEncoder.__call__
+    encode = LabelKind.encode
 
-    def count(self: LabelEncoder, samples: list[Sample]) -> list[Encoded | str]:
+    def count(self: LabelKind, samples: list[LabeledText]) -> list[Encoded | str]:
         encoded.append(len(samples))
         return encode(self, samples)
 
-    monkeypatch.setattr(LabelEncoder, "__call__", count)
+    monkeypatch.setattr(LabelKind, "encode", count)
     for labels in ([-1, 1] * 40, [1] * 40 + [-1] * 40, [0, 1, 2, 1]):
         classify(tmp_path / "a.jsonl", labels)
         assert sum(encoded) == len(labels)
@@ -156,7 +156,7 @@ def test_numbers_and_truth_values_are_texts(value: Any, text: str) -> None:
     row = {"prompt": "q", "completion": "a", "history": [[value, value]], "system": value}
     assert turns(RowConverter("data")(row)) == [text, text, text, "q", "a"]
     assert RowConverter("data")({"text": value}).text == text
-    assert LabelConverter("data")({"text": value, "label": 1}).text == text
+    assert LabelConverter("data")({"text": value, "label": 1}).texts == (text,)
 
 
 @pytest.mark.parametrize(("value", "text"), [(True, "true"), (42, "42"), (3.5, "3.5")])
@@ -233,7 +233,7 @@ CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": 7}]
 )
 def test_labeled_chats_and_texts(row: dict[str, Any]) -> None:
     sample = LabelConverter("data")({**row, "label": 1})
-    assert (sample.text, sample.labels) == ("q\n7", (1,))
+    assert (sample.texts, sample.labels) == (("q\n7",), (1,))
 
 
 @pytest.mark.parametrize(
@@ -243,11 +243,11 @@ def test_labeled_chats_and_texts(row: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_labeled_pairs_of_prompts_and_answers(names: tuple[str, str]) -> None:
     converter = LabelConverter("data")
-    assert converter({names[0]: "q", names[1]: 7, "label": "x"}).pair == ("q", "7")
-    assert not converter.unused
+    assert converter({names[0]: "q", names[1]: 7, "label": "x"}).texts == ("q", "7")
+    assert not converter.tally.unused
     with pytest.raises(MalformedRow, match="empty text_pair"):
         converter({names[0]: "q", names[1]: None, "label": "x"})
-    assert converter({names[0]: None, names[1]: None, "text": "t", "label": "x"}).text == "t"
+    assert converter({names[0]: None, names[1]: None, "text": "t", "label": "x"}).texts == ("t",)
 
 
 def test_label_is_the_first_column_that_is_not_empty() -> None:

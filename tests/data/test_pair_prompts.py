@@ -9,11 +9,11 @@ from prepared_tokens import MODEL, loss_segments, save
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.preference.rows import AnswerConverter, MarginConverter, PairConverter
 from paceline.data.sources.rows import MalformedRow
 from paceline.data.text.formats import RowConverter
-from paceline.data.text.prepare import TextTask, prepare_tokens
-from paceline.data.text.sample import Sample
+from paceline.data.text.preferences import AnswerConverter, MarginConverter, PairConverter
+from paceline.data.text.prepare import prepare_tokens
+from paceline.data.text.sample import ChatSample
 from paceline.models.builtin import resolve_model
 
 
@@ -26,7 +26,7 @@ GOOD, BAD = turn("assistant", "good"), turn("assistant", "bad")
 FIRST, NEXT = turn("assistant", "a"), turn("user", "r")
 
 
-def turns(sample: Sample | None) -> list[str]:
+def turns(sample: ChatSample | None) -> list[str]:
     assert sample is not None
     if sample.pair is not None:
         return list(sample.pair)
@@ -62,7 +62,7 @@ def test_layout_of_ultrafeedback() -> None:
     sample = converter({"prompt": "q", "messages": [QUESTION, GOOD], **FULL, "score_chosen": 8.0})
     assert turns(sample) == ["q", "good"]
     assert turns(sample.rejected) == ["q", "bad"]
-    assert {"messages", "score_chosen"} <= set(converter.unused)
+    assert {"messages", "score_chosen"} <= set(converter.tally.unused)
     sample = PairConverter("data")({"prompt": "q", "messages": [QUESTION, GOOD], **TEXTS})
     assert sample.pair is not None  # texts need no chat template
     assert (turns(sample), turns(sample.rejected)) == (["q", "good"], ["q", "bad"])
@@ -163,7 +163,7 @@ def test_columns_that_are_not_read(answers: dict[str, Any]) -> None:
         converter = PairConverter("data", **settings)  # type: ignore[arg-type]
         sample = converter(row)
         assert (turns(sample), turns(sample.rejected)) == (["q", "good"], ["q", "bad"])
-        assert converter.ignored.keys() == set(settings.get("ignore_columns", ()))
+        assert converter.tally.ignored.keys() == set(settings.get("ignore_columns", ()))
     row = {"prompt": "other", "messages": [QUESTION], **answers}
     sample = PairConverter("data", ignore_columns=["prompt"])(row)
     assert (turns(sample), turns(sample.rejected)) == (["q", "good"], ["q", "bad"])
@@ -173,7 +173,7 @@ def test_loss_of_a_pair_with_its_chat(tmp_path: Path) -> None:
     """Only the answers carry loss, once in each sequence."""
     rows = [{"prompt": "q", "messages": [QUESTION, GOOD], **FULL}]
     data = save(tmp_path / "a.jsonl", rows)
-    tasks: tuple[tuple[TextTask, str], ...] = (("pairs", "dpo"), ("reward", "reward"))
+    tasks: tuple[tuple[str, str], ...] = (("pairs", "dpo"), ("reward", "reward"))
     for task, name in tasks:
         config = Config(model=MODEL, dataset=data, task=name)
         segments = loss_segments(prepare_tokens(config, task, resolve_model))
@@ -216,14 +216,14 @@ def test_prompts_that_are_mapped_from_names_of_answers(
     converter = PairConverter("data", columns=columns)
     sample = converter({**row, **answers})
     assert (turns(sample), turns(sample.rejected)) == (["q", "good"], ["q", "bad"])
-    assert set(converter.unused) <= {"messages"} & set(row)
+    assert set(converter.tally.unused) <= {"messages"} & set(row)
 
 
 def test_unused_chat_is_counted_under_its_name_in_the_data() -> None:
     converter = PairConverter("data", columns={"messages": "log"}, ignore_columns=["output"])
     sample = converter({"question": "q", "log": [QUESTION, GOOD], "output": "x", **TEXTS})
     assert turns(sample) == ["q", "good"]
-    assert (converter.unused, converter.ignored) == ({"log": 1}, {"output": 1})
+    assert (converter.tally.unused, converter.tally.ignored) == ({"log": 1}, {"output": 1})
 
 
 def test_columns_that_the_error_for_pairs_suggests(tmp_path: Path) -> None:
@@ -257,11 +257,11 @@ def test_empty_answers_and_marks_are_named(tmp_path: Path, empty: Any) -> None:
         converter = PairConverter("data", columns=columns)
         with pytest.raises(MalformedRow, match=reason):
             converter(row)
-        assert not converter.unmatched
+        assert not converter.tally.unmatched
     answers = AnswerConverter("data")
     with pytest.raises(MalformedRow, match="`label` is empty"):
         answers({"prompt": "q", "completion": "a", "label": empty})
-    assert not answers.unmatched
+    assert not answers.tally.unmatched
     path = save(tmp_path / "a.jsonl", [{"prompt": "q", "chosen": "a", "rejected": empty}])
     with pytest.raises(ConfigError, match=r"no row of .* can be used. `rejected` is empty: 1"):
         prepare_tokens(Config(model=MODEL, dataset=path), "pairs", resolve_model)

@@ -133,7 +133,7 @@ def test_rejects_step_labels() -> None:
 def test_accepts_empty_columns_and_class_labels(row: dict[str, Any]) -> None:
     converter = RowConverter("here")
     converter(row)
-    assert sum(converter.seen.values()) == 1
+    assert sum(converter.tally.seen.values()) == 1
 
 
 def test_error_names_row_and_method_and_fix_works(tmp_path: Path) -> None:

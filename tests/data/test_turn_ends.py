@@ -9,10 +9,10 @@ from prepared_tokens import MODEL, loss_segments, save
 from text_tokenizers import SPECIAL, make_tokenizer
 
 from paceline.config.schema import Config
+from paceline.data.kinds.image import ImageChatTemplate
 from paceline.data.text.chat_template import ChatTemplate
 from paceline.data.text.prepare import prepare_tokens
 from paceline.data.text.tokenizer import load_tokenizer
-from paceline.data.vision_language.encode import ImageChatTemplate
 from paceline.models.builtin import resolve_model
 
 PROMPT = "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"

@@ -19,8 +19,7 @@ from paceline.data.sources.resolve import check_local_sources, open_source, rows
 from paceline.data.sources.rows import MalformedRow
 from paceline.data.streaming.tables import open_table
 from paceline.data.text.prepare import prepare_tokens
-from paceline.data.text.sample import Sample
-from paceline.data.vision_language.rows import with_paths
+from paceline.data.vision_language.rows import ImageChat, with_paths
 from paceline.models.builtin import resolve_model
 
 ROWS = [{"prompt": f"What is {n}?", "completion": f"It is „{n}“."} for n in range(5)]
@@ -261,13 +260,15 @@ def test_windows_paths_of_images(tmp_path: Path) -> None:
     place = f"line 1 of {tmp_path / 'rows.jsonl'}"
     expected = (str(tmp_path / "pictures" / "a.png"),)
     for image in (r"pictures\a.png", "pictures/a.png", r".\pictures\a.png"):
-        images = with_paths(Sample(images=(image,)), place, None).images
+        images = with_paths(ImageChat(images=(image,)), place, None).images
         assert [Path(path) for path in images if isinstance(path, str)] == [Path(expected[0])]
-    assert with_paths(Sample(images=("a.png",)), place, f"{tmp_path}\\pictures").images == expected
+    assert (
+        with_paths(ImageChat(images=("a.png",)), place, f"{tmp_path}\\pictures").images == expected
+    )
     with pytest.raises(MalformedRow, match="a drive of Windows"):
-        with_paths(Sample(images=(r"C:\pictures\a.png",)), place, None)
+        with_paths(ImageChat(images=(r"C:\pictures\a.png",)), place, None)
     shard = "/data/x.tar/a\\b.png@512+10"
-    assert with_paths(Sample(images=(shard,)), place, None).images == (shard,)
+    assert with_paths(ImageChat(images=(shard,)), place, None).images == (shard,)
 
 
 @pytest.mark.parametrize("is_folder", [False, True])

@@ -11,9 +11,9 @@ from prepared_tokens import MODEL, notice_text, save
 from text_tokenizers import KINDS, SENTENCE_PIECE_KINDS, make_python_tokenizer, make_tokenizer
 
 from paceline.config.schema import Config
-from paceline.data.preference.dataset import PreferenceDataset
-from paceline.data.text.encoding import encoder
-from paceline.data.text.prepare import TextTask, prepare_tokens
+from paceline.data.kinds import document
+from paceline.data.kinds.registry import load_kind
+from paceline.data.text.prepare import prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
 from paceline.models.builtin import resolve_model
@@ -53,7 +53,7 @@ def samples(
     tmp_path: Path,
     tokenizer: Path,
     rows: list[dict[str, Any]],
-    task: TextTask = "sft",
+    task: str = "sft",
     name: str = "sft",
     **settings: Any,
 ) -> list[Any]:
@@ -70,8 +70,7 @@ def samples(
     )
     tokens = prepare_tokens(config, task, resolve_model)
     assert tokens.counts.dropped == {}
-    kind = PreferenceDataset if task in ("pairs", "answers", "reward") else TokenDataset
-    dataset = kind(tokens.train_folder)
+    dataset = TokenDataset(tokens.train_folder, None, load_kind(task).columns)
     return [dataset[index] for index in range(len(dataset))]
 
 
@@ -107,7 +106,7 @@ def test_prompt_and_answer_are_one_text(kind: str, make: Maker, tmp_path: Path) 
     [("pairs", "dpo"), ("pairs", "orpo"), ("reward", "reward"), ("answers", "kto")],
 )
 def test_preferences_have_the_tokens_of_fine_tuning(
-    kind: str, task: TextTask, name: str, make: Maker, tmp_path: Path
+    kind: str, task: str, name: str, make: Maker, tmp_path: Path
 ) -> None:
     """Each answer of a pair, and a marked answer, has the tokens and the mask of a completion."""
     tokenizer = make(kind)
@@ -169,7 +168,7 @@ def test_tokenizers_that_add_special_tokens(
     tokenizer = make("metaspace", bos=bos, eos=eos)
     for text in ("ok", "ok</s>", "<s>ok"):
         expected = [*["<s>"] * (bos or text.startswith("<s>")), "ok", "</s>"]
-        rows: list[tuple[TextTask, dict[str, Any]]] = [
+        rows: list[tuple[str, dict[str, Any]]] = [
             ("sft", {"text": text}), ("pretrain", {"text": text}),
             ("classify", {"text": text, "label": 1}),
         ]  # fmt: skip
@@ -203,7 +202,7 @@ def test_chats_that_a_template_begins_with_the_first_token(make: Maker, tmp_path
 def test_pieces_of_a_document_are_one_text(
     kind: str, make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoder, "_PIECE_CHARS", 100)
+    monkeypatch.setattr(document, "_PIECE_CHARS", 100)
     lines = ["One line", "and another line", "", "  with spaces", "good day", "</s>the answer"]
     for text in ("\n".join(lines * 12), "the answer is good; " * 30):
         tokenizer = make(kind)

@@ -11,8 +11,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.data.kinds.label import LabelConverter
 from paceline.data.sources.rows import MalformedRow, Unsupported
-from paceline.data.text.labels import LabelConverter
 from paceline.inference.export import export
 from paceline.inference.generate import generate
 from paceline.tasks import load_task
@@ -81,24 +81,24 @@ def bert(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("row", "texts", "labels"),
     [
-        ({"text": "a", "label": 2}, ("a", None), (2,)),
-        ({"sentence": "a", "label": "good "}, ("a", None), ("good",)),
-        ({"premise": "a", "hypothesis": "b", "label": 0.0}, (None, ("a", "b")), (0,)),
-        ({"text": "a", "labels": ["x", "y", "x"]}, ("a", None), ("x", "y")),
-        ({"text": "a", "labels": []}, ("a", None), ()),
-        ({"messages": [{"role": "user", "content": "a"}], "label": True}, ("a", None), (1,)),
+        ({"text": "a", "label": 2}, ("a",), (2,)),
+        ({"sentence": "a", "label": "good "}, ("a",), ("good",)),
+        ({"premise": "a", "hypothesis": "b", "label": 0.0}, ("a", "b"), (0,)),
+        ({"text": "a", "labels": ["x", "y", "x"]}, ("a",), ("x", "y")),
+        ({"text": "a", "labels": []}, ("a",), ()),
+        ({"messages": [{"role": "user", "content": "a"}], "label": True}, ("a",), (1,)),
     ],
 )
-def test_rows(row: dict[str, Any], texts: tuple[Any, Any], labels: tuple[Any, ...]) -> None:
+def test_rows(row: dict[str, Any], texts: tuple[str, ...], labels: tuple[Any, ...]) -> None:
     sample = LabelConverter("data")(row)
-    assert (sample.text, sample.pair) == texts
+    assert sample.texts == texts
     assert sample.labels == labels
     assert sample.has_list == isinstance(row.get("labels"), list)
 
 
 def test_unusable_rows() -> None:
     converter = LabelConverter("data", {"text": "review", "label": "stars"})
-    assert converter({"review": "a", "stars": 5, "text": "b"}).text == "a"
+    assert converter({"review": "a", "stars": 5, "text": "b"}).texts == ("a",)
     for row, reason in (
         ({"review": "a", "stars": None}, "no label"),
         ({"review": "", "stars": 1}, "empty text"),

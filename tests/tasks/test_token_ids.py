@@ -64,7 +64,8 @@ def test_streamed_rows_are_warned_about(tmp_path: Path, capsys: pytest.CaptureFi
 def test_largest_token_is_stored(tmp_path: Path) -> None:
     writer = TokenWriter(tmp_path)
     tokens, mask = np.array([3, 9, 4], np.int32), np.ones(3, np.bool_)
-    writer.extend([tokens.tobytes()], [mask.tobytes()], [3], [3], [None])
+    columns = {"input_ids": [tokens.tobytes()], "labels_mask": [mask.tobytes()]}
+    writer.extend(columns, [3], [3])
     writer.close()
     assert TokenDataset(tmp_path).largest_token() == 9
     (tmp_path / "tokens.bin").write_bytes(np.zeros(3, np.int32).tobytes())

@@ -55,12 +55,12 @@ def micro_batch(config: Config) -> MicroBatchProfile:
     size = args.per_device_train_batch_size
     if config.task not in CAUSAL_TASKS:
         return MicroBatchProfile(size, size, has_tokens=False)
-    from paceline.data.text.prepare import cached_lengths, text_task
+    from paceline.data.text.prepare import cached_lengths, text_kind
 
-    task = text_task(config)
+    kind = text_kind(config)
     if reads_images(config):
-        task = "vision"
-    cached = cached_lengths(config, task, resolve_model)
+        kind = "vision"
+    cached = cached_lengths(config, kind, resolve_model)
     if cached is None or len(cached[0]) == 0:
         return longest_micro_batch(config)
     lengths, labels = cached
@@ -87,10 +87,10 @@ def micro_batch(config: Config) -> MicroBatchProfile:
 
 def longest_micro_batch(config: Config) -> MicroBatchProfile:
     """Return the micro-batch of a language model whose samples all have ``max_length`` tokens."""
-    from paceline.data.text.prepare import text_task
+    from paceline.data.text.prepare import text_kind
 
     args = config.train_args
-    num_rows = args.per_device_train_batch_size * (2 if text_task(config) == "pairs" else 1)
+    num_rows = args.per_device_train_batch_size * (2 if text_kind(config) == "pairs" else 1)
     rows = (args.max_length,) * num_rows
     longest = float(sum(rows))
     return MicroBatchProfile(longest, longest, sample=args.max_length, known=False, lengths=rows)

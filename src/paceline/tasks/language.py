@@ -28,7 +28,7 @@ from paceline.data.counts import StreamCounts
 from paceline.data.order.build import SourceSize
 from paceline.data.sources.resolve import check_hub_sources
 from paceline.data.streaming.choice import try_stream
-from paceline.data.text.prepare import PreparedTokens, TextTask, prepare_tokens
+from paceline.data.text.prepare import PreparedTokens, prepare_tokens, text_kind
 from paceline.data.text.templates import end_tokens, save_template
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
 from paceline.data.text.tokenizer import load_tokenizer
@@ -84,12 +84,12 @@ class LanguageTask(Task):
         check_hub_sources(self.config)
 
     def prepare(self) -> Prepared:
-        task: TextTask = "pretrain" if self.config.task == "pretrain" else "sft"
-        stream, notices = try_stream(self.config, task, resolve_model)
+        kind = text_kind(self.config)
+        stream, notices = try_stream(self.config, kind, resolve_model)
         if stream is not None:
             stream.notices += token_notices(self.config, stream.tokenizer_path)
             return _prepared_stream(self.config, stream)
-        tokens = prepare_tokens(self.config, task, resolve_model, self.num_prepare_workers)
+        tokens = prepare_tokens(self.config, kind, resolve_model, self.num_prepare_workers)
         tokens.notices = [*notices, *tokens.notices]
         prepared = self._prepared_from(tokens)
         prepared.source_figures = tokens.source_figures
@@ -117,7 +117,12 @@ class LanguageTask(Task):
             ends: tuple[int, ...] = ()
             if tokens.source_figures:
                 ends = tuple(accumulate(source["samples"] for source in tokens.source_figures))
-            train = TokenDataset(tokens.train_folder, tokens.train_indices, has_noise, ends)
+            train = TokenDataset(
+                tokens.train_folder,
+                tokens.train_indices,
+                with_seeds=has_noise,
+                source_ends=ends,
+            )
         else:
             train = tokens.dataset
         if tokens.eval_folder is None:

@@ -17,26 +17,23 @@ from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.data.images import ImageDataset
+from paceline.data.kinds.base import NO_ANSWER, TOO_LONG, Encoded, SampleKind
+from paceline.data.kinds.label import (
+    SIGNED_CLASSES,
+    LabelConverter,
+    LabeledText,
+    have_sign_only,
+)
+from paceline.data.kinds.registry import load_kind
 from paceline.data.sources.kinds import classifies_images
 from paceline.data.sources.resolve import ResolvedSource
-from paceline.data.sources.rows import MalformedRow, Unsupported
+from paceline.data.sources.rows import BrokenRow, MalformedRow, Unsupported, unsupported_row
 from paceline.data.streaming.sources import open_first_file
-from paceline.data.text.encoding.chunks import (
-    NO_ANSWER,
-    TOO_LONG,
-    AnyEncoder,
-    convert_row,
-    make_converter,
-    make_encoder,
-    unsupported_row,
-)
-from paceline.data.text.encoding.encoder import Encoded
-from paceline.data.text.labels import SIGNED_CLASSES, LabelConverter, have_sign_only
+from paceline.data.text.encoding.chunks import make_setup
 from paceline.data.text.new_tokens import config_tokenizer
-from paceline.data.text.prepare import text_task
-from paceline.data.text.sample import Sample
+from paceline.data.text.prepare import text_kind
 from paceline.data.text.templates import template_choice
-from paceline.data.text.token_dataset import Label
+from paceline.data.text.token_columns import Label
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 from paceline.models.builtin import resolve_model
 from paceline.models.kinds import reads_images
@@ -132,13 +129,13 @@ def preview(config: Config, rows: int = 5) -> Preview:
         )
     folder = config_tokenizer(config, resolve_model)
     tokenizer = load_tokenizer(folder, config.trust_remote_code)
+    name = "reward" if config.task == "reward" else text_kind(config)
+    name = "vision" if reads_images(config) else name
     choice = template_choice(config)
-    template, template_notices = choice.choose(tokenizer)
-    task = "reward" if config.task == "reward" else text_task(config)
-    task = "vision" if reads_images(config) else task
-    encoder = make_encoder(config, task, tokenizer, template, choice.for_tools(tokenizer), folder)
+    setup, template_notices = make_setup(config, name, folder, tokenizer, choice, ())
+    kind = load_kind(name)(replace(setup, tokenizer=tokenizer))
     sources = [open_first_file(source) for source in config.sources()]
-    shown = [row for source in sources for row in _rows(source, rows, encoder, tokenizer, config)]
+    shown = [row for source in sources for row in _rows(source, rows, kind)]
     notices = [*template_notices, *(notice for source in sources for notice in source.notices)]
     return Preview(
         task=config.task,
@@ -149,31 +146,22 @@ def preview(config: Config, rows: int = 5) -> Preview:
     )
 
 
-def _rows(
-    source: ResolvedSource,
-    rows: int,
-    encoder: AnyEncoder,
-    tokenizer: LoadedTokenizer,
-    config: Config,
-) -> list[PreviewRow]:
-    converter = make_converter(source, encoder, config)
+def _rows(source: ResolvedSource, rows: int, kind: SampleKind) -> list[PreviewRow]:
+    kind = kind.for_source(source)
     shown = []
-    for place, raw_row in islice(source.rows(config.train_args.seed), rows):
-        formats_before = converter.seen.copy()
+    for place, raw_row in islice(source.rows(kind.config.train_args.seed), rows):
         try:
-            encoded = encoder([convert_row(converter, raw_row, place, config)])[0]
+            encoded = kind.encode([kind.read(raw_row, place)])[0]
         except MalformedRow as reason:
             encoded = str(reason)
-        except Unsupported as error:
-            raise unsupported_row(error, place) from None
+        tally = kind.tally.take()
         if isinstance(encoded, str):
-            refusals = encoder.refusals.most_common(1)
-            if "template" in encoded and refusals:
-                encoded += f": {refusals[0][0]}"
+            if "template" in encoded and tally.refusals:
+                encoded += f": {next(iter(tally.refusals))}"
             rows_of_sample = [_dropped_row(encoded)]
         else:
-            rows_of_sample = _encoded_rows(encoded, tokenizer, config)
-        row_format = next(iter(converter.seen - formats_before), None)
+            rows_of_sample = _encoded_rows(encoded, kind)
+        row_format = next(iter(tally.seen), None)
         shown += [
             PreviewRow(source=source.label, place=place, format=row_format, **row)
             for row in rows_of_sample
@@ -193,19 +181,13 @@ def _dropped_row(reason: str) -> PreviewRow:
     )
 
 
-def _encoded_rows(sample: Encoded, tokenizer: LoadedTokenizer, config: Config) -> list[PreviewRow]:
-    """Return the row of a sample, or a row for each answer of a sample with preferences."""
-    length = sample.chosen_length
-    if length is None:
-        return [_encoded_row(sample, tokenizer, config)]
-    names, bounds = ["chosen", "rejected"], [0, length, len(sample.input_ids)]
-    if length in (0, len(sample.input_ids)):
-        names, bounds = ["desirable" if length else "undesirable"], [0, len(sample.input_ids)]
+def _encoded_rows(sample: Encoded, kind: SampleKind) -> list[PreviewRow]:
+    """Return a row for each sequence of a sample."""
     rows = []
-    for name, (start, end) in zip(names, pairwise(bounds), strict=True):
-        answer = Encoded(sample.input_ids[start:end], sample.labels_mask[start:end])
-        row = _encoded_row(answer, tokenizer, config)
-        row["answer"] = name
+    for name, sequence in kind.sequences(sample):
+        row = _encoded_row(sequence, kind.tokenizer, kind.config)
+        if name:
+            row["answer"] = name
         rows.append(row)
     # A pair is dropped if one of its answers is.
     reason = next((row["reason"] for row in rows if row["reason"]), None)
@@ -219,7 +201,8 @@ def _encoded_row(sample: Encoded, tokenizer: LoadedTokenizer, config: Config) ->
     ids, labels = sample.input_ids, sample.labels_mask.copy()
     labels[:1] = False  # no token before it predicts it
     length, reason = len(ids), None
-    num_trained = length if sample.is_document else min(length, max_length)
+    is_document = sample.values.get("is_document", False)
+    num_trained = length if is_document else min(length, max_length)
     if num_trained < length and config.train_args.truncation_strategy == "drop":
         num_trained, reason = 0, TOO_LONG
     elif not labels[:num_trained].any():
@@ -243,7 +226,7 @@ def _encoded_row(sample: Encoded, tokenizer: LoadedTokenizer, config: Config) ->
         label_tokens=int(np.count_nonzero(labels & ~cut)),
         cut_tokens=int(np.count_nonzero(cut)),
         hidden_tokens=length - num_shown,
-        parts=-(-length // max_length) if sample.is_document else 1,
+        parts=-(-length // max_length) if is_document else 1,
     )
 
 
@@ -330,16 +313,17 @@ def _labeled(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]
         converter = LabelConverter(source.label, spec.columns, spec.ignore_columns, classes)
         for place, raw_row in raw_rows:
             try:
-                sample = convert_row(converter, raw_row, place, config)
+                if isinstance(raw_row, BrokenRow):
+                    raise MalformedRow(raw_row.reason)
+                sample = converter(raw_row)
             except MalformedRow as reason:
                 shown.append(PreviewRow(place=place, label=f"none; the row is dropped: {reason}"))
                 continue
             except Unsupported as error:
                 raise unsupported_row(error, place) from None
-            texts = sample.pair or (sample.text or "",)
             fields = [
                 Field(name=name, value=text)
-                for name, text in zip(("text", "pair"), texts, strict=False)
+                for name, text in zip(("text", "pair"), sample.texts, strict=False)
             ]
             label = ", ".join(map(str, sample.labels)) or "no class"
             shown.append(PreviewRow(place=place, label=label, fields=fields))
@@ -347,7 +331,7 @@ def _labeled(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]
 
 
 def _signed_classes(
-    rows: Iterable[tuple[Any, Any]], convert: Callable[[Any], Sample]
+    rows: Iterable[tuple[Any, Any]], convert: Callable[[Any], LabeledText]
 ) -> Collection[str]:
     """Return the classes -1 and 1 if the labels of the rows have only these values."""
     labels: set[Label] = set()

@@ -13,9 +13,15 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.cache import key_of
 from paceline.data.collate import pad_tokens
-from paceline.data.text.labels import class_names, read_labels
+from paceline.data.kinds.label import (
+    ClassTransform,
+    LabeledSample,
+    LabelKind,
+    class_names,
+    read_labels,
+)
 from paceline.data.text.prepare import PreparedTokens, prepare_tokens
-from paceline.data.text.token_dataset import LabeledDataset, LabeledSample
+from paceline.data.text.token_dataset import TokenDataset
 from paceline.models.builtin import resolve_model
 from paceline.models.classifiers.texts import class_settings, known_classes
 from paceline.models.kinds import HeadSettings
@@ -117,10 +123,13 @@ class TextClassifyTask(SequenceClassifierTask):
     def build_datasets(self) -> tuple[Any, Any | None]:
         texts: LabeledTexts = self._handle
         tokens = texts.tokens
-        train = LabeledDataset(tokens.train_folder, tokens.train_indices, texts.train_numbers)
+        columns = LabelKind.columns
+        classes = ClassTransform(texts.train_numbers)
+        train = TokenDataset(tokens.train_folder, tokens.train_indices, columns, classes)
         if tokens.eval_folder is None:
             return train, None
-        return train, LabeledDataset(tokens.eval_folder, tokens.eval_indices, texts.eval_numbers)
+        classes = ClassTransform(texts.eval_numbers)
+        return train, TokenDataset(tokens.eval_folder, tokens.eval_indices, columns, classes)
 
     def collate(self, samples: Sequence[LabeledSample]) -> TextBatch:
         texts: LabeledTexts = self._handle

@@ -10,9 +10,9 @@ from paceline.config.metrics.evaluation import generated_metrics
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.collate import TokenBatch, collate_padded
+from paceline.data.kinds.image import ImageKind, PixelTransform, has_images
 from paceline.data.text.prepare import PreparedTokens, prepare_tokens
 from paceline.data.text.token_dataset import TokenSample
-from paceline.data.vision_language.dataset import ImageTextDataset, has_images
 from paceline.data.vision_language.images import ImageProcessor, ImageTextSample
 from paceline.models.builtin import resolve_model
 from paceline.models.kinds import frozen_parts, vision_family
@@ -111,7 +111,7 @@ class VisionLanguageTask(LanguageTask):
         return args.packing is True or args.packs_rows
 
     def build_datasets(self) -> tuple[Any, Any | None]:
-        tokens = self._handle
+        tokens: PreparedTokens = self._handle
         if self._asks_for_packing:  # The data have no images.
             self.packed = True
             return super().build_datasets()
@@ -121,10 +121,7 @@ class VisionLanguageTask(LanguageTask):
             self.config.trust_remote_code,
         )
         self._processor = processor
-        train = ImageTextDataset(tokens.train_folder, tokens.train_indices, processor)
-        if tokens.eval_folder is None:
-            return train, None
-        return train, ImageTextDataset(tokens.eval_folder, tokens.eval_indices, processor)
+        return tokens.open(ImageKind.columns, PixelTransform(processor))
 
     def collate(self, samples: Sequence[TokenSample]) -> TokenBatch:
         """Return the samples as padded rows, with the inputs of the model for their images.

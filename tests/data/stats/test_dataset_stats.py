@@ -10,7 +10,7 @@ from PIL import Image
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.preference.dataset import PreferenceDataset
+from paceline.data.kinds.pair import PairKind
 from paceline.data.stats.dataset import DatasetStats, dataset_stats, histogram
 from paceline.data.stats.other import click_stats, image_stats
 from paceline.data.stats.text import (
@@ -181,10 +181,10 @@ def test_pairs_are_cut_as_in_training(
     assert 0 < limits[64]["samples_cut"] == prepared.counts.truncated + dropped
     assert limits[64]["samples_left_out"] == dropped
     assert stats["tokens"] - limits[64]["tokens_lost"] == prepared.train_tokens
-    full = PreferenceDataset(
-        prepare_tokens(config(path, task, max_length=4096), kind, resolve_model).train_folder
-    )
-    lengths = [*full.chosen_lengths, *(full.lengths - full.chosen_lengths)]
+    uncut = prepare_tokens(config(path, task, max_length=4096), kind, resolve_model)
+    full, _ = uncut.open(PairKind.columns)
+    chosen_lengths = full.numbers("chosen_length")
+    lengths = [*chosen_lengths, *(full.lengths - chosen_lengths)]
     assert stats["lengths"]["max"] == max(lengths)
     assert stats["lengths"]["p50"] == sorted(lengths)[49]
     assert sum(bin_["samples"] for bin_ in stats["histogram"]) == 100

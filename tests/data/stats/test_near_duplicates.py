@@ -18,11 +18,12 @@ from paceline.models.builtin import resolve_model
 def write(folder: Path, samples: list[np.ndarray]) -> TokenDataset:
     writer = TokenWriter(folder)
     writer.extend(
-        [sample.astype(np.int32).tobytes() for sample in samples],
-        [np.ones(len(sample), dtype=np.bool_).tobytes() for sample in samples],
+        {
+            "input_ids": [sample.astype(np.int32).tobytes() for sample in samples],
+            "labels_mask": [np.ones(len(sample), dtype=np.bool_).tobytes() for sample in samples],
+        },
         [len(sample) for sample in samples],
         [len(sample) - 1 for sample in samples],
-        [None] * len(samples),
     )
     writer.close()
     return TokenDataset(folder)

@@ -17,9 +17,8 @@ from paceline.data.counts import StreamCounts
 from paceline.data.loader import MicroBatch, train_steps
 from paceline.data.loader_process import LoaderOptions
 from paceline.data.streaming.choice import try_stream
-from paceline.data.streaming.dataset import StreamedText
 from paceline.data.streaming.prepare import PreparedStream, prepare_stream
-from paceline.data.text.prepare import TextTask
+from paceline.data.streaming.streams import SampleStream
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.models.builtin import resolve_model
 
@@ -30,7 +29,7 @@ def config_of(*paths: str, **settings: object) -> Config:
     return Config(model=MODEL, dataset=list(paths), streaming=True, **settings)  # type: ignore[arg-type]
 
 
-def stream(config: Config, task: TextTask = "sft") -> PreparedStream:
+def stream(config: Config, task: str = "sft") -> PreparedStream:
     return prepare_stream(config, task, resolve_model)
 
 
@@ -68,7 +67,7 @@ def test_samples_and_counts_equal_those_of_tokenizing_ahead(tmp_path: Path) -> N
     paths = [save(tmp_path / "a.jsonl", [*PAIRS, *BAD]), save(tmp_path / "b.jsonl", CHATS)]
     limits = {"max_length": 24}
     ahead = prepare(paths, train_args=limits)
-    dataset = stream(config_of(*paths, train_args=limits)).dataset
+    dataset = stream(config_of(*paths, train_args={**limits, "shuffle": False})).dataset
     samples, counts = dataset.read([(0, index) for index in range(26)])
     expected = train_set(ahead)
     assert len(samples) == len(expected)
@@ -174,9 +173,8 @@ def test_selected_rows_are_those_of_a_run_without_streaming(selection: str, tmp_
     second = save(tmp_path / "b.jsonl", CHATS * 2)
     paths = [save(tmp_path / "a.jsonl", PAIRS), f"{second}#{selection}"]
     ahead = train_set(prepare(paths))
-    dataset = stream(config_of(*paths)).dataset
-    assert isinstance(dataset, StreamedText)
-    assert dataset.rows.num_rows == len(ahead) == 19
+    dataset = stream(config_of(*paths, train_args={"shuffle": False})).dataset
+    assert dataset.streams[0].num_rows == len(ahead) == 19
     samples, _ = dataset.read([(0, index) for index in range(19)])
     for index, sample in enumerate(samples):
         assert np.array_equal(sample["input_ids"], ahead[index]["input_ids"])
@@ -185,7 +183,8 @@ def test_selected_rows_are_those_of_a_run_without_streaming(selection: str, tmp_
 def test_held_out_rows_are_those_of_a_run_without_streaming(tmp_path: Path) -> None:
     paths = [save(tmp_path / "a.jsonl", PAIRS), save(tmp_path / "b.jsonl", CHATS)]
     ahead = prepare(paths, split_dataset_ratio=0.25)
-    prepared = stream(config_of(*paths, split_dataset_ratio=0.25))
+    in_order = {"shuffle": False}
+    prepared = stream(config_of(*paths, split_dataset_ratio=0.25, train_args=in_order))
     assert prepared.num_eval == ahead.num_eval == 6
     assert ahead.eval_folder is not None
     assert prepared.eval_folder is not None
@@ -226,13 +225,14 @@ def test_compressed_and_remote_files_have_one_order(is_remote: bool, tmp_path: P
     config = config_of(path, train_args={"max_steps": 9, "shuffle_buffer_size": 4})
     prepared = stream(config)
     assert [rows.num_rows for rows in prepared.rows] == [None]
-    assert isinstance(prepared.dataset, StreamedText)
     flat = [as_values(step) for step in load(prepared, config)]
     assert [as_values(step) for step in load(stream(config), config, first=6)] == flat[6:]
     shutil.rmtree(cache_dir() / "rows")
     assert [as_values(step) for step in load(stream(config), config, first=6)] == flat[6:]
     assert [as_values(step) for step in load(stream(config), config, workers=2)] == flat
-    rows = prepared.dataset.rows
+    (samples,) = prepared.dataset.streams
+    assert isinstance(samples, SampleStream)
+    rows = samples.rows
     epochs = [[str(rows.row(18 * epoch + number)) for number in range(18)] for epoch in range(2)]
     assert len(set(epochs[0])) == 18
     assert sorted(epochs[0]) == sorted(epochs[1])

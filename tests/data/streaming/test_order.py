@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from paceline.data.streaming.order import StreamOrder
+from paceline.data.order.row_orders import RowOrder
+from paceline.data.streaming.order import PermutedRows, PositionRows
 from paceline.data.streaming.permutation import permute
 
 BLOCKS = np.array([30, 1, 0, 44, 26])
@@ -34,19 +35,24 @@ def test_any_position_is_found_at_once() -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_epoch_has_each_row_once(blocks: np.ndarray | None, shuffle: bool, parts: int) -> None:
-    order = StreamOrder(101, 8, seed=5, shuffle=shuffle, block_sizes=blocks, window=16)
+    rows = PermutedRows(101, seed=5, shuffle=shuffle, block_sizes=blocks, window=16)
+    order = RowOrder(PositionRows(101), 0, 8, seed=5)
+    assert order.steps_per_epoch == 13
+    seen: list[list[int]] = []
     for epoch in range(2):
-        first = epoch * order.steps_per_epoch
-        steps = range(first, first + order.steps_per_epoch)
+        steps = range(epoch * 13, (epoch + 1) * 13)
         keys = np.concatenate([part for step in steps for part in order.micro_batches(step, parts)])
         assert (keys[:, 0] == epoch).all()
-        assert sorted(keys[:, 1]) == list(range(101))
-        assert np.array_equal(keys[:, 1], np.arange(101)) is not shuffle
-    assert order.times_read(order.steps_per_epoch + 2).sum() == 101 + 16
+        assert keys[:, 1].tolist() == list(range(epoch * 101, (epoch + 1) * 101))
+        indices = rows.indices(epoch, keys[:, 1] - epoch * 101)
+        assert sorted(indices) == list(range(101))
+        assert np.array_equal(indices, np.arange(101)) is not shuffle
+        seen.append(indices.tolist())
+    assert (seen[0] == seen[1]) is not shuffle
+    assert len(order.global_batch(12)) == 101 - 12 * 8
 
 
 def test_rows_of_window_are_from_neighboring_blocks() -> None:
-    sizes = np.full(100, 10)
-    order = StreamOrder(1000, 20, seed=5, block_sizes=sizes, window=20)
-    for step in range(order.steps_per_epoch):
-        assert len(np.unique(order.global_batch(step)[:, 1] // 10)) == 2
+    rows = PermutedRows(1000, seed=5, block_sizes=np.full(100, 10), window=20)
+    for start in range(0, 1000, 20):
+        assert len(np.unique(rows.indices(0, np.arange(start, start + 20)) // 10)) == 2

@@ -21,9 +21,9 @@ def make_dataset(folder: Path) -> TokenDataset:
     writer = TokenWriter(folder)
     for number, length in enumerate(lengths):
         ids = np.full(length, number, dtype=np.int32)
-        writer.extend(
-            [ids.tobytes()], [np.ones(length, np.bool_).tobytes()], [length], [length - 1], [None]
-        )
+        mask = np.ones(length, np.bool_)
+        columns = {"input_ids": [ids.tobytes()], "labels_mask": [mask.tobytes()]}
+        writer.extend(columns, [length], [length - 1])
     writer.close()
     return TokenDataset(folder, with_seeds=True)
 

@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.preference.rows import AnswerConverter, PairConverter
 from paceline.data.sources.rows import MalformedRow, Unsupported
-from paceline.data.text.sample import Sample
+from paceline.data.text.preferences import AnswerConverter, PairConverter
+from paceline.data.text.sample import ChatSample
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.registry import check_strategy
 from paceline.planner.model_profile import describe
@@ -24,7 +24,7 @@ QUESTION = [{"role": "user", "content": "q"}]
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("good", "bad"))
 
 
-def turns(sample: Sample | None) -> list[str]:
+def turns(sample: ChatSample | None) -> list[str]:
     assert sample is not None
     if sample.pair is not None:
         return list(sample.pair)

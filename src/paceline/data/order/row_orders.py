@@ -68,15 +68,29 @@ class _RowOrder(Order):
 
 class RowOrder(_RowOrder):
     """The order in which each epoch has each row of all sources once. The last global batch of an
-    epoch may be short."""
+    epoch may be short.
 
-    def __init__(self, rows: Rows, num_samples: int, batch_size: int, seed: int) -> None:
+    Args:
+        rows: the rows of all sources.
+        is_endless: whether the positions of rows are counted over all epochs.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        num_samples: int,
+        batch_size: int,
+        seed: int,
+        *,
+        is_endless: bool = False,
+    ) -> None:
         super().__init__(num_samples, batch_size, seed, None)
         self._rows = rows
+        self._is_endless = is_endless
 
     @property
-    def steps_per_epoch(self) -> int:
-        return -(-self._rows.num_rows // self.batch_size)
+    def steps_per_epoch(self) -> int | None:
+        return None if self._is_endless else -(-self._rows.num_rows // self.batch_size)
 
     def rows(self, step: int) -> list[Keys]:
         epoch, start = self.position(step)

@@ -9,6 +9,8 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from paceline.core.errors import ConfigError
+
 #: A row of a dataset, with columns of any type.
 Row = dict[str, JsonValue]
 
@@ -29,6 +31,11 @@ class Unsupported(Exception):
     def __init__(self, what: str, *, allowed: str | None = None, fix: str | None = None) -> None:
         super().__init__(what)
         self.what, self.allowed, self.fix = what, allowed, fix
+
+
+def unsupported_row(error: Unsupported, place: str) -> ConfigError:
+    """Return the error for a dataset with a row for another kind of training."""
+    return ConfigError(f"{place}: {error.what}", allowed=error.allowed, fix=error.fix)
 
 
 def is_missing(value: Any) -> bool:

@@ -22,14 +22,14 @@ from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
 from paceline.core.report import DataFigures
-from paceline.data.preference.dataset import PreferenceDataset
+from paceline.data.kinds.base import NO_ANSWER, TOO_LONG
+from paceline.data.kinds.label import read_labels
+from paceline.data.kinds.registry import load_kind
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import open_source
-from paceline.data.text.encoding.chunks import NO_ANSWER, TOO_LONG
-from paceline.data.text.labels import read_labels
 from paceline.data.text.new_tokens import ResolveModel
-from paceline.data.text.prepare import PreparedTokens, TextTask, prepare_tokens, text_task
-from paceline.data.text.token_dataset import LabeledDataset, TokenDataset
+from paceline.data.text.prepare import PreparedTokens, prepare_tokens, text_kind
+from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -170,22 +170,22 @@ def dataset_stats(
         check_package("datasketch", "`--near-duplicates`", "leave the option out", "data")
     if languages:
         check_package("py3langid", "`--languages`", "leave the option out", "data")
-    task = _task_of(config, has_images)
-    prepared = prepare_tokens(config, task, resolve_model)
+    kind = _kind_of(config, has_images)
+    prepared = prepare_tokens(config, kind, resolve_model)
     uncut = prepared
     if _was_cut(prepared, config):
         args = config.train_args.model_copy(
             update={"max_length": NO_LIMIT, "truncation_strategy": "truncate"}
         )
         uncut = prepare_tokens(
-            config.model_copy(update={"train_args": args, "val_dataset": None}), task, resolve_model
+            config.model_copy(update={"train_args": args, "val_dataset": None}), kind, resolve_model
         )
-    dataset = _open(uncut.train_folder, task)
+    dataset = TokenDataset(uncut.train_folder, None, load_kind(kind).columns)
     samples = read_samples(dataset)
     tokenizer = load_tokenizer(Path(prepared.tokenizer_path), config.trust_remote_code)
-    is_text_task = task in ("sft", "pretrain", "vision")
-    documents = is_text_task and (task == "pretrain" or all(_are_documents(config)))
-    if is_text_task and not documents and any(_are_documents(config)):
+    is_text = kind in ("sft", "pretrain", "vision")
+    documents = is_text and (kind == "pretrain" or all(_are_documents(config)))
+    if is_text and not documents and any(_are_documents(config)):
         text = (
             "text files are mixed with other data: the lost tokens are computed as if they were"
             " truncated, although they are cut into samples"
@@ -238,8 +238,8 @@ def dataset_stats(
     return figures, prepared
 
 
-def _task_of(config: Config, has_images: bool) -> TextTask:
-    """Return how the texts of a config are encoded.
+def _kind_of(config: Config, has_images: bool) -> str:
+    """Return the name of the kind of samples of a config.
 
     Raises:
         ConfigError: the task has no texts, or only the task knows the form of its samples.
@@ -247,7 +247,7 @@ def _task_of(config: Config, has_images: bool) -> TextTask:
     if has_images:
         return "vision"
     if config.task in CAUSAL_TASKS:
-        return text_task(config)
+        return text_kind(config)
     if config.task == "reward":
         return "reward"
     if config.task == "classify":
@@ -260,27 +260,19 @@ def _task_of(config: Config, has_images: bool) -> TextTask:
     )
 
 
-def _open(folder: Path, task: TextTask) -> TokenDataset:
-    if task in ("pairs", "answers", "reward"):
-        return PreferenceDataset(folder)
-    if task == "classify":
-        return LabeledDataset(folder, None, range(len(read_labels(folder).labels)))
-    return TokenDataset(folder)
-
-
 def _count_classes(dataset: TokenDataset) -> list[ClassCount] | None:
     """Return the classes of labeled texts, or of answers that are marked, the most frequent
     first; None for other data."""
     counts: Counter[str] = Counter()
-    if isinstance(dataset, LabeledDataset):
+    if dataset.has("label"):
         names = read_labels(dataset.folder).labels
         for index in range(len(dataset)):
-            counts.update(str(names[number]) for number in dataset.classes_of(index).tolist())
-    elif isinstance(dataset, PreferenceDataset):
-        is_pair = (dataset.chosen_lengths > 0) & (dataset.chosen_lengths < dataset.lengths)
-        if is_pair.any():
+            counts.update(str(names[number]) for number in dataset.value("label", index).tolist())
+    elif dataset.has("chosen_length"):
+        chosen_lengths = dataset.numbers("chosen_length")
+        if ((chosen_lengths > 0) & (chosen_lengths < dataset.lengths)).any():
             return None
-        counts["desirable"] = int(np.count_nonzero(dataset.chosen_lengths))
+        counts["desirable"] = int(np.count_nonzero(chosen_lengths))
         counts["undesirable"] = len(dataset) - counts["desirable"]
     else:
         return None
@@ -297,7 +289,7 @@ def _first_tokens(dataset: TokenDataset, index: int, tokenizer: LoadedTokenizer)
 def _first_labels(dataset: TokenDataset, index: int, tokenizer: LoadedTokenizer) -> str:
     sample = dataset[index]
     ids = sample["input_ids"]
-    if not isinstance(dataset, LabeledDataset):
+    if not dataset.has("label"):
         ids = ids[sample["labels_mask"]]
     return tokenizer.decode(ids[:_TEXT_TOKENS].tolist())
 
@@ -356,7 +348,7 @@ def read_samples(dataset: TokenDataset) -> Samples:
             lengths.append(end - start)
             labeled = np.flatnonzero(mask[start + 1 : end])
             # A text to classify is not dropped if it is truncated.
-            has_labels = len(labeled) or isinstance(dataset, LabeledDataset)
+            has_labels = len(labeled) or dataset.has("label")
             first.append(int(labeled[0]) + 1 if len(labeled) else 0 if has_labels else end - start)
         missing = int(ids.max(initial=0)) + 1 - len(vocabulary)
         if missing > 0:
@@ -371,8 +363,8 @@ def read_samples(dataset: TokenDataset) -> Samples:
 def _bounds(dataset: TokenDataset, index: int) -> list[int]:
     """Return the bounds of a sample's sequences: a pair has two, one after the other."""
     length = int(dataset.lengths[index])
-    if isinstance(dataset, PreferenceDataset):
-        return sorted({0, int(dataset.chosen_lengths[index]), length})
+    if dataset.has("chosen_length"):
+        return sorted({0, dataset.value("chosen_length", index), length})
     return [0, length]
 
 
@@ -396,7 +388,7 @@ def duplicates(samples: Samples) -> Duplicates:
 def cut_by(limit: int, samples: Samples, overlong: str, documents: bool) -> LimitStats:
     """Return the loss of data in training with ``max_length=limit``.
 
-    As in :mod:`paceline.data.text.encoding.chunks`, documents are cut into samples and lose only a
+    As in :mod:`paceline.data.kinds`, documents are cut into samples and lose only a
     single last token. Other samples are truncated, or dropped if no token that carries loss remains
     or if ``truncation_strategy`` is `drop`. Each answer of a pair is truncated on its own, and the
     pair is dropped if one of them is.

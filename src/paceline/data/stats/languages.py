@@ -4,7 +4,7 @@ from collections import Counter
 from typing import TypedDict
 
 from paceline.core.stop import poll
-from paceline.data.text.token_dataset import LabeledDataset, TokenDataset
+from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import LoadedTokenizer
 
 #: Number of tokens of a sample that are read.
@@ -32,7 +32,7 @@ def languages(dataset: TokenDataset, tokenizer: LoadedTokenizer) -> list[Languag
             poll()
         sample = dataset[index]
         ids = sample["input_ids"]
-        if not isinstance(dataset, LabeledDataset):
+        if not dataset.has("label"):
             ids = ids[sample["labels_mask"]]
         ids = ids[:_MAX_TOKENS].tolist()
         text = tokenizer.decode([each for each in ids if each not in tokenizer.special_ids])

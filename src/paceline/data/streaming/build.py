@@ -12,16 +12,14 @@ from paceline.core.errors import NotStreamable
 from paceline.core.files import cache_dir
 from paceline.data.cache import key_of
 from paceline.data.order.build import rows_by_source, weight_schedule
-from paceline.data.streaming.dataset import RowEncoder, StreamedText
+from paceline.data.streaming.dataset import RowEncoder, StreamedRows
 from paceline.data.streaming.order import StreamShuffle
-from paceline.data.streaming.shards import ShardRows
 from paceline.data.streaming.sources import StreamSource, has_text, open_rows
 from paceline.data.streaming.streams import MixtureSettings, SampleStream, Stream, TextStreams
-from paceline.data.streaming.tables import TableRows
 from paceline.data.streaming.windows import PackedStream
 from paceline.distributed.seeds import derive_seed
 
-Streams = Sequence[TableRows | ShardRows]
+Streams = Sequence[StreamedRows]
 
 #: Approximate number of tokens of a window, and limits of its number of rows. More tokens fill
 #: packed rows better; fewer are ready sooner.
@@ -108,7 +106,7 @@ def make_dataset(
     config: Config,
     key: str,
     is_windowed: bool,
-) -> tuple[StreamedText | TextStreams, tuple[StreamRows, ...]]:
+) -> tuple[TextStreams, tuple[StreamRows, ...]]:
     """Return the dataset, and the sizes of its streams.
 
     Args:
@@ -136,8 +134,6 @@ def make_dataset(
         _sizes(config, number, rows, share)
         for number, rows, share in zip(numbers, checked, shares, strict=True)
     )
-    if not is_windowed and not is_mixed:
-        return StreamedText(streams[0], encode), sizes
     parts: list[Stream] = []
     for number, (rows, checked_rows) in enumerate(zip(streams, checked, strict=True)):
         if not is_windowed:
@@ -146,7 +142,7 @@ def make_dataset(
         window_rows = _window_rows(checked_rows)
         folder = cache_dir() / "windows" / _window_key(config, key, number, window_rows)
         parts.append(PackedStream(number, rows, encode, args, folder, window_rows))
-    return TextStreams(parts, mixture, args.seed), sizes
+    return TextStreams(parts, mixture, args.seed, encode.filler), sizes
 
 
 def _sizes(config: Config, num_rows: int | None, checked: CheckedRows, share: float) -> StreamRows:

@@ -14,14 +14,13 @@ from paceline.data.sources.resolve import is_local, open_source
 if TYPE_CHECKING:
     from paceline.data.streaming.prepare import PreparedStream
     from paceline.data.text.new_tokens import ResolveModel
-    from paceline.data.text.prepare import TextTask
 
 #: `streaming: auto` streams more text than this.
 AUTO_BYTES = 1 << 30
 
 
 def try_stream(
-    config: Config, task: TextTask, resolve_model: ResolveModel
+    config: Config, kind: str, resolve_model: ResolveModel
 ) -> tuple[PreparedStream | None, list[Notice]]:
     """Return the stream of a run, or None and a message if ``streaming: auto`` does not stream.
 
@@ -42,7 +41,7 @@ def try_stream(
         if conflict := config.streaming_conflict():
             setting, reason, fix = conflict
             raise NotStreamable(f"{setting} is not supported with streaming: {reason}", fix=fix)
-        return prepare_stream(config, task, resolve_model), []
+        return prepare_stream(config, kind, resolve_model), []
     except NotStreamable as error:
         if has_urls or not is_auto:
             raise

@@ -1,60 +1,31 @@
-"""A dataset whose rows are read and tokenized when a micro-batch needs them."""
+"""Tokenize rows when a micro-batch needs them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.data.counts import StreamCounts
-from paceline.data.order.base import Order
+from paceline.data.kinds.base import KindSetup, RowCounts, SampleKind
+from paceline.data.kinds.registry import load_kind
 from paceline.data.sources.readers import LineBlock
 from paceline.data.sources.resolve import Place, rows_of_block
 from paceline.data.sources.rows import RepeatedKey
-from paceline.data.streaming.base import Key, StreamedDataset
-from paceline.data.streaming.tables import RawRow
-from paceline.data.text.encoding.chunks import (
-    AnyEncoder,
-    Chunk,
-    ChunkEncoder,
-    EncodedChunk,
-    RowCounts,
-    Setup,
-)
+from paceline.data.streaming.shards import ShardRows
+from paceline.data.streaming.tables import RawRow, TableRows
+from paceline.data.text.encoding.chunks import Chunk, ChunkEncoder, EncodedChunk
+from paceline.data.text.token_columns import Column
 from paceline.data.text.token_dataset import TokenSample
 
 MALFORMED = "malformed line"
 _REPEATED_KEY = "a key occurs twice"
 
 
-class StreamedRows(Protocol):
-    """Rows that are read on demand.
-
-    Attributes:
-        has_fast_rows: whether rows can be read in any order.
-    """
-
-    has_fast_rows: bool
-
-    @property
-    def num_rows(self) -> int | None:
-        """Number of rows of an epoch, or None if it is unknown."""
-
-    def order(self, batch_size: int) -> Order:
-        """Return the order of the rows."""
-
-    def indices(self, positions: np.ndarray) -> np.ndarray:
-        """Return the indices of the rows at positions that are counted over all epochs."""
-
-    def row(self, index: int) -> tuple[int, RawRow]:
-        """Return the index of the source of a row, and the row. ``index`` is an index of the
-        order's keys."""
-
-    def checked_rows(self, num_rows: int) -> list[int]:
-        """Return the indices of rows to check before the start, ``num_rows`` for each source if
-        they can be found."""
+#: Rows that are read on demand.
+StreamedRows = TableRows | ShardRows
 
 
 class RowEncoder:
@@ -62,11 +33,10 @@ class RowEncoder:
 
     Args:
         setup: how rows are encoded.
-        cuts_documents: as in :class:`~paceline.data.text.encoding.chunks.ChunkEncoder`.
     """
 
-    def __init__(self, setup: Setup, cuts_documents: bool) -> None:
-        self.setup, self.cuts_documents = setup, cuts_documents
+    def __init__(self, setup: KindSetup) -> None:
+        self.setup = setup
         self._chunk_encoder: ChunkEncoder | None = None
         #: The error of the first line that is not a row.
         self.first_error: ConfigError | None = None
@@ -130,61 +100,39 @@ class RowEncoder:
         return counts
 
     @property
-    def encoder(self) -> AnyEncoder:
-        """The encoder of this process."""
-        return self._encode.encoder
+    def columns(self) -> Sequence[Column]:
+        """The columns of the samples besides the tokens."""
+        return load_kind(self.setup.kind).columns
+
+    @property
+    def filler(self) -> TokenSample:
+        """The only sample of a micro-batch without usable rows."""
+        filler: TokenSample = load_kind(self.setup.kind).filler
+        return filler
+
+    def kind(self, source: int) -> SampleKind:
+        """Return the kind of samples of a source in this process."""
+        return self._encode.kinds[source]
 
     @property
     def _encode(self) -> ChunkEncoder:
         if self._chunk_encoder is None:
-            self._chunk_encoder = ChunkEncoder(self.setup, cuts_documents=self.cuts_documents)
+            self._chunk_encoder = ChunkEncoder.from_setup(self.setup)
         return self._chunk_encoder
-
-
-#: The only sample of a micro-batch without usable rows.
-FILLER: TokenSample = {
-    "input_ids": np.zeros(2, dtype=np.int32),
-    "labels_mask": np.ones(2, dtype=np.bool_),
-}
-
-
-class StreamedText(StreamedDataset):
-    """The samples of rows. A row is tokenized when a micro-batch needs it."""
-
-    def __init__(self, rows: StreamedRows, encode: RowEncoder) -> None:
-        self.rows, self.encode = rows, encode
-        self.filler = FILLER
-
-    def order(self, batch_size: int) -> Order:
-        """Return the order of the rows."""
-        return self.rows.order(batch_size)
-
-    def seek(self, anchors: Mapping[int, tuple[int, int]]) -> None:
-        """Do nothing: any row is found without the ones before it."""
-
-    def __getitem__(self, index: int) -> TokenSample:
-        """Return a row, or a filler if it cannot be used."""
-        samples, _ = self.read([(0, index)])
-        return samples[0] if samples else self.filler
-
-    def read(self, keys: Sequence[Key]) -> tuple[list[TokenSample], StreamCounts]:
-        """Return the samples of these rows and the counts of the rows. Rows that cannot be used
-        have no sample.
-
-        Raises:
-            ConfigError: a row needs a kind of training that Paceline does not have.
-        """
-        return read_rows(self.encode, self.rows, (index for _, index in keys))
 
 
 def read_rows(
     encode: RowEncoder, rows: StreamedRows, indices: Iterable[int]
 ) -> tuple[list[TokenSample], StreamCounts]:
-    """Return the samples of rows, and their counts."""
+    """Return the samples of rows, without those that cannot be used, and their counts.
+
+    Raises:
+        ConfigError: a row needs a kind of training that Paceline does not have.
+    """
     samples: list[TokenSample] = []
     counts = StreamCounts()
     for chunk in encode(rows, indices):
-        samples += _samples(chunk, encode.has_sources)
+        samples += _samples(chunk, encode)
         counts.add(encode.counts_of(chunk))
     return samples, counts
 
@@ -209,16 +157,17 @@ def _place(row: RawRow) -> Place:
     return f"line {row.first_number} of {row.path}" if isinstance(row, LineBlock) else row[0]
 
 
-def _samples(chunk: EncodedChunk, has_sources: bool) -> list[TokenSample]:
+def _samples(chunk: EncodedChunk, encode: RowEncoder) -> list[TokenSample]:
     samples: list[TokenSample] = []
-    for tokens, mask, weight in zip(chunk.tokens, chunk.mask, chunk.weights, strict=True):
-        sample: TokenSample = {
-            "input_ids": np.frombuffer(tokens, dtype=np.int32),
-            "labels_mask": np.frombuffer(mask, dtype=np.bool_),
+    for number in range(len(chunk.lengths)):
+        sample: Any = {
+            "input_ids": np.frombuffer(chunk.columns["input_ids"][number], dtype=np.int32),
+            "labels_mask": np.frombuffer(chunk.columns["labels_mask"][number], dtype=np.bool_),
         }
-        if weight is not None:
-            sample["weight"] = float(np.float32(weight))  # as it is in the token cache
-        if has_sources:
+        for column in encode.columns:
+            if (value := chunk.columns[column.name][number]) is not None:
+                sample[column.name] = column.as_stored(value)
+        if encode.has_sources:
             sample["source"] = chunk.source
         samples.append(sample)
     return samples

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.data.cache import build_once, key_of
 from paceline.data.counts import StreamCounts
+from paceline.data.kinds.base import KindSetup, RowCounts
+from paceline.data.kinds.registry import KINDS, kind_key
 from paceline.data.streaming.build import (
     CheckedRows,
     StreamRows,
@@ -25,20 +26,15 @@ from paceline.data.streaming.build import (
     open_streams,
     uses_windows,
 )
-from paceline.data.streaming.dataset import MALFORMED, RowEncoder, StreamedRows, StreamedText
+from paceline.data.streaming.dataset import MALFORMED, RowEncoder, StreamedRows
 from paceline.data.streaming.sources import StreamSource, find_sources, without_rows
 from paceline.data.streaming.streams import TextStreams
 from paceline.data.streaming.tables import TableRows
-from paceline.data.text.encoding.chunks import (
-    COUNTERS,
-    RowCounts,
-    Setup,
-    make_converter,
-    make_setup,
-)
+from paceline.data.text.columns import Tally
+from paceline.data.text.encoding.chunks import make_setup
 from paceline.data.text.encoding.notices import column_notices, drop_reasons, nothing_kept
 from paceline.data.text.new_tokens import ResolveModel, config_tokenizer
-from paceline.data.text.prepare import TextTask, TokenEntry, split_indices, split_notice
+from paceline.data.text.prepare import TokenEntry, split_indices, split_notice
 from paceline.data.text.templates import template_choice
 from paceline.data.text.token_dataset import TokenWriter
 from paceline.data.text.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -62,7 +58,7 @@ class PreparedStream:
         eval_indices: None, because validation uses all samples of the folder.
     """
 
-    dataset: StreamedText | TextStreams
+    dataset: TextStreams
     rows: tuple[StreamRows, ...]
     fingerprint: str
     tokenizer_path: str
@@ -73,7 +69,7 @@ class PreparedStream:
     notices: list[Notice] = field(default_factory=list)
 
 
-def prepare_stream(config: Config, task: TextTask, resolve_model: ResolveModel) -> PreparedStream:
+def prepare_stream(config: Config, kind: str, resolve_model: ResolveModel) -> PreparedStream:
     """Find the rows of the training data and check some of them. Tokenize the validation data, or
     find it in the token cache.
 
@@ -87,12 +83,13 @@ def prepare_stream(config: Config, task: TextTask, resolve_model: ResolveModel) 
     folder = config_tokenizer(config, resolve_model)
     tokenizer, template = load_tokenizer(folder, config.trust_remote_code), template_choice(config)
     resolved = [source.resolved for source in sources]
-    setup, notices = make_setup(config, task, folder, tokenizer, template, resolved)
+    setup, notices = make_setup(config, kind, folder, tokenizer, template, resolved)
     # Each process loads the tokenizer, because the dataset is sent to every rank.
-    encode = RowEncoder(replace(setup, tokenizer=None), cuts_documents=is_windowed)
+    encode = RowEncoder(replace(setup, tokenizer=None, cuts_documents=is_windowed))
     streams = open_streams(sources, config)
     data_key = key_of([source.key() for source in sources])
-    key = key_of([data_key, tokenizer_fingerprint(folder), template.key])
+    own = [] if kind in KINDS else [kind_key(kind)]
+    key = key_of([data_key, tokenizer_fingerprint(folder), template.key, *own])
     evaluation = None
     if config.split_dataset_ratio > 0:
         evaluation, streams = _hold_out(streams, encode.setup, key, notices)
@@ -109,7 +106,7 @@ def prepare_stream(config: Config, task: TextTask, resolve_model: ResolveModel) 
     )
     notices.append(_summary(streams, sources, args, time.perf_counter() - started))
     if config.val_dataset is not None:
-        entry = TokenEntry(config, task, folder, validation=True)
+        entry = TokenEntry(config, kind, folder, validation=True)
         entry.build(None)
         notices += entry.notices
         evaluation = _Evaluation(entry.folder, entry.samples)
@@ -126,7 +123,7 @@ class _Evaluation:
 
 
 def _hold_out(
-    streams: Streams, setup: Setup, key: str, notices: list[Notice]
+    streams: Streams, setup: KindSetup, key: str, notices: list[Notice]
 ) -> tuple[_Evaluation | None, Streams]:
     """Tokenize the rows that are held out for validation. Return them, and the other rows."""
     args, ratio = setup.config.train_args, setup.config.split_dataset_ratio
@@ -143,20 +140,18 @@ def _hold_out(
     if not len(indices):
         return None, streams
     settings = [
-        *(setup.task, setup.config.system, ratio, args.seed, args.max_sample_length),
+        *(setup.kind, setup.config.system, ratio, args.seed, args.max_sample_length),
         *(args.truncation_strategy, args.train_on_inputs, args.train_on_turns),
     ]
     folder = cache_dir() / "tokens" / key_of(["held out", key, settings])
-    encode = RowEncoder(setup, cuts_documents=True)
+    encode = RowEncoder(replace(setup, cuts_documents=True))
 
     def build(staging: Path) -> None:
-        writer, counts = TokenWriter(staging), StreamCounts()
+        writer, counts = TokenWriter(staging, encode.columns), StreamCounts()
         for start in range(0, len(indices), _ENCODED_ROWS):
             part = indices[start : start + _ENCODED_ROWS].tolist()
             for chunk in encode(joined, part, is_start=True):
-                writer.extend(
-                    chunk.tokens, chunk.mask, chunk.lengths, chunk.label_counts, chunk.weights
-                )
+                writer.extend(chunk.columns, chunk.lengths, chunk.label_counts)
                 counts.add(encode.counts_of(chunk))
         writer.close()
         meta = {"samples": len(writer.lengths), "counts": counts.as_dict()}
@@ -190,24 +185,20 @@ def _check_rows(
     """
     checked = CheckedRows()
     chunks = encode(rows, rows.checked_rows(_CHECKED_ROWS), is_start=True)
-    encoder = encode.encoder
     truncated = 0
     for number in dict.fromkeys(chunk.source for chunk in chunks):
         source = sources[number].resolved
-        converter, counts = make_converter(source, encoder, config), RowCounts()
-        encoder.refusals = Counter()
+        tally, counts = Tally(), RowCounts()
         for chunk in [chunk for chunk in chunks if chunk.source == number]:
             counts.add(chunk.counts)
             checked.lengths += chunk.lengths
             checked.labels += chunk.label_counts
-            encoder.refusals.update(chunk.refusals)
-            for name in COUNTERS:
-                getattr(converter, name).update(chunk.converted[name])
+            tally.add(chunk.tally)
         if counts.kept == 0:
             if set(counts.dropped) == {MALFORMED} and encode.first_error is not None:
                 raise encode.first_error
-            raise nothing_kept(source, converter, encoder, counts, config)
-        notices += source.notices + column_notices(source, converter)
+            raise nothing_kept(source, encode.kind(number), tally, counts, config)
+        notices += source.notices + column_notices(source, tally)
         if dropped := counts.dropped.total():
             text = f"{source.label}: {dropped} of {counts.read} rows that were checked are dropped."
             notices.append(Notice("warning", f"{text} {drop_reasons(counts)}"))

@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir, write_atomic
 from paceline.data.sources.readers import LineBlock
 from paceline.data.sources.resolve import ResolvedSource
-from paceline.data.streaming.order import PositionOrder, StreamShuffle
+from paceline.data.streaming.order import StreamShuffle
 from paceline.data.streaming.permutation import permute
 from paceline.data.streaming.remote import fetch
 from paceline.data.streaming.tables import RawRow
@@ -88,10 +88,6 @@ class ShardRows:
 
     def __getstate__(self) -> object:
         return {**self.__dict__, "_iterator": None, "_loaded": None, "_rows": []}
-
-    def order(self, batch_size: int) -> PositionOrder:
-        """Return the order of the rows."""
-        return PositionOrder(batch_size, self.shuffle.seed)
 
     def checked_rows(self, num_rows: int) -> list[int]:
         """Return positions of rows to check before the start: the first of the order."""

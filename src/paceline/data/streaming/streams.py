@@ -9,20 +9,23 @@ from typing import Protocol
 import numpy as np
 
 from paceline.data.counts import StreamCounts
-from paceline.data.order.base import Keys, Order, keys_of
+from paceline.data.order.base import Order
 from paceline.data.order.mixture import Mixture, Stopping, WeightSchedule
-from paceline.data.order.row_orders import MixedOrder
+from paceline.data.order.row_orders import MixedOrder, RowOrder
 from paceline.data.streaming.base import Key, StreamedDataset
-from paceline.data.streaming.dataset import FILLER, RowEncoder, StreamedRows, read_rows
-from paceline.data.streaming.order import PositionOrder
+from paceline.data.streaming.dataset import RowEncoder, StreamedRows, read_rows
+from paceline.data.streaming.order import MAX_POSITIONS, PositionRows
 from paceline.data.text.token_dataset import TokenSample
-
-#: The index of a key is the index of its stream times this number, plus the number of the row.
-_SPAN = 1 << 44
 
 
 class Stream(Protocol):
-    """Rows that are counted over all epochs."""
+    """Rows that are counted over all epochs.
+
+    Attributes:
+        num_rows: number of rows of an epoch, or None if it is unknown.
+    """
+
+    num_rows: int | None
 
     def read(self, numbers: Sequence[int]) -> tuple[list[TokenSample], StreamCounts]:
         """Return the samples of the rows with these increasing numbers, and their counts."""
@@ -36,6 +39,7 @@ class SampleStream:
 
     def __init__(self, rows: StreamedRows, encode: RowEncoder) -> None:
         self.rows, self.encode = rows, encode
+        self.num_rows = rows.num_rows
 
     def read(self, numbers: Sequence[int]) -> tuple[list[TokenSample], StreamCounts]:
         """Return the samples of the rows with these numbers, and their counts."""
@@ -60,7 +64,7 @@ class MixtureSettings:
 
     def mixture(self, batch_size: int, seed: int) -> Mixture:
         """Return the stream of each position."""
-        sizes = tuple(_SPAN if number is None else number for number in self.num_rows)
+        sizes = tuple(MAX_POSITIONS if number is None else number for number in self.num_rows)
         return Mixture(sizes, self.schedule, self.stopping, batch_size, seed)
 
 
@@ -72,21 +76,28 @@ class TextStreams(StreamedDataset):
     """
 
     def __init__(
-        self, streams: Sequence[Stream], mixture: MixtureSettings | None, seed: int
+        self,
+        streams: Sequence[Stream],
+        mixture: MixtureSettings | None,
+        seed: int,
+        filler: TokenSample,
     ) -> None:
         self.streams, self.mixture, self.seed = streams, mixture, seed
-        self.filler = FILLER
+        self.filler = filler
 
     def order(self, batch_size: int) -> Order:
         """Return the order of the rows."""
         if self.mixture is None:
-            return PositionOrder(batch_size, self.seed)
+            num_rows = self.streams[0].num_rows
+            rows = PositionRows(num_rows or MAX_POSITIONS)
+            return RowOrder(rows, num_rows or 0, batch_size, self.seed, is_endless=not num_rows)
         mixture = self.mixture.mixture(batch_size, self.seed)
         steps = None
         if None not in self.mixture.num_rows:
             steps = -(-mixture.epoch_rows() // batch_size)
-        rows = [_StreamRows(number) for number in range(len(self.streams))]
-        return MixedOrder(rows, mixture, 0, steps, None)
+        streams = range(len(self.streams))
+        sources = [PositionRows(first=number * MAX_POSITIONS) for number in streams]
+        return MixedOrder(sources, mixture, 0, steps, None)
 
     def seek(self, anchors: Mapping[int, tuple[int, int]]) -> None:
         """Find rows from these places on."""
@@ -95,9 +106,10 @@ class TextStreams(StreamedDataset):
 
     def read(self, keys: Sequence[Key]) -> tuple[list[TokenSample], StreamCounts]:
         """Return the samples of rows, grouped by stream, and their counts."""
+        # An index is the index of the stream times the limit, plus the number of the row.
         numbers: dict[int, list[int]] = {}
         for _, index in keys:
-            numbers.setdefault(index // _SPAN, []).append(index % _SPAN)
+            numbers.setdefault(index // MAX_POSITIONS, []).append(index % MAX_POSITIONS)
         samples: list[TokenSample] = []
         counts = StreamCounts()
         for number in sorted(numbers):
@@ -110,18 +122,3 @@ class TextStreams(StreamedDataset):
         """Return a sample of a row, or a filler if it has none."""
         samples, _ = self.read([(0, index)])
         return samples[0] if samples else self.filler
-
-
-class _StreamRows:
-    """The rows of a stream for the order, without epochs: the stream knows where they end."""
-
-    num_rows = _SPAN
-
-    def __init__(self, number: int) -> None:
-        self.first = number * _SPAN
-
-    def keys(self, epoch: int, positions: np.ndarray) -> list[Keys]:
-        return np.split(keys_of(0, self.first + positions), len(positions))
-
-    def add_times(self, times: np.ndarray, epoch: int, position: int) -> None:
-        raise NotImplementedError("the samples of streamed rows have no index")

@@ -34,7 +34,7 @@ from paceline.data.sources.opening import (
 from paceline.data.sources.readers import DOCUMENT, TEXT_SUFFIXES, LineBlock, check_schema
 from paceline.data.sources.rows import BrokenRow, struct_columns, without_added_nulls
 from paceline.data.streaming.line_index import LINE_FEED, RETURN, LineIndex, open_index
-from paceline.data.streaming.order import StreamOrder, StreamShuffle
+from paceline.data.streaming.order import PermutedRows, StreamShuffle
 
 #: A row that is not parsed yet, or the place and the content of one.
 RawRow = LineBlock | tuple[str, Any]
@@ -258,22 +258,21 @@ class TableRows:
         self._ends = np.cumsum([table.num_rows for table in tables])
         self.num_rows: int | None = int(self._ends[-1])
 
-    def order(self, batch_size: int) -> StreamOrder:
-        """Return the order of the rows."""
+    @property
+    def _order(self) -> PermutedRows:
         blocks, shuffle = None, self.shuffle
         if not self.has_fast_rows:
             blocks = np.concatenate([table.block_sizes for table in self.tables])
-        return StreamOrder(
-            int(self._ends[-1]), batch_size, shuffle.seed, shuffle.enabled, blocks, shuffle.window
-        )
+        num_rows = int(self._ends[-1])
+        return PermutedRows(num_rows, shuffle.seed, shuffle.enabled, blocks, shuffle.window)
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Return the indices of the rows at positions that are counted over all epochs."""
-        order = self.order(1)
-        epochs, numbers = np.divmod(positions, order.num_samples)
+        rows = self._order
+        epochs, numbers = np.divmod(positions, rows.num_rows)
         indices = np.empty(len(positions), dtype=np.int64)
         for epoch in np.unique(epochs).tolist():
-            indices[epochs == epoch] = order.rows(epoch, numbers[epochs == epoch])
+            indices[epochs == epoch] = rows.indices(epoch, numbers[epochs == epoch])
         return indices
 
     def row(self, index: int) -> tuple[int, RawRow]:

@@ -66,6 +66,8 @@ class PackedStream:
         window_rows: largest number of rows of a window.
     """
 
+    num_rows: int | None = None  # known when all windows have been tokenized
+
     def __init__(
         self,
         number: int,
@@ -179,7 +181,7 @@ class PackedStream:
         try:
             meta = json.loads((folder / _META).read_text(encoding="utf-8"))
             sources = np.load(folder / _SOURCES)
-            samples = TokenDataset(folder) if len(sources) else None
+            samples = TokenDataset(folder, None, self.encode.columns) if len(sources) else None
         except FileNotFoundError:  # removed by another run with the same data
             return self._open(number, first_row)
         lengths = sources[:0] if samples is None else samples.lengths
@@ -216,12 +218,10 @@ class PackedStream:
         """Tokenize a window into an empty folder."""
         indices = self.rows.indices(self._positions(number))
         counts, sources = StreamCounts(), []
-        writer = TokenWriter(folder)
+        writer = TokenWriter(folder, self.encode.columns)
         chunks = self.encode(self.rows, indices.tolist(), by_source=self.args.shuffle)
         for chunk in chunks:
-            writer.extend(
-                chunk.tokens, chunk.mask, chunk.lengths, chunk.label_counts, chunk.weights
-            )
+            writer.extend(chunk.columns, chunk.lengths, chunk.label_counts)
             sources += [chunk.source] * len(chunk.lengths)
             counts.add(self.encode.counts_of(chunk))
         writer.close()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -13,27 +12,24 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
 from paceline.core.report import DataFigures
-from paceline.data.preference.dataset import PreferenceWriter
+from paceline.data.kinds.base import RowCounts, SampleKind
+from paceline.data.kinds.label import SIGNED_CLASSES, have_sign_only
+from paceline.data.kinds.registry import load_kind
 from paceline.data.progress import RowProgress
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import ResolvedSource
+from paceline.data.text.columns import Tally
 from paceline.data.text.encoding.chunks import (
-    AnyConverter,
-    AnyEncoder,
+    ChunkEncoder,
     EncodedChunk,
-    RowCounts,
     make_chunks,
-    make_converter,
-    make_encoder,
     make_setup,
 )
 from paceline.data.text.encoding.notices import column_notices, nothing_kept, row_notices
 from paceline.data.text.encoding.workers import encode_chunks, start_workers
-from paceline.data.text.labels import LABEL_LISTS, SIGNED_CLASSES, have_sign_only
 from paceline.data.text.templates import TemplateChoice
-from paceline.data.text.token_dataset import LabelWriter, TokenWriter
+from paceline.data.text.token_dataset import TokenWriter
 from paceline.data.text.tokenizer import load_tokenizer
-from paceline.data.vision_language.dataset import ImageWriter
 from paceline.distributed.devices import cpu_cores
 
 #: For less text, starting worker processes takes longer than encoding.
@@ -69,7 +65,7 @@ def build_entry(
     folder: Path,
     sources: list[ResolvedSource],
     config: Config,
-    task: str,
+    kind: str,
     tokenizer_folder: Path,
     template: TemplateChoice,
     workers: int | None = None,
@@ -77,21 +73,22 @@ def build_entry(
     """Tokenize ``sources`` into ``folder``.
 
     Args:
+        kind: name of the kind of samples.
         workers: number of processes that encode; None to choose it by the amount of text. It does
             not affect the result.
 
     Raises:
         ConfigError: no row could be used; the message explains why.
     """
-    if task == "classify" and "-1" not in config.classify.labels:
+    if kind == "classify" and "-1" not in config.classify.labels:
         # Labels of -1 are a class as long as no other label than 1 occurs.
         classify = config.classify.model_copy(update={"labels": list(SIGNED_CLASSES)})
         signed = config.model_copy(update={"classify": classify})
         with suppress(_OtherLabels):
             return _build(
-                folder, sources, signed, task, tokenizer_folder, template, workers, is_signed=True
+                folder, sources, signed, kind, tokenizer_folder, template, workers, is_signed=True
             )
-    return _build(folder, sources, config, task, tokenizer_folder, template, workers)
+    return _build(folder, sources, config, kind, tokenizer_folder, template, workers)
 
 
 class _OtherLabels(Exception):
@@ -102,7 +99,7 @@ def _build(
     folder: Path,
     sources: list[ResolvedSource],
     config: Config,
-    task: str,
+    kind_name: str,
     tokenizer_folder: Path,
     template: TemplateChoice,
     workers: int | None,
@@ -120,39 +117,27 @@ def _build(
     num_workers = _num_workers(sources) if workers is None else workers
     with start_workers(num_workers) as pool:
         tokenizer = load_tokenizer(tokenizer_folder, config.trust_remote_code)
-        setup, notices = make_setup(config, task, tokenizer_folder, tokenizer, template, sources)
-        encoder = make_encoder(
-            config, task, tokenizer, setup.template, setup.for_tools, tokenizer_folder
+        setup, notices = make_setup(
+            config, kind_name, tokenizer_folder, tokenizer, template, sources
         )
-        results = [
-            _SourceResult(source, make_converter(source, encoder, config)) for source in sources
-        ]
+        kind = load_kind(kind_name)(replace(setup, tokenizer=tokenizer))
+        encode = ChunkEncoder([kind.for_source(source) for source in sources])
+        results = [_SourceResult(source, kind) for source in sources]
         chunks = (
             chunk
             for index, source in enumerate(sources)
             for chunk in make_chunks(index, source, config.train_args.seed)
         )
-        encoded = encode_chunks(chunks, setup, encoder, pool, num_workers, folder / "setup.pickle")
-        writers = _Writers(
-            TokenWriter(folder),
-            LabelWriter(folder) if task == "classify" else None,
-            ImageWriter(folder) if task == "vision" else None,
-            PreferenceWriter(folder) if task in ("pairs", "answers", "reward") else None,
-        )
+        encoded = encode_chunks(chunks, setup, encode, pool, num_workers, folder / "setup.pickle")
+        writer = TokenWriter(folder, kind.columns)
         progress = RowProgress(_text_bytes(sources))
         try:
-            _write_all(
-                _checked(encoded) if is_signed else encoded,
-                results,
-                encoder,
-                config,
-                writers,
-                progress,
-            )
+            chunks_to_write = _checked(encoded) if is_signed else encoded
+            _write_all(chunks_to_write, results, config, writer, progress)
         finally:
             progress.close()
-            writers.close(has_lists=encoder.facts[LABEL_LISTS] > 0)
-    return _entry_meta(results, notices, writers.tokens, encoder, config, tokenizer.pad_token_id)
+            writer.close()
+    return _entry_meta(results, notices, writer, kind, config, tokenizer.pad_token_id)
 
 
 def _checked(chunks: Iterable[EncodedChunk]) -> Iterator[EncodedChunk]:
@@ -163,54 +148,23 @@ def _checked(chunks: Iterable[EncodedChunk]) -> Iterator[EncodedChunk]:
     """
     labels: set[str] = set()
     for chunk in chunks:
-        labels.update(str(label) for of_sample in chunk.labels for label in of_sample)
+        labels.update(
+            str(label)
+            for value in chunk.columns["label"]
+            for label in (value if isinstance(value, list) else [value])
+        )
         if "-1" in labels and not have_sign_only(labels):
             raise _OtherLabels
         yield chunk
 
 
 @dataclass
-class _Writers:
-    """The writers of an entry's files: tokens, and those that only some tasks have."""
-
-    tokens: TokenWriter
-    labels: LabelWriter | None
-    images: ImageWriter | None
-    preferences: PreferenceWriter | None
-
-    def add(self, encoded: EncodedChunk) -> None:
-        """Append the samples of a chunk."""
-        self.tokens.extend(
-            encoded.tokens,
-            encoded.mask,
-            encoded.lengths,
-            encoded.label_counts,
-            encoded.weights,
-        )
-        if self.labels is not None:
-            self.labels.extend(encoded.labels)
-        if self.images is not None:
-            self.images.extend(encoded.images)
-        if self.preferences is not None:
-            self.preferences.extend(encoded.chosen_lengths, encoded.margins)
-
-    def close(self, has_lists: bool) -> None:
-        """Write the files. ``has_lists`` states whether a label is a list."""
-        self.tokens.close()
-        if self.labels is not None:
-            self.labels.close(is_multi=has_lists)
-        if self.images is not None:
-            self.images.close()
-        if self.preferences is not None:
-            self.preferences.close()
-
-
-@dataclass
 class _SourceResult:
-    """The counts of a source's rows. The converter has further counters."""
+    """The counts of a source's rows."""
 
     source: ResolvedSource
-    converter: AnyConverter
+    kind: SampleKind
+    tally: Tally = field(default_factory=Tally)
     counts: RowCounts = field(default_factory=RowCounts)
     samples: int = 0
     tokens: int = 0
@@ -222,8 +176,7 @@ class _SourceResult:
         self.tokens += sum(encoded.lengths)
         self.label_tokens += sum(encoded.label_counts)
         self.counts.add(encoded.counts)
-        for name, counter in encoded.converted.items():
-            getattr(self.converter, name).update(counter)
+        self.tally.add(encoded.tally)
 
     def meta(self) -> SourceMeta:
         return {
@@ -237,36 +190,29 @@ class _SourceResult:
 def _write_all(
     chunks: Iterable[EncodedChunk],
     results: list[_SourceResult],
-    encoder: AnyEncoder,
     config: Config,
-    writers: _Writers,
+    writer: TokenWriter,
     progress: RowProgress,
 ) -> None:
     """Write all samples, sum the counts, and check after each source that some of its rows were
     kept."""
-    facts: Counter[str] = Counter()
-    refusals: Counter[str] = Counter()
 
     def finish(result: _SourceResult) -> None:
-        encoder.facts, encoder.refusals = facts, refusals
         if result.counts.read == 0:
             raise ConfigError(
                 f"the dataset `{result.source.label}` has no rows",
                 fix="check the file",
             )
         if result.counts.kept == 0:
-            raise nothing_kept(result.source, result.converter, encoder, result.counts, config)
+            raise nothing_kept(result.source, result.kind, result.tally, result.counts, config)
 
     current = 0
     for encoded in chunks:
         for result in results[current : encoded.source]:
             finish(result)
         current = encoded.source
-        result = results[current]
-        writers.add(encoded)
-        result.add(encoded)
-        facts.update(encoded.facts)
-        refusals.update(encoded.refusals)
+        writer.extend(encoded.columns, encoded.lengths, encoded.label_counts)
+        results[current].add(encoded)
         progress.add(encoded.counts.read, encoded.size_bytes)
     for result in results[current:]:
         finish(result)
@@ -276,21 +222,20 @@ def _entry_meta(
     results: list[_SourceResult],
     notices: list[Notice],
     writer: TokenWriter,
-    encoder: AnyEncoder,
+    kind: SampleKind,
     config: Config,
     pad_token_id: int,
 ) -> EntryMeta:
-    total = RowCounts()
-    formats: Counter[str] = Counter()
+    total, tally = RowCounts(), Tally()
     for result in results:
         if len(results) > 1:
             counts = result.counts
             text = f"{result.source.label}: {counts.read:,} rows read, {counts.kept:,} kept"
             notices.append(Notice("info", text))
         total.add(result.counts)
-        notices += column_notices(result.source, result.converter)
-        formats.update(result.converter.seen)
-    notices += row_notices(total, encoder, formats, config)
+        tally.add(result.tally)
+        notices += column_notices(result.source, result.tally)
+    notices += row_notices(total, kind, tally, config)
     return {
         "samples": len(writer.lengths),
         "tokens": sum(writer.lengths),

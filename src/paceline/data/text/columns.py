@@ -2,12 +2,14 @@
 these names."""
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.sources.readers import DOCUMENT
-from paceline.data.sources.rows import Row
+from paceline.data.sources.rows import Row, is_missing
 from paceline.data.text.chats.turns import unpack_list
 from paceline.data.text.refused_rows import LABELS, MEDIA
 
@@ -56,6 +58,42 @@ EXPECTED = {
     *("instruction", "chosen", "rejected", "role", "content", "from", "value", "weight"),
     *("train_detail", "tool_calls", "tool_call_id", "name"),
 }
+
+
+@dataclass
+class Tally:
+    """Counters of the rows of a source, for messages.
+
+    Args:
+        seen: number of rows by format.
+        unused: number of rows by column or key that is not empty and not used.
+        unmatched: number of rows that match no format, by their columns.
+        ignored: occurrences of columns and keys of `ignore_columns`.
+        binary_labels: number of rows with a whole number as `label` besides an answer: "0", "1",
+            "other".
+        facts: what else is reported, with its number.
+        refusals: error messages of the chat template, with their numbers.
+    """
+
+    seen: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
+    unmatched: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
+    binary_labels: Counter[str] = field(default_factory=Counter)
+    facts: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Tally") -> None:
+        """Add the counters of later rows."""
+        for name, counter in vars(other).items():
+            getattr(self, name).update(counter)
+
+    def take(self) -> "Tally":
+        """Return the counters, and count from 0 again."""
+        taken = Tally(*(counter.copy() for counter in vars(self).values()))
+        for counter in vars(self).values():
+            counter.clear()
+        return taken
 
 
 def find_format(columns: Row, pretrain: bool = False) -> str | None:
@@ -129,6 +167,27 @@ def check_columns(
                 f"`{column}` of {label} is in both `columns` and `ignore_columns`",
                 fix="remove it from one of them",
             )
+
+
+def rename_columns(
+    row: Row, columns: Mapping[str, str], ignore_columns: Collection[str], tally: Tally
+) -> Row:
+    """Return a row under the expected names, without the columns to ignore. A column that is mapped
+    to another name is not read under its usual name.
+
+    Args:
+        columns: `{expected name: name in the data}`.
+    """
+    if ignore_columns:
+        tally.ignored.update(name for name in ignore_columns if name in row)
+        row = {name: value for name, value in row.items() if name not in ignore_columns}
+    if not columns:
+        return row
+    skipped = {expected for expected, name in columns.items() if name == ""}
+    tally.unused.update(name for name in skipped if not is_missing(row.get(name)))
+    skipped |= set(columns.values()) - set(columns)
+    renamed = {expected: row[name] for expected, name in columns.items() if name in row}
+    return {**{key: value for key, value in row.items() if key not in skipped}, **renamed}
 
 
 def mapping_of(*names: str) -> dict[str, str]:

@@ -1,8 +1,7 @@
 """Convert rows with various columns to chats, prompt and completion pairs, or text."""
 
 import math
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,6 @@ from paceline.data.text.columns import (
     ANSWER,
     CHAT,
     EXPECTED,
-    FORMATS,
     INPUT,
     LOSS_WEIGHT,
     MUST_BE_USED,
@@ -23,11 +21,12 @@ from paceline.data.text.columns import (
     SYSTEM,
     TEXT,
     TOOLS,
+    Tally,
     chat_turns,
     check_columns,
     find_format,
-    mapping_of,
     matching_formats,
+    rename_columns,
 )
 from paceline.data.text.messages import (
     Chat,
@@ -40,26 +39,25 @@ from paceline.data.text.messages import (
     template_lacks,
 )
 from paceline.data.text.refused_rows import (
-    LABELS,
     MEDIA,
-    REJECTED,
-    check_column,
-    check_label,
-    check_pairs,
+    RefusedColumns,
     check_text,
     check_without_format,
+    find_refused_columns,
 )
-from paceline.data.text.sample import Sample, as_chat, exchange
+from paceline.data.text.sample import ChatSample, as_chat, exchange
 from paceline.data.text.tool_calls import ChatMessage, read_tools
+
+#: Limit of the sets of columns that a converter remembers.
+_MAX_PLANS = 4096
 
 
 @dataclass(frozen=True)
-class _ColumnPlan:
-    """The columns whose values must be checked, for rows with the same column names."""
+class ColumnPlan:
+    """What the names of columns determine, for rows with the same ones."""
 
-    rejected: tuple[str, ...]
-    labels: tuple[str, ...]
-    media: tuple[str, ...]
+    refused: RefusedColumns | None
+    has_answer: bool
     must_be_used: tuple[str, ...]
     chat: tuple[str, ...]
     format: str | None  # the format, if the names determine it and no value is null
@@ -78,14 +76,9 @@ class RowConverter:
         ignore_columns: columns and keys of messages to ignore.
         roles: `{role: names in the data}`: additional names of the roles in chats.
         template: the chat template, which determines whether tools and reasoning can be used.
-
-    Attributes:
-        seen: number of rows by format.
-        unused: number of rows by column or key that is not empty and not used.
-        unmatched: number of rows that match no format, by their columns.
-        ignored: number of occurrences of columns and keys of `ignore_columns`.
-        binary_labels: number of rows with a whole number as `label` besides an answer: "0", "1",
-            "other".
+        tally: counts the formats and the columns of the rows.
+        check_text: refuses prompts with images, video or audio.
+        plans: what is known about each set of columns, which several converters may share.
     """
 
     label: str
@@ -96,13 +89,9 @@ class RowConverter:
     ignore_columns: Collection[str] = ()
     roles: Mapping[str, str | list[str]] = field(default_factory=dict)
     template: ChatTemplate | None = None
-    formats = FORMATS
-    mapping = mapping_of("prompt", "completion")
-    seen: Counter[str] = field(default_factory=Counter)
-    unused: Counter[str] = field(default_factory=Counter)
-    unmatched: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    ignored: Counter[str] = field(default_factory=Counter)
-    binary_labels: Counter[str] = field(default_factory=Counter)
+    tally: Tally = field(default_factory=Tally)
+    check_text: Callable[[str], None] = check_text
+    plans: dict[tuple[str, ...], ColumnPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_columns(self.label, self.columns, self.ignore_columns, EXPECTED)
@@ -111,16 +100,16 @@ class RowConverter:
             role_names(self.roles, self.label),
             self.ignore_columns,
             self._supports,
-            self.unused,
-            self.ignored,
+            self.tally.unused,
+            self.tally.ignored,
+            check_text=self.check_text,
         )
         self._reads_media = bool(MEDIA & set(self.ignore_columns))
-        self._plans: dict[tuple[str, ...], _ColumnPlan] = {}
         self._optional_columns: dict[
             tuple[tuple[str, ...], tuple[str, ...]], list[tuple[str, tuple[str, ...]]]
         ] = {}
 
-    def __call__(self, row: Any) -> Sample:
+    def __call__(self, row: Any) -> ChatSample:
         """Convert one row.
 
         Raises:
@@ -133,13 +122,13 @@ class RowConverter:
             raise MalformedRow("not an object with columns")
         weight = self.loss_weight(row)
         if DOCUMENT in row:
-            self.seen["text"] += 1
-            return Sample(text=row[DOCUMENT], is_document=True)
+            self.tally.seen["text"] += 1
+            return ChatSample(text=row[DOCUMENT], is_document=True)
         sample = self.convert(self.renamed(row))
         sample.weight = weight
         return sample
 
-    def convert(self, row: Row) -> Sample:
+    def convert(self, row: Row) -> ChatSample:
         """Convert a row whose columns have the expected names, apart from the weight of its loss.
 
         Raises:
@@ -147,13 +136,13 @@ class RowConverter:
             Unsupported: the dataset needs another kind of training.
         """
         names = tuple(row)
-        plan = self._plans.get(names) or self._make_plan(names)
+        plan = self.plans.get(names) or self._make_plan(names)
         kind = self._format_of(row, plan)
         self._check(row, plan, kind)
         if kind is None and self.format == "auto":
             kind = find_format(row, self.pretrain)
         if kind is None:
-            self.unmatched[tuple(map(str, row))] += 1
+            self.tally.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow(
                 "columns match no format"
                 if self.format == "auto"
@@ -161,15 +150,15 @@ class RowConverter:
             )
         if kind == "text" and not self.pretrain:
             self._check_not_message(row)
-        self.seen[kind] += 1
+        self.tally.seen[kind] += 1
         used: tuple[str, ...]
         if kind == "text":
-            sample = Sample(text=read_text(row, TEXT, "text"))
+            sample = ChatSample(text=read_text(row, TEXT, "text"))
             used = TEXT
         elif kind == "prompt_completion":
             sample, used = self._pair(row)
         elif kind == "alpaca":
-            chat = Chat(_alpaca(row))
+            chat = Chat(self._alpaca(row))
             self._add_reasoning(row, chat)
             sample, used = self._chat(chat, row), ALPACA
             self._check_prompts(row, ALPACA[:3])
@@ -201,36 +190,23 @@ class RowConverter:
 
     # -- columns
     def renamed(self, row: Row) -> Row:
-        """Return the row under the expected names, without the columns to ignore. A column
-        that is mapped to another name is not read under its usual name."""
-        if not self.columns and not self.ignore_columns:
-            return row
-        if self.ignore_columns:
-            for name in self.ignore_columns:
-                if name in row:
-                    self.ignored[name] += 1
-            row = {name: value for name, value in row.items() if name not in self.ignore_columns}
-        if not self.columns:
-            return row
-        skipped = {expected for expected, name in self.columns.items() if name == ""}
-        self.unused.update(name for name in skipped if not is_missing(row.get(name)))
-        skipped |= set(self.columns.values()) - set(self.columns)
-        renamed = {expected: row[name] for expected, name in self.columns.items() if name in row}
-        return {**{key: value for key, value in row.items() if key not in skipped}, **renamed}
+        """Return the row under the expected names, without the columns to ignore."""
+        return rename_columns(row, self.columns, self.ignore_columns, self.tally)
 
-    def _make_plan(self, names: tuple[str, ...]) -> _ColumnPlan:
-        texts = [name for name in names if isinstance(name, str)]
-        self._plans[names] = plan = _ColumnPlan(
-            rejected=tuple(name for name in texts if name in REJECTED),
-            labels=tuple(name for name in texts if name in LABELS),
-            media=tuple(name for name in texts if name in MEDIA),
-            must_be_used=tuple(name for name in texts if name in MUST_BE_USED),
+    def _make_plan(self, names: tuple[str, ...]) -> ColumnPlan:
+        if len(self.plans) >= _MAX_PLANS:
+            self.plans.clear()
+            self._optional_columns.clear()
+        self.plans[names] = plan = ColumnPlan(
+            refused=find_refused_columns(names),
+            has_answer=any(name in names for name in ANSWER),
+            must_be_used=tuple(name for name in names if name in MUST_BE_USED),
             chat=tuple(name for name in CHAT if name in names),
             format=find_format(dict.fromkeys(names, ""), self.pretrain),
         )
         return plan
 
-    def _format_of(self, row: Row, plan: _ColumnPlan) -> str | None:
+    def _format_of(self, row: Row, plan: ColumnPlan) -> str | None:
         """Return the format of the columns that are not null, or None."""
         if self.format != "auto":
             is_chat = self.format in ("messages", "sharegpt") and bool(plan.chat)
@@ -241,20 +217,15 @@ class RowConverter:
             return plan.format
         return find_format(row, self.pretrain)
 
-    def _check(self, row: Row, plan: _ColumnPlan, kind: str | None) -> None:
+    def _check(self, row: Row, plan: ColumnPlan, kind: str | None) -> None:
         """Reject data for another kind of training."""
-        if plan.rejected:
-            check_pairs(row, plan.rejected, kind is not None)
-        for name in plan.labels:
-            if kind not in (None, "text") or (
-                kind is None and any(answer in row for answer in ANSWER)
-            ):
-                check_label(row, name)
+        if plan.refused is not None:
+            has_answer = plan.has_answer if kind is None else kind != "text"
+            plan.refused.check(row, kind is not None, has_answer)
+            for name in plan.refused.labels if has_answer else ():
                 number = str(row[name]).strip().removesuffix(".0")
                 if number.removeprefix("-").isdecimal():
-                    self.binary_labels[number if number in ("0", "1") else "other"] += 1
-        for name in plan.media:
-            check_column(name, row[name])
+                    self.tally.binary_labels[number if number in ("0", "1") else "other"] += 1
         if kind is None:
             self._check_not_message(row)
             check_without_format(row)
@@ -276,8 +247,8 @@ class RowConverter:
         self,
         row: Row,
         names: tuple[str, ...],
-        plan: _ColumnPlan,
-        sample: Sample,
+        plan: ColumnPlan,
+        sample: ChatSample,
         used: tuple[str, ...],
     ) -> None:
         """Add the tools to the sample, reject columns that must be used but are not, and count the
@@ -305,7 +276,7 @@ class RowConverter:
             if not is_missing(row[name]) and (
                 not synonyms or any(not is_missing(row[synonym]) for synonym in synonyms)
             ):
-                self.unused[name] += 1
+                self.tally.unused[name] += 1
 
     def _find_optional(
         self, names: tuple[str, ...], used: tuple[str, ...]
@@ -333,7 +304,7 @@ class RowConverter:
         return not self.pretrain if self.template is None else self.template.uses(name)
 
     # -- formats
-    def _pair(self, row: Row) -> tuple[Sample, tuple[str, ...]]:
+    def _pair(self, row: Row) -> tuple[ChatSample, tuple[str, ...]]:
         pairs = [pair for pair in PAIRS if pair[0] in row and pair[1] in row]
         prompt_key, answer_key = next(
             (pair for pair in pairs if row[pair[0]] is not None and row[pair[1]] is not None),
@@ -346,12 +317,21 @@ class RowConverter:
         used = (prompt_key, answer_key, *SYSTEM, "history", "reasoning_content")
         pair = (read_text(row, (prompt_key,), "prompt"), read_text(row, (answer_key,), "answer"))
         self._check_prompts(row, (prompt_key,))
-        exchanged = Chat([*earlier_turns(row), *exchange(*pair)])
+        exchanged = Chat([*earlier_turns(row, self.check_text), *exchange(*pair)])
         self._add_reasoning(row, exchanged)
         is_pair = len(exchanged.messages) == 2 and len(exchanged.messages[-1]) == 2
         if is_pair and all(is_missing(row.get(name)) for name in SYSTEM):
-            return Sample(pair=pair), used
+            return ChatSample(pair=pair), used
         return self._chat(exchanged, row), used
+
+    def _alpaca(self, row: Row) -> list[ChatMessage]:
+        instruction = read_optional_text(row, ("instruction",)) or ""
+        context = read_optional_text(row, INPUT) or ""
+        answer = read_text(row, ANSWER, "answer")
+        question = "\n".join(part for part in (instruction, context) if part.strip())
+        if not question:
+            raise MalformedRow("empty prompt")
+        return [*earlier_turns(row, self.check_text), *exchange(question, answer)]
 
     def _turns_of_pair(self, prompt: Any, answer: Any) -> list[Any] | None:
         """Return the turns of a prompt and an answer if one of them is a chat, else None."""
@@ -395,7 +375,7 @@ class RowConverter:
     def _check_prompts(self, row: Row, keys: tuple[str, ...]) -> None:
         for key in keys:
             if isinstance(value := row.get(key), str) and "<" in value and not self._reads_media:
-                check_text(value)
+                self.check_text(value)
 
     def _add_reasoning(self, row: Row, chat: Chat) -> None:
         reasoning = row.get("reasoning_content")
@@ -408,7 +388,7 @@ class RowConverter:
             raise MalformedRow("reasoning_content is not text")
         chat.messages[-1]["reasoning_content"] = chat.messages[-1]["thinking"] = reasoning
 
-    def _chat(self, chat: Chat, row: Row) -> Sample:
+    def _chat(self, chat: Chat, row: Row) -> ChatSample:
         messages = chat.messages
         last = max(
             (index for index, message in enumerate(messages) if message["role"] == "assistant"),
@@ -438,15 +418,5 @@ class RowConverter:
                 used = [{"role": "system", "content": system}, *used]
                 excluded = frozenset(index + 1 for index in excluded)
         elif system is not None and system != used[0]["content"]:
-            self.unused["system (of rows whose chat has a system turn)"] += 1
-        return Sample(messages=used, trailing_turns=len(messages) - last - 1, excluded=excluded)
-
-
-def _alpaca(row: Row) -> list[ChatMessage]:
-    instruction = read_optional_text(row, ("instruction",)) or ""
-    context = read_optional_text(row, INPUT) or ""
-    answer = read_text(row, ANSWER, "answer")
-    question = "\n".join(part for part in (instruction, context) if part.strip())
-    if not question:
-        raise MalformedRow("empty prompt")
-    return [*earlier_turns(row), *exchange(question, answer)]
+            self.tally.unused["system (of rows whose chat has a system turn)"] += 1
+        return ChatSample(messages=used, trailing_turns=len(messages) - last - 1, excluded=excluded)

@@ -27,6 +27,8 @@ _USER_SWITCHES = ("train", "training", "trainable")
 _DETAILS = ("train_detail", "training_detail")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _NOT_TEXT = "a message is not text"
+#: Limit of the sets of keys that a reader remembers.
+_MAX_SHAPES = 4096
 
 
 @dataclass
@@ -65,6 +67,7 @@ class MessageReader:
         supports: returns whether the chat template uses `tool_calls` or `reasoning_content`.
         unused: counts the unused keys of messages.
         ignored_seen: counts the ignored keys.
+        check_text: refuses prompts with images, video or audio.
 
     Attributes:
         keys: the names of the keys and roles of turns.
@@ -76,6 +79,7 @@ class MessageReader:
     supports: Callable[[str], bool]
     unused: Counter[str]
     ignored_seen: Counter[str] = field(default_factory=Counter)
+    check_text: Callable[[str], None] = check_text
     _shapes: dict[tuple[str, ...], _TurnShape] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -109,7 +113,7 @@ class MessageReader:
                 role = roles.get(role_name) if role_name.__class__ is str else None
                 if role is not None and role != CALL and content.__class__ is str:
                     if self._checks_text and role != "assistant" and "<" in content:
-                        check_text(content)
+                        self.check_text(content)
                     chat.messages.append({"role": role, "content": content})
                     previous_was_call = False
                     continue
@@ -153,6 +157,8 @@ class MessageReader:
             extra,
             not roles and any(key in keys for key in ANSWERS),
         )
+        if len(self._shapes) >= _MAX_SHAPES:
+            self._shapes.clear()
         self._shapes[keys] = shape
         return shape
 
@@ -171,7 +177,7 @@ class MessageReader:
             text = content if isinstance(content, str) else _as_text(content, role)
             message = {"role": role, "content": text}
             if self._checks_text and role != "assistant" and "<" in message["content"]:
-                check_text(message["content"])
+                self.check_text(message["content"])
         trains = None
         for key in extra:
             value = turn[key]
@@ -230,7 +236,7 @@ class MessageReader:
             if not isinstance(text, str) and not is_missing(text):
                 raise MalformedRow(_NOT_TEXT)
             if role == "user" and self._checks_text and text:
-                check_text(text)
+                self.check_text(text)
             chat.messages.append({"role": role, "content": "" if is_missing(text) else text})
 
 
@@ -314,8 +320,9 @@ def role_names(roles: Mapping[str, str | list[str]], label: str) -> dict[str, st
     return role_by_name
 
 
-def earlier_turns(row: Row) -> list[ChatMessage]:
-    """Return the turns of the column `history`: a list of (question, answer), or of messages."""
+def earlier_turns(row: Row, check_text: Callable[[str], None]) -> list[ChatMessage]:
+    """Return the turns of the column `history`: a list of (question, answer), or of messages, whose
+    texts ``check_text`` refuses or accepts."""
     history = unpack_list(row.get("history"))
     if holds_nothing(history):
         return []
@@ -325,7 +332,8 @@ def earlier_turns(row: Row) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
     for turn in history:
         if isinstance(turn, dict):
-            messages += MessageReader({}, {}, (), lambda name: False, Counter())([turn]).messages
+            reader = MessageReader({}, {}, (), lambda name: False, Counter(), check_text=check_text)
+            messages += reader([turn]).messages
         elif (
             isinstance(turn, list | tuple)
             and len(turn) == 2

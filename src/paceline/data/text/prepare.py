@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,20 +19,18 @@ from paceline.core.log import Notice
 from paceline.core.report import SourceFigures
 from paceline.data.cache import build_once, fingerprint, key_of
 from paceline.data.counts import DataCounts
+from paceline.data.kinds.registry import kind_key
 from paceline.data.order.build import SourceSize, first_shares, source_sizes
 from paceline.data.sources.names import names_of, with_names
 from paceline.data.sources.resolve import open_source
 from paceline.data.text.new_tokens import ResolveModel, config_tokenizer
 from paceline.data.text.templates import template_choice
-from paceline.data.text.token_dataset import LABEL_COUNTS, LENGTHS
+from paceline.data.text.token_columns import Column
+from paceline.data.text.token_dataset import LABEL_COUNTS, LENGTHS, TokenDataset, Transform
 from paceline.data.text.tokenizer import tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from paceline.data.text.build import EntryMeta, SourceMeta
-
-#: How the texts of a task are encoded; `pairs` and `answers`: answers with preferences,
-#: `reward`: pairs with margins.
-TextTask = Literal["sft", "pretrain", "classify", "vision", "pairs", "answers", "reward"]
 
 _META = "meta.json"
 
@@ -75,9 +73,19 @@ class PreparedTokens:
     tokenizer_path: str = ""
     pad_token_id: int = 0
 
+    def open(
+        self, columns: Sequence[Column], transform: Transform | None = None
+    ) -> tuple[TokenDataset, TokenDataset | None]:
+        """Return the training and the validation samples, as
+        :class:`~paceline.data.text.token_dataset.TokenDataset` describes it."""
+        train = TokenDataset(self.train_folder, self.train_indices, columns, transform)
+        if self.eval_folder is None:
+            return train, None
+        return train, TokenDataset(self.eval_folder, self.eval_indices, columns, transform)
 
-def text_task(config: Config) -> TextTask:
-    """Return how the texts of a config with a causal language model are encoded."""
+
+def text_kind(config: Config) -> str:
+    """Return the name of the kind of samples of a config with a causal language model."""
     if config.task == "pretrain":
         return "pretrain"
     if config.task in PREFERENCE_TASKS:
@@ -86,12 +94,13 @@ def text_task(config: Config) -> TextTask:
 
 
 def prepare_tokens(
-    config: Config, task: TextTask, resolve_model: ResolveModel, workers: int | None = None
+    config: Config, kind: str, resolve_model: ResolveModel, workers: int | None = None
 ) -> PreparedTokens:
     """Tokenize the config's data, or find it in the token cache. Several processes may call it at
     the same time.
 
     Args:
+        kind: name of the kind of samples, as for :func:`~paceline.data.kinds.registry.load_kind`.
         resolve_model: converts the name of a model in the config to a local folder or a hub id.
         workers: number of processes that tokenize; None to choose it by the amount of text.
 
@@ -99,42 +108,37 @@ def prepare_tokens(
         ConfigError: the data, the tokenizer or the chat template is invalid.
     """
     tokenizer = config_tokenizer(config, resolve_model)
-    train = TokenEntry(config, task, tokenizer, validation=False)
+    train = TokenEntry(config, kind, tokenizer, validation=False)
     train.build(workers)
-    evaluation = None
+    notices, eval_counts = [*train.notices], None
+    eval_folder, eval_indices, num_eval = None, None, 0
     if config.val_dataset is not None:
-        evaluation = TokenEntry(config, task, tokenizer, validation=True)
+        evaluation = TokenEntry(config, kind, tokenizer, validation=True)
         evaluation.build(workers)
-    notices = [*train.notices, *(evaluation.notices if evaluation else [])]
+        notices += evaluation.notices
+        eval_folder, num_eval = evaluation.folder, evaluation.samples
+        eval_counts = evaluation.counts
     lengths, labels = train.arrays()
-    train_indices = eval_indices = None
+    train_indices = None
     if config.split_dataset_ratio > 0:
-        train_indices, eval_indices = split_indices(
+        train_indices, held_out = split_indices(
             len(lengths), config.split_dataset_ratio, config.train_args.seed
         )
         lengths, labels = lengths[train_indices], labels[train_indices]
-        notices.append(split_notice(len(eval_indices), train.samples, config.split_dataset_ratio))
-        if not len(eval_indices):
-            eval_indices = None
+        notices.append(split_notice(len(held_out), train.samples, config.split_dataset_ratio))
+        if len(held_out):
+            eval_folder, eval_indices, num_eval = train.folder, held_out, len(held_out)
     return PreparedTokens(
         train_folder=train.folder,
         train_indices=train_indices,
-        eval_folder=(
-            train.folder if eval_indices is not None else evaluation.folder if evaluation else None
-        ),
+        eval_folder=eval_folder,
         eval_indices=eval_indices,
         counts=train.counts,
-        eval_counts=evaluation.counts if evaluation else None,
+        eval_counts=eval_counts,
         train_tokens=int(lengths.sum()),
         label_tokens=int(labels.sum()),
         num_train=len(lengths),
-        num_eval=(
-            len(eval_indices)
-            if eval_indices is not None
-            else evaluation.samples
-            if evaluation
-            else 0
-        ),
+        num_eval=num_eval,
         sources=train.meta.get("sources", []),
         notices=list(dict.fromkeys(notices)),
         source_sizes=(sizes := train.sizes_of(train_indices, lengths, labels)),
@@ -145,7 +149,7 @@ def prepare_tokens(
 
 
 def cached_lengths(
-    config: Config, task: TextTask, resolve_model: ResolveModel
+    config: Config, kind: str, resolve_model: ResolveModel
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Return (tokens, label tokens) of each sample of ``dataset``, int64 [num_samples], or None if
     it is not in the token cache. Reads no rows and downloads nothing."""
@@ -157,7 +161,7 @@ def cached_lengths(
         return None
     try:
         tokenizer = config_tokenizer(config, resolve_model)
-        entry = TokenEntry(config, task, tokenizer, validation=False)
+        entry = TokenEntry(config, kind, tokenizer, validation=False)
         return entry.arrays() if (entry.folder / _META).is_file() else None
     except (ConfigError, OSError, ValueError):
         return None
@@ -228,8 +232,8 @@ class TokenEntry:
 
     meta: "EntryMeta"
 
-    def __init__(self, config: Config, task: TextTask, tokenizer: Path, validation: bool) -> None:
-        self.config, self.task = config, task
+    def __init__(self, config: Config, kind: str, tokenizer: Path, validation: bool) -> None:
+        self.config, self.kind = config, kind
         self.tokenizer, self.validation = tokenizer, validation
         self.sources = [
             open_source(spec, validation=validation)
@@ -254,7 +258,7 @@ class TokenEntry:
                 "tokenizer": tokenizer_fingerprint(tokenizer),
                 "template": self.template.key,
                 "settings": [
-                    task,
+                    *kind_key(kind),
                     config.system,
                     args.max_sample_length,
                     args.truncation_strategy,
@@ -265,7 +269,7 @@ class TokenEntry:
                     # Entries of earlier versions do not have the sizes of the sources.
                     *(["sources"] if config.mixing != "concat" or len(self.sources) > 1 else []),
                 ],
-                **({"images": _image_settings(config, tokenizer)} if task == "vision" else {}),
+                **({"images": _image_settings(config, tokenizer)} if kind == "vision" else {}),
             }
         )
         self.folder = cache_dir() / "tokens" / key
@@ -302,7 +306,7 @@ class TokenEntry:
 
         num_notices = [len(source.notices) for source in self.sources]
         meta = build_entry(
-            staging, self.sources, self.config, self.task, self.tokenizer, self.template, workers
+            staging, self.sources, self.config, self.kind, self.tokenizer, self.template, workers
         )
         late: list[Notice] = []
         for source, number in zip(self.sources, num_notices, strict=True):

@@ -3,6 +3,7 @@ models), and images, video or audio, which must not be treated as literal text."
 
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from pydantic import JsonValue
 
@@ -43,7 +44,66 @@ _SINGLE_ANSWER = "rows with one answer each that the model should learn"
 _OTHER_TOOL = "train this file with a tool that supports this method"
 
 
-def check_pairs(row: Row, rejected: Collection[str], has_answer: bool) -> None:
+@dataclass(frozen=True)
+class RefusedColumns:
+    """The columns of which a value refuses the row. They are found once for rows with the same
+    column names, and only their values are looked at in each row.
+
+    Args:
+        rejected: columns with a rejected answer.
+        labels: columns that may mark an answer as good or bad.
+        media: columns with images, videos or audio.
+    """
+
+    rejected: tuple[str, ...]
+    labels: tuple[str, ...]
+    media: tuple[str, ...]
+
+    def check(self, row: Row, has_format: bool, has_answer: bool) -> None:
+        """Check the values of a row.
+
+        Args:
+            has_format: whether the row matches a format.
+            has_answer: whether the row has an answer, which a label would mark.
+
+        Raises:
+            Unsupported: the row needs another kind of training.
+        """
+        if self.rejected:
+            _check_pairs(row, self.rejected, has_format)
+        for name in self.labels if has_answer else ():
+            _check_label(row, name)
+        for name in self.media:
+            check_column(name, row[name])
+
+
+def find_refused_columns(names: Collection[object]) -> RefusedColumns | None:
+    """Return the columns of which a value refuses the row, or None if there are none."""
+    texts = [name for name in names if isinstance(name, str)]
+    rejected, labels, media = (
+        tuple(name for name in texts if name in group) for group in (REJECTED, LABELS, MEDIA)
+    )
+    return RefusedColumns(rejected, labels, media) if rejected or labels or media else None
+
+
+class TextChecks:
+    """Refuse texts as :func:`check_text` does. A text that several samples of a row have is
+    checked once."""
+
+    def __init__(self) -> None:
+        self._checked: set[str] = set()
+
+    def start_row(self) -> None:
+        """Forget the texts of the row before."""
+        self._checked.clear()
+
+    def __call__(self, text: str) -> None:
+        if "<" in text and text not in self._checked:
+            self._checked.add(text)
+            check_text(text)
+
+
+def _check_pairs(row: Row, rejected: Collection[str], has_answer: bool) -> None:
     """Reject a row with a rejected answer.
 
     Args:
@@ -96,7 +156,7 @@ def _sft_instead(row: Row, good: list[str], bad: list[str], has_answer: bool) ->
     return f"{_OTHER_TOOL}; to fine-tune on only the preferred answers, set {settings}"
 
 
-def check_label(row: Row, name: str) -> None:
+def _check_label(row: Row, name: str) -> None:
     """Reject a row whose single answer is marked as good or bad.
 
     Raises:

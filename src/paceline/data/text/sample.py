@@ -1,14 +1,13 @@
-"""A row of text in its canonical form, which every format is converted to."""
+"""A row with a chat or a text in its canonical form, which every format is converted to."""
 
 from dataclasses import dataclass
 
 from paceline.data.sources.rows import Row
-from paceline.data.text.token_dataset import Label
 from paceline.data.text.tool_calls import ChatMessage
 
 
 @dataclass
-class Sample:
+class ChatSample:
     """A row in its canonical form: exactly one of ``messages``, ``pair`` (prompt, completion) and
     ``text`` is set.
 
@@ -17,13 +16,7 @@ class Sample:
         trailing_turns: number of turns after the last answer, which are removed.
         tools: passed to the chat template as `tools`.
         excluded: indices of the messages whose loss the data disables.
-        labels: classes of a text or a pair of texts, which has no answer then.
-        has_list: the labels are a list, of any length.
-        images: paths or contents of the images of a chat, in the order of their places in it.
         weight: factor of the loss, if a column has it.
-        rejected: the same prompt with the answer that the data prefers less, if it has one.
-        is_desirable: whether the data marks the only answer as good, if it marks answers.
-        margin: difference that the scores of the answers should have at least.
     """
 
     messages: list[ChatMessage] | None = None
@@ -33,16 +26,10 @@ class Sample:
     trailing_turns: int = 0
     tools: list[Row] | None = None
     excluded: frozenset[int] = frozenset()
-    labels: tuple[Label, ...] = ()
-    has_list: bool = False
-    images: tuple[str | bytes, ...] = ()
     weight: float | None = None
-    rejected: "Sample | None" = None
-    is_desirable: bool | None = None
-    margin: float = 0.0
 
 
-def as_chat(sample: Sample, system: str | None) -> list[ChatMessage]:
+def as_chat(sample: ChatSample, system: str | None) -> list[ChatMessage]:
     """Return a prompt and its completion as a chat of two turns, after the system message if there
     is one."""
     assert sample.pair is not None

@@ -13,8 +13,8 @@ from paceline.core.errors import ConfigError, RunError, first_line
 from paceline.data.pixels import decode_rgb
 from paceline.data.sources.rows import MalformedRow
 from paceline.data.sources.tar import read_tar_file
+from paceline.data.text.token_columns import Blob
 from paceline.data.text.token_dataset import TokenSample
-from paceline.data.vision_language.rows import ImageSource
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ class ImageProcessor:
     def __reduce__(self) -> Any:
         return ImageProcessor, self._settings
 
-    def tokens(self, source: ImageSource) -> np.ndarray:
+    def tokens(self, source: Blob) -> np.ndarray:
         """Return the token IDs that stand for an image, int32 [tokens]. They depend on its size
         only.
 
@@ -93,7 +93,7 @@ class ImageProcessor:
         scale = (self.max_pixels / (width * height)) ** 0.5
         return max(1, int(width * scale)), max(1, int(height * scale))
 
-    def pixels(self, sources: list[ImageSource]) -> dict[str, torch.Tensor]:
+    def pixels(self, sources: list[Blob]) -> dict[str, torch.Tensor]:
         """Return the inputs of the model for the images of one sample, by name.
 
         Raises:
@@ -116,7 +116,7 @@ class ImageProcessor:
             "pixels": self.pixels([content.getvalue()]),
         }
 
-    def _read(self, source: ImageSource) -> Any:
+    def _read(self, source: Blob) -> Any:
         from PIL import Image
 
         try:
@@ -132,12 +132,12 @@ class ImageProcessor:
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
 
-def _opened(source: ImageSource) -> Any:
+def _opened(source: Blob) -> Any:
     content = read_tar_file(source) if isinstance(source, str) else source
     return source if content is None else io.BytesIO(content)
 
 
-def _size_of(source: ImageSource) -> tuple[int, int]:
+def _size_of(source: Blob) -> tuple[int, int]:
     """Return the width and the height of an image, from its header."""
     from PIL import Image
 

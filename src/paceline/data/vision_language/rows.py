@@ -13,12 +13,9 @@ from paceline.data.sources.opening import windows_fix, with_slashes
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing
 from paceline.data.sources.tar import IMAGE_SUFFIXES, is_tar_file
 from paceline.data.text.formats import RowConverter
-from paceline.data.text.sample import Sample
+from paceline.data.text.sample import ChatSample
+from paceline.data.text.token_columns import Blob
 from paceline.data.text.tool_calls import ChatMessage
-
-#: Path of an image file (see also :attr:`~paceline.data.sources.tar.TarFile.path`), or the content
-#: of one.
-ImageSource = str | bytes
 
 _COLUMNS = ("images", "image")
 #: The placeholder of an image in a text, as in LLaMA-Factory and ms-swift.
@@ -35,7 +32,18 @@ _IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
 @dataclass
-class ImageRowConverter(RowConverter):
+class ImageChat(ChatSample):
+    """A chat with images.
+
+    Args:
+        images: paths or contents of the images, in the order of their places.
+    """
+
+    images: tuple[Blob, ...] = ()
+
+
+@dataclass
+class ImageRowConverter:
     """Convert rows with images to chats in which :data:`IMAGE_MARK` stands for each image.
 
     Images are in a column ``images`` (or ``image``), in the order of the placeholders ``<image>``
@@ -43,24 +51,27 @@ class ImageRowConverter(RowConverter):
     placeholders precede its first question.
 
     Args:
+        convert: converts the rows without their images.
         max_images: rows with more images are dropped; None for no limit.
     """
 
+    convert: RowConverter
     max_images: int | None = None
 
-    def __call__(self, row: Any) -> Sample:
+    def __call__(self, row: Any) -> ImageChat:
         """Convert one row.
 
         Raises:
             MalformedRow: the row cannot be used.
             Unsupported: the dataset needs another kind of training.
         """
-        if self.turn_keys.are_messages(row):
+        keys, ignored = self.convert.turn_keys, self.convert.ignore_columns
+        if keys.are_messages(row):
             row = {"messages": row}
         if not isinstance(row, dict):
-            return super().__call__(row)
-        named = {name: self.columns.get(name, name) for name in _COLUMNS}
-        columns = [name for name in named.values() if name not in self.ignore_columns]
+            raise MalformedRow("not an object with columns")
+        named = [self.convert.columns.get(name, name) for name in _COLUMNS]
+        columns = [name for name in named if name not in ignored]
         images = [
             image
             for name in columns
@@ -69,7 +80,7 @@ class ImageRowConverter(RowConverter):
         ]
         in_parts: list[Any] = []
         text_row = {
-            name: _with_marks(self.turn_keys.unpack(value), in_parts)
+            name: _with_marks(keys.unpack(value), in_parts)
             for name, value in row.items()
             if name not in columns
         }
@@ -83,8 +94,7 @@ class ImageRowConverter(RowConverter):
             raise MalformedRow("an image without a path or content")
         if self.max_images is not None and len(sources) > self.max_images:
             raise MalformedRow(f"more than {self.max_images} images")
-        sample = super().__call__(text_row)
-        sample.images = tuple(map(_source, sources))
+        sample = ImageChat(**vars(self.convert(text_row)), images=tuple(map(_source, sources)))
         _place(sample)
         return sample
 
@@ -95,7 +105,7 @@ class ImageRowConverter(RowConverter):
             Unsupported: a column has the path of an image.
         """
         for name, value in row.items():
-            is_known = name in self.columns.values() or name in self.ignore_columns
+            is_known = name in self.convert.columns.values() or name in self.convert.ignore_columns
             if _IMAGE_NAME.search(name) and not is_known and _is_image_path(value):
                 raise Unsupported(
                     f"the column `{name}` has the path of an image and is not read",
@@ -133,7 +143,7 @@ def _with_marks(value: Any, images: list[Any]) -> Any:
     return {key: _with_marks(item, images) for key, item in value.items()}
 
 
-def _source(value: Any) -> ImageSource:
+def _source(value: Any) -> Blob:
     """Return the path or the content of an image: a text, a data URL, bytes, or ``{bytes, path}``
     as in the image columns of parquet files."""
     if isinstance(value, dict):
@@ -159,7 +169,7 @@ def _source(value: Any) -> ImageSource:
     return value
 
 
-def _place(sample: Sample) -> None:
+def _place(sample: ImageChat) -> None:
     """Check that each image has its place in the chat; without places, put all images before the
     first question.
 
@@ -184,7 +194,7 @@ def _place(sample: Sample) -> None:
         raise MalformedRow("the number of images differs from that of their placeholders")
 
 
-def with_paths(sample: Sample, place: str, images_folder: str | None) -> Sample:
+def with_paths(sample: ImageChat, place: str, images_folder: str | None) -> ImageChat:
     """Return the sample with paths that are relative to ``images_folder``, or else to the folder of
     the data file in ``place``, such as ``line 3 of data/train.jsonl``.
 

@@ -5,14 +5,15 @@ from typing import Any
 
 from paceline.config.schema import Config
 from paceline.data.cache import fingerprint, key_of
-from paceline.data.preference.dataset import PreferenceDataset
+from paceline.data.kinds.pair import PreferenceTransform
 from paceline.data.sources.opening import with_slashes
+from paceline.data.text.token_dataset import TokenDataset
 from paceline.models.builtin import resolve_model
 from paceline.models.files import weight_files
 from paceline.models.hub_configs import config_folder
 
 
-def reference_key(config: Config, dataset: PreferenceDataset) -> str | None:
+def reference_key(config: Config, dataset: TokenDataset) -> str | None:
     """Return the key of the values of a dataset: it depends on the weights with which the training
     starts, on the tokens, and on the precision, not on the strategy. None if the files of the model
     are not known."""
@@ -21,13 +22,15 @@ def reference_key(config: Config, dataset: PreferenceDataset) -> str | None:
         return None
     args, lora = config.train_args, config.lora
     # Earlier versions paired a sample that is alone in the last group with itself.
-    size = dataset.mismatch_size
+    transform = dataset.transform
+    assert isinstance(transform, PreferenceTransform)
+    size = transform.mismatch_size
     lone = ["paired with the sample before"] if size and len(dataset) % size == 1 else []
     return key_of(
         {
             "tokens": dataset.folder.name,
             "samples": None if dataset.indices is None else dataset.indices.tolist(),
-            "mismatched": [dataset.mismatch_size, dataset.max_length, *lone],
+            "mismatched": [size, transform.max_length, *lone],
             "model": _files(folder),
             # Weights that no file has are drawn from the seed.
             "seed": None if weight_files(folder) and not config.adds_tokens else args.seed,

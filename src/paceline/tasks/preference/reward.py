@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.collate import MetricSums
-from paceline.data.preference.dataset import PreferenceDataset, PreferenceSample
+from paceline.data.kinds.pair import PairKind, PreferenceSample, PreferenceTransform
 from paceline.data.text.prepare import PreparedTokens, prepare_tokens
 from paceline.models.builtin import resolve_model
 from paceline.models.classifiers.texts import REWARD_SETTINGS
@@ -98,11 +98,7 @@ class RewardTask(SequenceClassifierTask):
         return REWARD_SETTINGS
 
     def build_datasets(self) -> tuple[Any, Any | None]:
-        tokens = self._tokens
-        train = PreferenceDataset(tokens.train_folder, tokens.train_indices)
-        if tokens.eval_folder is None:
-            return train, None
-        return train, PreferenceDataset(tokens.eval_folder, tokens.eval_indices)
+        return self._tokens.open(PairKind.columns, PreferenceTransform())
 
     def build_model(self) -> nn.Module:
         model = super().build_model()

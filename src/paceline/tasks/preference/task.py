@@ -11,9 +11,9 @@ from torch.nn import functional
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.collate import MetricSums, TokenBatch, collate_packed, collate_padded
-from paceline.data.preference.dataset import PreferenceDataset, PreferenceSample
-from paceline.data.text.prepare import prepare_tokens, text_task
-from paceline.data.text.token_dataset import TokenSample
+from paceline.data.kinds.pair import PairKind, PreferenceSample, PreferenceTransform
+from paceline.data.text.prepare import PreparedTokens, prepare_tokens, text_kind
+from paceline.data.text.token_dataset import TokenDataset, TokenSample
 from paceline.models import attention
 from paceline.models.builtin import resolve_model
 from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
@@ -114,19 +114,16 @@ class PreferenceTask(LanguageTask):
     def prepare(self) -> Prepared:
         """Tokenize the answers, or find them in the token cache."""
         tokens = prepare_tokens(
-            self.config, text_task(self.config), resolve_model, self.num_prepare_workers
+            self.config, text_kind(self.config), resolve_model, self.num_prepare_workers
         )
         return self._prepared_from(tokens)
 
     def build_datasets(self) -> tuple[Any, Any | None]:
-        tokens = self._handle
+        tokens: PreparedTokens = self._handle
         max_length = self.config.train_args.max_length
         size = (self.global_batch_size or tokens.num_train) if self._has_mismatched else 0
-        train = PreferenceDataset(tokens.train_folder, tokens.train_indices, size, max_length)
-        if tokens.eval_folder is None:
-            return train, None
-        evaluation = PreferenceDataset(tokens.eval_folder, tokens.eval_indices, size, max_length)
-        return train, evaluation
+        transform = PreferenceTransform(size, max_length)
+        return tokens.open(PairKind.columns, transform)
 
     def build_model(self) -> Any:
         model = super().build_model()
@@ -259,7 +256,7 @@ class PreferenceTask(LanguageTask):
             self.objective.has_single_answers and not self._has_mismatched
         )
 
-    def reference_key(self, dataset: PreferenceDataset) -> str | None:
+    def reference_key(self, dataset: TokenDataset) -> str | None:
         return reference_key(self.config, dataset)
 
     def reference_values(self, model: Any, batch: Any) -> dict[str, torch.Tensor]:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
+from paceline.data.kinds.base import EQUAL_PAIRS, NO_ANSWER, TOO_LONG, RowCounts, SampleKind
 from paceline.data.sources.resolve import ResolvedSource
-from paceline.data.text.columns import columns_fix, matching_formats, suggested_columns
-from paceline.data.text.encoding.chunks import (
-    NO_ANSWER,
-    TOO_LONG,
-    AnyConverter,
-    AnyEncoder,
-    RowCounts,
-)
+from paceline.data.text.columns import Tally, columns_fix, matching_formats, suggested_columns
 from paceline.data.text.refused_rows import MEDIA
 
 
@@ -30,23 +23,19 @@ def drop_reasons(counts: RowCounts) -> str:
 
 
 def nothing_kept(
-    source: ResolvedSource,
-    converter: AnyConverter,
-    encoder: AnyEncoder,
-    counts: RowCounts,
-    config: Config,
+    source: ResolvedSource, kind: SampleKind, tally: Tally, counts: RowCounts, config: Config
 ) -> ConfigError:
     """Return the error for a source without usable rows."""
     dropped = counts.dropped
-    formats = "; ".join(f"{name}: {columns}" for name, columns in converter.formats.items())
-    if converter.unmatched and converter.unmatched.total() == dropped.total():
-        columns = next(iter(converter.unmatched))
-        mapping = suggested_columns(columns) or converter.mapping
+    formats = "; ".join(f"{name}: {columns}" for name, columns in kind.formats.items())
+    if tally.unmatched and tally.unmatched.total() == dropped.total():
+        columns = next(iter(tally.unmatched))
+        mapping = suggested_columns(columns) or kind.mapping
         shown = f"`{source.label}` ({', '.join(columns) or 'none'})"
-        if converter.format == "auto":
+        if source.spec.format == "auto":
             what, fix = f"the columns of {shown} match no format", columns_fix(mapping)
         else:
-            what = f"the columns of {shown} do not match the format `{converter.format}`"
+            what = f"the columns of {shown} do not match the format `{source.spec.format}`"
             matches = matching_formats({key: [{}] for key in columns})
             fix = f"set `format: {matches[0]}` or remove it; " if matches else ""
             fix += columns_fix(mapping)
@@ -61,36 +50,36 @@ def nothing_kept(
         if TOO_LONG in dropped:
             return ConfigError(what, fix=f"{fix}, or `train_args.truncation_strategy: truncate`")
         return ConfigError(f"{what}, and no answer starts before that", fix=fix)
-    refusals = encoder.refusals.most_common(1)
+    refusals = tally.refusals.most_common(1)
     refusal = f". Error of the chat template: {refusals[0][0]}" if refusals else ""
     return ConfigError(
         f"no row of `{source.label}` can be used. {drop_reasons(counts)}{refusal}",
         allowed=formats,
-        fix=f"correct the rows, or {columns_fix(converter.mapping)}",
+        fix=f"correct the rows, or {columns_fix(kind.mapping)}",
     )
 
 
-def column_notices(source: ResolvedSource, converter: AnyConverter) -> list[Notice]:
+def column_notices(source: ResolvedSource, tally: Tally) -> list[Notice]:
     """Return messages about the format of a source and its unused columns."""
     infos = []
-    if len(converter.seen) > 1:
-        counts = (f"{name} ({num_rows:,} rows)" for name, num_rows in converter.seen.most_common())
+    if len(tally.seen) > 1:
+        counts = (f"{name} ({num_rows:,} rows)" for name, num_rows in tally.seen.most_common())
         infos.append(f"several formats: {', '.join(counts)}")
-    elif converter.format == "auto" and converter.seen:
-        infos.append(f"format {next(iter(converter.seen))}, detected from the columns")
-    if converter.unused:
-        infos.append(f"unused columns: {_names(converter.unused)}")
-    if converter.ignored:
-        infos.append(f"ignored by `ignore_columns`: {_names(converter.ignored)}")
+    elif source.spec.format == "auto" and tally.seen:
+        infos.append(f"format {next(iter(tally.seen))}, detected from the columns")
+    if tally.unused:
+        infos.append(f"unused columns: {_names(tally.unused)}")
+    if tally.ignored:
+        infos.append(f"ignored by `ignore_columns`: {_names(tally.ignored)}")
     warnings = []
     missing = [
         name
-        for name in converter.ignore_columns
-        if name not in converter.ignored and name not in MEDIA
+        for name in source.spec.ignore_columns
+        if name not in tally.ignored and name not in MEDIA
     ]
     if missing:
         warnings.append(f"no row has the columns {_names(missing)} of `ignore_columns`")
-    if set(converter.binary_labels) & {"0", "1"} and "other" not in converter.binary_labels:
+    if set(tally.binary_labels) & {"0", "1"} and "other" not in tally.binary_labels:
         warnings.append(
             "`label` has only the values 0 and 1 and is not used. If it marks good and bad"
             " answers, the model also learns the bad ones"
@@ -110,14 +99,12 @@ def _names(names: Iterable[str]) -> str:
     )
 
 
-def row_notices(
-    counts: RowCounts, encoder: AnyEncoder, formats: Counter[str], config: Config
-) -> list[Notice]:
+def row_notices(counts: RowCounts, kind: SampleKind, tally: Tally, config: Config) -> list[Notice]:
     """Return messages about the rows of all sources and how they are encoded."""
-    limit, facts = config.train_args.max_length, encoder.facts
-    has_answers = not encoder.pretrain
+    limit, facts = config.train_args.max_length, tally.facts
+    has_answers, formats = kind.has_answers, tally.seen
     num_pairs = formats["prompt_completion"] if has_answers else 0
-    has_template = encoder.template is not None
+    has_template = kind.template is not None
     dropped = counts.dropped.total()
     reason = "disabled in the data"
     if config.train_args.train_on_turns == "last":
@@ -129,10 +116,10 @@ def row_notices(
         (dropped, f"{dropped:,} of {counts.read:,} rows dropped. {drop_reasons(counts)}"),
         (counts.truncated, f"{counts.truncated:,} samples truncated to max_length {limit:,}"),
         (
-            counts.equal_pairs,
-            f"{counted(counts.equal_pairs, 'pair')} of answers with the same tokens (first:"
-            f" {counts.first_equal_pair}): no preference can be learned from them. If the answers"
-            " differ only after `max_length`, raise it",
+            facts[EQUAL_PAIRS],
+            f"{counted(facts[EQUAL_PAIRS], 'pair')} of answers with the same tokens (first:"
+            f" {counts.first.get(EQUAL_PAIRS)}): no preference can be learned from them. If the"
+            " answers differ only after `max_length`, raise it",
         ),
         (
             facts["unplaced"],
@@ -161,12 +148,13 @@ def row_notices(
     ]
     infos = [
         (
-            counts.documents_cut,
-            f"{counts.documents_cut:,} documents cut into samples of {limit:,} tokens",
+            facts["documents_cut"],
+            f"{facts['documents_cut']:,} documents cut into samples of {limit:,} tokens",
         ),
         (
-            counts.lone_tokens,
-            f"{counts.lone_tokens:,} last samples with a single token dropped: nothing to predict",
+            facts["lone_tokens"],
+            f"{facts['lone_tokens']:,} last samples with a single token dropped: nothing to"
+            " predict",
         ),
         (
             counts.excluded_turns,

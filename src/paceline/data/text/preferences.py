@@ -9,7 +9,6 @@ preferred chat in `messages` too. A single answer is a usual row with a `label` 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,13 +22,15 @@ from paceline.data.text.columns import (
     CHAT,
     FORMATS,
     LOSS_WEIGHT,
+    Tally,
     chat_turns,
     check_columns,
     mapping_of,
 )
 from paceline.data.text.formats import RowConverter
 from paceline.data.text.messages import as_text
-from paceline.data.text.sample import Sample
+from paceline.data.text.refused_rows import TextChecks
+from paceline.data.text.sample import ChatSample
 from paceline.data.text.tool_calls import ChatMessage
 
 _QUESTIONS = ("prompt", "question", "query")
@@ -47,10 +48,29 @@ _MARKS = {
 
 
 @dataclass
-class _PreferenceConverter:
-    """What :class:`PairConverter` and :class:`AnswerConverter` have in common. The arguments and
-    the attributes are as in :class:`paceline.data.text.formats.RowConverter`, which reads the rows
-    after the columns with the preference have been taken out of them."""
+class RatedChat(ChatSample):
+    """A chat, or a prompt with its completion, whose answer is preferred or marked.
+
+    Args:
+        rejected: the same prompt with the answer that the data prefers less, if it has one.
+        is_desirable: whether the data marks the only answer as good, if it marks answers.
+        margin: difference that the scores of the answers should have at least.
+    """
+
+    rejected: ChatSample | None = None
+    is_desirable: bool | None = None
+    margin: float = 0.0
+
+
+@dataclass
+class PreferenceConverter:
+    """What :class:`PairConverter` and :class:`AnswerConverter` have in common. The arguments are as
+    in :class:`paceline.data.text.formats.RowConverter`, which reads the rows after the columns with
+    the preference have been taken out of them.
+
+    Attributes:
+        formats, mapping: as in :class:`paceline.data.kinds.base.SampleKind`.
+    """
 
     label: str
     format: str = "auto"
@@ -60,7 +80,10 @@ class _PreferenceConverter:
     ignore_columns: Collection[str] = ()
     roles: Mapping[str, str | list[str]] = field(default_factory=dict)
     template: ChatTemplate | None = None
-    unmatched: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    tally: Tally = field(default_factory=Tally)
+
+    formats: ClassVar[dict[str, str]]
+    mapping: ClassVar[dict[str, str]]
 
     #: The columns with the preference.
     own_columns: ClassVar[tuple[str, ...]] = (
@@ -71,6 +94,7 @@ class _PreferenceConverter:
         self._names = {name: self.columns.get(name, name) for name in self.own_columns}
         taken = {name: of for name, of in self.columns.items() if name in self._names}
         check_columns(self.label, taken, self.ignore_columns, self.own_columns)
+        self._check_text = TextChecks()
         make = partial(
             RowConverter,
             self.label,
@@ -80,21 +104,29 @@ class _PreferenceConverter:
             ignore_columns=self.ignore_columns,
             roles=self.roles,
             template=self.template,
+            check_text=self._check_text,
+            plans={},
         )
         # The second answer of a pair must not count the columns of a row again.
-        self._convert, self._convert_second = make(), make()
-        self.seen = self._convert.seen
-        self.unused = self._convert.unused
-        self.ignored = self._convert.ignored
-        self.binary_labels = self._convert.binary_labels
+        self._convert, self._convert_second = make(tally=self.tally), make()
 
     @property
     def row_format(self) -> str:
         """The format of the rows without the preference."""
         return self.format
 
+    def __call__(self, row: Any) -> RatedChat:
+        """Convert one row.
+
+        Raises:
+            MalformedRow: the row cannot be used.
+            Unsupported: the dataset needs another kind of training.
+        """
+        raise NotImplementedError
+
     def _take(self, row: Any) -> tuple[Row, Row]:
         """Return the values of :attr:`own_columns` that are not empty, and the other columns."""
+        self._check_text.start_row()
         if not isinstance(row, dict):
             raise MalformedRow("not an object with columns")
         ignored = set(self.ignore_columns)
@@ -120,20 +152,20 @@ class _PreferenceConverter:
             raise MalformedRow(f"`{empty[0]}` is empty")
 
 
-class PairConverter(_PreferenceConverter):
-    """Convert the rows of one source to pairs: samples with :attr:`Sample.rejected`."""
+class PairConverter(PreferenceConverter):
+    """Convert the rows of one source to pairs: samples with :attr:`RatedChat.rejected`."""
 
     formats: ClassVar = {
         "chosen_rejected": "chosen, rejected (and prompt, instruction, messages or conversations)",
         "rejected_response": "a row with an answer, and rejected_response or rejected_messages",
     }
-    mapping: ClassVar = mapping_of("prompt", "chosen", "rejected")
+    mapping = mapping_of("prompt", "chosen", "rejected")
 
     @property
     def row_format(self) -> str:
         return "auto"  # the rows with one answer have their own format
 
-    def __call__(self, row: Any) -> Sample:
+    def __call__(self, row: Any) -> RatedChat:
         """Convert one row.
 
         Raises:
@@ -158,12 +190,12 @@ class PairConverter(_PreferenceConverter):
             self._check_kind(marks, rest)
             for names in (("chosen", "rejected"), *_PAIRS, *zip(_REJECTED, strict=True)):
                 self._check_not_empty(row, marks, names)
-            self.unmatched[tuple(map(str, row))] += 1
+            self.tally.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow("the row has no pair of answers")
-        sample = _answered(self._convert.convert(chosen))
-        sample.rejected = _answered(self._convert_second.convert(rejected))
-        _check_prompts(sample.messages or [], sample.rejected.messages or [])
-        return sample
+        preferred = _answered(self._convert.convert(chosen))
+        other = _answered(self._convert_second.convert(rejected))
+        _check_prompts(preferred.messages or [], other.messages or [])
+        return RatedChat(**vars(preferred), rejected=other)
 
     def _check_kind(self, marks: Row, rest: Row) -> None:
         """Reject data that marks single answers.
@@ -228,7 +260,7 @@ class PairConverter(_PreferenceConverter):
         return chats
 
     def _count_unused(self, names: Iterable[str]) -> None:
-        self.unused.update(self._convert.columns.get(name, name) for name in names)
+        self.tally.unused.update(self._convert.columns.get(name, name) for name in names)
 
     def _prompt_chat(
         self, chats: dict[str, list[Any]], chosen: Any, rejected: Any
@@ -312,7 +344,7 @@ class MarginConverter(PairConverter):
 
     own_columns = (*PairConverter.own_columns, "margin")
 
-    def __call__(self, row: Any) -> Sample:
+    def __call__(self, row: Any) -> RatedChat:
         """Convert one row.
 
         Raises:
@@ -331,17 +363,17 @@ class MarginConverter(PairConverter):
         return sample
 
 
-class AnswerConverter(_PreferenceConverter):
+class AnswerConverter(PreferenceConverter):
     """Convert the rows of one source to answers that are marked as good or bad: samples with
-    :attr:`Sample.is_desirable`."""
+    :attr:`RatedChat.is_desirable`."""
 
     formats: ClassVar = {
         "label": "a row with an answer, and a boolean `label` (or `kto_tag`)",
         **FORMATS,
     }
-    mapping: ClassVar = mapping_of("prompt", "completion", "label")
+    mapping = mapping_of("prompt", "completion", "label")
 
-    def __call__(self, row: Any) -> Sample:
+    def __call__(self, row: Any) -> RatedChat:
         """Convert one row.
 
         Raises:
@@ -360,19 +392,17 @@ class AnswerConverter(_PreferenceConverter):
                 )
             for label in _LABELS:
                 self._check_not_empty(row, marks, (label,))
-            self.unmatched[tuple(map(str, row))] += 1
+            self.tally.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow("the row does not mark its answer as good or bad")
         value = marks[name]
         mark = _mark_of(value)
         if mark is None:
             raise MalformedRow(f"`{name}` is neither true nor false")
         _check_weight(self._convert.loss_weight(rest))
-        sample = _answered(self._convert(rest))
-        sample.is_desirable = mark
-        return sample
+        return RatedChat(**vars(_answered(self._convert(rest))), is_desirable=mark)
 
 
-def _answered(sample: Sample) -> Sample:
+def _answered(sample: ChatSample) -> ChatSample:
     if sample.text is not None:
         raise MalformedRow("a text without a prompt")
     return sample

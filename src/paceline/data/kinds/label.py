@@ -1,26 +1,23 @@
-"""Labeled texts: convert rows to a text, or a pair of texts, with labels; encode them; and number
-their classes."""
+"""Labeled texts: a text, or a pair of texts, with its classes."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from paceline.core.errors import ConfigError
+from paceline.data.kinds.base import TOO_LONG, Encoded, KindSetup, RowCounts, SampleKind
+from paceline.data.sources.resolve import Place, ResolvedSource
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, is_missing
 from paceline.data.text.chats.turns import unpack_list
-from paceline.data.text.columns import CHAT, check_columns, mapping_of
-from paceline.data.text.encoding.encoder import Encoded
+from paceline.data.text.columns import CHAT, Tally, check_columns, mapping_of, rename_columns
 from paceline.data.text.messages import MessageReader, read_text
-from paceline.data.text.sample import Sample
-from paceline.data.text.token_dataset import LABEL_NAMES, Label
-from paceline.data.text.tokenizer import LoadedTokenizer
+from paceline.data.text.token_columns import CategoryColumn, Column, Label
+from paceline.data.text.token_dataset import TokenDataset, TokenSample
 
 #: Accepted names of each column, the usual one first.
 _TEXT = ("text", "sentence", "content", "document", "review", "query", "question", "prompt")
@@ -33,19 +30,42 @@ _PAIRS = (
 )  # fmt: skip
 _LABELS = ("label", "labels", "class", "category")
 _EXPECTED = {*_TEXT, *_LABELS, *CHAT, *(name for pair in _PAIRS for name in pair)}
-FORMATS = {
+_FORMATS = {
     "text": "text (or sentence), label",
     "pair": "text, text_pair (or sentence1, sentence2; premise, hypothesis), label",
     "messages": "messages: a list of {role, content}, label",
 }
-#: Key of the number of rows whose label is a list, in :attr:`LabelEncoder.facts`.
-LABEL_LISTS = "label_lists"
 #: Why a row is dropped whose label is a negative number: usually it stands for a missing label.
 NEGATIVE_LABEL = "negative label; `classify.labels` makes it a class if it lists it"
 #: The classes of data whose labels are -1 and 1, or only one of them.
 SIGNED_CLASSES = ("-1", "1")
 #: More classes than this are identifiers rather than classes.
 _MAX_CLASSES = 100_000
+
+
+#: The classes of a sample.
+LABELS = CategoryColumn("label")
+
+
+class LabeledSample(TokenSample):
+    """A text with its classes, int64 [labels]. ``labels_mask`` is true for the tokens of the second
+    text of a pair."""
+
+    classes: np.ndarray
+
+
+@dataclass
+class LabeledText:
+    """A row with labels.
+
+    Args:
+        texts: a text, or a pair of texts.
+        has_list: the labels are a list, of any length.
+    """
+
+    texts: tuple[str, ...]
+    labels: tuple[Label, ...]
+    has_list: bool = False
 
 
 @dataclass
@@ -58,32 +78,22 @@ class LabelConverter:
         ignore_columns: columns to ignore.
         classes: the classes that the config lists; negative numbers are labels only if they are
             among them.
-
-    Attributes:
-        seen, unused, unmatched, ignored, binary_labels: as in
-            :class:`paceline.data.text.formats.RowConverter`.
+        tally: counts the formats and the columns of the rows.
     """
 
     label: str
     columns: dict[str, str] = field(default_factory=dict)
     ignore_columns: Collection[str] = ()
     classes: Collection[str] = ()
-    format: str = "auto"
-    formats = FORMATS
-    mapping = mapping_of("text", "label")
-    seen: Counter[str] = field(default_factory=Counter)
-    unused: Counter[str] = field(default_factory=Counter)
-    unmatched: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    ignored: Counter[str] = field(default_factory=Counter)
-    binary_labels: Counter[str] = field(default_factory=Counter)
+    tally: Tally = field(default_factory=Tally)
 
     def __post_init__(self) -> None:
         check_columns(self.label, self.columns, self.ignore_columns, _EXPECTED)
         self._read = MessageReader(
-            {}, {}, self.ignore_columns, lambda name: True, self.unused, self.ignored
+            {}, {}, self.ignore_columns, lambda name: True, self.tally.unused, self.tally.ignored
         )
 
-    def __call__(self, row: Any) -> Sample:
+    def __call__(self, row: Any) -> LabeledText:
         """Convert one row.
 
         Raises:
@@ -92,24 +102,22 @@ class LabelConverter:
         """
         if not isinstance(row, dict):
             raise MalformedRow("not an object with columns")
-        row = self._renamed(row)
+        row = rename_columns(row, self.columns, self.ignore_columns, self.tally)
         label = _first(row, _LABELS)
         kind, texts = _texts_of(row)
         if label is None or kind is None:
-            self.unmatched[tuple(map(str, row))] += 1
+            self.tally.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow("columns match no format")
-        self.seen[kind] += 1
-        self.unused.update(
+        self.tally.seen[kind] += 1
+        self.tally.unused.update(
             name for name in row if name not in (*texts, label) and not is_missing(row[name])
         )
         labels, has_list = self._read_labels(row[label])
         if kind == "messages":
-            return Sample(text=self._joined(row[texts[0]]), labels=labels, has_list=has_list)
-        text = read_text(row, (texts[0],), "text")
-        if kind == "text":
-            return Sample(text=text, labels=labels, has_list=has_list)
-        pair = (text, read_text(row, (texts[1],), "text_pair"))
-        return Sample(pair=pair, labels=labels, has_list=has_list)
+            return LabeledText((self._joined(row[texts[0]]),), labels, has_list)
+        names = zip(texts, ("text", "text_pair"), strict=False)
+        read = tuple(read_text(row, (column,), name) for column, name in names)
+        return LabeledText(read, labels, has_list)
 
     def _read_labels(self, value: Any) -> tuple[tuple[Label, ...], bool]:
         """Return the labels of a row, and whether it may have several."""
@@ -136,17 +144,103 @@ class LabelConverter:
             raise MalformedRow("empty text")
         return "\n".join(texts)
 
-    def _renamed(self, row: Row) -> Row:
-        """Return the row under the expected names, without the columns to ignore."""
-        self.ignored.update(name for name in self.ignore_columns if name in row)
-        mapped = set(self.columns.values())
-        kept = {
-            name: value
-            for name, value in row.items()
-            if name not in self.ignore_columns and name not in mapped
-        }
-        renamed = {expected: row[name] for expected, name in self.columns.items() if name in row}
-        return {**kept, **renamed}
+
+class LabelKind(SampleKind):
+    """Labeled texts, encoded as the tokenizer does for sequence classification: with its special
+    tokens, and its way to join two texts."""
+
+    columns: ClassVar[Sequence[Column]] = (LABELS,)
+    formats = _FORMATS
+    mapping = mapping_of("text", "label")
+
+    def __init__(self, setup: KindSetup) -> None:
+        super().__init__(setup)
+        #: Longer texts are truncated to this number of tokens, the longer text of a pair first.
+        self.truncate_to = None if self.drops_overlong else self.config.train_args.max_length
+
+    # -- rows
+    def open(self, source: ResolvedSource) -> None:
+        spec, classes = source.spec, self.config.classify.labels
+        self._converter = LabelConverter(
+            source.label, spec.columns, spec.ignore_columns, classes, self.tally
+        )
+
+    def convert(self, row: Any) -> LabeledText:
+        return self._converter(row)
+
+    # -- tokens
+    def encode(self, samples: list[LabeledText]) -> list[Encoded | str]:
+        """Return the tokens of each sample. ``labels_mask`` is true for the tokens of the
+        second text."""
+        encode = self._encode_python if self.tokenizer.backend is None else self._encode_batch
+        results: list[Encoded | str] = []
+        for sample, (ids, types, is_truncated) in zip(samples, encode(samples), strict=True):
+            part = self.tokenizer.added_once(ids)
+            labels = list(sample.labels) if sample.has_list else sample.labels[0]
+            encoded = Encoded(
+                np.array(ids[part], dtype=np.int32),
+                np.array(types[part], dtype=np.int8) > 0,
+                {"label": labels, "is_truncated": is_truncated},
+            )
+            results.append(encoded if ids else "no tokens")
+        return results
+
+    def _encode_batch(self, samples: list[LabeledText]) -> list[tuple[list[int], list[int], bool]]:
+        backend = self.tokenizer.backend
+        if self.truncate_to is not None:
+            backend.enable_truncation(self.truncate_to)
+        encodings = backend.encode_batch([_encoded_form(sample) for sample in samples])
+        return [
+            (encoding.ids, encoding.type_ids, bool(encoding.overflowing)) for encoding in encodings
+        ]
+
+    def _encode_python(
+        self, samples: list[LabeledText]
+    ) -> Iterable[tuple[list[int], list[int], bool]]:
+        for sample in samples:
+            full = self.tokenizer.python(*sample.texts, return_token_type_ids=True)
+            length = len(full["input_ids"])
+            is_truncated = self.truncate_to is not None and length > self.truncate_to
+            if is_truncated:
+                full = self.tokenizer.python(
+                    *sample.texts,
+                    truncation=True,
+                    max_length=self.truncate_to,
+                    return_token_type_ids=True,
+                )
+            yield list(full["input_ids"]), list(full["token_type_ids"]), is_truncated
+
+    def fit(self, encoded: Encoded, counts: RowCounts, place: Place) -> Iterator[Encoded]:
+        """Yield a text unless it is too long: the tokenizer truncates, unless longer texts are
+        dropped. The tokens of a text need no loss."""
+        length = len(encoded.input_ids)
+        if self.max_length is not None and length > self.max_length:
+            counts.note_overlong(length)
+            counts.drop(TOO_LONG, place)
+            return
+        counts.kept += 1
+        counts.truncated += encoded.values["is_truncated"]
+        yield encoded
+
+
+def _encoded_form(sample: LabeledText) -> str | tuple[str, ...]:
+    return sample.texts if len(sample.texts) == 2 else sample.texts[0]
+
+
+@dataclass
+class ClassTransform:
+    """Convert the stored labels of a sample to its ``classes``.
+
+    Args:
+        numbers: the class of each label of the entry.
+    """
+
+    numbers: Sequence[int]
+
+    def __call__(self, sample: Any, index: int, dataset: TokenDataset) -> LabeledSample:
+        numbers = np.asarray(self.numbers, dtype=np.int64)
+        sample["classes"] = numbers[sample.pop("label")]
+        return sample  # type: ignore[no-any-return]
 
 
 def _texts_of(row: Row) -> tuple[str | None, tuple[str, ...]]:
@@ -186,71 +280,6 @@ def _read_label(value: Any) -> Label:
     if not isinstance(value, str) or not value.strip():
         raise MalformedRow("no label")
     return value.strip()
-
-
-@dataclass
-class LabelEncoder:
-    """Encode labeled texts as the tokenizer does for sequence classification: with its special
-    tokens, and its way to join two texts.
-
-    Args:
-        tokenizer: see :func:`paceline.data.text.tokenizer.load_tokenizer`.
-        truncate_to: number of tokens to which longer texts are truncated, the longer text of a
-            pair first; None to leave them as they are.
-
-    Attributes:
-        facts, refusals, pretrain, template: as in
-            :class:`paceline.data.text.encoding.encoder.Encoder`; there is no answer and no chat
-            template.
-    """
-
-    tokenizer: LoadedTokenizer
-    truncate_to: int | None
-    facts: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
-    pretrain = True
-    template = None
-
-    def __call__(self, samples: list[Sample]) -> list[Encoded | str]:
-        """Return the tokens of each sample. ``labels_mask`` is true for the tokens of the
-        second text."""
-        encode = self._encode_python if self.tokenizer.backend is None else self._encode_batch
-        results: list[Encoded | str] = []
-        self.facts[LABEL_LISTS] += sum(sample.has_list for sample in samples)
-        for sample, (ids, types, is_truncated) in zip(samples, encode(samples), strict=True):
-            part = self.tokenizer.added_once(ids)
-            encoded = Encoded(
-                np.array(ids[part], dtype=np.int32),
-                np.array(types[part], dtype=np.int8) > 0,
-                labels=sample.labels,
-                is_truncated=is_truncated,
-            )
-            results.append(encoded if ids else "no tokens")
-        return results
-
-    def _encode_batch(self, samples: list[Sample]) -> list[tuple[list[int], list[int], bool]]:
-        backend = self.tokenizer.backend
-        if self.truncate_to is not None:
-            backend.enable_truncation(self.truncate_to)
-        encodings = backend.encode_batch([sample.pair or sample.text for sample in samples])
-        return [
-            (encoding.ids, encoding.type_ids, bool(encoding.overflowing)) for encoding in encodings
-        ]
-
-    def _encode_python(self, samples: list[Sample]) -> Iterable[tuple[list[int], list[int], bool]]:
-        for sample in samples:
-            texts = sample.pair or (sample.text,)
-            full = self.tokenizer.python(*texts, return_token_type_ids=True)
-            length = len(full["input_ids"])
-            is_truncated = self.truncate_to is not None and length > self.truncate_to
-            if is_truncated:
-                full = self.tokenizer.python(
-                    *texts,
-                    truncation=True,
-                    max_length=self.truncate_to,
-                    return_token_type_ids=True,
-                )
-            yield list(full["input_ids"]), list(full["token_type_ids"]), is_truncated
 
 
 def _is_negative(label: Label) -> bool:
@@ -304,8 +333,7 @@ class StoredLabels:
 
 def read_labels(folder: Path) -> StoredLabels:
     """Read the labels of an entry of the token cache."""
-    content = json.loads((folder / LABEL_NAMES).read_text(encoding="utf-8"))
-    return StoredLabels(tuple(content["labels"]), content["is_multi"])
+    return StoredLabels(*LABELS.names(folder))
 
 
 def class_names(stored: StoredLabels, known: Sequence[str] = ()) -> list[str]:

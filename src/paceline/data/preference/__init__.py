@@ -1,1 +1,0 @@
-"""Answers with preferences: pairs, or single answers that are marked as good or bad."""
