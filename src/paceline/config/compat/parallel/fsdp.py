@@ -7,17 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.conversion import (
-    UnsupportedValue,
-    as_bool,
-    as_names,
-    is_off,
-    read_json_object,
-)
-from paceline.config.compat.merge import Assignment
+from paceline.config.compat.conversion import UnsupportedValue, as_names, is_off, read_json_object
 from paceline.config.compat.parallel.keys import StrategyKeys, nested_entry, num_ranks
 from paceline.config.compat.precision import BF16, FP16
-from paceline.config.entries import ConfigEntry
+from paceline.config.entries import ConfigEntry, as_bool
+from paceline.config.settings import Assignment
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import did_you_mean
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.conversion import as_number
-from paceline.config.compat.merge import Assignment, Merge, SourceLine
-from paceline.config.entries import FILE, ConfigEntry, Problem
+from paceline.config.compat.merge import Merge, SourceLine
+from paceline.config.entries import FILE, ConfigEntry, Problem, as_number
+from paceline.config.settings import Assignment
 from paceline.config.yaml_read import YamlValue
 
 #: The config overrides a DeepSpeed JSON: defaults < JSON < config file < overrides.
