@@ -132,9 +132,9 @@ def _validate(settings: Settings, file: Path | None) -> Config:
                     continue
             if problem.entry is None or id(problem.entry) not in reported:
                 problems.append(problem)
-        raise config_error(problems, file) from None
+        raise config_error(problems, file, settings.key_of) from None
     if problems:
-        raise config_error(problems, file)
+        raise config_error(problems, file, settings.key_of)
     return config
 
 

@@ -1,10 +1,10 @@
 """The error for all mistakes in a config."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config.entries import OVERRIDE, Problem
+from paceline.config.entries import OVERRIDE, ConfigEntry, Problem
 from paceline.core.errors import ConfigError
 
 
@@ -26,8 +26,11 @@ class ConfigMistakes(ConfigError):
     mistakes: Sequence[Mistake] = ()
 
 
-def config_error(problems: list[Problem], file: Path | None) -> ConfigMistakes:
-    """Return one error for all problems, in the order of the file."""
+def config_error(
+    problems: list[Problem], file: Path | None, key_of: Callable[[ConfigEntry], str | None]
+) -> ConfigMistakes:
+    """Return one error for all problems, in the order of the file. ``key_of`` returns the native
+    key that an entry sets."""
 
     def line(problem: Problem) -> int:
         entry = problem.entry
@@ -46,17 +49,14 @@ def config_error(problems: list[Problem], file: Path | None) -> ConfigMistakes:
     if len(errors) > 1:
         paragraphs = "\n".join(f"- {error.paragraph()}" for error in errors)
         error = ConfigMistakes(f"the config has {len(errors)} errors:\n{paragraphs}")
-    error.mistakes = [_mistake(problem) for problem in ordered]
+    error.mistakes = [_mistake(problem, key_of) for problem in ordered]
     return error
 
 
-def _mistake(problem: Problem) -> Mistake:
+def _mistake(problem: Problem, key_of: Callable[[ConfigEntry], str | None]) -> Mistake:
     entry, key = problem.entry, problem.target
     if key is None and entry is not None:
-        from paceline.config.compat.binding import bind_key  # only for a config with mistakes
-
-        binding = bind_key(entry)
-        key = binding.target or (binding.alias.target if binding.alias else None)
+        key = key_of(entry)
     return Mistake(
         key or None, entry.line if entry else None, problem.what, problem.allowed, problem.fix
     )

@@ -223,6 +223,10 @@ class Settings:
         """Return all notices, in the order of the config."""
         return self.general_notices
 
+    def key_of(self, entry: ConfigEntry) -> str | None:
+        """Return the native key that an entry sets, as far as its name tells."""
+        return native_key(entry)
+
     def find(self, key: str) -> ConfigEntry | None:
         """Return the entry that sets a native key."""
         winner = self.winners.get(key) or next(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.config.compat.binding import KeyBinding, unknown_key
+from paceline.config.compat.binding import KeyBinding, bind_key, unknown_key
 from paceline.config.compat.conversion import UnsupportedValue, is_off
 from paceline.config.compat.keys import DATA_KEYS, Alias, alias_tables, named_method, tool_names
 from paceline.config.entries import ConfigEntry, Notice, Problem, as_bool, as_number, short
@@ -159,6 +159,10 @@ class Merge(Settings):
             what = f"{by.entry.shown()}: {error.why}"
             self.problems.append(Problem(what, by.entry, fix=error.fix))
             return None
+
+    def key_of(self, entry: ConfigEntry) -> str | None:
+        binding = bind_key(entry)
+        return binding.target or (binding.alias.target if binding.alias else None)
 
     def is_reported(self, entry: ConfigEntry) -> bool:
         return any(line.binding.entry is entry for line in self.lines)

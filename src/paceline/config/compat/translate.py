@@ -49,13 +49,15 @@ def translate(
     merge.resolve_precedence()
     unsupported = merge.unsupported_methods()
     if unsupported:  # Other errors in such a config would only distract from this one.
-        raise config_error([unsupported_method(unsupported)], file)
+        raise config_error([unsupported_method(unsupported)], file, merge.key_of)
     resolve_conflicts(merge)
     report_overridden_json(merge)
     if file is not None and is_accelerate(tree):
         targets = {*merge.winners, *(problem.target for problem in merge.problems)}
         if not targets & {"model", "dataset"}:
-            raise config_error([accelerate_problem(file, merge), *merge.problems], file)
+            raise config_error(
+                [accelerate_problem(file, merge), *merge.problems], file, merge.key_of
+            )
     return merge
 
 
