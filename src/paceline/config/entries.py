@@ -62,14 +62,21 @@ class ConfigEntry:
 
 @dataclass
 class Problem:
-    """An error in the config. ``target``: the native key it concerns, if overriding that key could
-    resolve it."""
+    """An error in the config.
+
+    Args:
+        kind: the code of the error.
+        target: the native key it concerns, if setting that key could resolve it.
+        suggestion: the key that is probably meant.
+    """
 
     what: str
+    kind: str
     entry: ConfigEntry | None = None
     allowed: str | None = None
     fix: str | None = None
     target: str | None = None
+    suggestion: str | None = None
 
 
 @dataclass
@@ -111,6 +118,7 @@ class EntryCollector:
             self.problems.append(
                 Problem(
                     f"{entry.shown()}: `{name}` is a section; {got}",
+                    "wrong-type",
                     entry,
                     quoted_names(SECTIONS[name].model_fields),
                     f"write {name}: {{{first}: ...}}, or {name}.{first}=... on the command line",

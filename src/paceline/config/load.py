@@ -123,13 +123,10 @@ def _validate(settings: Settings, file: Path | None) -> Config:
     except ValidationError as error:
         reported = {id(problem.entry) for problem in strict if problem.entry}
         refused = {problem.target for problem in settings.problems if problem.target}
-        guesses = [problem.fix for problem in settings.problems]
+        suggested = {problem.suggestion for problem in settings.problems}
         for problem in explain(error, data, settings.find):
-            if problem.entry is None and problem.what.endswith("is missing"):
-                key = problem.what.split("`")[1]
-                # Already reported as a misspelt or rejected key.
-                if key in refused or f"did you mean `{key}`?" in guesses:
-                    continue
+            if problem.kind == "missing-key" and problem.target in refused | suggested:
+                continue  # It is already reported as a misspelt or rejected key.
             if problem.entry is None or id(problem.entry) not in reported:
                 problems.append(problem)
         raise config_error(problems, file, settings.key_of) from None

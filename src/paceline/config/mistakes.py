@@ -29,8 +29,8 @@ class ConfigMistakes(ConfigError):
 def config_error(
     problems: list[Problem], file: Path | None, key_of: Callable[[ConfigEntry], str | None]
 ) -> ConfigMistakes:
-    """Return one error for all problems, in the order of the file. ``key_of`` returns the native
-    key that an entry sets."""
+    """Return one error for all problems, in the order of the file, with the code of the first one.
+    ``key_of`` returns the native key that an entry sets."""
 
     def line(problem: Problem) -> int:
         entry = problem.entry
@@ -40,6 +40,7 @@ def config_error(
     errors = [
         ConfigMistakes(
             _end_sentence(_with_place(problem, file)),
+            code=problem.kind,
             allowed=_end_sentence(problem.allowed),
             fix=_end_sentence(problem.fix),
         )
@@ -48,15 +49,16 @@ def config_error(
     error = errors[0]
     if len(errors) > 1:
         paragraphs = "\n".join(f"- {error.paragraph()}" for error in errors)
-        error = ConfigMistakes(f"the config has {len(errors)} errors:\n{paragraphs}")
+        what = f"the config has {len(errors)} errors:\n{paragraphs}"
+        error = ConfigMistakes(what, code=error.code)
     error.mistakes = [_mistake(problem, key_of) for problem in ordered]
     return error
 
 
 def _mistake(problem: Problem, key_of: Callable[[ConfigEntry], str | None]) -> Mistake:
-    entry, key = problem.entry, problem.target
-    if key is None and entry is not None:
-        key = key_of(entry)
+    entry, key = problem.entry, None
+    if entry is not None:
+        key = problem.target or key_of(entry)
     return Mistake(
         key or None, entry.line if entry else None, problem.what, problem.allowed, problem.fix
     )

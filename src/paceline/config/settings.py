@@ -150,7 +150,8 @@ class Settings:
         """Record the problem that two entries disagree; ``why`` is added to the message."""
         shown = " and ".join(f"{entry.shown()} ({entry.place()})" for entry in (first, second))
         what = f"{shown} disagree{why}"
-        self.problems.append(Problem(what, second, fix="keep one of the two", target=target))
+        fix = "keep one of the two"
+        self.problems.append(Problem(what, "disagreement", second, fix=fix, target=target))
 
     def value_of(self, target: str) -> Any:
         winner = self.winners.get(target)

@@ -79,7 +79,8 @@ def unknown_key(entry: ConfigEntry) -> Problem:
     fix = f"did you mean `{guess}`?" if guess else "remove it; docs/config.md lists all keys"
     if not guess and entry.section in SECTIONS:
         fix += f", and `{entry.section}` has {quoted_names(SECTIONS[entry.section].model_fields)}"
-    return Problem(f"unknown key `{entry.key}`", entry, fix=fix)
+    what = f"unknown key `{entry.key}`"
+    return Problem(what, "unknown-key", entry, fix=fix, suggestion=guess)
 
 
 def _nearest_key(entry: ConfigEntry) -> str | None:
@@ -203,6 +204,7 @@ def unsupported_method(bindings: Sequence[KeyBinding]) -> Problem:
         return Problem(
             f"{shown} {'belongs' if len(entries) == 1 else 'belong'} to one of several training"
             f" methods: {'; '.join(methods)}",
+            "ambiguous-method",
             entries[0],
             allowed=tasks,
             fix=f"state which one it is: add {tasks}",
@@ -214,6 +216,7 @@ def unsupported_method(bindings: Sequence[KeyBinding]) -> Problem:
         method = f"a training method that Paceline does not support, one of: {'; '.join(methods)}"
     return Problem(
         f"{shown} {verb} {method}",
+        "unsupported-method",
         entries[0],
         allowed=(
             "`task: sft`, `pretrain`, `dpo`, `orpo`, `kto`, `simpo`, `reward`, `classify`,"

@@ -41,11 +41,12 @@ class Conversion:
 
 
 class UnsupportedValue(Exception):
-    """A value that is not supported and cannot be ignored without changing the training."""
+    """A value that is not supported and cannot be ignored without changing the training. ``key``:
+    the key with the value, if another key is being read."""
 
-    def __init__(self, why: str, fix: str) -> None:
+    def __init__(self, why: str, fix: str, key: str | None = None) -> None:
         super().__init__(why)
-        self.why, self.fix = why, fix
+        self.why, self.fix, self.key = why, fix, key
 
 
 Convert = Callable[[Any], Conversion]

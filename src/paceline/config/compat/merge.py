@@ -81,8 +81,9 @@ class Merge(Settings):
         try:
             result = alias.convert(entry.value)
         except UnsupportedValue as error:
+            what = f"{entry.shown()}: {error.why}"
             self.problems.append(
-                Problem(f"{entry.shown()}: {error.why}", entry, fix=error.fix, target=target)
+                Problem(what, "unsupported-value", entry, fix=error.fix, target=target)
             )
             return
         assigned = [
@@ -157,7 +158,7 @@ class Merge(Settings):
             return act(self, by)
         except UnsupportedValue as error:
             what = f"{by.entry.shown()}: {error.why}"
-            self.problems.append(Problem(what, by.entry, fix=error.fix))
+            self.problems.append(Problem(what, "unsupported-value", by.entry, fix=error.fix))
             return None
 
     def key_of(self, entry: ConfigEntry) -> str | None:

@@ -267,4 +267,6 @@ class _PreferenceReader:
 
     def _refuse(self, binding: KeyBinding, why: str, target: str | None = None) -> None:
         what = f"{binding.entry.shown()} ({short(binding.entry.value)}): {why}"
-        self.merge.problems.append(Problem(what, binding.entry, fix=_FIX, target=target))
+        self.merge.problems.append(
+            Problem(what, "unsupported-value", binding.entry, fix=_FIX, target=target)
+        )

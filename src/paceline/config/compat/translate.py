@@ -79,6 +79,7 @@ def check_kind(tree: Mapping[str, YamlValue], file: Path) -> None:
         kind = "a DeepSpeed config" + (f" (ZeRO stage {stage})" if stage is not None else "")
         raise ConfigError(
             f"{file} is {kind}, not a training config: it has no model and no dataset",
+            code="not-a-training-config",
             fix=(
                 f"set `deepspeed: {file}` in your config, or pass it with the config: "
                 f"`paceline sft CONFIG.yaml --deepspeed {file}`"
@@ -87,6 +88,7 @@ def check_kind(tree: Mapping[str, YamlValue], file: Path) -> None:
     if ("provider" in tree and "gpu" in tree) or {"gpu", "gpu_count", "secrets"} <= tree.keys():
         raise ConfigError(
             f"{file} is a config of axolotl for a provider of GPUs, not a training config",
+            code="not-a-training-config",
             fix="pass the training config, and start Paceline on the machine itself",
         )
     if any(
@@ -95,6 +97,7 @@ def check_kind(tree: Mapping[str, YamlValue], file: Path) -> None:
     ):
         raise ConfigError(
             f"{file} is a torchtune config (it has `_component_`), which is not supported",
+            code="not-a-training-config",
             allowed=(
                 "a config of Paceline, LLaMA-Factory, ms-swift, axolotl, TRL or alignment-handbook"
             ),
@@ -107,6 +110,7 @@ def check_kind(tree: Mapping[str, YamlValue], file: Path) -> None:
     if not rest and any(key.startswith("fsdp") for key in tree):
         raise ConfigError(
             f"{file} is an FSDP config, not a training config: it has no model and no dataset",
+            code="not-a-training-config",
             fix=f"set `fsdp: {file}` in your config, or set `parallel.mode: zero3`",
         )
 
@@ -121,6 +125,7 @@ def accelerate_problem(file: Path, merge: Merge) -> Problem:
     return Problem(
         "this is an Accelerate config: it describes how to start processes, and has no model and"
         " no dataset" + (f". It is read as {settings}" if settings else ""),
+        "not-a-training-config",
         fix=(
             f"pass the model and the dataset with it (`paceline sft {file} model=... dataset=...`),"
             " or copy its keys into your own config"

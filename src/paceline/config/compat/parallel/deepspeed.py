@@ -55,7 +55,9 @@ def use_deepspeed(keys: StrategyKeys, names: list[str]) -> None:
         keys.add_problem(by, error.why, error.fix)
         return
     except ConfigError as error:
-        keys.merge.problems.append(Problem(error.what, by, fix=error.fix, target="parallel.mode"))
+        keys.merge.problems.append(
+            Problem(error.what, error.code, by, fix=error.fix, target="parallel.mode")
+        )
         return
     keys.set_strategy(by, settings)
     for name in names[1:]:
@@ -206,7 +208,7 @@ def read_native_json(keys: StrategyKeys) -> None:
         parsed = interpret(read_json(config.value, by.key))
     except ConfigError as error:
         keys.merge.problems.append(
-            Problem(error.what, by, fix=error.fix, target="parallel.deepspeed_config")
+            Problem(error.what, error.code, by, fix=error.fix, target="parallel.deepspeed_config")
         )
         return
     source = "parallel.deepspeed_config"

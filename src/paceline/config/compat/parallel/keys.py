@@ -66,7 +66,8 @@ class StrategyKeys:
     def add_problem(
         self, by: ConfigEntry, why: str, fix: str | None, target: str = "parallel.mode"
     ) -> None:
-        self.merge.problems.append(Problem(f"{by.shown()}: {why}", by, fix=fix, target=target))
+        what = f"{by.shown()}: {why}"
+        self.merge.problems.append(Problem(what, "unsupported-value", by, fix=fix, target=target))
 
     def native(self, target: str) -> Assignment | None:
         """Return what sets a native key so far: an override before the file."""
