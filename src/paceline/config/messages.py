@@ -9,6 +9,7 @@ from pydantic_core import ErrorDetails
 
 from paceline.config.entries import ConfigEntry, Problem, short
 from paceline.config.fields import KEYS, SECTIONS, SOURCE_KEYS, describe, literals, takes
+from paceline.config.schema.base import CombinationError
 from paceline.config.schema.data import DatasetSource
 from paceline.config.yaml_read import YamlValue, kind_of
 from paceline.core.errors import did_you_mean
@@ -109,11 +110,11 @@ def _source(key: str, value: Any, errors: list[ErrorDetails], entry: ConfigEntry
 
 
 def _combination(key: str, first: ErrorDetails, find: Find) -> Problem:
-    """Describe a violated rule about several keys, with the place of each key that it names."""
+    """Describe a violated rule about several keys, with the place of each key."""
     message = str(first["msg"]).removeprefix("Value error, ")
-    tokens = {token.rstrip(":") for token in message.replace("`", " ").split()}
-    named = {name: find(name) for name in KEYS if name.rpartition(".")[2] in tokens}
-    entries = {name: entry for name, entry in named.items() if entry is not None}
+    error = first.get("ctx", {}).get("error")
+    keys = error.keys if isinstance(error, CombinationError) else ()
+    entries = {name: entry for name in KEYS if name in keys and (entry := find(name))}
     if not entries:
         return Problem(message, "unsupported-combination", find(key))
     places = [f"`{name}` ({entry.shown()}, {entry.place()})" for name, entry in entries.items()]

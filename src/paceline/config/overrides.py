@@ -44,6 +44,7 @@ def split_cli(tokens: Sequence[str]) -> tuple[Path | None, list[str]]:
     if len(files) > 1:
         raise ConfigError(
             f"expected one config file, got {files[0]} and {files[1]}",
+            code="several-config-files",
             fix="pass one of them, and change its keys with key=value",
         )
     path = Path(files[0]) if files else None
@@ -97,7 +98,9 @@ def _option(token: str, rest: list[str]) -> tuple[str, list[str]]:
     info = _native(key)
     if not rest or _is_next(rest[0]) or _is_config_file(key, info, rest[0]):
         if key == "config":
-            raise ConfigError("`--config` has no value", fix="write --config FILE.yaml")
+            raise ConfigError(
+                "`--config` has no value", code="missing-value", fix="write --config FILE.yaml"
+            )
         if info is not None and not takes(info, bool):
             raise ConfigError(f"`{token}` has no value", fix=f"write {token} VALUE")
         return _flag(key)
@@ -154,6 +157,7 @@ def _as_file(token: str) -> str:
         return token
     raise ConfigError(
         f"`{token}` is neither a config file nor an override",
+        code="not-an-override",
         allowed="one config file, then key=value or --key value",
         fix=(
             "write the key too, as key=value"

@@ -34,6 +34,7 @@ def check_package(package: str, setting: str, fix: str, extra: str | None = None
     if find_spec(package) is None:
         raise ConfigError(
             f"{setting} needs {package}, which is not installed",
+            code="missing-package",
             fix=f"run `pip install 'paceline[{extra or package}]'`, or {fix}",
         )
 
