@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raised import raises_error
 
 from paceline.config.compat.keys import alias_tables
 from paceline.config.compat.translate import translate
@@ -144,5 +145,5 @@ def test_the_command_line_wins_whatever_tool_a_key_is_from(
 
 
 def test_unknown_key_with_nested_mappings_is_an_error(load: Load) -> None:
-    with pytest.raises(ConfigError, match="unknown key `resources`"):
+    with raises_error(ConfigError, code="unknown-key", naming="resources"):
         load("model: m\ndataset: d\nresources: {cpu: {count: 4}}\nlora_rank: 4\n")

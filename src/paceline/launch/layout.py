@@ -139,6 +139,7 @@ def choose_layout(
         raise ConfigError(
             f"`parallel.mode: {chosen.strategy}` is not supported with {device_type} devices: Gloo,"
             " which connects workers and servers, cannot send their tensors",
+            code="not-supported",
             allowed="`parallel.device: cpu` or `cuda`",
             fix="set `parallel.device: cpu`, or `parallel.mode: ddp`",
         )
@@ -147,6 +148,7 @@ def choose_layout(
             f"`parallel.mode: {chosen.strategy}` on {device_type} devices is not supported with an"
             " outer launcher or several hosts: each of their ranks has a device, and the servers"
             " have none",
+            code="not-supported",
             fix=(
                 "start it on one host without torchrun (`paceline sft …`), or set"
                 " `parallel.device: cpu`"
@@ -205,6 +207,7 @@ def check_images(config: Config, dims: ParallelDims) -> None:
         setting = f"`parallel.{names[0]}: {getattr(dims, names[0])}`"
         raise ConfigError(
             f"{setting} is not supported with the vision-language model `{config.model}`",
+            code="not-supported",
             fix="set `parallel.mode: ddp`, `zero1`, `zero2` or `zero3`",
         )
 
@@ -246,7 +249,9 @@ def check_sizes(derived: ResolvedValues, samples: int | None, mode: str) -> list
         samples = derived.global_batch_size
     if samples == 0:
         raise ConfigError(
-            "the dataset contains no training sample", fix="check `dataset` and `max_length`"
+            "the dataset contains no training sample",
+            code="no-rows",
+            fix="check `dataset` and `max_length`",
         )
     if derived.replicas > samples and mode in OTHER_TRAINING:
         raise ConfigError(

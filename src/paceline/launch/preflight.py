@@ -361,6 +361,7 @@ def _check_selection_is_off(args: TrainArgs) -> None:
     if names:
         raise ConfigError(
             f"{' and '.join(names)} compare evaluations, and {why}",
+            code="no-validation-data",
             fix=f"{fix}, or remove these settings",
         )
     if args.metric_for_best_model is not None:

@@ -95,6 +95,7 @@ def check_limits(mode: str, capabilities: Capabilities, config: Config, dims: Pa
         text = f"[{', '.join(value)}]" if isinstance(value, list) else text
         raise ConfigError(
             f"`{limit.setting}: {text}` is not supported with {subject}: {limit.reason}",
+            code="not-supported",
             allowed=limit.allowed,
             fix=limit.fix,
         )

@@ -255,6 +255,7 @@ def _task_of(config: Config, has_images: bool) -> TextTask:
     raise ConfigError(
         f"statistics are not supported with `task: {config.task}`: only the task knows the form of"
         " its samples",
+        code="not-supported",
         allowed=", ".join((*CAUSAL_TASKS, "reward", "classify", "recommend")),
         fix="use a config with one of these tasks",
     )

@@ -367,7 +367,12 @@ def convert_row(converter: AnyConverter, row: Any, place: Place, config: Config)
 
 def unsupported_row(error: Unsupported, place: Place) -> ConfigError:
     """Return the error for a dataset with a row for another kind of training."""
-    return ConfigError(f"{place}: {error.what}", allowed=error.allowed, fix=error.fix)
+    return ConfigError(
+        f"{place}: {error.what}",
+        code="data-of-another-method",
+        allowed=error.allowed,
+        fix=error.fix,
+    )
 
 
 #: The counters of a :class:`RowConverter` that are summed over chunks.
