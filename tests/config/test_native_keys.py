@@ -133,6 +133,13 @@ def test_null_in_an_override_resets_a_native_key(load: Load) -> None:
         ("bf16: true", ["precision=32"], "train_args.precision", "32"),
         ("precision: 32", ["--bf16"], "train_args.precision", "bf16-mixed"),
         ("deepspeed: zero3", ["parallel.mode=ddp"], "parallel.mode", "ddp"),
+        ("optim: sgd\nlora_r: 4", ["packing_strategy=bfd"], "train_args.packing_strategy", "bfd"),
+        (
+            "use_gradient_checkpointing: unsloth",
+            ["parallel.cpu_offload=all"],
+            "parallel.cpu_offload",
+            "all",
+        ),
         ("parallel: {mode: ddp}", ["--deepspeed", "zero3"], "parallel.mode", "deepspeed"),
     ],
 )

@@ -8,7 +8,7 @@ from paceline.config.compat.conversion import UnsupportedValue
 from paceline.config.compat.merge import Action, Merge
 from paceline.config.compat.precision import resolve_precision
 from paceline.config.compat.values import split_beside_all
-from paceline.config.entries import Notice, quoted_names, short
+from paceline.config.entries import OVERRIDE, Notice, quoted_names, short
 from paceline.config.schema.base import Logger
 from paceline.config.schema.lora import ALL_LINEAR
 from paceline.config.schema.tasks import ANSWER_TASKS
@@ -189,7 +189,7 @@ def _packing_strategy(merge: Merge, by: Assignment) -> Notice:
     """Apply TRL's strategy, which has an effect only with `packing: true`."""
     if merge.is_overridden("train_args.packing_strategy", by):
         return _OVERRIDDEN
-    if merge.value_of("train_args.packing") is not True:
+    if merge.value_of("train_args.packing") is not True and by.entry.layer != OVERRIDE:
         return "info", "has no effect without `packing: true`"
     merge.set_winner("train_args.packing_strategy", by.value, by)
     return "info", f"is read as `train_args.packing_strategy: {by.value}`"
