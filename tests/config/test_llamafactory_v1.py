@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from raised import raises_error
 
 from paceline.config.load import Loaded
 from paceline.core.errors import ConfigError
@@ -132,7 +133,7 @@ def test_reads_the_settings_of_plugins(load: Load) -> None:
         0.95,
     )
     assert args.save_steps == 0.25
-    with pytest.raises(ConfigError, match="`nesterov`: False is not supported"):
+    with raises_error(ConfigError, code="unsupported-value", naming="nesterov"):
         load(f"{base}optim_config: {{name: muon, nesterov: false}}")
 
 

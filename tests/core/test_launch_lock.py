@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from raised import raises_error
 
 from paceline.core.errors import ConfigError
 from paceline.core.event_log import EventLog
@@ -99,7 +100,7 @@ def test_does_not_wait_after_an_older_run_end(tmp_path: Path) -> None:
     log.emit({"type": "run_end", "status": "done", "step": 1})
     log.close()
     time.sleep(0.01)  # the event's time is rounded
-    with LaunchLock(RunDir(tmp_path)), pytest.raises(ConfigError, match="in use"):
+    with LaunchLock(RunDir(tmp_path)), raises_error(ConfigError, code="in-use"):
         LaunchLock(RunDir(tmp_path)).__enter__()
 
 

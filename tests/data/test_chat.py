@@ -2,6 +2,7 @@
 reference."""
 
 import pytest
+from raised import raises_error
 
 from paceline.core.errors import ConfigError
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
@@ -137,7 +138,7 @@ def test_spans_when_chat_starts_with_assistant() -> None:
 def test_template_exception_and_invalid_jinja() -> None:
     with pytest.raises(TemplateRefused, match="roles must alternate"):
         answers(INST, CHAT[1:])
-    with pytest.raises(ConfigError, match="not valid Jinja"):
+    with raises_error(ConfigError, code="invalid-template"):
         ChatTemplate("{% for m in messages %}", {})
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from prepared_tokens import MODEL, loss_segments, save
+from raised import raises_error
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -263,5 +264,5 @@ def test_empty_answers_and_marks_are_named(tmp_path: Path, empty: Any) -> None:
         answers({"prompt": "q", "completion": "a", "label": empty})
     assert not answers.tally.unmatched
     path = save(tmp_path / "a.jsonl", [{"prompt": "q", "chosen": "a", "rejected": empty}])
-    with pytest.raises(ConfigError, match=r"no row of .* can be used. `rejected` is empty: 1"):
+    with raises_error(ConfigError, code="no-usable-rows"):
         prepare_tokens(Config(model=MODEL, dataset=path), "pairs", resolve_model)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from commands import run
 from PIL import Image
+from raised import raises_error
 
 from paceline.config.load import load_config
 from paceline.core.errors import ConfigError
@@ -93,9 +94,9 @@ def test_document_is_split_without_losing_tokens(tmp_path):
 
 
 def test_rejects_custom_task_and_row_count_out_of_range():
-    with pytest.raises(ConfigError, match="a preview is not supported with"):
+    with raises_error(ConfigError, code="not-supported", naming="task"):
         preview(config_of("rows.csv", task="./examples/my_task.py:Task"))
-    with pytest.raises(ConfigError, match="out of range"):
+    with raises_error(ConfigError, code="out-of-range"):
         preview(config_of("builtin:python-docs"), rows=0)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from raised import raises_error
 
 from paceline.cli import main
 from paceline.config.schema import Config
@@ -300,7 +301,7 @@ def test_ignore_columns_of_config_and_source_are_combined(tmp_path: Path) -> Non
     assert "no row has the columns `nothing` of `ignore_columns`" in messages
     other_config = Config(model="builtin:qwen2-micro", dataset=source, ignore_columns=["rejected"])
     assert prepare_tokens(other_config, "sft", resolve_model).train_folder != tokens.train_folder
-    with pytest.raises(ConfigError, match="in both `columns` and `ignore_columns`"):
+    with raises_error(ConfigError, code="conflicting-settings", naming="ignore_columns"):
         RowConverter("here", columns={"text": "x"}, ignore_columns=["x"])
 
 

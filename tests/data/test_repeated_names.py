@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from raised import raises_error
 
 from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
@@ -60,7 +61,7 @@ def test_key_of_json_that_occurs_twice(tmp_path: Path, name: str, row: str, text
     message = error_of(tmp_path / name)
     assert f"{place} has the key {text}" in message
     assert "keep one of the values" in message
-    with pytest.raises(ConfigError, match="twice"):
+    with raises_error(ConfigError, code="repeated-name"):
         list(open_source(DatasetSource(path=str(tmp_path / name))).rows(0))
 
 
@@ -97,7 +98,7 @@ def test_column_of_csv_that_occurs_twice(
     path = tmp_path / ("a.tsv" if delimiter == "\t" else "a.csv")
     path.write_text(f"{line}\n{delimiter.join('x' * len(names))}\n")
     assert f"`{path}` has two columns with the name `prompt`" in error_of(path)
-    with pytest.raises(ConfigError, match="two columns with the name `prompt`"):
+    with raises_error(ConfigError, code="repeated-name", naming="prompt"):
         open_table(path)
 
 
@@ -128,7 +129,7 @@ def test_column_of_arrow_that_occurs_twice(tmp_path: Path, name: str, kind: str)
         with new(path, table.schema) as writer:
             writer.write_table(table)
     assert f"two columns with the name {name}" in error_of(path)
-    with pytest.raises(ConfigError, match="two columns"):
+    with raises_error(ConfigError, code="repeated-name"):
         open_table(path)
 
 
@@ -144,7 +145,7 @@ def test_streams_refuse_repeated_names(tmp_path: Path, name: str) -> None:
     config = Config(
         model="builtin:qwen2-micro", dataset=str(path), streaming=True, train_args={"max_steps": 1}
     )
-    with pytest.raises(ConfigError, match=r"prompt"):
+    with raises_error(ConfigError, code="repeated-name", naming="prompt"):
         prepare_stream(config, "sft", resolve_model)
 
 

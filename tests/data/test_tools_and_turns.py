@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from raised import raises_error
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -228,7 +229,7 @@ def test_alternative_keys_and_roles_of_conversations() -> None:
         {"conversations": [{"from": "visitor", "value": "q"}, {"from": "bot9000", "value": "a"}]}
     )
     assert [message["role"] for message in sample.messages or []] == ["user", "assistant"]
-    with pytest.raises(ConfigError, match="unknown role"):
+    with raises_error(ConfigError, code="unknown-role"):
         RowConverter("here", roles={"robot": "x"})
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from prepared_tokens import CHATS, PAIRS, expect_error, notice_text, prepare, save, train_set
+from raised import raises_error
 
 from paceline.core.errors import ConfigError
 from paceline.data.text.prepare import split_indices
@@ -109,7 +110,7 @@ def test_split_depends_only_on_seed(tmp_path: Path) -> None:
     assert prepare(data, split_dataset_ratio=0.999).num_train == 1
     assert len(split_indices(1000, 0.05, 7)[1]) == 50
     assert [len(part) for part in split_indices(1000, 200, 7)] == [800, 200]
-    with pytest.raises(ConfigError, match="holds out 1,000 samples"):
+    with raises_error(ConfigError, code="split-too-large"):
         split_indices(1000, 1000, 7)
 
 

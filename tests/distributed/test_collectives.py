@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from raised import raises_error
 from ranks import run_ranks
 
 from paceline.core.errors import ConfigError
@@ -294,7 +295,7 @@ def test_time_limit_applies_to_subgroups() -> None:
 
 def test_rejects_unknown_algorithm() -> None:
     world = Communicator(RankEnv(), torch.device("cpu"))
-    with pytest.raises(ConfigError, match="ring, tree, halving, naive"):
+    with raises_error(ConfigError, code="unknown-name"):
         all_reduce(world, torch.zeros(1), "rign")
-    with pytest.raises(ConfigError, match="ring, tree, naive"):
+    with raises_error(ConfigError, code="unknown-name"):
         broadcast(world, torch.zeros(1), "halving")

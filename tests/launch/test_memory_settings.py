@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from commands import MICRO, events, losses, report, run
+from raised import raises_error
 
 from paceline.config.load import load_config
 from paceline.core.errors import ConfigError
@@ -102,7 +103,7 @@ def test_auto_is_read_as_the_switch(tmp_path: Path) -> None:
     assert args.auto_find_batch_size
     assert args.per_device_train_batch_size == 4
     path.write_text("{model: x, dataset: y, per_device_train_batch_size: most}")
-    with pytest.raises(ConfigError, match="whole number"):
+    with raises_error(ConfigError, code="wrong-type"):
         load_config(path)
 
 

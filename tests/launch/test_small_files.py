@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from commands import events, losses, report, run
+from raised import raises_error
 
 from paceline.cli import main
 from paceline.config.derive import derive
@@ -75,7 +76,7 @@ def test_warns_about_replicas_without_samples() -> None:
 
 
 def test_rejects_empty_dataset() -> None:
-    with pytest.raises(ConfigError, match="no training sample"):
+    with raises_error(ConfigError, code="no-rows"):
         sizes(0, 2)
 
 

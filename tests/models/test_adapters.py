@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_families import FAMILIES, make_family, write_config
+from raised import raises_error
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -194,7 +195,7 @@ def test_errors_list_modules_of_the_model(
 def test_accepts_matching_target_modules(target_modules: list[str] | str, tmp_path: Path) -> None:
     config = config_for(write_config("mixtral", tmp_path), lora={"target_modules": target_modules})
     if target_modules == ["experts"]:
-        with pytest.raises(ConfigError, match="MixtralExperts"):
+        with raises_error(ConfigError, code="unfit-adapter", naming="MixtralExperts"):
             language_model_on_meta(config)
     else:
         assert list(adapter_layers(language_model_on_meta(config)))

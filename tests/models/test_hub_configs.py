@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from raised import raises_error
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import paceline
@@ -86,7 +87,7 @@ def test_plan_for_known_model_without_network() -> None:
 
 
 def test_plan_for_unknown_model_suggests_local_folder() -> None:
-    with pytest.raises(ConfigError, match="somebody/some-model") as error:
+    with raises_error(ConfigError, code="unusable-model-config") as error:
         paceline.plan(
             {"model": "somebody/some-model", "dataset": "alpaca-en"}, world_size=2, device="A10"
         )

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from raised import raises_error
 
 from paceline.config.load import load_config
 from paceline.config.schema import Config
@@ -19,7 +20,7 @@ from paceline.models.builtin import resolve_model
     "name", ["modelscope:", "modelscope:owner", "modelscope:a/b/c", "modelscope:a b/c"]
 )
 def test_rejects_malformed_id(name: str) -> None:
-    with pytest.raises(ConfigError, match="modelscope:OWNER/NAME"):
+    with raises_error(ConfigError, code="invalid-name"):
         resolve_model(name)
 
 
@@ -27,7 +28,7 @@ def test_missing_package_error_names_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "modelscope", None)
     assert not is_hub_id("modelscope:a/b")
     for resolve in (resolve_model, lambda name: open_source(DatasetSource(path=name))):
-        with pytest.raises(ConfigError, match=r"not installed.*paceline\[modelscope\]"):
+        with raises_error(ConfigError, code="missing-package", naming="modelscope"):
             resolve("modelscope:a/b")
 
 

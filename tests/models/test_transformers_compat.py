@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from families import make_model
 from huggingface_hub import constants
+from raised import raises_error
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import paceline
@@ -36,7 +37,7 @@ class _MoreArguments:
 
 @pytest.mark.parametrize("model", [object(), _OtherArguments(), _MoreArguments()])
 def test_other_function_is_an_error_with_the_supported_range(model: object) -> None:
-    with pytest.raises(ConfigError, match="adjust_generation_fn") as caught:
+    with raises_error(ConfigError, code="changed-in-transformers") as caught:
         load_generation_config(model, "model", trust_remote_code=False)
     assert SUPPORTED in str(caught.value)
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from raised import raises_error
 from test_console import make_start_event, make_step_event
 
 from paceline.config.load import load_config
@@ -158,7 +159,7 @@ def test_failing_tracker_is_reported_once(tmp_path: Path, caplog) -> None:
 def test_missing_client_is_an_error_before_the_start(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "comet_ml", None)
     config = load_config(None, {"model": "m", "dataset": "d", "report_to": "comet_ml"}).config
-    with pytest.raises(ConfigError, match=r"pip install 'paceline\[comet_ml\]'"):
+    with raises_error(ConfigError, code="missing-package", naming="comet_ml"):
         check_loggers(config)
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from raised import raises_error
 
 from paceline.core.errors import ConfigError
 from paceline.core.event_log import EventLog
@@ -181,7 +182,7 @@ def test_missing_run_error_lists_existing_runs(tmp_path, monkeypatch):
 
 def test_missing_run_error_without_other_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="`nothing` not found"):
+    with raises_error(ConfigError, code="missing-file", naming="nothing"):
         watch(Path("nothing"))
 
 

@@ -3,6 +3,7 @@ backward, matches training with the backend's."""
 
 import pytest
 import torch
+from raised import raises_error
 from ranks import run_ranks
 from reducer_training import train
 from training import Net, Plain
@@ -130,7 +131,9 @@ def test_comm_thread_runs_in_order_and_propagates_errors():
 )
 def test_rejects_unsupported_modes(mode, axes):
     config = Config(model="m", dataset="d", parallel={"mode": mode, "all_reduce_algorithm": "ring"})
-    with pytest.raises(ConfigError, match="all_reduce_algorithm: ring") as caught:
+    with raises_error(
+        ConfigError, code="not-supported", naming="parallel.all_reduce_algorithm"
+    ) as caught:
         check_strategy(mode, config, axes)
     assert "ddp" in caught.value.allowed
 

@@ -8,6 +8,7 @@ import pytest
 from commands import run
 from planner.test_plan import write_model_config
 from planner.test_search import machine, trials
+from raised import raises_error
 
 from paceline.config.load import load_config
 from paceline.core.errors import ConfigError
@@ -101,7 +102,7 @@ def test_refused_above_110_percent_and_warned_above_90(model: str) -> None:
         fitted = fit_memory(tried, where)
         assert fitted is not None
         if expected == "refused":
-            with pytest.raises(ConfigError, match="the run does not fit: ddp needs") as error:
+            with raises_error(ConfigError, code="does-not-fit") as error:
                 check_fits(fitted, tried, round(size), "A100-40GB")
             assert "set `" in str(error.value)
             continue

@@ -1,6 +1,7 @@
 """Test the parsing of memory sizes and the table of devices."""
 
 import pytest
+from raised import raises_error
 
 from paceline.core.errors import ConfigError
 from paceline.core.processes import available_memory
@@ -97,7 +98,7 @@ def test_ambiguous_name_is_resolved_by_memory_or_reported() -> None:
     ],
 )
 def test_rejects_partial_names(name: str, suggestion: str) -> None:
-    with pytest.raises(ConfigError, match="is not in the table of devices") as error:
+    with raises_error(ConfigError, code="unknown-device") as error:
         find_device(name)
     assert suggestion in str(error.value.allowed)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import report, train
+from raised import raises_error
 
 from paceline.cli import main
 from paceline.core.errors import ConfigError
@@ -104,7 +105,7 @@ def test_calibration_finds_which_work_takes_longer() -> None:
     assert fitted.launches == pytest.approx(1, rel=0.01)
     for run in runs:
         assert fitted.seconds(run.parts_s) == pytest.approx(run.measured_s, rel=0.05)
-    with pytest.raises(ConfigError, match="different devices"):
+    with raises_error(ConfigError, code="different-devices"):
         calibrate([RUN, replace(RUN, device="cuda")])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from adapter_families import write_config
+from raised import raises_error
 
 from paceline.cli import main
 from paceline.config.schema import Config
@@ -106,7 +107,7 @@ def test_verdict_leaves_room_for_what_the_allocator_reserves() -> None:
 
 def test_reports_an_interpreter_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(run.PYTHON_VARIABLE, "/none/python")
-    with pytest.raises(ConfigError, match="`/none/python` cannot be started"):
+    with raises_error(ConfigError, code="missing-file", naming="/none/python"):
         run.run_jobs([job(1)])
 
 

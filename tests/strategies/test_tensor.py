@@ -1,8 +1,8 @@
 """Tensor parallelism on real ranks: outputs and gradients of sharded layers match those of full
 ones, and errors for layers that cannot be sharded."""
 
-import pytest
 import torch
+from raised import raises_error
 from ranks import run_ranks
 from torch import nn
 
@@ -107,10 +107,10 @@ def test_rejects_indivisible_sizes_and_names_allowed_ones():
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=6, num_key_value_heads=2))
     plan = find_tensor_plan(model, {})
     check_plan_sizes(model, plan, 2)
-    with pytest.raises(ConfigError, match=r"key_value heads \(2\).*Allowed: 1, 2"):
+    with raises_error(ConfigError, code="not-divisible"):
         check_plan_sizes(model, plan, 3)
     chain = NETS["chain"][0]()
-    with pytest.raises(ConfigError, match=r"rows of 0 \(12\).*1, 2, 3, 4, 6, 12"):
+    with raises_error(ConfigError, code="not-divisible"):
         check_plan_sizes(chain, find_tensor_plan(chain, {}), 5)
 
 

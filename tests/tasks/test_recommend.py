@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from raised import raises_error
 from ranks import run_ranks
 from sklearn.metrics import roc_auc_score
 
@@ -113,7 +114,7 @@ def test_training_learns_and_saved_model_reloads(tmp_path: Path) -> None:
     # The folder can be used as the model of another run with the same layout.
     second_task = prepare_task(make_config(model=str(tmp_path)))
     assert torch.equal(second_task.build_model()(*inputs), model(*inputs))
-    with pytest.raises(ConfigError, match="does not match `recommend`"):
+    with raises_error(ConfigError, code="mismatched-model"):
         prepare_task(make_config(model=str(tmp_path), recommend={"embedding_dim": 8})).build_model()
 
 
@@ -147,21 +148,24 @@ def test_auc_over_ranks_matches_full_dataset(world_size: int, mode: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "error"),
     [
-        ({"lora": {"enable": True}}, "lora.enable"),
-        ({"model": "builtin:small-cnn"}, "not a click model"),
-        ({"dataset": "log.csv"}, "recommend.sparse_features"),
-        ({"dataset": ["builtin:clicks", "builtin:clicks"]}, "several sources"),
-        ({"dataset": "log.csv", "recommend": {"sparse_features": ["label"]}}, "more than once"),
+        ({"lora": {"enable": True}}, ("not-supported", "lora.enable")),
+        ({"model": "builtin:small-cnn"}, ("wrong-kind-of-model", "model")),
+        ({"dataset": "log.csv"}, ("missing-value", "recommend.sparse_features")),
+        ({"dataset": ["builtin:clicks", "builtin:clicks"]}, ("several-sources", "")),
+        (
+            {"dataset": "log.csv", "recommend": {"sparse_features": ["label"]}},
+            ("repeated-name", ""),
+        ),
         (
             {"dataset": "log.csv", "recommend": {"sparse_features": ["a"], "table_size": {"b": 3}}},
-            "is not one of",
+            ("unknown-column", ""),
         ),
     ],
 )
-def test_rejects_invalid_settings(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_rejects_invalid_settings(keys: dict[str, Any], error: tuple[str, str]) -> None:
+    with raises_error(ConfigError, code=error[0], naming=error[1]):
         load_task(make_config(**keys)).check()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from raised import raises_error
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -125,96 +126,93 @@ def test_task_and_data_can_be_pickled_for_loader_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "message"),
+    ("task", "error"),
     [
-        ("./my_lime.py:Line", r"file not found: .*my_lime\.py.*did you mean my_line\.py"),
-        ("./my_line.py:Lime", r"has no class Lime.*: Line\. .*my_line\.py:Line"),
-        ("./my_line.py", r"names no class.*`task: \./my_line\.py:Line`"),
-        ("./my_line.py:NotATask", r"NotATask is a class, not a subclass of paceline\.Task.*: Line"),
-        ("./my_line.py:number", r"number is an object of int, not a subclass"),
-        ("no_such_package.tasks:Line", r"module 'no_such_package' not found"),
-        ("clasify", r"`task: classify`"),
-        ("segment", r"unknown `task: segment`. Allowed: sft .*pretrain .*classify .*recommend"),
+        ("./my_lime.py:Line", ("missing-file", "my_lime.py")),
+        ("./my_line.py:Lime", ("unknown-class-name", "my_line.py")),
+        ("./my_line.py", ("missing-class", "")),
+        ("./my_line.py:NotATask", ("not-a-task", "paceline.Task")),
+        ("./my_line.py:number", ("not-a-task", "task")),
+        ("no_such_package.tasks:Line", ("missing-module", "")),
+        ("clasify", ("unknown-task", "task")),
+        ("segment", ("unknown-task", "task")),
     ],
 )
-def test_error_for_task_that_cannot_be_found(task: str, message: str) -> None:
+def test_error_for_task_that_cannot_be_found(task: str, error: tuple[str, str]) -> None:
     write(TASK_CODE)
-    with pytest.raises(ConfigError, match=message):
+    with raises_error(ConfigError, code=error[0], naming=error[1]):
         load(task)
 
 
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("code", "error"),
     [
         (
             "import torch\n\n1 / 0\n" + TASK_CODE,
-            r"cannot be imported: ZeroDivisionError: division by zero \(.*my_line\.py, line 3",
+            ("user-code-failed", "ZeroDivisionError"),
         ),
-        ("def broken(:\n", r"SyntaxError: .*my_line\.py, line 1"),
+        ("def broken(:\n", ("import-failed", "")),
         (
             "import no_such_thing\n",
-            r"ModuleNotFoundError.*my_line\.py, line 1: `import no_such_thing`",
+            ("user-code-failed", "ModuleNotFoundError"),
         ),
-        (TASK_CODE.replace("def loss", "def lost"), r"Line has no loss"),
+        (TASK_CODE.replace("def loss", "def lost"), ("missing-method", "")),
         (
             TASK_CODE.replace(
                 "    def build_model", "    def __init__(self):\n        pass\n    def build_model"
             ),
-            r"Line\(config\) failed: TypeError.*def __init__\(self, config\)",
+            ("user-code-failed", "TypeError"),
         ),
         (
             TASK_CODE.replace(
                 "    def build_model",
                 "    def __init__(self, config):\n        pass\n    def build_model",
             ),
-            r"does not set self\.config",
+            ("missing-config", ""),
         ),
         (
             TASK_CODE.replace(
                 "    def build_model",
                 "    def __init__(self, config):\n        config.nope\n    def build_model",
             ),
-            r"AttributeError.*my_line\.py, line 11",
+            ("user-code-failed", "AttributeError"),
         ),
     ],
 )
-def test_error_in_user_code_names_line(code: str, message: str) -> None:
+def test_error_in_user_code_names_line(code: str, error: tuple[str, str]) -> None:
     write(code)
-    with pytest.raises(ConfigError, match=message):
+    with raises_error(ConfigError, code=error[0], naming=error[1]):
         load("./my_line.py:Line")
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "error"),
     [
         (
             "return open('rows.txt')",
-            r"build_datasets failed: FileNotFoundError.*my_line\.py, line 9: `return open",
+            ("user-code-failed", "FileNotFoundError"),
         ),
         (
             "return TensorDataset(x, x)",
-            r"returned an object of TensorDataset.*`return train, None`",
+            ("wrong-result", "TensorDataset"),
         ),
-        ("return None", r"returned None. Allowed: a pair"),
+        ("return None", ("wrong-result", "")),
         (
             "return (1 for _ in x), None",
-            (
-                r"the training dataset of Line is an object of generator without __len__ and"
-                r" __getitem__"
-            ),
+            (("not-a-dataset", "__getitem__")),
         ),
-        ("return [x], (1 for _ in x)", r"the validation dataset of Line"),
+        ("return [x], (1 for _ in x)", ("not-a-dataset", "")),
     ],
 )
-def test_rejects_invalid_datasets(line: str, message: str) -> None:
+def test_rejects_invalid_datasets(line: str, error: tuple[str, str]) -> None:
     write(TASK_CODE.replace("return TensorDataset(x, 2 * x), None", line))
-    with pytest.raises(ConfigError, match=message):
+    with raises_error(ConfigError, code=error[0], naming=error[1]):
         load("./my_line.py:Line").prepare()
 
 
 def test_rejects_lora_for_custom_task() -> None:
     write(TASK_CODE)
-    with pytest.raises(ConfigError, match=r"no effect on a task of your own.*get_peft_model"):
+    with raises_error(ConfigError, code="no-effect"):
         load("./my_line.py:Line", lora={"enable": True})
 
 
@@ -224,9 +222,9 @@ class _Stream(IterableDataset[int]):
 
 
 def test_rejects_streams_and_data_loaders_as_datasets() -> None:
-    with pytest.raises(ConfigError, match=r"IterableDataset \(_Stream\).*no fixed order"):
+    with raises_error(ConfigError, code="iterable-dataset"):
         guard_dataset(_Stream(), "the training dataset")
-    with pytest.raises(ConfigError, match=r"creates the data loaders itself"):
+    with raises_error(ConfigError, code="data-loader"):
         guard_dataset(DataLoader(TensorDataset(torch.zeros(3))), "the training dataset")
     guard_dataset([1, 2], "the training dataset")
     guard_dataset(TensorDataset(torch.zeros(3)), "the training dataset")
@@ -235,13 +233,11 @@ def test_rejects_streams_and_data_loaders_as_datasets() -> None:
 def test_rejects_wrapped_model() -> None:
     unwrapped = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     guard_model(unwrapped)
-    with pytest.raises(
-        ConfigError, match=r"it is a DataParallel.*unwrap it: return the module inside"
-    ):
+    with raises_error(ConfigError, code="wrapped-model"):
         guard_model(nn.DataParallel(unwrapped))
-    with pytest.raises(ConfigError, match=r"its part `1` is a DataParallel"):
+    with raises_error(ConfigError, code="wrapped-model"):
         guard_model(nn.Sequential(unwrapped, nn.DataParallel(unwrapped)))
-    with pytest.raises(ConfigError, match=r"build_model returned None"):
+    with raises_error(ConfigError, code="not-a-module"):
         guard_model(None)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from commands import run
+from raised import raises_error
 
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import Parallel
@@ -229,7 +230,7 @@ def test_parses_names_of_modes() -> None:
     ]
     tensor = make_mode("shard2-tensor2", config, 4).parallel
     assert (tensor.data, tensor.shard, tensor.tensor, tensor.mode) == (None, 2, 2, "hybrid")
-    with pytest.raises(ConfigError, match="axis twice"):
+    with raises_error(ConfigError, code="repeated-name"):
         split_names("data2-data2", config, 4)
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from raised import raises_error
 from starts import post_json
 
 from paceline.core.errors import ConfigError
@@ -66,7 +67,7 @@ def test_safe_name_removes_unsafe_characters(file_name, name):
     "file_name", ["x.py", "x.pkl", "x.pt", ".jsonl", "", "..", "x.jsonl/", "x.safetensors", "x"]
 )
 def test_rejects_unsupported_file_names(serve, tmp_path, file_name):
-    with pytest.raises(ConfigError, match="not a supported data file"):
+    with raises_error(ConfigError, code="unknown-file-type"):
         safe_name(file_name)
 
 

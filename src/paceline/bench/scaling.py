@@ -192,6 +192,7 @@ def _check_layout(config: Config, num_ranks: int) -> None:
     except ConfigError as error:
         raise ConfigError(
             f"`--ranks`: {error.what}",
+            code="not-divisible",
             allowed=error.allowed,
             fix="leave these sizes out of the config, or change `--ranks`",
         ) from error
@@ -240,6 +241,7 @@ def case_of(config: Config, options: ScalingOptions, kind: Scaling, ranks: int) 
         raise ConfigError(
             "`--ranks` has no small common multiple, which the global batch of strong scaling"
             " needs",
+            code="no-common-multiple",
             fix="use powers of two, such as `--ranks 1,2,4`, or `--scaling weak`",
         )
     return ScalingCase(ranks, accumulation * shared // ranks)

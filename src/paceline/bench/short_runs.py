@@ -200,6 +200,7 @@ def figures_of(events: Sequence[Event], warm_up: int, peak_memory_bytes: int | N
         raise ConfigError(
             "the dataset is too small to measure: no step has a full batch of"
             f" {batch_size} samples",
+            code="dataset-too-small",
             fix="use a larger dataset, or lower `per_device_train_batch_size`",
         )
     has_tokens = measured[0]["tokens"] is not None

@@ -30,7 +30,9 @@ def check_path(path: Path) -> None:
     not written."""
     if not os.access(path.absolute().parent, os.W_OK):
         raise ConfigError(
-            f"the tuned config `{path}` cannot be written", fix="name another file with `--output`"
+            f"the tuned config `{path}` cannot be written",
+            code="not-writable",
+            fix="name another file with `--output`",
         )
     try:
         is_own = path.read_text(encoding="utf-8").startswith(_HEADER)
@@ -41,6 +43,7 @@ def check_path(path: Path) -> None:
     if not is_own:
         raise ConfigError(
             f"{path} exists, and `paceline bench tuning` has not written it",
+            code="already-exists",
             fix="name another file with `--output`",
         )
 

@@ -201,6 +201,7 @@ def _changes(
     if not changes:
         raise ConfigError(
             "no change of these techniques is possible for this config",
+            code="nothing-to-tune",
             fix="leave out `--techniques` or `--keep-result`",
         )
     return changes

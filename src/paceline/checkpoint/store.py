@@ -210,6 +210,10 @@ def find(path: Path, warn: Callable[[str], None] = lambda text: None) -> Path:
         problems += folder_problems
     allowed = f"the folder of a run, or a checkpoint such as RUN/checkpoints/{name_of(40)}"
     if not path.exists():
-        raise ConfigError(f"{path} does not exist", allowed=allowed, fix="check the path")
+        raise ConfigError(
+            f"{path} does not exist", code="missing-file", allowed=allowed, fix="check the path"
+        )
     reason = f": {'; '.join(problems)}" if problems else ""
-    raise ConfigError(f"{path} contains no valid checkpoint{reason}", allowed=allowed)
+    raise ConfigError(
+        f"{path} contains no valid checkpoint{reason}", code="no-checkpoint", allowed=allowed
+    )

@@ -432,6 +432,7 @@ def _job() -> str:
 def _in_use(endpoint: Endpoint, user: str = "another run or program") -> ConfigError:
     return ConfigError(
         f"port {endpoint.port} of {endpoint.address} is already in use by {user}",
+        code="in-use",
         fix=(
             "set another port, the same on every host:"
             f" `parallel.rdzv_endpoint={endpoint.name}:{endpoint.port + 1}`"

@@ -281,6 +281,7 @@ class OptionParser(argparse.ArgumentParser):
                     if name
                     else f"`{self.prog}` needs a command"
                 ),
+                code="unknown-name" if name else "missing-command",
                 allowed=", ".join(self.commands),
                 fix=f"run `{self.prog} {suggestion or '--help'}`",
             )
@@ -304,7 +305,9 @@ class OptionParser(argparse.ArgumentParser):
                 self.error(error.message)
             name = str(error.argument_name).rpartition("/")[2]
             raise ConfigError(
-                f"`{name}` {_problem(error.message)}", fix=f"see `{self.prog} --help`"
+                f"`{name}` {_problem(error.message)}",
+                code="exclusive-options",
+                fix=f"see `{self.prog} --help`",
             ) from error
         self._check_unknown(rest)
         args.command = self
@@ -372,7 +375,10 @@ class _NamedType:
         except InvalidValue as error:
             argument = f"{self.name} {printable(text, 200)}".strip()
             raise ConfigError(
-                f"`{argument}` {error.reason}", allowed=error.allowed, fix=error.fix
+                f"`{argument}` {error.reason}",
+                code="invalid-option",
+                allowed=error.allowed,
+                fix=error.fix,
             ) from error
 
 

@@ -149,6 +149,7 @@ def _check_usage(args: Namespace, space: SweepSpace) -> None:
     if not space.axes:
         raise ConfigError(
             "`paceline sweep` needs a key with several values",
+            code="missing-value",
             fix="write for example `lora.rank=8,16` or, with `--trials`,"
             " `train_args.learning_rate=1e-5..1e-3:log`",
         )
@@ -156,15 +157,19 @@ def _check_usage(args: Namespace, space: SweepSpace) -> None:
         key = space.ranges[0].key
         raise ConfigError(
             f"`{key}` is a range, and only a search samples from ranges",
+            code="range-without-search",
             fix=f"add `--trials N`, or write the values to compare, as in {key}=A,B,C",
         )
     if args.trials is not None:
         check_package("optuna", "`--trials`", "leave out `--trials`", extra="sweep")
     elif args.no_pruning:
-        raise ConfigError("`--no-pruning` needs `--trials`", fix="leave it out")
+        raise ConfigError(
+            "`--no-pruning` needs `--trials`", code="missing-option", fix="leave it out"
+        )
     if outer_launcher() is not None:
         raise ConfigError(
             "`paceline sweep` starts the ranks of its runs, so it cannot run under torchrun",
+            code="nested-launcher",
             fix="run `paceline sweep` alone",
         )
 
@@ -185,6 +190,7 @@ def _check_folder(folder: Path) -> None:
     if RunDir(folder).is_run():
         raise ConfigError(
             f"`{folder}` contains a run, so it cannot be the folder of a sweep",
+            code="already-exists",
             fix="choose another folder with `--folder`",
         )
 

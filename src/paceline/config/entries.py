@@ -1,6 +1,7 @@
 """Config entries: the keys of a file or a command line as they were written."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 from paceline.config.fields import MAPPINGS, SECTIONS, SOURCE_KEYS
 from paceline.config.yaml_read import KeyPath, YamlValue, kind_of
 
+#: (``info`` or ``warning``, text)
+Notice = tuple[str, str]
 FILE, OVERRIDE = 0, 1
 #: Beginnings of top-level keys that are not read.
 EXTENSIONS = ("x-", "_", ".")
@@ -59,14 +62,21 @@ class ConfigEntry:
 
 @dataclass
 class Problem:
-    """An error in the config. ``target``: the native key it concerns, if overriding that key could
-    resolve it."""
+    """An error in the config.
+
+    Args:
+        kind: the code of the error.
+        target: the native key it concerns, if setting that key could resolve it.
+        suggestion: the key that is probably meant.
+    """
 
     what: str
+    kind: str
     entry: ConfigEntry | None = None
     allowed: str | None = None
     fix: str | None = None
     target: str | None = None
+    suggestion: str | None = None
 
 
 @dataclass
@@ -108,6 +118,7 @@ class EntryCollector:
             self.problems.append(
                 Problem(
                     f"{entry.shown()}: `{name}` is a section; {got}",
+                    "wrong-type",
                     entry,
                     quoted_names(SECTIONS[name].model_fields),
                     f"write {name}: {{{first}: ...}}, or {name}.{first}=... on the command line",
@@ -139,6 +150,24 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return value
+
+
+def as_bool(value: Any) -> Any:
+    """Convert true and false that are passed as text; return anything else unchanged, for the
+    schema to reject."""
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return value
+
+
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+def as_number(value: Any) -> Any:
+    """Convert a number that is passed as text; return anything else unchanged."""
+    if not isinstance(value, str) or not _NUMBER.fullmatch(value.strip()):
+        return value
+    return int(value) if re.fullmatch(r"\s*[-+]?\d+\s*", value) else float(value)
 
 
 def quoted_names(names: Iterable[str]) -> str:

@@ -15,30 +15,13 @@ import yaml
 from pydantic import ValidationError
 
 from paceline.config.chosen import open_text, without_chosen
-from paceline.config.compat.binding import bind_key, unsupported_method
-from paceline.config.compat.conflicts import resolve_conflicts
-from paceline.config.compat.datasets import with_fields
-from paceline.config.compat.keys import tool_scores
-from paceline.config.compat.merge import RESET, Merge
-from paceline.config.compat.parallel.deepspeed import json_notices
-from paceline.config.compat.parallel.deepspeed_json import interpret, looks_like_deepspeed
-from paceline.config.compat.parallel.strategy import expand
-from paceline.config.compat.preference import read_preferences
-from paceline.config.entries import (
-    FILE,
-    OVERRIDE,
-    ConfigEntry,
-    EntryCollector,
-    Problem,
-    quoted_names,
-    short,
-    split_key,
-)
-from paceline.config.fields import SOURCE_KEYS
+from paceline.config.entries import FILE, OVERRIDE, EntryCollector, quoted_names, split_key
 from paceline.config.messages import explain, strict_problems
+from paceline.config.mistakes import config_error
 from paceline.config.overrides import parse_tokens
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import Parallel
+from paceline.config.settings import Settings, read_native
 from paceline.config.yaml_read import (
     Document,
     Dumper,
@@ -47,25 +30,6 @@ from paceline.config.yaml_read import (
     parse_yaml,
     read_config_file,
 )
-from paceline.core.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A single error in a config. ``key``: the native key, ``line``: counted from 1; None if
-    unknown."""
-
-    key: str | None
-    line: int | None
-    what: str
-    allowed: str | None
-    fix: str | None
-
-
-class ConfigMistakes(ConfigError):
-    """All errors in a config, in one message; ``mistakes`` lists them separately."""
-
-    mistakes: Sequence[Mistake] = ()
 
 
 @dataclass(frozen=True)
@@ -126,35 +90,17 @@ def _load(
     document: Document | None, file: Path | None, overrides: Sequence[str] | Mapping[str, YamlValue]
 ) -> Loaded:
     collectors = [_collect_overrides(overrides)]
-    if document is not None and file is not None:
-        check_kind(document.value, file)
+    if document is not None:
         collectors.insert(0, EntryCollector(FILE, document.lines))
         collectors[0].add_tree(document.value)
-    bindings = [bind_key(entry) for collector in collectors for entry in collector.entries]
-    foreign = [
-        binding
-        for binding in bindings
-        if binding.ignored or binding.methods or (binding.alias and binding.alias.tools)
-    ]
-    merge = Merge(bool(foreign), tool_scores(binding.tools for binding in foreign))
-    merge.problems.extend(problem for collector in collectors for problem in collector.problems)
-    for binding in bindings:
-        merge.add(binding)
-    expand(merge, None if file is None else file.parent)
-    read_preferences(merge)
-    merge.resolve_precedence()
-    unsupported = merge.unsupported_methods()
-    if unsupported:  # Other errors in such a config would only distract from this one.
-        raise _error([unsupported_method(unsupported)], file)
-    conflict_notices = [*resolve_conflicts(merge), *json_notices(merge)]
-    if document is not None and file is not None and is_accelerate(document.value):
-        targets = {*merge.winners, *(problem.target for problem in merge.problems)}
-        if not targets & {"model", "dataset"}:
-            raise _error([accelerate_problem(file, merge), *merge.problems], file)
-    config = _validate(merge, file)
+    settings = read_native(collectors)
+    if settings is None:
+        from paceline.config.compat.translate import translate
+
+        settings = translate(collectors, {} if document is None else document.value, file)
+    config = _validate(settings, file)
     extensions = [key for collector in collectors for key in collector.extensions]
-    summary = _summary(merge, config, extensions)
-    notices = [*merge.notices(), *conflict_notices, *summary]
+    notices = [*settings.notices(), *_summary(settings, config, extensions)]
     return Loaded(config, list(dict.fromkeys(notices)), file)
 
 
@@ -168,63 +114,28 @@ def _collect_overrides(overrides: Sequence[str] | Mapping[str, YamlValue]) -> En
     return collector
 
 
-def _validate(merge: Merge, file: Path | None) -> Config:
-    data = _nested(merge)
-
-    def find(key: str) -> ConfigEntry | None:
-        winner = merge.winners.get(key) or next(
-            (winner for name, winner in merge.winners.items() if name.startswith(f"{key}.")), None
-        )
-        return winner.entry if winner and winner.value is not RESET else None
-
-    strict = strict_problems(data, find)
-    problems = [*merge.problems, *strict]
+def _validate(settings: Settings, file: Path | None) -> Config:
+    data = settings.nested()
+    strict = strict_problems(data, settings.find)
+    problems = [*settings.problems, *strict]
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
         reported = {id(problem.entry) for problem in strict if problem.entry}
-        refused = {problem.target for problem in merge.problems if problem.target}
-        guesses = [problem.fix for problem in merge.problems]
-        for problem in explain(error, data, find):
-            if problem.entry is None and problem.what.endswith("is missing"):
-                key = problem.what.split("`")[1]
-                # Already reported as a misspelt or rejected key.
-                if key in refused or f"did you mean `{key}`?" in guesses:
-                    continue
+        refused = {problem.target for problem in settings.problems if problem.target}
+        suggested = {problem.suggestion for problem in settings.problems}
+        for problem in explain(error, data, settings.find):
+            if problem.kind == "missing-key" and problem.target in refused | suggested:
+                continue  # It is already reported as a misspelt or rejected key.
             if problem.entry is None or id(problem.entry) not in reported:
                 problems.append(problem)
-        raise _error(problems, file) from None
+        raise config_error(problems, file, settings.key_of) from None
     if problems:
-        raise _error(problems, file)
+        raise config_error(problems, file, settings.key_of)
     return config
 
 
-def _nested(merge: Merge) -> dict[str, YamlValue]:
-    """Return the winning values as a nested mapping, with shorter paths applied first."""
-    data: dict[str, YamlValue] = {}
-    for target, winner in sorted(merge.winners.items(), key=lambda item: item[0].count(".")):
-        if winner.value is RESET:
-            continue
-        *parents, last = target.split(".")
-        parent = data
-        for part in parents:
-            inner = parent.get(part)
-            # `dataset.format=alpaca` applies to each source of a list.
-            if isinstance(inner, list) and part in SOURCE_KEYS:
-                sources = with_fields(inner, {})
-                parent[part] = [{**source, last: winner.value} for source in sources]
-                break
-            if isinstance(inner, str) and part in SOURCE_KEYS:
-                inner = {"path": inner}  # `dataset.format=alpaca` and `dataset: data.jsonl`
-            section: dict[str, YamlValue] = dict(inner) if isinstance(inner, dict) else {}
-            parent[part] = section
-            parent = section
-        else:
-            parent[last] = winner.value
-    return data
-
-
-def _summary(merge: Merge, config: Config, extensions: list[str]) -> list[tuple[str, str]]:
+def _summary(settings: Settings, config: Config, extensions: list[str]) -> list[tuple[str, str]]:
     """Return the notices that cover several keys."""
     texts = []
     args = config.train_args
@@ -236,64 +147,18 @@ def _summary(merge: Merge, config: Config, extensions: list[str]) -> list[tuple[
             f"`save_total_limit: 1` keeps the latest checkpoint and `{best}: true` the best one, so"
             " there may be two"
         )
-    moved = [entry.key for entry in merge.moved if merge.foreign or entry.section]
+    moved = [entry.key for entry in settings.moved if settings.is_foreign or entry.section]
     if moved:
         texts.append(f"read as keys of train_args or of the top level: {quoted_names(moved)}")
-    if merge.empty:
-        empty = quoted_names(entry.key for entry in merge.empty)
+    if settings.empty:
+        empty = quoted_names(entry.key for entry in settings.empty)
         texts.append(f"keys without a value are ignored: {empty}")
-    if merge.foreign:
+    if settings.is_foreign:
         texts.append(
             "keys that the config does not set have Paceline's defaults, not those of the tool it"
             " was written for"
         )
     return [("info", text) for text in texts]
-
-
-def _error(problems: list[Problem], file: Path | None) -> ConfigError:
-    def line(problem: Problem) -> int:
-        entry = problem.entry
-        return 10**9 if entry is None or entry.line is None else entry.line
-
-    ordered = sorted(problems, key=line)
-    errors = [
-        ConfigMistakes(
-            _end_sentence(_with_place(problem, file)),
-            allowed=_end_sentence(problem.allowed),
-            fix=_end_sentence(problem.fix),
-        )
-        for problem in ordered
-    ]
-    error = errors[0]
-    if len(errors) > 1:
-        paragraphs = "\n".join(f"- {error.paragraph()}" for error in errors)
-        error = ConfigMistakes(f"the config has {len(errors)} errors:\n{paragraphs}")
-    error.mistakes = [_mistake(problem) for problem in ordered]
-    return error
-
-
-def _mistake(problem: Problem) -> Mistake:
-    entry, key = problem.entry, problem.target
-    if key is None and entry is not None:
-        binding = bind_key(entry)
-        key = binding.target or (binding.alias.target if binding.alias else None)
-    return Mistake(
-        key or None, entry.line if entry else None, problem.what, problem.allowed, problem.fix
-    )
-
-
-def _end_sentence(text: str | None) -> str:
-    """Return the text with a period if it ends in code, because another sentence follows."""
-    return f"{text}." if text and text.endswith("`") else text or ""
-
-
-def _with_place(problem: Problem, file: Path | None) -> str:
-    entry = problem.entry
-    if entry is None:
-        return f"{file}: {problem.what}" if file is not None else problem.what
-    if entry.layer == OVERRIDE or entry.source:
-        return f"{entry.place()}: {problem.what}"
-    return f"{file} line {entry.line}: {problem.what}" if entry.line else f"{file}: {problem.what}"
 
 
 def to_yaml(config: Config) -> str:
@@ -331,70 +196,3 @@ def _flat(tree: Mapping[str, YamlValue], prefix: str = "") -> dict[str, YamlValu
         else:
             out[name] = value
     return out
-
-
-_ACCELERATE = (
-    "compute_environment", "distributed_type", "downcast_bf16", "main_training_function",
-    "num_machines", "num_processes", "rdzv_backend", "same_network",
-)  # fmt: skip
-
-
-def is_accelerate(tree: Mapping[str, YamlValue]) -> bool:
-    """Return whether a file is an Accelerate config, which describes how to start processes."""
-    return "distributed_type" in tree or sum(key in tree for key in _ACCELERATE) >= 3
-
-
-def check_kind(tree: Mapping[str, YamlValue], file: Path) -> None:
-    """Raise ConfigError for a file that cannot be a training config, regardless of overrides."""
-    if looks_like_deepspeed(tree):
-        stage = interpret(tree).stage
-        kind = "a DeepSpeed config" + (f" (ZeRO stage {stage})" if stage is not None else "")
-        raise ConfigError(
-            f"{file} is {kind}, not a training config: it has no model and no dataset",
-            fix=(
-                f"set `deepspeed: {file}` in your config, or pass it with the config: "
-                f"`paceline sft CONFIG.yaml --deepspeed {file}`"
-            ),
-        )
-    if ("provider" in tree and "gpu" in tree) or {"gpu", "gpu_count", "secrets"} <= tree.keys():
-        raise ConfigError(
-            f"{file} is a config of axolotl for a provider of GPUs, not a training config",
-            fix="pass the training config, and start Paceline on the machine itself",
-        )
-    if any(
-        "_component_" in str(key) or (isinstance(value, Mapping) and "_component_" in value)
-        for key, value in tree.items()
-    ):
-        raise ConfigError(
-            f"{file} is a torchtune config (it has `_component_`), which is not supported",
-            allowed=(
-                "a config of Paceline, LLaMA-Factory, ms-swift, axolotl, TRL or alignment-handbook"
-            ),
-            fix=(
-                "write a config with `model: FOLDER_OR_HUB_ID` and `dataset: ...` (docs/config.md),"
-                " or use torchtune"
-            ),
-        )
-    rest = [key for key in tree if not key.startswith(("_", "fsdp"))]
-    if not rest and any(key.startswith("fsdp") for key in tree):
-        raise ConfigError(
-            f"{file} is an FSDP config, not a training config: it has no model and no dataset",
-            fix=f"set `fsdp: {file}` in your config, or set `parallel.mode: zero3`",
-        )
-
-
-def accelerate_problem(file: Path, merge: Merge) -> Problem:
-    """Describe an Accelerate config that is passed without a model and a dataset."""
-    settings = "; ".join(
-        f"`{key}: {short(winner.value)}`"
-        for key, winner in merge.winners.items()
-        if winner.value is not RESET
-    )
-    return Problem(
-        "this is an Accelerate config: it describes how to start processes, and has no model and"
-        " no dataset" + (f". It is read as {settings}" if settings else ""),
-        fix=(
-            f"pass the model and the dataset with it (`paceline sft {file} model=... dataset=...`),"
-            " or copy its keys into your own config"
-        ),
-    )

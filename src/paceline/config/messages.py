@@ -9,6 +9,7 @@ from pydantic_core import ErrorDetails
 
 from paceline.config.entries import ConfigEntry, Problem, short
 from paceline.config.fields import KEYS, SECTIONS, SOURCE_KEYS, describe, literals, takes
+from paceline.config.schema.base import CombinationError
 from paceline.config.schema.data import DatasetSource
 from paceline.config.yaml_read import YamlValue, kind_of
 from paceline.core.errors import did_you_mean
@@ -37,7 +38,10 @@ def _describe(
     first = errors[0]
     if first["type"] == "missing" and key in _EXAMPLES and first["loc"] == (key,):
         return Problem(
-            f"`{key}` is missing", fix=f"{_EXAMPLES[key]} (or {key}=... on the command line)"
+            f"`{key}` is missing",
+            "missing-key",
+            fix=f"{_EXAMPLES[key]} (or {key}=... on the command line)",
+            target=key,
         )
     is_rule = first["type"] == "value_error" and len(first["loc"]) < len(key.split("."))
     if key not in KEYS or is_rule:
@@ -46,17 +50,17 @@ def _describe(
     if first["type"] == "value_error":
         message = str(first["msg"]).removeprefix("Value error, ")
         shown = _shown(key, value, entry).removesuffix(",")
-        return Problem(f"{shown}: {message}", entry, target=key)
+        return Problem(f"{shown}: {message}", "invalid-value", entry, target=key)
     if key in SOURCE_KEYS:
         return _source(key, value, errors, entry)
-    return reject(key, value, entry, _reason(value, [details["type"] for details in errors]))
+    return reject(key, value, entry, *_reason(value, [details["type"] for details in errors]))
 
 
-def reject(key: str, value: Any, entry: ConfigEntry | None, reason: str) -> Problem:
+def reject(key: str, value: Any, entry: ConfigEntry | None, kind: str, reason: str) -> Problem:
     """Describe a value that a native key does not accept."""
     info, shown = KEYS[key], _shown(key, value, entry)
     fix = did_you_mean(value.lower(), literals(info)) if isinstance(value, str) else None
-    return Problem(f"{shown} {reason}", entry, allowed=describe(info), fix=fix)
+    return Problem(f"{shown} {reason}", kind, entry, allowed=describe(info), fix=fix)
 
 
 def _shown(key: str, value: Any, entry: ConfigEntry | None) -> str:
@@ -67,18 +71,19 @@ def _shown(key: str, value: Any, entry: ConfigEntry | None) -> str:
     return entry.shown() if same else f"{entry.shown()}, which sets `{key}`,"
 
 
-def _reason(value: Any, types: list[str]) -> str:
+def _reason(value: Any, types: list[str]) -> tuple[str, str]:
+    """Return the kind of error, and its description."""
     if any(name.startswith(("greater_than", "less_than")) for name in types):
-        return "is out of range"
+        return "out-of-range", "is out of range"
     if set(types) <= {"literal_error", "list_type"} and isinstance(value, str | list):
-        return "is not one of the accepted values"
+        return "unknown-value", "is not one of the accepted values"
     if "finite_number" in types:
-        return "is not a finite number"
+        return "not-finite", "is not a finite number"
     if "int_from_float" in types:
-        return "is not a whole number"
+        return "wrong-type", "is not a whole number"
     if isinstance(value, list | dict):
-        return "contains an unsupported value"
-    return f"is {kind_of(value)}, which is not accepted"
+        return "invalid-value", "contains an unsupported value"
+    return "wrong-type", f"is {kind_of(value)}, which is not accepted"
 
 
 def _source(key: str, value: Any, errors: list[ErrorDetails], entry: ConfigEntry | None) -> Problem:
@@ -91,28 +96,30 @@ def _source(key: str, value: Any, errors: list[ErrorDetails], entry: ConfigEntry
         info = DatasetSource.model_fields.get(name)
         if details["type"] == "missing":
             fix = "add path: a file, a folder or a hub id"
-            return Problem(f"{shown}: `path` of the data source is missing", entry, fix=fix)
+            what = f"{shown}: `path` of the data source is missing"
+            return Problem(what, "missing-path", entry, fix=fix)
         if details["type"] == "extra_forbidden":
             fix = did_you_mean(name, DatasetSource.model_fields, "remove it")
             what = f"{shown}: unknown key `{name}` of a data source"
-            return Problem(what, entry, describe(KEYS[key]), fix)
+            return Problem(what, "unknown-key", entry, describe(KEYS[key]), fix)
         if info is not None:
             fix = did_you_mean(str(details["input"]), literals(info))
             what = f"{shown}: unsupported value `{name}: {short(details['input'])}`"
-            return Problem(what, entry, f"for `{name}`: {describe(info)}", fix)
-    return Problem(f"{shown} is not a data source", entry, describe(KEYS[key]))
+            return Problem(what, "invalid-value", entry, f"for `{name}`: {describe(info)}", fix)
+    return Problem(f"{shown} is not a data source", "wrong-type", entry, describe(KEYS[key]))
 
 
 def _combination(key: str, first: ErrorDetails, find: Find) -> Problem:
-    """Describe a violated rule about several keys, with the place of each key that it names."""
+    """Describe a violated rule about several keys, with the place of each key."""
     message = str(first["msg"]).removeprefix("Value error, ")
-    tokens = {token.rstrip(":") for token in message.replace("`", " ").split()}
-    named = {name: find(name) for name in KEYS if name.rpartition(".")[2] in tokens}
-    entries = {name: entry for name, entry in named.items() if entry is not None}
+    error = first.get("ctx", {}).get("error")
+    keys = error.keys if isinstance(error, CombinationError) else ()
+    entries = {name: entry for name in KEYS if name in keys and (entry := find(name))}
     if not entries:
-        return Problem(message, find(key))
+        return Problem(message, "unsupported-combination", find(key))
     places = [f"`{name}` ({entry.shown()}, {entry.place()})" for name, entry in entries.items()]
-    return Problem(f"{message}: {' and '.join(places)}", list(entries.values())[-1])
+    what = f"{message}: {' and '.join(places)}"
+    return Problem(what, "unsupported-combination", list(entries.values())[-1])
 
 
 def _lookup(data: dict[str, YamlValue], key: str) -> Any:
@@ -129,14 +136,15 @@ def strict_problems(data: dict[str, YamlValue], find: Find) -> list[Problem]:
     for key, info in KEYS.items():
         value = _lookup(data, key)
         if isinstance(value, bool) and takes(info, int, float) and not takes(info, bool):
-            out.append(reject(key, value, find(key), "is true/false, not a number"))
+            out.append(reject(key, value, find(key), "wrong-type", "is true/false, not a number"))
         elif isinstance(value, float) and not math.isfinite(value):
-            out.append(reject(key, value, find(key), "is not a finite number"))
+            out.append(reject(key, value, find(key), "not-finite", "is not a finite number"))
         elif (
             takes(info, bool)
             and not isinstance(value, bool | None)
             and not (isinstance(value, str) and value in literals(info))
             and not (isinstance(value, int) and takes(info, int))
         ):
-            out.append(reject(key, value, find(key), f"is {kind_of(value)}, not true or false"))
+            reason = f"is {kind_of(value)}, not true or false"
+            out.append(reject(key, value, find(key), "wrong-type", reason))
     return out

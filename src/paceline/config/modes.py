@@ -38,6 +38,7 @@ _SPELLINGS = {
     "diloco": ("diloco",),
     "parameter_server": ("parameterserver", "ps", "rpc"),
 }
+MODES = tuple(_SPELLINGS)
 _MODES = {spelling: mode for mode, spellings in _SPELLINGS.items() for spelling in spellings}
 #: `deepspeed_zero2`, `deepspeed-stage-3-offload`, `ds_z3`, `zero3_offload`
 _STAGE = re.compile(r"^(deepspeed|ds)?(?:zero|stage|zerostage|z)([0-3])(?:cpu)?(offload)?$")

@@ -6,37 +6,22 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.conversion import UnsupportedValue
-from paceline.config.compat.keys import Alias, alias_of, ignored_of
+from pydantic.fields import FieldInfo
+
 from paceline.config.fields import KEYS, takes
 from paceline.config.yaml_read import missing_file, parse_value
 from paceline.core.errors import ConfigError
 
 _PAIR = re.compile(r"^(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)$", re.DOTALL)
-_FLAG_VALUES = {"true", "false", "yes", "no", "on", "off", "auto", "0", "1"}
-_FLAGS = {
-    "use_dora",
-    "push_to_hub",
-    "do_train",
-    "do_eval",
-    "plot_loss",
-    "overwrite_output_dir",
-    "overwrite_cache",
-    "load_in_4bit",
-    "bf16",
-    "fp16",
-    "bfloat16",
-    "float16",
-    "pure_bf16",
-}
 
 
 def split_cli(tokens: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Split the arguments after a command into the config file (or None) and the overrides.
 
     Accepts ``config.yaml key=value``, ``--config config.yaml --key value``, ``--key=value``,
-    ``--flag``; the file is optional. The overrides are returned as ``key=value``, for
-    :func:`paceline.config.load.load_config`.
+    ``--flag``; the file is optional. An option without a value is true: if the next argument is an
+    option, a ``key=value`` or the config file, or if there is none. The overrides are returned as
+    ``key=value``, for :func:`paceline.config.load.load_config`.
 
     Raises:
         ConfigError: an argument is neither, the file does not exist, or there are two files.
@@ -59,6 +44,7 @@ def split_cli(tokens: Sequence[str]) -> tuple[Path | None, list[str]]:
     if len(files) > 1:
         raise ConfigError(
             f"expected one config file, got {files[0]} and {files[1]}",
+            code="several-config-files",
             fix="pass one of them, and change its keys with key=value",
         )
     path = Path(files[0]) if files else None
@@ -109,15 +95,18 @@ def _option(token: str, rest: list[str]) -> tuple[str, list[str]]:
         )
     if equals:
         return key, [inline]
-    if not rest or _is_next(rest[0]) or (_is_flag(key) and _is_config_file(rest[0])):
-        if not _is_flag(key) and key != "config" and _target(key) is not None:
-            raise ConfigError(f"`{token}` has no value", fix=f"write {token} VALUE")
+    info = _native(key)
+    if not rest or _is_next(rest[0]) or _is_config_file(key, info, rest[0]):
         if key == "config":
-            raise ConfigError("`--config` has no value", fix="write --config FILE.yaml")
+            raise ConfigError(
+                "`--config` has no value", code="missing-value", fix="write --config FILE.yaml"
+            )
+        if info is not None and not takes(info, bool):
+            raise ConfigError(f"`{token}` has no value", fix=f"write {token} VALUE")
         return _flag(key)
     values = [rest.pop(0)]
     while (
-        _takes_several(key)
+        (info is None or takes(info, list))  # as `--loss_scale a b` of other tools
         and rest
         and not _is_next(rest[0])
         and not rest[0].endswith((".yaml", ".yml"))
@@ -128,26 +117,31 @@ def _option(token: str, rest: list[str]) -> tuple[str, list[str]]:
 
 def _flag(key: str) -> tuple[str, list[str]]:
     """Return an option without a value: true, or false for the form `--no_KEY` of transformers."""
-    negated = _negated(key)
-    return (key, ["true"]) if negated is None else (negated, ["false"])
-
-
-def _negated(key: str) -> str | None:
-    """Return KEY of an option `--no_KEY`; None for another option."""
     positive = key.removeprefix("no_")
     is_negation = positive != key and not _is_known(key) and _is_known(positive)
-    return positive if is_negation else None
+    return (positive, ["false"]) if is_negation else (key, ["true"])
+
+
+def _native(key: str) -> FieldInfo | None:
+    """Return the field of a native key, which may leave out `train_args`."""
+    return KEYS.get(key) or KEYS.get(f"train_args.{key}")
 
 
 def _is_known(key: str) -> bool:
-    return _target(key) is not None or ignored_of(key) is not None
+    if _native(key) is not None:
+        return True
+    from paceline.config.compat.keys import alias_of, ignored_of
+
+    return alias_of("", key) is not None or ignored_of(key) is not None
 
 
-def _is_config_file(token: str) -> bool:
-    """Return whether what follows a flag is the config file, not the value of the flag."""
-    if token.lower() in _FLAG_VALUES:
+def _is_config_file(key: str, info: FieldInfo | None, token: str) -> bool:
+    """Return whether the argument after an option is the config file instead of its value. Other
+    tools' options for data may have a YAML file as their value."""
+    if key == "config":
         return False
-    return token.endswith((".yaml", ".yml")) or Path(token).is_file()
+    may_be_flag = "dataset" not in key if info is None else takes(info, bool)
+    return may_be_flag and token.endswith((".yaml", ".yml")) and Path(token).is_file()
 
 
 def _joined(values: list[str]) -> str:
@@ -158,58 +152,12 @@ def _is_next(token: str) -> bool:
     return token.startswith("--") or bool(_PAIR.match(token))
 
 
-def _target(key: str) -> str | None:
-    """Return the native key that a key of the command line sets, or None."""
-    for name in (key, f"train_args.{key}"):
-        if name in KEYS:
-            return name
-    section, _, last = key.rpartition(".")
-    alias = alias_of(section, last)
-    return alias.target if alias else None
-
-
-def _is_flag(key: str) -> bool:
-    """Return whether an option may have no value, which means true."""
-    target = _target(key)
-    name = key.removeprefix("train_args.")
-    if name in _FLAGS or _negated(key) is not None:
-        return True
-    if not target:
-        return key.startswith(("use_", "do_", "load_in_", "save_only_", "disable_"))
-    section, _, last = key.rpartition(".")
-    alias = None if key in KEYS or f"train_args.{key}" in KEYS else alias_of(section, last)
-    return takes(KEYS[target], bool) if alias is None else _has_meaning_for_true(alias)
-
-
-def _has_meaning_for_true(alias: Alias) -> bool:
-    """Return whether a key of another tool sets something if its value is true."""
-    try:
-        result = alias.convert(True)
-    except UnsupportedValue:
-        return False
-    sets = result.sets | result.weak
-    return bool(sets) and all(_is_setting(key, setting) for key, setting in sets.items())
-
-
-def _is_setting(target: str, value: Any) -> bool:
-    """Return whether a value is more than the word that stands for an option without a value."""
-    if target not in KEYS:
-        return target == "_activation_offload" or target.startswith("_use_")
-    return "true" not in str(value).lower() or (value is True and takes(KEYS[target], bool))
-
-
-def _takes_several(key: str) -> bool:
-    """Return whether an option may have several values: lists, and keys of other tools
-    (`--loss_scale a b`)."""
-    info = KEYS.get(key) or KEYS.get(f"train_args.{key}")
-    return info is None or takes(info, list)
-
-
 def _as_file(token: str) -> str:
     if Path(token).exists() or re.search(r"[/\\]|\.\w+$", token):
         return token
     raise ConfigError(
         f"`{token}` is neither a config file nor an override",
+        code="not-an-override",
         allowed="one config file, then key=value or --key value",
         fix=(
             "write the key too, as key=value"

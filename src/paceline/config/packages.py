@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 from paceline.config.schema import Config
-from paceline.config.schema.tasks import CAUSAL_TASKS
+from paceline.config.schema.tasks import CAUSAL_TASKS, TASKS
 from paceline.core.errors import ConfigError
 
 #: `train_args.optim` → the package (also the name of the extra) that implements it.
@@ -34,6 +34,7 @@ def check_package(package: str, setting: str, fix: str, extra: str | None = None
     if find_spec(package) is None:
         raise ConfigError(
             f"{setting} needs {package}, which is not installed",
+            code="missing-package",
             fix=f"run `pip install 'paceline[{extra or package}]'`, or {fix}",
         )
 
@@ -55,7 +56,7 @@ def unused_packages(config: Config) -> list[str]:
 
     The code of a custom task may import them, so then there are none.
     """
-    if config.task not in (*CAUSAL_TASKS, "reward", "classify", "recommend"):
+    if config.task not in TASKS:
         return []
     needed = {OPTIMIZER_PACKAGES.get(config.train_args.optim)}
     if config.lora.quantize != "none":

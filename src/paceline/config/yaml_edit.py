@@ -50,10 +50,13 @@ def edit_yaml(
     text = text.removeprefix("\ufeff")
     for key in [*values, *remove]:
         if key not in KEYS:
-            raise ConfigError(f"unknown key `{key}`", fix="docs/config.md lists all keys")
+            raise ConfigError(
+                f"unknown key `{key}`", code="unknown-key", fix="docs/config.md lists all keys"
+            )
     if not isinstance(parse_yaml(text, "the config").value, dict | None):
         raise ConfigError(
             "expected a mapping of keys to values",
+            code="wrong-type",
             fix="write lines such as `model: Qwen/Qwen2.5-0.5B`",
         )
     rest_is_unchanged = True

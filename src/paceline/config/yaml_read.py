@@ -121,7 +121,9 @@ def missing_file(path: Path) -> ConfigError:
     guess = did_you_mean(path.name, near, form=str(folder / "{}"))
     listed = ", ".join(near[:8]) + (f" and {len(near) - 8} more" if len(near) > 8 else "")
     return ConfigError(
-        f"there is no config file {path}", fix=f"{guess} In {folder.resolve()} there are: {listed}"
+        f"there is no config file {path}",
+        code="missing-file",
+        fix=f"{guess} In {folder.resolve()} there are: {listed}",
     )
 
 
@@ -201,6 +203,7 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> ConfigEr
     problem = str(error.problem or error.context or "cannot be read")
     return ConfigError(
         f"{place}: not valid YAML ({problem}): `{shown.strip()[:80]}`",
+        code="invalid-yaml",
         fix="check the colon, the indentation and the quotes on this line and the one above",
     )
 
@@ -219,6 +222,7 @@ class _Builder:
         if self.count > _MAX_VALUES:
             raise ConfigError(
                 f"{self.name} has more than {_MAX_VALUES:,} values: not a config",
+                code="too-large",
                 fix="check its anchors (`&`, `*`)",
             )
         self.lines.setdefault(path, node.start_mark.line + 1)

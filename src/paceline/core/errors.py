@@ -41,9 +41,24 @@ class PacelineError(Exception):
 
 
 class ConfigError(PacelineError):
-    """The config, the input or the usage is invalid; nothing was started (exit code 2)."""
+    """The config, the input or the usage is invalid; nothing was started (exit code 2).
+
+    Args:
+        code: the kind of error in a few words, such as ``unknown-key``, for programs and tests.
+    """
 
     exit_code = EXIT_USAGE
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        code: str = "invalid",
+        allowed: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        super().__init__(what, allowed=allowed, fix=fix)
+        self.code = code
 
 
 class RunError(PacelineError):
@@ -129,6 +144,7 @@ def unknown_name(
     names = list(known)
     return ConfigError(
         f"unknown {kind} `{name}`",
+        code="unknown-name",
         allowed=allowed or ", ".join(f"`{known_name}`" for known_name in names),
         fix=did_you_mean(name, names, fix),
     )

@@ -198,6 +198,7 @@ class LaunchLock:
             self._remove_created()
             raise ConfigError(
                 f"`{self._setting}` cannot be written: {error.strerror or error}",
+                code="not-writable",
                 fix=f"free some space there, or {self._other}",
             ) from error
         except BaseException:
@@ -238,6 +239,7 @@ class LaunchLock:
                 raise ConfigError(
                     f"`output_dir: {self.run_dir.root}` is in use by another run:"
                     f" {holder or 'an unknown process'}",
+                    code="in-use",
                     fix="wait until it ends, stop it, or set another `output_dir`",
                 )
             if ending and not waiting:

@@ -68,6 +68,7 @@ def import_user_module(
             raise ConfigError(
                 f"`{setting}`: module {missing!r} not found (searched the environment and"
                 f" {Path.cwd()})",
+                code="missing-module",
                 allowed=form,
                 fix="check the name, install the package, or give a file: ./file.py:NAME",
             ) from error
@@ -75,6 +76,7 @@ def import_user_module(
     siblings = [file.name for file in path.parent.glob("*.py")]
     raise ConfigError(
         f"`{setting}`: file not found: {path}",
+        code="missing-file",
         allowed=f"{form}, a path relative to the current folder ({Path.cwd()})",
         fix=did_you_mean(path.name, siblings, "check the path", f"{Path(location).parent / '{}'}"),
     )
@@ -135,10 +137,14 @@ def user_error(
     ``path``, or else the last line of the traceback."""
     if isinstance(error, SyntaxError) and error.filename:
         location = f"{error.filename}, line {error.lineno}"
-        return ConfigError(f"{text}: {type(error).__name__}: {error.msg} ({location})", fix=fix)
+        return ConfigError(
+            f"{text}: {type(error).__name__}: {error.msg} ({location})",
+            code="import-failed",
+            fix=fix,
+        )
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if path is not None and frame.filename == str(path)]
     frame = (user_frames or frames)[-1]
     line = f": `{frame.line}`" if frame.line else ""
     place = f"({frame.filename}, line {frame.lineno}{line})"
-    return ConfigError(f"{text}: {error_summary(error)} {place}", fix=fix)
+    return ConfigError(f"{text}: {error_summary(error)} {place}", code="user-code-failed", fix=fix)

@@ -89,6 +89,7 @@ def open_image_shards(name: str, validation: bool = False) -> ImageShards:
         reasons = "; ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
         raise ConfigError(
             f"`{name}` has no images with classes ({reasons or 'no files'})",
+            code="no-images",
             allowed="samples of an image and a file with its class, e.g. 0001.jpg and 0001.cls, or"
             " a JSON file with the key `label`",
         )
@@ -119,7 +120,11 @@ def _find_shards(name: str, validation: bool) -> tuple[list[Path], list[Notice]]
         else:
             matches = sorted([path] if path.is_file() else map(Path, glob.glob(str(path))))
         if not matches:
-            raise ConfigError(f"`{pattern}` does not exist", fix="check the path of the tar shards")
+            raise ConfigError(
+                f"`{pattern}` does not exist",
+                code="missing-file",
+                fix="check the path of the tar shards",
+            )
         shards += matches
     return [shard.absolute() for shard in shards], notices
 

@@ -110,6 +110,7 @@ def open_images(path: str, seed: int, *, validation: bool = False) -> ImageIndex
         if name != DIGITS:
             raise ConfigError(
                 f"`dataset: {name}` has no images",
+                code="no-images",
                 allowed=_ALLOWED,
                 fix=did_you_mean(name, [DIGITS]),
             )
@@ -155,6 +156,7 @@ def _folder_index(folder: Path) -> ImageIndex:
             fix = did_you_mean(folder.name, siblings, fix, f"`{folder.parent / '{}'}`")
         raise ConfigError(
             f"`{folder}` is a file" if folder.exists() else f"`{folder}` does not exist",
+            code="missing-file",
             allowed=_ALLOWED,
             fix=fix,
         )
@@ -166,6 +168,7 @@ def _folder_index(folder: Path) -> ImageIndex:
         shown = ", ".join(path.name for path in entries[:5]) or "nothing"
         raise ConfigError(
             f"the folder `{folder}` has no class subfolders (found: {shown})",
+            code="no-classes",
             allowed="one subfolder per class, e.g. animals/cat/1.png and animals/dog/1.png",
             fix="move the images of each class to a folder with the name of the class",
         )
@@ -209,6 +212,7 @@ def _folder_index(folder: Path) -> ImageIndex:
         raise ConfigError(
             f"the folder `{folder}` has no readable images in its subfolders"
             f" ({reasons or 'no files'})",
+            code="no-images",
             allowed=_ALLOWED,
         )
     return index
@@ -246,6 +250,7 @@ def _check_not_splits(folder: Path, subfolders: list[Path]) -> None:
     names = ", ".join(path.name for path in subfolders)
     raise ConfigError(
         f"the folder `{folder}` contains splits ({names}), not classes",
+        code="splits-instead-of-classes",
         fix=f"set `dataset: {train}`" + (f" and `val_dataset: {validation}`" if validation else ""),
     )
 

@@ -127,6 +127,7 @@ def check_several_ranks(device_type: str, num_ranks: int) -> None:
         raise ConfigError(
             f"`parallel.device: mps` is not supported with {num_ranks} ranks: torch has no"
             " collectives for tensors on Apple GPUs",
+            code="not-supported",
             allowed="one rank on `mps`",
             fix="set `parallel.mode: single`, or `parallel.device: cpu` on each host",
         )

@@ -46,6 +46,7 @@ def outer_launcher() -> RankEnv | None:
     if missing:
         raise ConfigError(
             f"the environment sets variables of an outer launcher, but not {', '.join(missing)}",
+            code="incomplete-environment",
             allowed="all of " + ", ".join(_NEEDED) + " (as torchrun sets them), or none",
             fix=(
                 "start with `torchrun --nproc-per-node N -m paceline …`, or unset RANK and"
@@ -72,6 +73,7 @@ def from_environment() -> RankEnv:
         raise ConfigError(
             f"the outer launcher started ranks on several hosts (RANK={env.rank} has"
             f" LOCAL_RANK={env.local_rank}), but does not set LOCAL_WORLD_SIZE",
+            code="incomplete-environment",
             fix="set LOCAL_WORLD_SIZE to the number of ranks of this host",
         )
     return replace(env, local_world_size=world_size if name is None else _number(name, 1))
@@ -132,6 +134,7 @@ def with_scheduler(parallel: Parallel, host: HostEnv | None) -> Parallel:
         raise ConfigError(
             f"`parallel.nnodes: {parallel.nnodes}` contradicts {host.scheduler}, which started this"
             f" run on {counted(largest, 'host')}",
+            code="contradicts-launcher",
             fix=f"leave `parallel.nnodes` out, or request that number of hosts from"
             f" {host.scheduler}",
         )
@@ -139,6 +142,7 @@ def with_scheduler(parallel: Parallel, host: HostEnv | None) -> Parallel:
         raise ConfigError(
             f"`parallel.node_rank: {parallel.node_rank}` contradicts {host.scheduler}, which gave"
             f" this host number {host.node_rank}",
+            code="contradicts-launcher",
             fix="leave `parallel.node_rank` out",
         )
     nnodes: int | str = parallel.nnodes
@@ -172,6 +176,7 @@ def _slurm() -> HostEnv:
     if tasks != hosts:
         raise ConfigError(
             f"srun started {counted(tasks, 'task')} on {counted(hosts, 'host')}",
+            code="wrong-number-of-tasks",
             allowed="one task per host, which starts the ranks of its host",
             fix="start with `srun --ntasks-per-node=1 …`, or let `paceline slurm` write the script",
         )
@@ -196,6 +201,7 @@ def _torchrun_defaults() -> HostEnv:
         raise ConfigError(
             f"environment variable PET_NNODES={os.environ['PET_NNODES']!r}: expected a number of"
             " hosts",
+            code="invalid-environment",
             allowed="`4`, or `1:4` for at least 1 and at most 4",
         )
     hosts = (int(low), int(high or low))
@@ -225,6 +231,7 @@ def _address(name: str, port: str) -> str:
         raise ConfigError(
             f"the environment describes several hosts, but {name} is not set, so the address of"
             " the rendezvous is unknown",
+            code="incomplete-environment",
             fix=(
                 f"set {name} to the first host's address, or `parallel.rdzv_endpoint` in the config"
             ),
@@ -248,5 +255,6 @@ def _number(name: str, default: int) -> int:
     except ValueError as error:
         raise ConfigError(
             f"environment variable {name}={text!r}: expected an integer",
+            code="invalid-environment",
             fix=f"start with `torchrun --nproc-per-node N -m paceline …`, or unset {name}",
         ) from error

@@ -50,6 +50,7 @@ def _import(name: str) -> Any:
 def _missing_name(name: str) -> ConfigError:
     return ConfigError(
         f"torch {torch.__version__} has no `{name}`, which Paceline requires",
+        code="missing-in-torch",
         allowed=SUPPORTED,
         fix=f"run `pip install '{SUPPORTED}'`",
     )

@@ -50,6 +50,7 @@ def load_generator(run: Path) -> tuple[Any, Any]:
         raise ConfigError(
             f"the model in {folder} is a {kind.noun}; questions can be put only to causal language"
             " models",
+            code="wrong-kind-of-model",
             allowed="the folder of a run with `task: sft` or `task: pretrain`",
             fix=(
                 f"load it with `transformers.{kind.auto_class}`; run `paceline export RUN --merge`"
@@ -153,6 +154,7 @@ def check_trained_length(model: Any, num_tokens: int) -> None:
             f"prompt and answer may have {num_tokens} tokens together, but the model was trained"
             f" with {config.max_position_embeddings}; beyond that, the original Qwen model changes"
             " its attention, and its Qwen2 form does not",
+            code="too-long",
             fix="give a shorter prompt, or allow fewer new tokens",
         )
 

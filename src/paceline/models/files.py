@@ -88,6 +88,7 @@ def _check_folder(folder: Path) -> None:
     if not folder.exists():
         raise ConfigError(
             f"`model: {folder}` does not exist",
+            code="missing-file",
             allowed=(
                 "a folder with config.json and weights, a hub id such as Qwen/Qwen2.5-0.5B, or"
                 " builtin:qwen2-tiny"
@@ -125,6 +126,7 @@ def _check_model(folder: Path) -> None:
     ):
         raise ConfigError(
             f"`model: {folder}` has no weights (found: {_listing(folder)})",
+            code="missing-weights",
             allowed=(
                 "a folder with config.json and model.safetensors (or its shards and their index)"
             ),
@@ -153,6 +155,7 @@ def check_weights(folder: Path, key: str) -> None:
             raise ConfigError(
                 f"{key}: {len(missing)} of its {len(names)} weight files are missing:"
                 f" {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}",
+                code="missing-weights",
                 fix=f"copy all files that {index.name} lists",
             )
         files = names
@@ -269,6 +272,7 @@ def _check_adapter(config: Config) -> None:
     if not folder.exists() and (not is_hub_id(name) or "/" not in name):
         raise ConfigError(
             f"`lora.adapter: {name}` does not exist",
+            code="missing-file",
             allowed=(
                 "the folder that peft's save_pretrained wrote (in a run of Paceline: RUN/model)"
             ),

@@ -158,6 +158,7 @@ def language_model_on_meta(
             raise ConfigError(
                 f"`model: {config.model}` cannot be built from its config.json:"
                 f" {first_line(error)}",
+                code="unusable-model-config",
                 allowed=(
                     f"a folder with the config.json of a {kind.noun}, one of the"
                     f" {len(known_ids())} hub ids whose config.json is part of Paceline, another"

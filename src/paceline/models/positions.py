@@ -136,6 +136,7 @@ def _too_long(config: Config, limit: PositionLimit) -> ConfigError:
     return ConfigError(
         f"`train_args.max_length: {config.train_args.max_length}` exceeds the {limit.tokens}"
         f" positions of the model (`{limit.key}` in its config.json)",
+        code="too-long",
         allowed=(
             f"at most {limit.tokens}; a model with rotary positions can be extended by"
             " `rope_scaling` in its config.json"

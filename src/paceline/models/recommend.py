@@ -232,6 +232,7 @@ def check_click_model(name: str) -> None:
         return
     raise ConfigError(
         f"`model: {name}` is not a click model",
+        code="wrong-kind-of-model",
         allowed=f"{DLRM}, or the `model` folder of a run of `task: recommend`",
     )
 
@@ -252,6 +253,7 @@ def build_click_model(name: str, args: ClickModelArgs) -> ClickModel:
         raise ConfigError(
             f"`model: {name}` does not match `recommend` and the data: its arguments are"
             f" {spec and spec['args']}, expected {args}",
+            code="mismatched-model",
             fix=f"use the `recommend` section and the data of that run, or `model: {DLRM}`",
         )
     _fill(model, folder, spec)

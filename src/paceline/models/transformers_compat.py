@@ -40,6 +40,7 @@ def load_generation_config(model: Any, name: str, trust_remote_code: bool) -> No
         raise ConfigError(
             f"transformers {version('transformers')} has no `adjust_generation_fn` with the"
             " arguments that Paceline passes",
+            code="changed-in-transformers",
             allowed=SUPPORTED,
             fix=f"run `pip install '{SUPPORTED}'`",
         )

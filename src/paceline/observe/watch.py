@@ -65,6 +65,7 @@ def find_run(run: Path) -> RunDir:
     listed = f"; runs found: {', '.join(shown)}" if shown else ", a folder with an events.jsonl"
     raise ConfigError(
         what,
+        code="missing-file",
         allowed=f"the `output_dir` of a run{listed}",
         fix=f"`paceline watch {shown[0] if shown else './output/RUN'}`",
     )

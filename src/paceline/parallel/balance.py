@@ -54,6 +54,7 @@ def check_balance(
         raise ConfigError(
             f"{setting} is not supported with `compression.method: signsgd`: every rank has one"
             " vote, whatever its share",
+            code="not-supported",
             allowed=(
                 "bf16, fp16, int8, powersgd, and topk or randomk with `compression.local_moments:"
                 " false`"
@@ -64,6 +65,7 @@ def check_balance(
         raise ConfigError(
             f"{setting} is not supported with `compression.local_moments`: the direction of every"
             " rank counts equally, whatever its share",
+            code="not-supported",
             allowed="`compression.local_moments: false`",
             fix="set `compression.local_moments: false`, or `parallel.balance: equal`",
         )
@@ -79,6 +81,7 @@ def _check_number_of_weights(
         raise ConfigError(
             f"{setting} is not supported with `parallel.nnodes: {config.parallel.nnodes}`: its"
             " weights are fixed, and the number of hosts may change",
+            code="not-supported",
             allowed="`parallel.balance: speed`, or a fixed `parallel.nnodes`",
             fix="set `parallel.balance: speed`",
         )
@@ -98,6 +101,7 @@ def _wrong_number(setting: str, num_weights: int, num_ranks: int, num_hosts: int
         f"{setting} has {counted(num_weights, 'weight')}, and the run has"
         f" {counted(num_ranks, 'rank')}"
         + (f" on {counted(num_hosts, 'host')}" if num_hosts > 1 else ""),
+        code="wrong-number-of-weights",
         allowed=allowed,
         fix="give one weight per rank, or set `parallel.balance: speed`",
     )

@@ -139,6 +139,7 @@ def _unsupported(limit: Limit, value: object, subject: str) -> ConfigError:
     text = f"[{', '.join(value)}]" if isinstance(value, list) else text
     return ConfigError(
         f"`{limit.setting}: {text}` is not supported with {subject}: {limit.reason}",
+        code="not-supported",
         allowed=limit.allowed,
         fix=limit.fix,
     )

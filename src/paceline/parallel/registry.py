@@ -120,6 +120,7 @@ def mode_of(parallel: Parallel) -> str:
         near = nearest(mode, [*STRATEGIES, *ALIASES])
         raise ConfigError(
             f"`parallel.mode: {parallel.mode}`: unknown mode",
+            code="unknown-mode",
             allowed=", ".join(["auto", *STRATEGIES, *ALIASES])
             + ", or a custom strategy such as ./file.py:SPEC",
             fix=f"set `parallel.mode: {near or 'auto'}`",
@@ -194,6 +195,7 @@ def get_spec(mode: str) -> StrategySpec:
     if not isinstance(spec, StrategySpec):
         raise ConfigError(
             f"`parallel.mode: {mode}` is not a strategy: {where} has no StrategySpec `{attribute}`",
+            code="not-a-strategy",
             allowed="the name of a paceline.parallel.spec.StrategySpec",
             fix="docs/strategies.md shows one",
         )

@@ -463,6 +463,7 @@ def check_class(mode: str) -> None:
     if not (isinstance(implementation, type) and issubclass(implementation, Strategy)):
         raise ConfigError(
             f"`{setting}`: the implementation `{spec.implementation}` is not a strategy",
+            code="not-a-strategy",
             allowed=form,
             fix="derive the class from Strategy, or from a strategy such as DDPStrategy",
         )

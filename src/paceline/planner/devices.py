@@ -186,6 +186,7 @@ def find_device(name: str, memory_bytes: int | None = None) -> tuple[Device, str
     if not rows:
         raise ConfigError(
             f"`--device {name}` is not in the table of devices",
+            code="unknown-device",
             allowed="the nearest names are " + ", ".join(_nearest(name)),
             fix="use one of these, or set only the memory: `--device-memory 24GB`",
         )

@@ -163,6 +163,7 @@ def parse_size(text: str, flag: str = "--device-memory") -> int:
         bare = re.fullmatch(r"\s*[0-9.]+\s*", text)
         raise ConfigError(
             f"`{flag} {text}` " + ("has no unit" if bare else "is not a size"),
+            code="missing-unit",
             allowed=(
                 "a number and a unit: MB, GB, TB (powers of ten), MiB, GiB, TiB (powers of two)"
             ),
@@ -170,7 +171,11 @@ def parse_size(text: str, flag: str = "--device-memory") -> int:
         )
     size = round(float(match.group(1)) * unit)
     if size < 2**20:
-        raise ConfigError(f"`{flag} {text}` is less than 1 MiB", fix=f"write e.g. `{flag} 80GB`")
+        raise ConfigError(
+            f"`{flag} {text}` is less than 1 MiB",
+            code="out-of-range",
+            fix=f"write e.g. `{flag} 80GB`",
+        )
     return size
 
 

@@ -113,7 +113,7 @@ def _check_folder(config: Config) -> None:
     try:
         check_files(config)
     except ConfigError as error:
-        if not any(text in error.what for text in ("has no weights", "weight files are missing")):
+        if error.code != "missing-weights":
             raise
 
 

@@ -64,10 +64,13 @@ def simulate_cuda(device: Device, count: int) -> None:
     if device.compute_capability is None:
         raise ConfigError(
             f"`{device.name}` cannot be simulated",
+            code="unknown-device",
             allowed="NVIDIA devices of the table of devices, such as `H100-SXM`",
         )
     if not 1 <= count <= _MAX_DEVICES:
-        raise ConfigError(f"{count} simulated devices: expected 1 to {_MAX_DEVICES}")
+        raise ConfigError(
+            f"{count} simulated devices: expected 1 to {_MAX_DEVICES}", code="out-of-range"
+        )
     if _shim is None:
         check_build()
         check_release()

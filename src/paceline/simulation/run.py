@@ -184,6 +184,7 @@ def _run_process(jobs: Sequence[RankJob], program: Sequence[str]) -> list[RankRe
     except OSError as error:
         raise ConfigError(
             f"`{PYTHON_VARIABLE}`: `{python}` cannot be started: {error.strerror}",
+            code="missing-file",
             fix="set it to the Python interpreter of an environment with Paceline and the CPU"
             " build of torch",
         ) from error

@@ -79,6 +79,7 @@ def divide_cores(cores: Sequence[int], num_runs: int) -> list[DeviceShare]:
         raise ConfigError(
             f"`--parallel {num_runs}`: runs on a CPU need separate cores, and this process may use"
             f" {counted(len(cores), 'core')}",
+            code="not-enough-cores",
             allowed=f"1 to {len(cores)}",
         )
     divided, start = [], 0

@@ -83,6 +83,7 @@ def check_metric(metric: Metric, has_evaluations: bool, names: Sequence[str] | N
     if not has_evaluations:
         raise ConfigError(
             f"`--metric {metric.name}` is a metric of evaluations, and not every run evaluates",
+            code="no-evaluation",
             fix="set `val_dataset` or `split_dataset_ratio=0.05`, or use `--metric train_loss`",
         )
     if names is None or {metric.name, metric.name.removeprefix("eval_")} & set(names):
@@ -90,6 +91,7 @@ def check_metric(metric: Metric, has_evaluations: bool, names: Sequence[str] | N
     known = [*(f"eval_{name}" for name in names), *_OF_REPORT]
     raise ConfigError(
         f"`--metric {metric.name}`: evaluations have no such metric",
+        code="unknown-metric",
         allowed=", ".join(known),
         fix=did_you_mean(
             metric.name, known, "choose one of these; `evaluation.metrics` adds metrics of answers"

@@ -71,6 +71,7 @@ def load_task(config: Config) -> Task:
     built_in = ", ".join(f"{task} ({purpose})" for task, purpose in BUILT_IN.items())
     raise ConfigError(
         f"unknown `task: {config.task}`",
+        code="unknown-task",
         allowed=f"{built_in}; your own as ./file.py:Class or package.module:Class",
         fix=did_you_mean(name.lower(), BUILT_IN, "choose one of these", form="`task: {}`"),
     )

@@ -171,6 +171,7 @@ def _check_quantity(
             raise ConfigError(
                 f"{label} is not additive: {split.text}. The result of training would depend on"
                 " the micro-batch size and on the number of ranks",
+                code="not-additive",
                 allowed=(
                     "a loss whose value on a batch is the sum of its values on the parts of the"
                     " batch"
@@ -194,6 +195,7 @@ def _is_a_mean(name: str, method: str, split: _Split) -> ConfigError:
     return ConfigError(
         f"{name} returns the mean over the batch: {split.text}. Paceline divides by the global"
         f" count itself, so a mean would be divided twice{effect}",
+        code="mean-instead-of-sum",
         allowed="the sum over the batch",
         fix=f"return {remedy} instead of the mean, or multiply the result by self.count(batch)",
     )

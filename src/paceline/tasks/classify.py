@@ -53,12 +53,14 @@ class ClassifyTask(Task):
             raise ConfigError(
                 "`lora.enable: true` is not supported with `task: classify`: image models are"
                 " trained in full",
+                code="not-supported",
                 fix="remove it",
             )
         for key in ("dataset", "val_dataset"):
             if len(self.config.sources(validation=key == "val_dataset")) > 1:
                 raise ConfigError(
                     f"several sources in `{key}` are not supported with `task: classify`",
+                    code="several-sources",
                     fix="put the images into one folder, with one subfolder per class",
                 )
         image_models.check_image_model(self.config)
@@ -77,6 +79,7 @@ class ClassifyTask(Task):
         if len(index.classes) < 2:
             raise ConfigError(
                 f"`dataset: {source}` has a single class, {index.classes[0]}",
+                code="single-class",
                 allowed="at least two subfolders with images, one per class",
             )
         form, form_notices = image_models.find_form(self.config, digits=index.source == DIGITS)
@@ -120,6 +123,7 @@ class ClassifyTask(Task):
             raise ConfigError(
                 f"`val_dataset: {source}` has classes that training does not have:"
                 f" {', '.join(unknown[:5])}",
+                code="unknown-class",
                 allowed=f"the classes of `dataset`: {', '.join(train.classes[:20])}",
                 fix="give the subfolders the same names",
             )

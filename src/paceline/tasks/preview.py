@@ -116,7 +116,9 @@ def preview(config: Config, rows: int = 5) -> Preview:
         ConfigError: the task is defined by the user, or the data are invalid.
     """
     if not 1 <= rows <= MAX_ROWS:
-        raise ConfigError(f"`--rows {rows}` is out of range", allowed=f"1 to {MAX_ROWS}")
+        raise ConfigError(
+            f"`--rows {rows}` is out of range", code="out-of-range", allowed=f"1 to {MAX_ROWS}"
+        )
     if config.task in _WITHOUT_TOKENS:
         shown, notices = _WITHOUT_TOKENS[config.task](config, rows)
         return Preview(task=config.task, rows=shown, notices=notices)
@@ -124,6 +126,7 @@ def preview(config: Config, rows: int = 5) -> Preview:
         raise ConfigError(
             f"a preview is not supported with `task: {config.task}`: only the task knows the form"
             " of its samples",
+            code="not-supported",
             allowed=", ".join((*CAUSAL_TASKS, "reward", *_WITHOUT_TOKENS)),
             fix="check with `paceline sft CONFIG --dry-run` that the data can be read",
         )

@@ -75,6 +75,7 @@ class RecommendTask(Task):
             raise ConfigError(
                 "`lora.enable: true` is not supported with `task: recommend`: click models are"
                 " trained in full",
+                code="not-supported",
                 fix="remove it",
             )
         for key in ("dataset", "val_dataset"):
@@ -82,6 +83,7 @@ class RecommendTask(Task):
             if len(sources) > 1:
                 raise ConfigError(
                     f"several sources in `{key}` are not supported with `task: recommend`",
+                    code="several-sources",
                     fix="put the rows into one file",
                 )
             if sources and not sources[0].path.startswith("builtin:"):
@@ -93,6 +95,7 @@ class RecommendTask(Task):
         if not settings.sparse_features:
             raise ConfigError(
                 "`recommend.sparse_features` is empty",
+                code="missing-value",
                 allowed="at least one column for a click log of your own",
                 fix=(
                     "set `recommend.sparse_features: [user, item]` and"
@@ -102,13 +105,16 @@ class RecommendTask(Task):
         columns = [settings.label, *settings.dense_features, *settings.sparse_features]
         repeated = sorted({f"`{name}`" for name in columns if columns.count(name) > 1})
         if repeated:
-            raise ConfigError(f"`recommend` names {', '.join(repeated)} more than once")
+            raise ConfigError(
+                f"`recommend` names {', '.join(repeated)} more than once", code="repeated-name"
+            )
         if isinstance(settings.table_size, dict):
             unknown = [name for name in settings.table_size if name not in settings.sparse_features]
             if unknown:
                 raise ConfigError(
                     f"`recommend.table_size` names `{unknown[0]}`, which is not one of"
                     " `recommend.sparse_features`",
+                    code="unknown-column",
                     allowed=", ".join(settings.sparse_features),
                 )
 

@@ -60,6 +60,7 @@ class SequenceClassifierTask(Task):
             raise ConfigError(
                 f"`train_args.packing: true` is not supported with {task}: rows are padded to the"
                 " longest text of a micro-batch",
+                code="not-supported",
                 fix="leave `train_args.packing` out",
             )
         if self.config.train_args.neftune_noise_alpha is not None:

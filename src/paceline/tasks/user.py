@@ -69,6 +69,7 @@ def load_user_task(config: Config) -> Task:
     if config.lora.enable:
         raise ConfigError(
             "`lora.enable: true` has no effect on a task of your own",
+            code="no-effect",
             fix="remove it, and wrap the model with peft.get_peft_model in build_model",
         )
     location, _, class_name = config.task.strip().rpartition(":")
@@ -104,6 +105,7 @@ class UserTask:
         if not isinstance(datasets, tuple) or len(datasets) != 2:
             raise ConfigError(
                 f"{name}.build_datasets returned {_kind(datasets)}",
+                code="wrong-result",
                 allowed="a pair: (training dataset, validation dataset or None)",
                 fix="end it with e.g. `return train, None`",
             )
@@ -148,6 +150,7 @@ def _find_class(module: ModuleType, location: str, class_name: str) -> type[Task
     if not class_name:
         raise ConfigError(
             f"`task: {location}` names no class",
+            code="missing-class",
             allowed=f"{_FORM}; {listing}",
             fix=f"write `task: {location}:{(tasks or ['Class'])[0]}`",
         )
@@ -156,6 +159,7 @@ def _find_class(module: ModuleType, location: str, class_name: str) -> type[Task
         near = nearest(class_name, tasks)
         raise ConfigError(
             f"`task: {location}:{class_name}`: {location} has no class {class_name}",
+            code="unknown-class-name",
             allowed=listing,
             fix=(
                 f"did you mean `task: {location}:{near or tasks[0]}`?"
@@ -170,6 +174,7 @@ def _find_class(module: ModuleType, location: str, class_name: str) -> type[Task
         raise ConfigError(
             f"`task: {location}:{class_name}`: {class_name} is {kind}, not a subclass of"
             " paceline.Task",
+            code="not-a-task",
             allowed=listing,
             fix=f"write `class {class_name}(paceline.Task):`",
         )
@@ -177,6 +182,7 @@ def _find_class(module: ModuleType, location: str, class_name: str) -> type[Task
     if missing:
         raise ConfigError(
             f"`task: {location}:{class_name}`: {class_name} has no {', '.join(missing)}",
+            code="missing-method",
             allowed=(
                 "a task needs build_datasets(self), build_model(self) and loss(self, model, batch)"
             ),
@@ -203,6 +209,7 @@ def _create(task_class: type[Task], config: Config) -> Task:
     if getattr(task, "config", None) is not config:
         raise ConfigError(
             f"{name}.__init__ does not set self.config",
+            code="missing-config",
             fix="call super().__init__(config) in it, or omit __init__",
         )
     return task
@@ -258,12 +265,14 @@ def guard_dataset(dataset: Any, name: str) -> None:
             f"{name} is an IterableDataset ({type(dataset).__name__}), which is not supported: it"
             " has no fixed order, cannot be split among ranks without gaps, and cannot resume in"
             " the middle of an epoch",
+            code="iterable-dataset",
             allowed="a map-style dataset: __len__() and __getitem__(index)",
             fix="read it into a list or a file, or index it; see torch.utils.data.Dataset",
         )
     if "DataLoader" in classes:
         raise ConfigError(
             f"{name} is a DataLoader; Paceline creates the data loaders itself, one per rank",
+            code="data-loader",
             fix=(
                 "return the dataset; set batch size, workers and `shuffle` in train_args, collate"
                 " in collate(self, samples)"
@@ -276,6 +285,7 @@ def guard_dataset(dataset: Any, name: str) -> None:
     if missing:
         raise ConfigError(
             f"{name} is {_kind(dataset)} without {missing}",
+            code="not-a-dataset",
             allowed="a map-style dataset: __len__() and __getitem__(index)",
             fix=f"add {missing}, or return a list of samples",
         )
@@ -293,6 +303,7 @@ def guard_model(model: Any) -> None:
     if "Module" not in _torch_classes(type(model)):
         raise ConfigError(
             f"build_model returned {_kind(model)}",
+            code="not-a-module",
             allowed="a torch.nn.Module",
             fix="end build_model with `return model`",
         )
@@ -309,6 +320,7 @@ def guard_model(model: Any) -> None:
             f"the model is already wrapped: {place} is a {wrapper}. Paceline places the model on"
             " every rank and reduces the gradients itself; with a second wrapper they would be"
             " reduced twice or not at all",
+            code="wrapped-model",
             fix=f"unwrap it: return {plain}; `parallel.mode` selects the strategy",
         )
 

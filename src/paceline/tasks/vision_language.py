@@ -77,6 +77,7 @@ class VisionLanguageTask(LanguageTask):
             if applies:
                 raise ConfigError(
                     f"{what} is not supported with the vision-language model `{self.config.model}`",
+                    code="not-supported",
                     fix=fix,
                 )
 
@@ -101,6 +102,7 @@ class VisionLanguageTask(LanguageTask):
             raise ConfigError(
                 f"`train_args.packing: true` is not supported with the vision-language model"
                 f" `{self.config.model}`: {why}",
+                code="not-supported",
                 fix=fix,
             )
 

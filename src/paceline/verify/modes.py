@@ -143,7 +143,10 @@ def make_mode(name: str, config: Config, world_size: int) -> VerifyMode:
         settings = {match[1]: int(match[2]) for match in sizes}
         if len(settings) < len(sizes):
             raise ConfigError(
-                f"`{name}` names an axis twice", allowed=_allowed(), fix="name each axis once"
+                f"`{name}` names an axis twice",
+                code="repeated-name",
+                allowed=_allowed(),
+                fix="name each axis once",
             )
     elif base == "deepspeed" and variant in map(str, _STAGES):
         mode, settings = base, {"deepspeed_stage": int(variant)}

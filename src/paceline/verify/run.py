@@ -238,6 +238,7 @@ def _check_mode(mode: VerifyMode, config: Config) -> None:
         raise ConfigError(
             f"`{mode.name}` is not supported with `paceline verify`: it needs servers, and verify"
             " starts only ranks",
+            code="not-supported",
             allowed="modes without servers",
             fix="omit `--modes`, or name other modes: `--modes ddp,zero3`",
         )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from raised import raises_error
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -144,7 +145,7 @@ def test_page_and_table_show_statistics(chats_file: Path) -> None:
 
 
 def test_rejects_task_without_tokens() -> None:
-    with pytest.raises(ConfigError, match="dpo, orpo, kto, simpo, reward, classify, recommend"):
+    with raises_error(ConfigError, code="not-supported", naming="task"):
         dataset_stats(
             Config(model=MODEL, dataset="rows.csv", task="./my_task.py:Task"), resolve_model
         )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from raised import raises_error
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -88,5 +89,5 @@ def test_languages_and_tokens_per_source(tmp_path: Path) -> None:
 def test_missing_package_is_reported_before_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.config.packages.find_spec", lambda name: None)
     config = Config(model="builtin:qwen2-micro", dataset="/nowhere")
-    with pytest.raises(ConfigError, match=r"--languages.*py3langid.*paceline\[data\]"):
+    with raises_error(ConfigError, code="missing-package", naming="--languages"):
         dataset_stats(config, resolve_model, languages=True)

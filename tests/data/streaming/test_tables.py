@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raised import raises_error
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
@@ -120,7 +121,7 @@ def test_error_of_lines_without_a_row_names_the_first(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "q", "completion": "a"},\n' * 3)
     config = Config(model="builtin:qwen2-micro", dataset=str(path), streaming=True)
-    with pytest.raises(ConfigError, match=r"line 1 of .* is not valid JSON.*remove the comma"):
+    with raises_error(ConfigError, code="invalid-json", naming="JSON"):
         prepare_stream(config, "sft", resolve_model)
     path.write_text('{"prompt": "q", "completion": "a"}\n{"prompt": "q"}\n{"x\n')
     notices = "\n".join(text for _, text in prepare_stream(config, "sft", resolve_model).notices)

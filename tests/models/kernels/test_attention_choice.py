@@ -1,6 +1,7 @@
 """Which kernel computes packed rows on which device, and which requests are rejected."""
 
 import pytest
+from raised import raises_error
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -75,7 +76,9 @@ def make_config(attention: str, **train_args: str) -> Config:
 def test_request_that_the_device_cannot_compute_is_rejected(
     config: Config, device: str, capability: tuple[int, int] | None, reason: str
 ) -> None:
-    with pytest.raises(ConfigError, match="attn_implementation") as caught:
+    with raises_error(
+        ConfigError, code="not-supported", naming="train_args.attn_implementation"
+    ) as caught:
         check_attention(config, device, capability)
     assert reason in caught.value.what
     assert caught.value.fix

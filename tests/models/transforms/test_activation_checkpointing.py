@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from raised import raises_error
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -133,9 +134,9 @@ def test_models_of_other_kinds() -> None:
     model = Recomputing()
     checkpoint_activations(model, "selective")
     assert set(model.arguments) == {"use_reentrant", "context_fn"}
-    with pytest.raises(ConfigError, match="gradient_checkpointing: 2"):
+    with raises_error(ConfigError, code="no-blocks"):
         checkpoint_activations(model, 2)
-    with pytest.raises(ConfigError, match="no ModuleList or Sequential"):
+    with raises_error(ConfigError, code="no-blocks"):
         checkpoint_activations(nn.Linear(2, 2), "full")
 
 

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from raised import raises_error
 from test_activation_checkpointing import (
     LENGTHS,
     WIDTHS,
@@ -107,5 +108,5 @@ def test_second_forward_before_backward() -> None:
 
 
 def test_model_without_blocks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no ModuleList or Sequential"):
+    with raises_error(ConfigError, code="no-blocks"):
         offload_activations(nn.Linear(2, 2), ON)

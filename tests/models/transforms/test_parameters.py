@@ -1,6 +1,7 @@
 """Selection of parameters by their names."""
 
 import pytest
+from raised import raises_error
 from torch import nn
 
 from paceline.config.schema import Config
@@ -43,15 +44,15 @@ def test_selects_trained_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "code"),
     [
-        ({"freeze": ["lm_head"]}, r"train_args\.freeze.*`lm_head` matches no parameter.*embed"),
-        ({"freeze": [""]}, "no parameter is trained"),
-        ({"trainable_layers": 4}, "the model has 3 layers"),
+        ({"freeze": ["lm_head"]}, "unknown-parameter"),
+        ({"freeze": [""]}, "nothing-trained"),
+        ({"trainable_layers": 4}, "out-of-range"),
     ],
 )
-def test_rejects_selections_of_nothing(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_rejects_selections_of_nothing(settings: dict[str, object], code: str) -> None:
+    with raises_error(ConfigError, code=code):
         trained(**settings)
     with pytest.raises(ValueError, match="not a valid regular expression"):
         TrainArgs(freeze=["(a"])

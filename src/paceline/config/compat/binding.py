@@ -23,7 +23,8 @@ from paceline.config.compat.keys import (
     task_of_method,
 )
 from paceline.config.entries import FOREIGN_SECTIONS, ConfigEntry, Problem, quoted_names
-from paceline.config.fields import KEYS, MAPPINGS, SECTIONS, SOURCE_KEYS, takes_value
+from paceline.config.fields import KEYS, SECTIONS, takes_value
+from paceline.config.settings import native_key
 from paceline.core.errors import nearest
 
 _MAX_SHOWN = 4
@@ -42,7 +43,6 @@ class KeyBinding:
     target: str | None = None
     alias: Alias | None = None
     ignored: Ignored | None = None
-    moved: bool = False
     methods: tuple[str, ...] = ()
 
     @property
@@ -63,30 +63,14 @@ def bind_key(entry: ConfigEntry) -> KeyBinding:
         alias = alias_tables().sections.get(entry.key)
         if alias is not None:
             return KeyBinding(entry, alias=alias)
-    target = _native(entry)
+    target = native_key(entry)
     if target is not None:
-        return KeyBinding(
-            entry, target=target, moved=not entry.key.startswith(target), methods=methods
-        )
+        return KeyBinding(entry, target=target, methods=methods)
     if len(entry.path) <= (2 if entry.section else 1):
         alias = alias_of(entry.section, entry.name)
         ignored = None if alias else ignored_of(entry.name) or method_setting(entry.name)
         return KeyBinding(entry, alias=alias, ignored=ignored, methods=methods)
     return KeyBinding(entry)
-
-
-def _native(entry: ConfigEntry) -> str | None:
-    rest = entry.path[2:] if entry.section else entry.path[1:]
-    if not entry.section or entry.section in FOREIGN_SECTIONS:
-        candidates = [entry.name, f"train_args.{entry.name}"]
-    elif entry.section == "train_args":
-        candidates = [f"train_args.{entry.name}", entry.name]
-    else:
-        candidates = [f"{entry.section}.{entry.name}"]
-    for target in candidates:
-        if target in KEYS and (not rest or target in MAPPINGS or target in SOURCE_KEYS):
-            return ".".join((target, *rest))
-    return None
 
 
 def unknown_key(entry: ConfigEntry) -> Problem:
@@ -95,7 +79,8 @@ def unknown_key(entry: ConfigEntry) -> Problem:
     fix = f"did you mean `{guess}`?" if guess else "remove it; docs/config.md lists all keys"
     if not guess and entry.section in SECTIONS:
         fix += f", and `{entry.section}` has {quoted_names(SECTIONS[entry.section].model_fields)}"
-    return Problem(f"unknown key `{entry.key}`", entry, fix=fix)
+    what = f"unknown key `{entry.key}`"
+    return Problem(what, "unknown-key", entry, fix=fix, suggestion=guess)
 
 
 def _nearest_key(entry: ConfigEntry) -> str | None:
@@ -219,6 +204,7 @@ def unsupported_method(bindings: Sequence[KeyBinding]) -> Problem:
         return Problem(
             f"{shown} {'belongs' if len(entries) == 1 else 'belong'} to one of several training"
             f" methods: {'; '.join(methods)}",
+            "ambiguous-method",
             entries[0],
             allowed=tasks,
             fix=f"state which one it is: add {tasks}",
@@ -230,6 +216,7 @@ def unsupported_method(bindings: Sequence[KeyBinding]) -> Problem:
         method = f"a training method that Paceline does not support, one of: {'; '.join(methods)}"
     return Problem(
         f"{shown} {verb} {method}",
+        "unsupported-method",
         entries[0],
         allowed=(
             "`task: sft`, `pretrain`, `dpo`, `orpo`, `kto`, `simpo`, `reward`, `classify`,"

@@ -1,20 +1,19 @@
-"""Resolve what depends on several keys: keys of other tools that act on another key, and keys that
-exclude each other when one comes from the file and one from an override."""
+"""Resolve keys of other tools that act on another key."""
 
 from functools import partial
 from typing import get_args
 
 from paceline.config.compat import parameters, sources
-from paceline.config.compat.conversion import Notice, UnsupportedValue
-from paceline.config.compat.merge import RESET, Action, Assignment, Merge
+from paceline.config.compat.conversion import UnsupportedValue
+from paceline.config.compat.merge import Action, Merge
 from paceline.config.compat.precision import resolve_precision
 from paceline.config.compat.values import split_beside_all
-from paceline.config.entries import OVERRIDE, quoted_names, short
+from paceline.config.entries import OVERRIDE, Notice, quoted_names, short
 from paceline.config.schema.base import Logger
 from paceline.config.schema.lora import ALL_LINEAR
 from paceline.config.schema.tasks import ANSWER_TASKS
 from paceline.config.schema.train_args import TrainArgs
-from paceline.config.yaml_read import YamlValue
+from paceline.config.settings import RESET, Assignment
 
 #: The keys whose value on the command line overrides an action of the file.
 _TARGETS = {
@@ -30,11 +29,9 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 _OVERRIDDEN: Notice = ("info", "is overridden by the command line")
 
 
-def resolve_conflicts(merge: Merge) -> list[Notice]:
-    """Apply the ``_`` targets and the exclusions to ``merge.winners``. Returns the notices that do
-    not belong to a single key."""
-    notices: list[Notice] = []
-    sources.use_default_folder(merge, notices)
+def resolve_conflicts(merge: Merge) -> None:
+    """Apply the ``_`` targets and the exclusions to ``merge.winners``."""
+    sources.use_default_folder(merge)
     for name, act in _ACTIONS.items():
         winner = merge.winners.pop(name, None)
         if winner is None or winner.value is RESET:
@@ -43,11 +40,8 @@ def resolve_conflicts(merge: Merge) -> list[Notice]:
         for line in merge.lines:
             if notice and any(assigned is winner for assigned in line.assigned):
                 line.resolved.append(notice)
-    _exclusive(merge, notices)
-    _warmup(merge, notices)
-    _lora(merge, notices)
+    merge.exclude()
     resolve_precision(merge)  # depends on whether LoRA is used
-    return notices
 
 
 def _run(merge: Merge, by: Assignment, act: Action) -> Notice | None:
@@ -195,7 +189,7 @@ def _packing_strategy(merge: Merge, by: Assignment) -> Notice:
     """Apply TRL's strategy, which has an effect only with `packing: true`."""
     if merge.is_overridden("train_args.packing_strategy", by):
         return _OVERRIDDEN
-    if merge.value_of("train_args.packing") is not True:
+    if merge.value_of("train_args.packing") is not True and by.entry.layer != OVERRIDE:
         return "info", "has no effect without `packing: true`"
     merge.set_winner("train_args.packing_strategy", by.value, by)
     return "info", f"is read as `train_args.packing_strategy: {by.value}`"
@@ -278,63 +272,3 @@ _ACTIONS: dict[str, Action] = {
     **parameters.ACTIONS,
     **{f"_use_{name}": partial(_use_logger, name=name) for name in get_args(Logger)},
 }
-
-
-# -- keys that exclude each other
-
-#: (key set by an override, key of the file that it excludes, values that do not exclude it)
-_EXCLUSIVE: list[tuple[str, str, tuple[YamlValue, ...]]] = [
-    ("train_args.warmup_ratio", "train_args.warmup_steps", ()),
-    ("train_args.num_train_epochs", "train_args.max_steps", ()),
-    ("val_dataset", "split_dataset_ratio", (None,)),
-    ("split_dataset_ratio", "val_dataset", (None, 0)),
-]
-
-
-def _exclusive(merge: Merge, notices: list[Notice]) -> None:
-    for key, other, inert in _EXCLUSIVE:
-        winner, excluded = merge.winners.get(key), merge.winners.get(other)
-        if winner is None or winner.value in (RESET, *inert):
-            continue
-        if excluded is None or excluded.value in (RESET, None, False, 0, -1):
-            continue
-        if not winner.entry.layer == OVERRIDE > excluded.entry.layer:
-            continue
-        if not any(line.binding.entry is excluded.entry for line in merge.lines):
-            place = f"{excluded.entry.shown()} ({excluded.entry.place()})"
-            notices.append(("info", f"{place} is overridden by {winner.entry.shown()}"))
-        merge.set_winner(other, RESET, winner)
-
-
-def _warmup(merge: Merge, notices: list[Notice]) -> None:
-    """Apply transformers' rule for its two keys: `warmup_steps` counts if it is more than 0."""
-    steps = merge.winners.get("train_args.warmup_steps")
-    ratio = merge.value_of("train_args.warmup_ratio")
-    if steps is not None and steps.value == 0 and steps.value is not False and ratio:
-        text = f"`warmup_steps: 0` is overridden by `warmup_ratio: {short(ratio)}`"
-        notices.append(("info", text))
-        merge.set_winner("train_args.warmup_steps", RESET, steps)
-
-
-def _lora(merge: Merge, notices: list[Notice]) -> None:
-    """Enable LoRA, or warn, if a config has keys of LoRA but does not set `lora.enable`."""
-    settings = [
-        winner
-        for target, winner in merge.winners.items()
-        if target.startswith("lora.") and winner.value is not RESET
-    ]
-    if "lora.enable" in merge.winners or not settings:
-        return
-    entry, scores = settings[0].entry, merge.scores
-    trains_lora = max(scores[tool] for tool in "slu") > max(scores["a"], scores["t"])
-    is_foreign_key = entry.name.split(".")[-1].startswith(("lora_", "target_modules"))
-    if merge.foreign and is_foreign_key and trains_lora:
-        merge.set_winner("lora.enable", True, settings[0])
-        text = (
-            f"{entry.shown()} is set without a method: `lora.enable: true`, as in the tool that the"
-            " config was written for"
-        )
-        notices.append(("info", text))
-    else:
-        text = f"{entry.shown()} is set but `lora.enable` is not true: all weights are trained"
-        notices.append(("warning", text))

@@ -2,7 +2,6 @@
 :class:`Conversion`. Converters that need no code are in ``values.yaml``."""
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -12,11 +11,8 @@ from typing import Any
 
 import yaml
 
-from paceline.config.entries import short
+from paceline.config.entries import Notice, as_bool, short
 from paceline.config.yaml_read import SafeLoader, YamlValue
-
-#: (``info`` or ``warning``, text)
-Notice = tuple[str, str]
 
 
 @cache
@@ -45,11 +41,12 @@ class Conversion:
 
 
 class UnsupportedValue(Exception):
-    """A value that is not supported and cannot be ignored without changing the training."""
+    """A value that is not supported and cannot be ignored without changing the training. ``key``:
+    the key with the value, if another key is being read."""
 
-    def __init__(self, why: str, fix: str) -> None:
+    def __init__(self, why: str, fix: str, key: str | None = None) -> None:
         super().__init__(why)
-        self.why, self.fix = why, fix
+        self.why, self.fix, self.key = why, fix, key
 
 
 Convert = Callable[[Any], Conversion]
@@ -143,24 +140,6 @@ def is_off(value: object) -> bool:
     return value in (None, False, 0, "", [], {}) or (
         isinstance(value, str) and value.lower() in ("none", "no", "false", "off")
     )
-
-
-def as_bool(value: Any) -> Any:
-    """Convert true and false that are passed as text; return anything else unchanged, for the
-    schema to reject."""
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    return value
-
-
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-
-
-def as_number(value: Any) -> Any:
-    """Convert a number that is passed as text; return anything else unchanged."""
-    if not isinstance(value, str) or not _NUMBER.fullmatch(value.strip()):
-        return value
-    return int(value) if re.fullmatch(r"\s*[-+]?\d+\s*", value) else float(value)
 
 
 def as_names(value: Any) -> list[str]:

@@ -4,15 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.conversion import (
-    Conversion,
-    Notice,
-    UnsupportedValue,
-    as_names,
-    by_case,
-)
+from paceline.config.compat.conversion import Conversion, UnsupportedValue, as_names, by_case
 from paceline.config.compat.values import chat_template, ratio, roles_to_train
-from paceline.config.entries import quoted_names
+from paceline.config.entries import Notice, quoted_names
 from paceline.config.schema.data import DatasetSource
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import did_you_mean

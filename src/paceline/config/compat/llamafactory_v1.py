@@ -9,7 +9,6 @@ from typing import Any
 from paceline.config.compat.conversion import (
     Conversion,
     Convert,
-    Notice,
     UnsupportedValue,
     by_case,
     flag,
@@ -19,7 +18,7 @@ from paceline.config.compat.conversion import (
 )
 from paceline.config.compat.datasets import eval_sources, train_sources
 from paceline.config.compat.values import adapter_path, module_names, per_epoch, targets
-from paceline.config.entries import quoted_names
+from paceline.config.entries import Notice, quoted_names
 from paceline.config.yaml_read import YamlValue, parse_yaml
 from paceline.core.errors import ConfigError, did_you_mean
 

@@ -1,7 +1,7 @@
 """Resolve keys of other tools that select parameters of the model and depend on other keys."""
 
-from paceline.config.compat.conversion import Notice, UnsupportedValue
-from paceline.config.compat.merge import Assignment, Merge
+from paceline.config.compat.conversion import UnsupportedValue
+from paceline.config.compat.merge import Merge
 from paceline.config.compat.values import (
     EXTRA_MODULES,
     FROZEN_SHARE,
@@ -9,7 +9,8 @@ from paceline.config.compat.values import (
     UNFROZEN,
     embedding_group,
 )
-from paceline.config.entries import short
+from paceline.config.entries import Notice, short
+from paceline.config.settings import Assignment
 
 _FREEZE, _TRAINABLE = "train_args.freeze", "train_args.trainable"
 _LAYERS = "train_args.trainable_layers"

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config.compat.merge import RESET, Assignment, Merge
+from paceline.config.compat.merge import Merge
 from paceline.config.entries import OVERRIDE, ConfigEntry
+from paceline.config.settings import RESET, Assignment
 
 TARGET = "train_args.precision"
 #: Pseudo-targets: keys that take part in the decision, each with its own precedence.

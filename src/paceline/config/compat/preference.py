@@ -9,11 +9,12 @@ from functools import cache
 from typing import Any, TypedDict
 
 from paceline.config.compat.binding import KeyBinding, likely_methods
-from paceline.config.compat.conversion import Notice, is_off, read_table
+from paceline.config.compat.conversion import is_off, read_table
 from paceline.config.compat.keys import DATA_KEYS, named_method
-from paceline.config.compat.merge import Assignment, Merge, SourceLine
-from paceline.config.entries import Problem, short
+from paceline.config.compat.merge import Merge, SourceLine
+from paceline.config.entries import Notice, Problem, short
 from paceline.config.schema.tasks import ANSWER_TASKS
+from paceline.config.settings import Assignment
 from paceline.config.yaml_read import YamlValue
 
 _DIFFERENT_MEAN: Notice = (
@@ -207,7 +208,8 @@ class _PreferenceReader:
                 notices.append(("warning", text))
             self._set(binding, {"preference.loss_type": [value]}, notices)
         elif not (value == "sigmoid" and self.task == "kto"):
-            self._refuse(binding, "this loss is not supported")
+            target = "task" if value in ("orpo", "simpo") else None
+            self._refuse(binding, "this loss is not supported", target)
 
     def _convert_weight(self, binding: KeyBinding, notices: list[Notice]) -> None:
         weight = binding.entry.value
@@ -263,8 +265,8 @@ class _PreferenceReader:
             leaves.append(assigned)
         self.merge.lines.append(SourceLine(binding, leaves, tuple(notices)))
 
-    def _refuse(self, binding: KeyBinding, why: str) -> None:
-        entry = binding.entry
+    def _refuse(self, binding: KeyBinding, why: str, target: str | None = None) -> None:
+        what = f"{binding.entry.shown()} ({short(binding.entry.value)}): {why}"
         self.merge.problems.append(
-            Problem(f"{entry.shown()} ({short(entry.value)}): {why}", entry, fix=_FIX)
+            Problem(what, "unsupported-value", binding.entry, fix=_FIX, target=target)
         )

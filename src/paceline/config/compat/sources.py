@@ -5,12 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.conversion import Notice, UnsupportedValue
+from paceline.config.compat.conversion import UnsupportedValue
 from paceline.config.compat.datasets import limit, with_fields, with_shares
 from paceline.config.compat.llamafactory import FILE, in_folder
-from paceline.config.compat.merge import RESET, Action, Assignment, Merge
-from paceline.config.entries import short
+from paceline.config.compat.merge import Action, Merge
+from paceline.config.entries import Notice, short
 from paceline.config.fields import SOURCE_KEYS
+from paceline.config.settings import RESET, Assignment
 from paceline.config.yaml_read import YamlValue
 
 _OTHER_DATA: Notice = (
@@ -78,7 +79,7 @@ def _is_path(source: str) -> bool:
     return Path(source.partition("#")[0]).exists()
 
 
-def use_default_folder(merge: Merge, notices: list[Notice]) -> None:
+def use_default_folder(merge: Merge) -> None:
     """Use `data/` as LLaMA-Factory does if its config does not set `dataset_dir`."""
     data = merge.winners.get("dataset")
     table = Path("data") / FILE
@@ -88,7 +89,8 @@ def use_default_folder(merge: Merge, notices: list[Notice]) -> None:
     if data is not None and table.is_file():
         notice = merge.attempt(_dataset_dir, Assignment("_dataset_dir", "data", data.entry))
         if notice:
-            notices.append((notice[0], f"{table}, LLaMA-Factory's default, {notice[1]}"))
+            text = f"{table}, LLaMA-Factory's default, {notice[1]}"
+            merge.general_notices.append((notice[0], text))
 
 
 def _max_samples(merge: Merge, by: Assignment) -> Notice:

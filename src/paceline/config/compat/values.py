@@ -20,13 +20,12 @@ from paceline.config.compat.conversion import (
     Convert,
     UnsupportedValue,
     as_names,
-    as_number,
     by_case,
     info,
     is_off,
     warning,
 )
-from paceline.config.entries import quoted_names
+from paceline.config.entries import as_number, quoted_names
 from paceline.config.schema.base import Logger
 from paceline.config.schema.lora import ALL_LINEAR, is_regex
 from paceline.config.yaml_read import YamlValue
@@ -143,13 +142,15 @@ def column_names(value: Any) -> Conversion:
             value = None
     if not isinstance(value, dict):
         raise UnsupportedValue("expected a mapping", "write columns: {COLUMN: query}")
-    unknown = [name for name in value.values() if name not in _SWIFT_COLUMNS]
+    unknown = [name for name in value.values() if str(name) not in _SWIFT_COLUMNS]
     if unknown:
         raise UnsupportedValue(
             f"`{unknown[0]}` is not a column that is read",
             f"use {', '.join(_SWIFT_COLUMNS)}, or set `columns` of the source",
         )
-    columns: dict[str, YamlValue] = {_SWIFT_COLUMNS[name]: column for column, name in value.items()}
+    columns: dict[str, YamlValue] = {
+        _SWIFT_COLUMNS[str(name)]: column for column, name in value.items()
+    }
     return Conversion({"_columns": columns} if columns else {})
 
 

@@ -33,6 +33,7 @@ def check_best_metric(args: TrainArgs, names: Collection[str] | None) -> None:
     raise ConfigError(
         f"`train_args.metric_for_best_model: {args.metric_for_best_model}`: evaluations have no"
         " such metric",
+        code="unknown-metric",
         allowed=", ".join(names),
         fix=did_you_mean(
             name, names, "set one of these; `evaluation.metrics` adds metrics of generated answers"

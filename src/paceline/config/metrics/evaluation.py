@@ -60,6 +60,7 @@ def check_metrics(config: Config) -> None:
         if name not in known and not is_user_metric(name):
             raise ConfigError(
                 f"`evaluation.metrics` names `{name}`, which does not exist",
+                code="unknown-metric",
                 allowed=f"{', '.join(known)}; your own function as {_FORM}",
                 fix=did_you_mean(name.lower(), known, "choose one of these"),
             )
@@ -81,6 +82,7 @@ def check_lm_eval(config: Config) -> None:
         raise ConfigError(
             f"`evaluation.lm_eval` is not supported with `task: {config.task}`: it evaluates"
             " language models",
+            code="not-supported",
             allowed=f"a task that trains one: {', '.join(CAUSAL_TASKS)}",
             fix="remove it",
         )
@@ -108,6 +110,7 @@ def _check_task(config: Config, names: Sequence[str]) -> None:
         raise ConfigError(
             f"`evaluation.metrics: [{', '.join(names)}]` is not supported with `task:"
             f" {config.task}`: these are metrics of text",
+            code="not-supported",
             allowed="`task: sft` or `pretrain`; other tasks report their own metrics",
             fix="remove `evaluation.metrics`",
         )
@@ -116,6 +119,7 @@ def _check_task(config: Config, names: Sequence[str]) -> None:
         raise ConfigError(
             f"`evaluation.metrics: [{', '.join(generated)}]` is not supported with `task:"
             " pretrain`: its rows have no answers to compare with",
+            code="not-supported",
             allowed=", ".join(LABEL_METRICS),
             fix="remove these metrics, or set `task: sft`",
         )

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.config.schema.base import Auto, Logger, Names, Section, Text
+from paceline.config.schema.base import Auto, CombinationError, Logger, Names, Section, Text
 from paceline.config.schema.compression import Compression
 from paceline.config.schema.data import DatasetSource, modelscope_sources
 from paceline.config.schema.evaluation import Evaluation
@@ -228,14 +228,18 @@ class Config(Section):
     def _check_combinations(self) -> Config:
         if self.train_args.train_on_turns == "last":
             if self.train_args.train_on_inputs:
-                raise ValueError(
+                raise CombinationError(
                     "train_on_turns: last is not supported with train_on_inputs: true: both choose"
-                    " the tokens that carry the loss; keep one of them"
+                    " the tokens that carry the loss; keep one of them",
+                    "train_args.train_on_inputs",
+                    "train_args.train_on_turns",
                 )
             if self.task == "pretrain":
-                raise ValueError(
+                raise CombinationError(
                     "train_on_turns: last is not supported with task: pretrain: it computes the"
-                    " loss on every token"
+                    " loss on every token",
+                    "task",
+                    "train_args.train_on_turns",
                 )
         for key in ("trainable", "trainable_layers"):
             if self.lora.enable and getattr(self.train_args, key):
@@ -245,7 +249,7 @@ class Config(Section):
                     " lora.modules_to_save"
                 )
         if isinstance(self.dataset, list) and not self.dataset:
-            raise ValueError("dataset is an empty list")
+            raise CombinationError("dataset is an empty list", "dataset")
         self._check_mixing()
         self._check_preference()
         problem = schedule_problem(
@@ -254,20 +258,27 @@ class Config(Section):
             self.train_args.learning_rate,
         )
         if problem is not None:
-            raise ValueError(f"lr_scheduler_kwargs: {problem}")
+            raise CombinationError(
+                f"lr_scheduler_kwargs: {problem}", "train_args.lr_scheduler_kwargs"
+            )
         if self.train_args.packs_rows and self.train_args.packing is False:
-            raise ValueError(
+            raise CombinationError(
                 f"packing_strategy: {self.train_args.packing_strategy} is not supported with"
-                " packing: false, which pads rows; keep one of them"
+                " packing: false, which pads rows; keep one of them",
+                "train_args.packing",
+                "train_args.packing_strategy",
             )
         if self.val_dataset is not None and self.split_dataset_ratio > 0:
-            raise ValueError(
+            raise CombinationError(
                 "split_dataset_ratio is not supported with val_dataset: both choose the validation"
-                " data; keep one of them"
+                " data; keep one of them",
+                "val_dataset",
+                "split_dataset_ratio",
             )
         if self.streaming is True and (conflict := self.streaming_conflict()):
             setting, reason, fix = conflict
-            raise ValueError(f"{setting} is not supported with streaming: true: {reason}; {fix}")
+            text = f"{setting} is not supported with streaming: true: {reason}; {fix}"
+            raise CombinationError(text, "streaming", setting.partition(":")[0])
         return self
 
     def streaming_conflict(self) -> tuple[str, str, str] | None:
@@ -302,15 +313,19 @@ class Config(Section):
     def _check_mixing(self) -> None:
         sources = self.sources()
         if self.mixing != "concat" and self.task not in ("sft", "pretrain"):
-            raise ValueError(
+            raise CombinationError(
                 f"mixing: {self.mixing} is not supported with task: {self.task}: only text sources"
-                " are mixed (sft, pretrain)"
+                " are mixed (sft, pretrain)",
+                "task",
+                "mixing",
             )
         if self.mixing != "weights":
             if any(source.weight != 1 for source in sources):
-                raise ValueError(
+                raise CombinationError(
                     f"the weight of a source is not supported with mixing: {self.mixing}: set"
-                    " mixing: weights, or remove it"
+                    " mixing: weights, or remove it",
+                    "dataset",
+                    "mixing",
                 )
             return
         by_step = [
@@ -319,9 +334,10 @@ class Config(Section):
         ]
         for step in sorted({step for weights in by_step for step in weights}):
             if all(_weight_at(weights, step) == 0 for weights in by_step):
-                raise ValueError(
+                raise CombinationError(
                     f"mixing: weights requires a weight above 0 at every step, and at step {step}"
-                    " all weights are 0"
+                    " all weights are 0",
+                    "mixing",
                 )
 
     @property
@@ -338,28 +354,32 @@ class Config(Section):
         names = self.preference.loss_type
         known = LOSSES.get(self.task)
         if names and known is None and self.task in ANSWER_TASKS:
-            raise ValueError(
+            raise CombinationError(
                 f"preference.loss_type is not supported with task: {self.task}, which has a single"
-                " loss; remove it"
+                " loss; remove it",
+                "task",
             )
         if self.task == "reward":
             for name, field in Preference.model_fields.items():
                 if name in REWARD_KEYS or getattr(self.preference, name) == field.default:
                     continue
-                raise ValueError(
+                raise CombinationError(
                     f"preference.{name} is not supported with task: reward, which has"
-                    f" {', '.join(REWARD_KEYS)}; remove it"
+                    f" {', '.join(REWARD_KEYS)}; remove it",
+                    "task",
                 )
         elif self.preference.center_rewards_coefficient is not None:
-            raise ValueError(
+            raise CombinationError(
                 f"preference.center_rewards_coefficient is not supported with task: {self.task}: it"
-                " belongs to task: reward; remove it"
+                " belongs to task: reward; remove it",
+                "task",
             )
         for name in names or []:
             if known is not None and name not in known:
-                raise ValueError(
+                raise CombinationError(
                     f"preference.loss_type: {name} is not supported with task: {self.task}; choose"
-                    f" from {', '.join(known)}"
+                    f" from {', '.join(known)}",
+                    "task",
                 )
 
     @property

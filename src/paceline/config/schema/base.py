@@ -50,6 +50,14 @@ def _check_patterns(patterns: list[str]) -> list[str]:
 Patterns = Annotated[list[Text], BeforeValidator(_as_list), AfterValidator(_check_patterns)]
 
 
+class CombinationError(ValueError):
+    """Keys that are not supported together. ``keys``: their dotted names."""
+
+    def __init__(self, text: str, *keys: str) -> None:
+        super().__init__(text)
+        self.keys = keys
+
+
 class Section(BaseModel):
     """A section of the config. Unknown keys are errors."""
 

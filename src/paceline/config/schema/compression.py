@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from paceline.config.schema.base import Auto, Section
+from paceline.config.schema.base import Auto, CombinationError, Section
 
 #: The methods that may follow each sparse or low-rank method to reduce its precision.
 CHAINS = {
@@ -70,14 +70,16 @@ class Compression(Section):
             return self
         text = f"[{', '.join(methods)}]"
         if len(methods) != 2 or methods[0] not in CHAINS:
-            raise ValueError(
+            raise CombinationError(
                 f"method {text} is not a valid chain; expected two methods, the first of which is"
-                f" one of {', '.join(CHAINS)}"
+                f" one of {', '.join(CHAINS)}",
+                "compression.method",
             )
         if methods[1] not in CHAINS[methods[0]]:
-            raise ValueError(
+            raise CombinationError(
                 f"method {text} is not a valid chain; after {methods[0]} expected one of"
-                f" {', '.join(CHAINS[methods[0]])}"
+                f" {', '.join(CHAINS[methods[0]])}",
+                "compression.method",
             )
         return self
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from paceline.config.schema.base import Section
+from paceline.config.schema.base import CombinationError, Section
 from paceline.config.schema.tasks import ANSWER_TASKS
 
 PairLoss = Literal[
@@ -150,21 +150,31 @@ class Preference(Section):
     def _check(self) -> "Preference":
         names = self.loss_type or []
         if self.loss_weights is not None and len(self.loss_weights) != len(names):
-            raise ValueError(
+            raise CombinationError(
                 f"loss_weights has {len(self.loss_weights)} values, and loss_type {len(names)}:"
-                " give one weight per loss"
+                " give one weight per loss",
+                "preference.loss_type",
+                "preference.loss_weights",
             )
         if len(names) > 1 and any(name in LOSSES["kto"] for name in names):
-            raise ValueError("loss_type of task: kto is a single loss, not a list")
+            raise CombinationError(
+                "loss_type of task: kto is a single loss, not a list",
+                "task",
+                "preference.loss_type",
+            )
         if "exo_pair" in names and not self.label_smoothing:
-            raise ValueError(
+            raise CombinationError(
                 "loss_type: exo_pair requires label_smoothing above 0, e.g. 0.001: it compares"
-                " with a distribution over both answers"
+                " with a distribution over both answers",
+                "preference.loss_type",
+                "preference.label_smoothing",
             )
         others = [name for name in names if name not in _OF_DIFFERENCES]
         if others and self.f_divergence_type != "reverse_kl":
-            raise ValueError(
+            raise CombinationError(
                 f"f_divergence_type: {self.f_divergence_type} is not supported with loss_type:"
-                f" {others[0]}; it is defined for {', '.join(_OF_DIFFERENCES)}"
+                f" {others[0]}; it is defined for {', '.join(_OF_DIFFERENCES)}",
+                "preference.loss_type",
+                "preference.f_divergence_type",
             )
         return self

@@ -14,6 +14,8 @@ PREFERENCE_TASKS = ("dpo", "orpo", "kto", "simpo")
 ANSWER_TASKS = (*PREFERENCE_TASKS, "reward")
 #: All tasks that train a causal language model.
 CAUSAL_TASKS = (*LANGUAGE_TASKS, *PREFERENCE_TASKS)
+#: All built-in tasks.
+TASKS = (*CAUSAL_TASKS, "reward", "classify", "recommend")
 
 
 class Classify(Section):

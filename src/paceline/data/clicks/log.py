@@ -215,6 +215,7 @@ def builtin_clicks(name: str) -> Path:
     if name != CLICKS:
         raise ConfigError(
             f"`dataset: {name}` is not a click log",
+            code="unknown-name",
             allowed=(
                 f"{CLICKS}, or a file with a column of labels (CSV, Parquet, JSON lines, Arrow)"
             ),

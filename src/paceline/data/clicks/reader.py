@@ -192,6 +192,7 @@ class _ClickReader:
             raise ConfigError(
                 f"row {number} of `{self.file}`: `{name}` has the id {row_id}, but its table has "
                 + (f"{size:,} rows" if size is not None else "no negative rows"),
+                code="out-of-range",
                 allowed=f"ids from 0 to {size - 1:,}" if size else "ids of at least 0",
                 fix=(
                     f"set `recommend.table_size` to at least {max(row_id, 0) + 1} for `{name}`, or"

@@ -47,6 +47,7 @@ def check_ray() -> None:
     if find_spec("ray") is None or find_spec("pyarrow") is None:
         raise ConfigError(
             "`--engine ray` requires Ray, which is not installed",
+            code="missing-package",
             allowed="local, or ray if it is installed",
             fix='install it with `pip install "paceline[ray]"`, or remove --engine',
         )

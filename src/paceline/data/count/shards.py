@@ -150,6 +150,7 @@ def _chunks(shard: TextShard, reading: ReadOptions) -> Iterator[tuple[int, bytes
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ConfigError(
                 f"`{shard.path}` is not a complete gzip file: {error}",
+                code="damaged-file",
                 fix="check the file or copy it again",
             ) from error
         return
@@ -213,6 +214,7 @@ def _decode(raw: bytes, path: Path, offset: int, reading: ReadOptions, stats: Sc
                 f"`{path}` is not UTF-8 text: byte {raw[error.start]:#04x} at offset"
                 f" {offset + error.start:,}"
                 + (" of the decompressed text" if is_compressed(path) else ""),
+                code="not-utf8",
                 fix=f"{encoding_fix(raw, path)}; or set `--decode-errors replace`",
             ) from error
         text = raw.decode("utf-8", "replace")
@@ -238,6 +240,7 @@ def _field_of(line: str, path: Path, offset: int, name: str) -> str:
     except ValueError as error:
         raise ConfigError(
             f"{place} is not valid JSON: {getattr(error, 'msg', error)}",
+            code="invalid-json",
             allowed="JSON lines, one object per line",
             fix="correct this line, or remove --field to count the file as plain text",
         ) from error
@@ -246,6 +249,7 @@ def _field_of(line: str, path: Path, offset: int, name: str) -> str:
         shown = ", ".join(f"{key} ({type(value).__name__})" for key, value in columns.items())
         raise ConfigError(
             f"{place} has no text `{name}`",
+            code="missing-column",
             allowed="a key whose value is a string" + (f"; found: {shown}" if shown else ""),
             fix="select another key with --field",
         )

@@ -325,6 +325,7 @@ class StoredLabels:
             raise ConfigError(
                 f"`{name}` has labels that are not classes of the model:"
                 f" {', '.join(sorted(unknown)[:5])}",
+                code="unknown-class",
                 allowed=f"{', '.join(classes[:20])}{' …' if len(classes) > 20 else ''}",
                 fix="correct the labels, or list all classes in `classify.labels`",
             )
@@ -350,6 +351,7 @@ def class_names(stored: StoredLabels, known: Sequence[str] = ()) -> list[str]:
         if highest >= _MAX_CLASSES:
             raise ConfigError(
                 f"the label {highest:,} of `dataset` is not a class",
+                code="invalid-label",
                 allowed=f"numbers from 0 to {_MAX_CLASSES - 1:,}, or texts",
                 fix="name the column of the classes with `columns: {label: YOURS}`",
             )
@@ -359,6 +361,7 @@ def class_names(stored: StoredLabels, known: Sequence[str] = ()) -> list[str]:
     if len(names) < 2:
         raise ConfigError(
             f"the rows of `dataset` have a single class, {', '.join(names) or 'none'}",
+            code="single-class",
             allowed="at least two classes",
         )
     return names

@@ -151,6 +151,7 @@ class Mixture:
                     f"`mixing`: source {source + 1} of `dataset` has the weight 0 from step"
                     f" {int(self.schedule.steps[-1])} on, and then not all of its rows have been"
                     f" read, so with `stopping_strategy: {self.stopping}` no epoch ends",
+                    code="unused-source",
                     fix="raise the weight, or set `stopping_strategy: first_exhausted`",
                 )
 

@@ -138,6 +138,7 @@ def unknown_name(folder: str, name: str, names: list[str]) -> ConfigError:
     """Return the error for a configuration that a dataset does not have."""
     return ConfigError(
         f"the dataset `{folder}` has no configuration `{name}`",
+        code="unknown-name",
         allowed=", ".join(names) or "none: leave `name` out",
         fix=did_you_mean(name, names, "correct `name` of the dataset"),
     )

@@ -135,6 +135,7 @@ def repeated_column(path: Path, name: str) -> ConfigError:
     """Return the error for a table that has two columns with the same name."""
     return ConfigError(
         f"`{path}` has two columns with the name `{name}`",
+        code="repeated-name",
         fix="rename or remove one of them",
     )
 

@@ -110,7 +110,10 @@ def find_files(
         fix = next(filter(None, (conversion_fix(Path(name)) for name in below)), "")
         where = "/".join([folder.label.rstrip("/"), *([root.rstrip("/")] if root else [])])
         raise ConfigError(
-            f"no data files in the folder `{where}` (it has {shown})", allowed=KINDS, fix=fix
+            f"no data files in the folder `{where}` (it has {shown})",
+            code="no-data-files",
+            allowed=KINDS,
+            fix=fix,
         )
     if validation:
         spec = for_validation(spec, map(split_of_file, data))
@@ -183,6 +186,7 @@ def _files_of_card(
         if len(of_kind) != 1:
             raise ConfigError(
                 f"the configuration `{config.name}` of `{folder.label}` has no split `{wanted}`",
+                code="unknown-name",
                 allowed=", ".join(splits),
                 fix=f"select one: `dataset: {{path: {folder.label}, split: {splits[0]}}}`",
             )

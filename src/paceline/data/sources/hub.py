@@ -234,6 +234,7 @@ def download_from_modelscope(name: str, kind: str) -> str:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise ConfigError(
             f"`{name}` is not the name of a ModelScope {kind}",
+            code="invalid-name",
             allowed=f"`{MODELSCOPE_PREFIX}OWNER/NAME`, e.g."
             f" `{MODELSCOPE_PREFIX}Qwen/Qwen2.5-0.5B-Instruct`",
         )
@@ -242,6 +243,7 @@ def download_from_modelscope(name: str, kind: str) -> str:
     except ImportError as error:
         raise ConfigError(
             f"`{name}` requires the package `modelscope`, which is not installed",
+            code="missing-package",
             fix=(
                 'install it with `pip install "paceline[modelscope]"`, or use a Hugging Face id or'
                 " a local folder"

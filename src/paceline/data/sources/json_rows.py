@@ -110,6 +110,7 @@ def repeated_key(place: str, error: RepeatedKey, depth: int = 0) -> ConfigError:
     """
     return ConfigError(
         f"{place} has the key `{error.key}` twice{error.place(depth)}",
+        code="repeated-name",
         fix="keep one of the values, or give them different keys",
     )
 
@@ -191,6 +192,7 @@ def _invalid_json(
     return ConfigError(
         f"line {number} of `{path}` is not valid JSON: {reason} at column {column + 1}, near"
         f" `{near}`",
+        code="invalid-json",
         fix=fix,
     )
 

@@ -63,7 +63,11 @@ def take_count(spec: str, noun: str = "rows") -> tuple[str, Take | None]:
     path, number, percentage = cut.groups()
     take: Take = int(re.sub("[_,]", "", number)) if number else float(percentage) / 100
     if not take:
-        raise ConfigError(f"`{spec}` selects 0 {noun}", allowed="`path#N` with N of at least 1")
+        raise ConfigError(
+            f"`{spec}` selects 0 {noun}",
+            code="out-of-range",
+            allowed="`path#N` with N of at least 1",
+        )
     if percentage and take > 1:
         raise ConfigError(f"`{spec}` selects more than all {noun}", allowed="at most `path#100%`")
     return with_slashes(path), take
@@ -323,6 +327,7 @@ def not_text(path: Path, where: str, error: UnicodeDecodeError) -> ConfigError:
     return ConfigError(
         f"{where} of `{path}` is not UTF-8 text (byte {error.object[error.start]:#04x} at position"
         f" {error.start})",
+        code="not-utf8",
         fix=encoding_fix(raw, path),
     )
 

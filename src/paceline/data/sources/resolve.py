@@ -211,6 +211,7 @@ def open_source(spec: DatasetSource, *, validation: bool = False) -> ResolvedSou
         raise ConfigError(
             f"`{name}` is a URL, which is supported only for `dataset` of a run that streams its"
             " data, and for a preview",
+            code="not-supported",
             allowed="a file or a folder of this host, or a hub id",
             fix="copy the files to this host, or for `dataset` set `streaming: true`",
         )

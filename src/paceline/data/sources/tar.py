@@ -177,6 +177,7 @@ def _json(file: TarFile) -> Any:
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"`{file.name}` in `{file.shard}` is not valid JSON: {first_line(error)}",
+            code="invalid-json",
             fix="correct the file and write the shard again",
         ) from error
 
@@ -215,6 +216,7 @@ def _scan(shard: Path) -> tuple[list[str], list[tuple[int, int]]]:
     if (kind := compression_of(shard)) is not None:
         raise ConfigError(
             f"`{shard}` is compressed with {kind}: the files in it cannot be read one by one",
+            code="compressed-tar",
             allowed="uncompressed tar files; images have a compression of their own",
             fix=f"decompress it, for example with `{kind} -d`",
         )
@@ -233,6 +235,7 @@ def _scan(shard: Path) -> tuple[list[str], list[tuple[int, int]]]:
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ConfigError(
             f"`{shard}` cannot be read as a tar file: {first_line(error)}",
+            code="damaged-file",
             fix="check the file; it may have been truncated while it was copied",
         ) from error
     return names, spans

@@ -255,6 +255,7 @@ def _kind_of(config: Config, has_images: bool) -> str:
     raise ConfigError(
         f"statistics are not supported with `task: {config.task}`: only the task knows the form of"
         " its samples",
+        code="not-supported",
         allowed=", ".join((*CAUSAL_TASKS, "reward", "classify", "recommend")),
         fix="use a config with one of these tasks",
     )

@@ -68,6 +68,7 @@ def uses_windows(config: Config, sources: Sequence[StreamSource]) -> bool:
             raise NotStreamable(
                 f"`max_steps` is required {what}: the number of rows of an epoch is unknown until"
                 " all of them have been tokenized",
+                code="missing-max-steps",
                 fix="set `train_args.max_steps`, or `streaming: false`",
             )
         return True
@@ -93,6 +94,7 @@ def open_streams(sources: list[StreamSource], config: Config) -> Streams:
             raise NotStreamable(
                 f"`mixing: temperature` is not supported with `{source.label}`: the number of its"
                 " rows is unknown until it has been read",
+                code="not-supported",
                 fix="set `mixing: weights`, or `streaming: false`",
             )
         streams.append(rows)
@@ -122,6 +124,7 @@ def make_dataset(
         raise NotStreamable(
             "`stopping_strategy: all_exhausted_without_replacement` is not supported with these"
             " sources: the numbers of their rows are unknown until they have been read",
+            code="not-supported",
             fix="set `stopping_strategy: all_exhausted`, or `streaming: false`",
         )
     mixture, shares = None, [1.0]

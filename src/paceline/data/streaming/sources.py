@@ -137,7 +137,9 @@ def open_rows(
         if of_source is None:
             return _open_shards(sources, config, shuffle)
         if not of_source:
-            raise ConfigError(f"the dataset `{source.label}` has no rows", fix="check the file")
+            raise ConfigError(
+                f"the dataset `{source.label}` has no rows", code="no-rows", fix="check the file"
+            )
         if source.take is not None:
             of_source = _take(source, source.take, of_source, config.train_args.seed)
         tables += of_source
@@ -155,6 +157,7 @@ def _tables(source: StreamSource) -> list[RowTable] | None:
             if is_url(location) and has_text([location]):
                 raise ConfigError(
                     f"`{location}` is plain text at a URL, which is not supported",
+                    code="not-supported",
                     allowed="tables at a URL (JSON, CSV, Parquet, Arrow, tar), or a local text",
                     fix="copy the text to a local file",
                 )
@@ -220,6 +223,7 @@ def _open_shards(
         raise NotStreamable(
             f"`max_steps` is required: {reason}, so `num_train_epochs` cannot be converted to"
             " steps",
+            code="missing-max-steps",
             fix="set `train_args.max_steps`, or `streaming: false`",
         )
     if config.split_dataset_ratio > 0:

@@ -201,6 +201,7 @@ def _write_all(
         if result.counts.read == 0:
             raise ConfigError(
                 f"the dataset `{result.source.label}` has no rows",
+                code="no-rows",
                 fix="check the file",
             )
         if result.counts.kept == 0:

@@ -426,5 +426,6 @@ def _compile(source: str) -> tuple[Callable[..., str], frozenset[str]]:
         return environment.from_string(source).render, frozenset(identifiers)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"the chat template is not valid Jinja: {error.message} in line {error.lineno}"
+            f"the chat template is not valid Jinja: {error.message} in line {error.lineno}",
+            code="invalid-template",
         ) from error

@@ -314,6 +314,7 @@ def role_names(roles: Mapping[str, str | list[str]], label: str) -> dict[str, st
         if role not in STANDARD_ROLES:
             raise ConfigError(
                 f"`roles: {{{role}: ...}}` of {label}: unknown role `{role}`",
+                code="unknown-role",
                 allowed=", ".join(STANDARD_ROLES),
             )
         role_by_name.update(dict.fromkeys([names] if isinstance(names, str) else names, role))

@@ -181,6 +181,7 @@ def split_indices(num_samples: int, ratio: float, seed: int) -> tuple[np.ndarray
         raise ConfigError(
             f"`split_dataset_ratio: {ratio:g}` holds out {ratio:,g} samples, and the data has"
             f" {num_samples:,}",
+            code="split-too-large",
             allowed=(
                 f"a share below 1, or a number of samples from 1 to {max(1, num_samples - 1):,}"
             ),

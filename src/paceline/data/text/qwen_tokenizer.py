@@ -150,6 +150,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"the tokenizer {file} cannot be read: {reason}",
+            code="damaged-file",
             allowed="the qwen.tiktoken of the original repository",
             fix="copy the file again, or select another tokenizer with `tokenizer: ...`",
         ) from error

@@ -429,6 +429,7 @@ def _read(value: str, path: Path) -> str:
         )
         raise ConfigError(
             f"`chat_template: {value}` {what}",
+            code="unknown-template",
             allowed=(
                 f"{', '.join(TEMPLATE_NAMES)}, {TOKENIZER_DEFAULT}, a file with a Jinja template,"
                 " or the template itself"

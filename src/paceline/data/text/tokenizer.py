@@ -160,6 +160,7 @@ def _from_hub(name: str, trust_remote_code: bool) -> Path:
     if not is_hub_id(name):
         raise ConfigError(
             f"`{name}` does not exist",
+            code="missing-file",
             allowed=(
                 "a folder with a tokenizer, a hub id such as Qwen/Qwen2.5-0.5B, or"
                 " builtin:qwen2-tiny"

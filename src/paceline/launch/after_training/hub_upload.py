@@ -44,13 +44,16 @@ def check_repository(repository: str, setting: str) -> None:
     :func:`check_hub_upload`."""
     reason = unreachable()
     if reason is not None:
-        raise ConfigError(f"{setting}: {reason}", fix="connect to a network, or remove it")
+        raise ConfigError(
+            f"{setting}: {reason}", code="hub-unreachable", fix="connect to a network, or remove it"
+        )
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
     if not _REPOSITORY.fullmatch(repository):
         raise ConfigError(
             f"{setting}: `{repository}` is not a name of a repository",
+            code="invalid-name",
             allowed="NAME or OWNER/NAME, of letters, digits, `-`, `_` and `.`",
             fix="set `train_args.hub_model_id: OWNER/NAME`",
         )
@@ -60,7 +63,9 @@ def check_repository(repository: str, setting: str) -> None:
         HfApi(endpoint=endpoint()).whoami()
     except (HfHubHTTPError, OSError) as error:
         raise ConfigError(
-            f"{setting}: the hub does not accept the token: {first_line(error)}", fix=_LOGIN
+            f"{setting}: the hub does not accept the token: {first_line(error)}",
+            code="hub-refuses-token",
+            fix=_LOGIN,
         ) from error
 
 

@@ -160,5 +160,6 @@ def check_vision_language(config: Config, dims: ParallelDims) -> None:
         setting = f"`parallel.{names[0]}: {getattr(dims, names[0])}`"
         raise ConfigError(
             f"{setting} is not supported with the vision-language model `{config.model}`",
+            code="not-supported",
             fix="set `parallel.mode: ddp`, `zero1`, `zero2` or `zero3`",
         )

@@ -104,6 +104,7 @@ def check_selection(draft: Draft) -> Iterable[tuple[str, str]]:
     if names:
         raise ConfigError(
             f"{' and '.join(names)} compare evaluations, and {why}",
+            code="no-validation-data",
             fix=f"{fix}, or remove these settings",
         )
     if args.metric_for_best_model is not None:
@@ -158,7 +159,9 @@ def check_sizes(derived: ResolvedValues, samples: int | None, mode: str) -> list
         samples = derived.global_batch_size
     if samples == 0:
         raise ConfigError(
-            "the dataset contains no training sample", fix="check `dataset` and `max_length`"
+            "the dataset contains no training sample",
+            code="no-rows",
+            fix="check `dataset` and `max_length`",
         )
     if derived.replicas > samples and mode in OTHER_TRAINING:
         raise ConfigError(

@@ -84,11 +84,12 @@ def check_adapters(config: Config) -> None:
             raise ConfigError(
                 f"`lora.quantize: {lora.quantize}` requires `lora.enable: true`: quantized weights"
                 " cannot be trained, only adapters on them",
+                code="needs-lora",
                 fix="set `lora.enable: true`, or leave `lora.quantize` out",
             )
         return
     for setting, reason, fix in _conflicts(config):
-        raise ConfigError(f"{setting} is not supported: {reason}", fix=fix)
+        raise ConfigError(f"{setting} is not supported: {reason}", code="not-supported", fix=fix)
     if lora.quantize != "none" and find_spec("bitsandbytes") is None:
         raise ConfigError(
             f"`lora.quantize: {lora.quantize}` requires the package bitsandbytes, which is not"

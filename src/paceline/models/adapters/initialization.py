@@ -46,6 +46,7 @@ def add_initial_buffers(adapted: nn.Module, config: Config) -> None:
         raise ConfigError(
             f"{setting} is not supported with adapters on {short_names(others)}: only the weights"
             " of linear layers are decomposed",
+            code="not-supported",
             fix="list linear layers in `lora.target_modules`, such as [q_proj, v_proj, o_proj]",
         )
     _check_rank(layers.values(), config)
@@ -63,6 +64,7 @@ def _check_rank(layers: Iterable[Any], config: Config) -> None:
         raise ConfigError(
             f"`lora.init_lora_weights: {lora.init_lora_weights}` is not supported with `lora.rank:"
             f" {lora.rank}`: the smallest adapted weight has {smallest} singular values",
+            code="not-supported",
             fix=f"set `lora.rank: {smallest}` or less, or another initialization",
         )
 

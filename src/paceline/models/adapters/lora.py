@@ -78,6 +78,7 @@ def _load_adapters(model: Any, config: Config, read_weights: bool) -> Any:
         if settings.peft_type not in ("LORA", "VERA"):
             raise ConfigError(
                 f"{key} is an adapter of the type {str(settings.peft_type).rpartition('.')[2]}",
+                code="unknown-adapter-type",
                 allowed="an adapter of LoRA, with or without DoRA, or of VeRA",
             )
         settings.inference_mode = False
@@ -128,6 +129,7 @@ def _create_adapters(model: Any, config: Config) -> Any:
     ) as error:
         raise ConfigError(
             f"`lora.target_modules: {targets}` does not fit this model: {first_line(error)}",
+            code="unfit-adapter",
             allowed=allowed,
             fix=(
                 "leave `lora.use_dora` out, or list modules of `lora.target_modules` that are not"

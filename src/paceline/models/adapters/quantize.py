@@ -53,6 +53,7 @@ def quantize_layers(model: Any, config: Config) -> None:
         raise ConfigError(
             f"`lora.quantize: {lora.quantize}` is not supported with `model: {config.model}`: it"
             " has no torch.nn.Linear layers",
+            code="not-supported",
             fix="leave `lora.quantize` out",
         )
     stored = _stored_weights(model, layers, config)

@@ -125,6 +125,7 @@ def check_names(model: Any, config: Config) -> None:
     ):
         raise ConfigError(
             f"`lora.target_modules: {targets}`: the model has no module named {_quoted(absent)}",
+            code="unknown-module",
             allowed=f"all-linear, a regular expression, or some of: {allowed}",
             fix=did_you_mean(absent[0], names, "remove the names that belong to another model"),
         )
@@ -171,6 +172,7 @@ def _check_special(targets: str | list[str], special: list[str], allowed: str) -
         raise ConfigError(
             f"`lora.target_modules: {targets}` selects {short_names(selected)}, which cannot have"
             f" adapters: {WHY_SPECIAL}",
+            code="unfit-adapter",
             allowed=f"all-linear, a regular expression, or some of: {allowed}",
         )
 

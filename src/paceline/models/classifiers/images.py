@@ -96,12 +96,16 @@ def check_image_model(config: Config) -> None:
     if not folder.exists():
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise ConfigError(
-                f"`model: {name}` does not exist", allowed=_ALLOWED, fix="check the path"
+                f"`model: {name}` does not exist",
+                code="missing-file",
+                allowed=_ALLOWED,
+                fix="check the path",
             )
         return
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"`model: {name}` is not a model: it has no config.json",
+            code="no-model-config",
             allowed=_ALLOWED,
             fix="check the path",
         )
@@ -123,6 +127,7 @@ def check_image_model(config: Config) -> None:
 def _not_an_image_model(name: str, kind: str) -> ConfigError:
     return ConfigError(
         f"`model: {name}` is a {kind}, but `task: classify` trains image classifiers",
+        code="wrong-kind-of-model",
         allowed=_ALLOWED,
         fix="set `task: sft` for a language model, or name an image model",
     )

@@ -162,6 +162,7 @@ def check_attention(
     if requested == "flex_attention" and device_type == "cpu":
         raise ConfigError(
             f"{what} on a CPU: torch has no backward pass of it there",
+            code="not-supported",
             allowed="auto, sdpa, eager",
             fix="set `train_args.attn_implementation: auto`",
         )
@@ -180,4 +181,6 @@ def check_attention(
         fix = f"install `{kernel.package}`, or set `train_args.attn_implementation: auto`"
     else:
         fix = "set `train_args.attn_implementation: auto`"
-    raise ConfigError(f"{what}: {missing}", allowed="auto, sdpa, eager", fix=fix)
+    raise ConfigError(
+        f"{what}: {missing}", code="not-supported", allowed="auto, sdpa, eager", fix=fix
+    )

@@ -33,12 +33,14 @@ def check_liger(config: Config, device_type: str) -> None:
     if device_type not in _DEVICES:
         raise ConfigError(
             f"{_WHAT} is not supported on `{device_type}`: its kernels are written in Triton",
+            code="not-supported",
             allowed=", ".join(_DEVICES),
             fix=_FIX,
         )
     if find_spec("liger_kernel") is None:
         raise ConfigError(
             f"{_WHAT} requires the package `liger-kernel`",
+            code="missing-package",
             fix=f"run `pip install 'paceline[liger]'`, or {_FIX}",
         )
 

@@ -71,6 +71,7 @@ def find_tensor_plan(model: nn.Module, configured: Mapping[str, str]) -> dict[st
         raise ConfigError(
             f"`parallel.tensor` is not supported with {_class_name(model)}: it has no plan for"
             " splitting its layers",
+            code="no-tensor-plan",
             allowed=(
                 "models of transformers with a base_model_tp_plan; the families of"
                 " models/tensor_plan/families.py (GPT-2, OPT, BLOOM, Falcon, MPT, …); an"
@@ -87,6 +88,7 @@ def find_tensor_plan(model: nn.Module, configured: Mapping[str, str]) -> dict[st
             raise ConfigError(
                 f"`parallel.tensor`: the weights of the experts `{name}` are not found at their"
                 " names in the model's plan, because they have an adapter",
+                code="experts-not-found",
                 fix="remove the experts from `lora.target_modules`, or set `parallel.mode: zero3`",
             )
     order = {
@@ -112,6 +114,7 @@ def _model_plan(
     if problem is not None:
         raise ConfigError(
             f"`parallel.tensor` is not supported with {_class_name(model)}: {problem}",
+            code="not-supported",
             fix=_WITHOUT_TENSOR,
         )
     patterns.update({base + key: style for key, style in family_plan(config).items()})
@@ -179,6 +182,7 @@ def _configured_plan(
             near = nearest(pattern, {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names})
             raise ConfigError(
                 f"`parallel.tensor_plan`: `{pattern}` matches no module of {_class_name(model)}",
+                code="unknown-module",
                 allowed="dotted names of modules, `*` for one part of a name",
                 fix=f"write `{near}`" if near else None,
             )
@@ -193,6 +197,7 @@ def _style(style: str, pattern: str, source: str) -> str:
     except (KeyError, ValueError):
         raise ConfigError(
             f"`parallel.tensor`: {source} has `{pattern}: {style}`, an unsupported style",
+            code="unsupported-style",
             allowed=", ".join(STYLES),
             fix=_WITHOUT_TENSOR,
         ) from None
@@ -212,6 +217,7 @@ def _check_pairs(plan: Mapping[str, str]) -> None:
         raise ConfigError(
             f"`parallel.tensor`: `{lone}` has the style {plan[lone]}, but no layer has the style"
             f" {missing}, which completes the pair",
+            code="incomplete-tensor-plan",
             fix=f"set the style of the layer {'after' if columns else 'before'} it to {missing}",
         )
 
@@ -298,6 +304,7 @@ def check_divisible(sizes: Mapping[str, int], tensor: int) -> None:
     raise ConfigError(
         f"`parallel.tensor: {tensor}` does not divide the model's "
         + ", ".join(f"{name} ({wrong[name]})" for name in wrong),
+        code="not-divisible",
         allowed=f"{', '.join(map(str, fitting))}: what divides "
         + ", ".join(f"{name} ({size})" for name, size in sizes.items()),
         fix=(f"set `parallel.tensor: {below}`" if below > 1 else _WITHOUT_TENSOR),

@@ -62,6 +62,7 @@ def checkpoint_activations(model: nn.Module, setting: str | int) -> None:
         raise ConfigError(
             f"`gradient_checkpointing: {setting}` is not supported with {type(model).__name__}: it"
             " has no ModuleList or Sequential to recompute",
+            code="no-blocks",
             fix=(
                 "set `train_args.gradient_checkpointing: none`, or give the model a method"
                 " gradient_checkpointing_enable(gradient_checkpointing_kwargs)"

@@ -58,6 +58,7 @@ def offload_activations(model: nn.Module, settings: Parallel) -> "ActivationOffl
         raise ConfigError(
             f"`parallel.cpu_offload: activations` is not supported with {type(model).__name__}: it"
             " has no ModuleList or Sequential whose activations could be offloaded",
+            code="no-blocks",
             fix="leave `activations` out of `parallel.cpu_offload`",
         )
     offloader = ActivationOffloader()

@@ -21,6 +21,7 @@ def check_compile(config: Config, device_type: str) -> None:
             f"{_WHAT} is not supported with `train_args.gradient_checkpointing: selective`: the"
             " compiler itself selects which results of a graph it stores, and matrix products are"
             " among them",
+            code="not-supported",
             allowed="none, full, N",
             fix="set `train_args.gradient_checkpointing: none`, or `full` to store less",
         )
@@ -30,6 +31,7 @@ def check_compile(config: Config, device_type: str) -> None:
         if not any(which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name):
             raise ConfigError(
                 f"{_WHAT} requires a C++ compiler on CPUs, and none was found",
+                code="missing-compiler",
                 fix=f"install g++, set the variable CXX to a compiler, or {_OFF}",
             )
     elif device_type in ("cuda", "xpu") and find_spec("triton") is None:

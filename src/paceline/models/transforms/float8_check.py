@@ -35,6 +35,7 @@ def check_float8(
                 f"`train_args.fp8_emulate: true` is not supported with `precision:"
                 f" {args.precision}` on `{device_type}`: torchao reads the dtype of autocast on"
                 " GPUs",
+                code="not-supported",
                 allowed="`precision: 32`",
                 fix="set `train_args.precision: 32`",
             )
@@ -44,6 +45,7 @@ def check_float8(
     shown = with_capability(device_type, capability)
     raise ConfigError(
         f"{what} is not supported on {shown}: the devices have no float8 products",
+        code="not-supported",
         allowed="NVIDIA GPUs of compute capability 8.9 and higher, such as L40S, H100 and B200",
         fix=(
             f"{_OFF}; to see its effect on the loss, set `train_args.fp8_emulate: true`, which is"

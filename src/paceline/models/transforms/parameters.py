@@ -46,6 +46,7 @@ def freeze_parameters(model: nn.Module, args: TrainArgs) -> None:
         raise ConfigError(
             "no parameter is trained: `train_args.freeze`, `trainable` and `trainable_layers` leave"
             " none",
+            code="nothing-trained",
             fix="remove a pattern of `train_args.freeze`",
         )
 
@@ -86,6 +87,7 @@ def _matching(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
             examples = ", ".join(names[:: max(1, len(names) // _NAMES_SHOWN)][:_NAMES_SHOWN])
             raise ConfigError(
                 f"`{key}`: `{pattern}` matches no parameter of the model",
+                code="unknown-parameter",
                 allowed=f"regular expressions for names such as {examples}",
                 fix="correct or remove the pattern",
             )
@@ -100,6 +102,7 @@ def _in_layers(model: nn.Module, number: int) -> set[str]:
     if abs(number) > len(blocks):
         raise ConfigError(
             f"`train_args.trainable_layers: {number}`: the model has {len(blocks)} layers",
+            code="out-of-range",
             fix=f"set a number from 1 to {len(blocks)}",
         )
     chosen = blocks[-number:] if number > 0 else blocks[: abs(number)]

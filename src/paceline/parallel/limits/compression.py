@@ -28,6 +28,7 @@ def check_compression(
             f"`parallel.all_reduce_algorithm: {algorithm}` is not supported with"
             f" `parallel.mode: {name}`"
             f" ({axes.text()}): it does not all-reduce gradients of full replicas",
+            code="not-supported",
             allowed=(
                 "`parallel.mode: ddp`; `tensor`, `pipeline` and `hybrid` without `parallel.shard`"
             ),
@@ -40,6 +41,7 @@ def check_compression(
         raise ConfigError(
             f"{setting} is not supported with `parallel.mode: {name}` ({axes.text()}): it does not"
             " all-reduce gradients of full replicas, so there is nothing to compress",
+            code="not-supported",
             allowed=(
                 f"`parallel.mode: ddp`; with {', '.join(FOR_PARTS)} also `tensor`, `pipeline` and"
                 " `hybrid` with `parallel.data` of at least 2 and without `parallel.shard`"
@@ -49,6 +51,7 @@ def check_compression(
     if axes.data == 1:
         raise ConfigError(
             f"{setting} is not supported with one rank: nothing is sent",
+            code="not-supported",
             allowed="two ranks or more",
             fix="set `parallel.num_gpus: 2`, or leave it out",
         )
@@ -57,6 +60,7 @@ def check_compression(
         raise ConfigError(
             f"{setting} is not supported with {axes.text()}: ranks of one replica that hold the"
             " same weight would compress it differently",
+            code="not-supported",
             allowed=(
                 f"with mode {name}: {', '.join(FOR_PARTS)}; with `parallel.mode: ddp` every method"
             ),
@@ -67,12 +71,14 @@ def check_compression(
             f"{setting} is not supported with `parallel.all_reduce_algorithm: {algorithm}`:"
             " compressed"
             " gradients are sent by the backend's collectives",
+            code="not-supported",
             fix="set `parallel.all_reduce_algorithm: native`, or leave `compression` out",
         )
     if settings.local_moments is True and not uses_local_moments(config):
         raise ConfigError(
             f"`compression.local_moments: true` is not supported with {setting} and"
             f" `train_args.optim: {args.optim}`: only sparse methods with Adam keep moments",
+            code="not-supported",
             allowed="topk or randomk, with adamw or adam",
             fix="set `compression.local_moments: auto`",
         )
@@ -81,6 +87,7 @@ def check_compression(
             f"`compression.momentum_correction: true` is not supported with {setting},"
             f" `train_args.optim: {args.optim}` and `train_args.momentum: {args.momentum}`: there"
             " is no momentum to correct",
+            code="not-supported",
             allowed="topk or randomk, with sgd and `train_args.momentum` > 0",
             fix="set `compression.momentum_correction: auto`",
         )

@@ -66,13 +66,16 @@ def parse_assumptions(texts: Iterable[str]) -> dict[str, Value]:
         name, separator, value = text.partition("=")
         if not separator:
             raise ConfigError(
-                f"`--assume {text}` has no value", fix="write e.g. `--assume tensor=8`"
+                f"`--assume {text}` has no value",
+                code="missing-value",
+                fix="write e.g. `--assume tensor=8`",
             )
         key = KEYS.get(name)
         if key is None:
             close = nearest(name, KEYS)
             raise ConfigError(
                 f"unknown key `{name}` in `--assume {text}`",
+                code="unknown-key",
                 allowed=", ".join(sorted(KEYS)),
                 fix=None if close is None else f"did you mean `{close}`?",
             )
@@ -81,7 +84,7 @@ def parse_assumptions(texts: Iterable[str]) -> dict[str, Value]:
 
 
 def _parse(text: str, key: _Key, value: str) -> Value:
-    error = ConfigError(f"`--assume {text}` is not possible", allowed=key.text())
+    error = ConfigError(f"`--assume {text}` is not possible", code="wrong-type", allowed=key.text())
     if key.kind is tuple:
         parts = tuple(part for part in value.split(",") if part and part != "none")
         if not set(parts) <= set(key.allowed):
@@ -146,11 +149,18 @@ def check_experts(setup: TrainingSetup) -> None:
 def _check(setup: TrainingSetup) -> None:
     for name in (*_AXES, "samples", "length", "micro_batches", "chunks", "devices_per_host"):
         if getattr(setup, name) <= 0:
-            raise ConfigError(f"`--assume {name}={getattr(setup, name):g}` must be positive")
+            raise ConfigError(
+                f"`--assume {name}={getattr(setup, name):g}` must be positive", code="out-of-range"
+            )
     if setup.dims.layers < setup.pipeline * setup.chunks:
         raise ConfigError(
             f"{setup.pipeline * setup.chunks} pipeline stages are not possible: the model has"
-            f" {setup.dims.layers} layers"
+            f" {setup.dims.layers} layers",
+            code="too-many-stages",
         )
     if setup.zero_stage > 3:
-        raise ConfigError(f"`--assume zero_stage={setup.zero_stage}`", allowed="0, 1, 2 or 3")
+        raise ConfigError(
+            f"`--assume zero_stage={setup.zero_stage}`",
+            code="unknown-value",
+            allowed="0, 1, 2 or 3",
+        )

@@ -83,6 +83,7 @@ def pick(
             return AutoChoice(smallest.mode.layout, smallest.all_settings, why, choice.remarks)
     raise ConfigError(
         f"`parallel.mode: auto`: {choice.why}",
+        code="does-not-fit",
         fix=(
             "make one of these changes, or set a mode (`parallel.mode=zero3`) to try it anyway;"
             " `paceline plan` shows all modes"

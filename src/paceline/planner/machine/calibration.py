@@ -69,6 +69,7 @@ def calibrate(runs: Sequence[PastRun]) -> Calibration:
     if len(kinds) > 1:
         raise ConfigError(
             f"`--calibrate` has runs on different devices: {', '.join(kinds)}",
+            code="different-devices",
             fix="name only runs on one type of device",
         )
     parts = np.array([[_sum(run, names) for names in _PARTS.values()] for run in runs])

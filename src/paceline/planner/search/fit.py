@@ -182,6 +182,7 @@ def check_fits(fit: MemoryFit, trials: Trials, memory_bytes: int, name: str) -> 
     change = advise(config, trials.model(config), trials.batch(config), machine, mode).smallest
     raise ConfigError(
         f"the run does not fit: {what} {needed}, and {has}",
+        code="does-not-fit",
         fix=(
             "use more devices, a smaller model or a shorter `max_length`, or train adapters"
             " (`lora.enable=true`); `paceline plan` shows what each mode needs"

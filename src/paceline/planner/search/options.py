@@ -96,6 +96,7 @@ def parse_time(text: str, flag: str) -> float:
     if match is None or float(match.group(1)) <= 0:
         raise ConfigError(
             f"`{flag} {text}` is not a time",
+            code="invalid-option",
             allowed="a positive number and a unit: s, min, h, d",
             fix=f"write e.g. `{flag} 8h`",
         )
@@ -110,6 +111,7 @@ def _price(text: str, value: str) -> float:
     if not 0 < price < float("inf"):
         raise ConfigError(
             f"`--price {text}` is not a price",
+            code="invalid-option",
             allowed="a positive number per device and hour, or one for a device: `H100-SXM=2.5`",
         )
     return price

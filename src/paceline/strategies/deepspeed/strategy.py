@@ -295,6 +295,7 @@ def _check_types(model: nn.Module, low_dtype: torch.dtype | None) -> None:
             f"mixed precision with `parallel.mode: deepspeed` is not supported with {kind}:"
             " DeepSpeed converts its weights to half precision, which cannot be combined with"
             " float32 running statistics",
+            code="not-supported",
             allowed="models without running statistics, or float32",
             fix="set `parallel.mode: ddp`, or `train_args.precision: 32`",
         )

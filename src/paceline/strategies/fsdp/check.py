@@ -16,6 +16,7 @@ def offload_needs_accelerator(offload: str) -> ConfigError:
     return ConfigError(
         f"`parallel.cpu_offload: {offload}` is not supported with `parallel.device: cpu`: all state"
         " is already in the host's memory; offloading requires an accelerator",
+        code="not-supported",
         allowed="on the CPU: `parallel.cpu_offload: none`",
         fix="leave `parallel.cpu_offload` out",
     )

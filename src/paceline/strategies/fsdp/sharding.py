@@ -395,6 +395,7 @@ def _check_dtypes(model: nn.Module) -> None:
         raise ConfigError(
             f"sharding is not supported with {type(model).__name__}: its trained parameters have"
             f" several dtypes ({names}), and a shard packs them together",
+            code="mixed-dtypes",
             allowed="one dtype, preferably float32: `precision: bf16-mixed` casts in the forward",
             fix="cast the model with .float(), or set `parallel.mode: zero1` or `ddp`",
         )

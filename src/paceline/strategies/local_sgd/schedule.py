@@ -121,6 +121,7 @@ def check_steps(config: Config, steps: int | None) -> None:
         raise ConfigError(
             f"`local_sgd.sync_every: {period}`{after} is more than the run's"
             f" {counted(steps, 'step')}: the workers would never be synchronized",
+            code="too-few-steps",
             allowed=f"with this warm-up, 1 to {steps - warmup}" if steps > warmup else None,
             fix="lower `local_sgd.sync_every` (and `local_sgd.warmup_steps`), or train longer",
         )

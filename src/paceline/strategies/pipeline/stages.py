@@ -240,6 +240,7 @@ def too_many_stages(
         needed = f"`parallel.pipeline: {pipeline}`{per_rank} needs"
     return ConfigError(
         f"{needed} {counted(stages, 'stage')}, but the model has {counted(layers, 'layer')}",
+        code="too-many-stages",
         allowed=(
             f"at most {counted(max(layers, 1), 'stage')} (ranks of the pipeline × stages per rank)"
         ),

@@ -56,6 +56,7 @@ def check_split_step(model: Any, config: Config, num_ranks: int) -> None:
             f"`parallel.tensor` is not supported with {type(base_model(model)).__name__}: with its"
             f" layers split over {num_ranks} ranks, a step fails: {type(error).__name__}:"
             f" {first_line(error)}",
+            code="failed-step",
             fix=(
                 "leave `parallel.tensor` out, or describe another split in `parallel.tensor_plan`"
             ),

@@ -169,6 +169,7 @@ def _check_blocks(
 def _unsupported(reason: str) -> ConfigError:
     return ConfigError(
         f"`parallel.sequence_parallel: true` is not supported with this model: {reason}",
+        code="not-supported",
         allowed=(
             "models of blocks that consist of modules with colwise and rowwise layers, and norms"
             " between them"

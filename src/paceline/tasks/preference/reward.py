@@ -67,6 +67,7 @@ class RewardTask(SequenceClassifierTask):
                 raise ConfigError(
                     f"`train_args.{setting}` is not supported with `task: reward`: the loss"
                     " compares one reward per answer, and has no tokens with loss",
+                    code="not-supported",
                     fix=f"leave `train_args.{setting.partition(':')[0]}` out",
                 )
 

@@ -94,6 +94,7 @@ class PreferenceTask(LanguageTask):
                 raise ConfigError(
                     f"`train_args.{setting}` is not supported with `task: {self.config.task}`:"
                     f" {reason}",
+                    code="not-supported",
                     fix=f"leave `train_args.{setting.partition(':')[0]}` out",
                 )
 

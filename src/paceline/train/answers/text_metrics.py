@@ -122,6 +122,7 @@ def _user_metric(name: str) -> TextMetric:
     if not callable(function):
         raise ConfigError(
             f"`{setting}`: {location} has no function {function_name}",
+            code="wrong-result",
             allowed=_FORM,
             fix=f"define `def {function_name}(answers, references):` in it",
         )

@@ -48,7 +48,9 @@ def check_callbacks(config: Config) -> None:
 def _load(text: str, config: Config) -> Callback:
     location, _, class_name = text.strip().rpartition(":")
     if not location or class_name.endswith(".py"):
-        raise ConfigError(f"`callbacks: [{text}]` names no class", allowed=_FORM)
+        raise ConfigError(
+            f"`callbacks: [{text}]` names no class", code="missing-class", allowed=_FORM
+        )
     module = import_user_module(location, f"callbacks: [{text}]", _FORM)
     classes = sorted(name for name, value in vars(module).items() if _is_callback(value))
     listing = f"callbacks in it: {', '.join(classes) or 'none'}"
@@ -59,6 +61,7 @@ def _load(text: str, config: Config) -> Callback:
             problem = f"{class_name} is not a subclass of paceline.Callback"
         raise ConfigError(
             f"`callbacks: [{text}]`: {problem}",
+            code="unknown-class-name",
             allowed=listing,
             fix=did_you_mean(class_name, classes, "derive it from paceline.Callback"),
         )

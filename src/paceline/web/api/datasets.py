@@ -164,6 +164,7 @@ def safe_name(file_name: str) -> str:
     if suffix.lower() not in SUFFIXES or not stem:
         raise ConfigError(
             f"`{base[:100]}` is not a supported data file",
+            code="unknown-file-type",
             allowed=", ".join(SUFFIXES),
             fix="rename the file so that its extension matches its contents",
         )

@@ -79,7 +79,9 @@ def check_name(folder: Path, name: str) -> Path:
     run = folder / name
     if os.path.lexists(run):
         raise ConfigError(
-            f"`{name}` already exists in {folder}", fix="choose another name, or resume that run"
+            f"`{name}` already exists in {folder}",
+            code="already-exists",
+            fix="choose another name, or resume that run",
         )
     return run
 
@@ -253,7 +255,9 @@ def stop(run: Path, launches: RunLauncher, now: bool = False) -> int:
     try:
         if not (pid_alive(pid, seen_at) and _may_be_run(pid)):
             raise ConfigError(
-                f"{run.name} is not running: its process {pid} no longer exists", fix="resume it"
+                f"{run.name} is not running: its process {pid} no longer exists",
+                code="not-running",
+                fix="resume it",
             )
         if launches.stop_requests.get(run) == pid and not now:
             raise Conflict(
@@ -288,6 +292,7 @@ def _launcher(run: Path, launched: Launched | None) -> tuple[int, float]:
         if host != host_name():
             raise ConfigError(
                 f"{run.name} runs on host {host}, not on this one",
+                code="on-another-host",
                 fix=f"stop it on {host}, for example with Ctrl-C",
             )
         if isinstance(pid, int) and pid > 1 and is_locked(run):
@@ -298,6 +303,7 @@ def _launcher(run: Path, launched: Launched | None) -> tuple[int, float]:
             return launcher, launched_at
     raise ConfigError(
         f"{run.name} is not running on this host",
+        code="not-on-this-host",
         fix="reload the page. A run that is still starting in a terminal can be stopped there with"
         " Ctrl-C",
     )

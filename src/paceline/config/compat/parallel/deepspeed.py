@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.compat.binding import KeyBinding
-from paceline.config.compat.conversion import Notice, UnsupportedValue
-from paceline.config.compat.merge import RESET, Assignment, Merge, SourceLine
+from paceline.config.compat.conversion import UnsupportedValue
+from paceline.config.compat.merge import Merge, SourceLine
 from paceline.config.compat.parallel.deepspeed_json import (
     SCHEDULE_LENGTH,
     DeepSpeedJson,
@@ -21,6 +21,7 @@ from paceline.config.compat.precision import BF16, DTYPE, FP16, MIXED, TARGETS
 from paceline.config.compat.precision import TARGET as PRECISION
 from paceline.config.entries import FILE, ConfigEntry, Problem, quoted_names, short
 from paceline.config.modes import read_mode, stage_settings
+from paceline.config.settings import RESET, Assignment
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError
 
@@ -54,7 +55,9 @@ def use_deepspeed(keys: StrategyKeys, names: list[str]) -> None:
         keys.add_problem(by, error.why, error.fix)
         return
     except ConfigError as error:
-        keys.merge.problems.append(Problem(error.what, by, fix=error.fix, target="parallel.mode"))
+        keys.merge.problems.append(
+            Problem(error.what, error.code, by, fix=error.fix, target="parallel.mode")
+        )
         return
     keys.set_strategy(by, settings)
     for name in names[1:]:
@@ -205,7 +208,7 @@ def read_native_json(keys: StrategyKeys) -> None:
         parsed = interpret(read_json(config.value, by.key))
     except ConfigError as error:
         keys.merge.problems.append(
-            Problem(error.what, by, fix=error.fix, target="parallel.deepspeed_config")
+            Problem(error.what, error.code, by, fix=error.fix, target="parallel.deepspeed_config")
         )
         return
     source = "parallel.deepspeed_config"
@@ -225,20 +228,20 @@ def read_native_json(keys: StrategyKeys) -> None:
     _apply_json(keys, by, parsed, source, mode)
 
 
-def json_notices(merge: Merge) -> list[Notice]:
-    """Return a warning for each value of a DeepSpeed JSON that the config overrides. The length of
+def report_overridden_json(merge: Merge) -> None:
+    """Add a warning for each value of a DeepSpeed JSON that the config overrides. The length of
     its schedule has no effect on another schedule."""
-    notices = []
     length, kind = merge.winners.get(SCHEDULE_LENGTH), merge.winners.get(_SCHEDULE)
     if length and kind and length.entry.layer == BELOW_FILE and kind.entry.layer != BELOW_FILE:
         merge.winners[SCHEDULE_LENGTH] = replace(length, value=RESET, entry=kind.entry)
         value = f"`{length.entry.key}: {short(length.value)}` ({length.entry.source})"
-        notices.append(("warning", f"{value} has no effect with {kind.entry.shown()}"))
+        text = f"{value} has no effect with {kind.entry.shown()}"
+        merge.general_notices.append(("warning", text))
     for assigned in merge.below_file:
         winner, entry = merge.winners.get(assigned.target), assigned.entry
         if winner is None or winner.value in (RESET, assigned.value):
             continue
         if winner.entry.layer != BELOW_FILE:
             value = f"`{entry.key}: {short(entry.value)}` ({entry.source})"
-            notices.append(("warning", f"{value} is overridden by {winner.entry.shown()}"))
-    return notices
+            text = f"{value} is overridden by {winner.entry.shown()}"
+            merge.general_notices.append(("warning", text))

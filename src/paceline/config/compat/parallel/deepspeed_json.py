@@ -370,6 +370,7 @@ def read_json(
     except OSError as error:
         raise ConfigError(
             f"`{key}: {config}` cannot be read: {error.strerror or error}",
+            code="unreadable-file",
             allowed="the path of a JSON file, or the mapping itself",
             fix=(
                 "correct the path; for a ZeRO stage without a file set `parallel.mode: deepspeed`"
@@ -379,10 +380,13 @@ def read_json(
     except ValueError as error:
         raise ConfigError(
             f"`{key}: {config}` is not valid JSON: {error}",
+            code="invalid-json",
             allowed="the path of a JSON file, or the mapping itself",
         ) from error
     if not isinstance(value, dict):
         raise ConfigError(
-            f"`{key}: {config}` contains a {type(value).__name__}", allowed="a JSON object"
+            f"`{key}: {config}` contains a {type(value).__name__}",
+            code="wrong-type",
+            allowed="a JSON object",
         )
     return value

@@ -7,17 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.conversion import (
-    UnsupportedValue,
-    as_bool,
-    as_names,
-    is_off,
-    read_json_object,
-)
-from paceline.config.compat.merge import Assignment
+from paceline.config.compat.conversion import UnsupportedValue, as_names, is_off, read_json_object
 from paceline.config.compat.parallel.keys import StrategyKeys, nested_entry, num_ranks
 from paceline.config.compat.precision import BF16, FP16
-from paceline.config.entries import ConfigEntry
+from paceline.config.entries import ConfigEntry, as_bool
+from paceline.config.settings import Assignment
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import did_you_mean
 
@@ -139,10 +133,13 @@ def _check_names(settings: Mapping[str, YamlValue]) -> None:
             raise UnsupportedValue(
                 f"`fsdp_config`: unknown setting `{key}`",
                 did_you_mean(key, [*_READ, *_WITHOUT_EFFECT], "remove it"),
+                "fsdp_config",
             )
         if key in ("xla", "xla_fsdp_v2") and _is_on(value):
             raise UnsupportedValue(
-                f"`fsdp_config`: `{key}` is not supported, as TPUs are not", "remove it"
+                f"`fsdp_config`: `{key}` is not supported, as TPUs are not",
+                "remove it",
+                "fsdp_config",
             )
 
 
@@ -171,6 +168,7 @@ def _sharding(plan: FsdpPlan, settings: Mapping[str, YamlValue]) -> None:
             raise UnsupportedValue(
                 f"`fsdp_config`: unsupported setting `{key}: {value}`",
                 f"use {', '.join(known.upper() for known in _BY_NUMBER)}",
+                "fsdp_config",
             )
         _set_strategy(plan, name)
 
@@ -192,8 +190,8 @@ def use_fsdp(keys: StrategyKeys, names: list[str]) -> None:
     try:
         plan = fsdp_plan(*_fsdp_inputs(keys))
     except UnsupportedValue as error:
-        if error.why.startswith("`fsdp_config"):
-            first = keys.by_name.get("_fsdp_config", first)
+        if error.key is not None:
+            first = keys.by_name.get(f"_{error.key}", first)
         keys.add_problem(first.entry, error.why, error.fix)
         return
     settings = _fsdp_settings(keys, by, plan)

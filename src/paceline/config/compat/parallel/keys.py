@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.conversion import as_number
-from paceline.config.compat.merge import Assignment, Merge, SourceLine
-from paceline.config.entries import FILE, ConfigEntry, Problem
+from paceline.config.compat.merge import Merge, SourceLine
+from paceline.config.entries import FILE, ConfigEntry, Problem, as_number
+from paceline.config.settings import Assignment
 from paceline.config.yaml_read import YamlValue
 
 #: The config overrides a DeepSpeed JSON: defaults < JSON < config file < overrides.
@@ -66,7 +66,8 @@ class StrategyKeys:
     def add_problem(
         self, by: ConfigEntry, why: str, fix: str | None, target: str = "parallel.mode"
     ) -> None:
-        self.merge.problems.append(Problem(f"{by.shown()}: {why}", by, fix=fix, target=target))
+        what = f"{by.shown()}: {why}"
+        self.merge.problems.append(Problem(what, "unsupported-value", by, fix=fix, target=target))
 
     def native(self, target: str) -> Assignment | None:
         """Return what sets a native key so far: an override before the file."""

@@ -68,6 +68,10 @@ def _activation_offload(keys: StrategyKeys) -> None:
         keys.add_notice(key.entry, "activations are not offloaded with this strategy", "warning")
         return
     state = keys.native("parallel.cpu_offload")
+    if state is not None and state.entry.layer > key.entry.layer:
+        text = f"activations are not offloaded, because of {state.entry.shown()}"
+        keys.add_notice(key.entry, text)
+        return
     if state is None or state.value in ("none", "activations"):
         keys.assign(key.entry, "parallel.cpu_offload", "activations")
         return

@@ -39,7 +39,7 @@ def nothing_kept(
             matches = matching_formats({key: [{}] for key in columns})
             fix = f"set `format: {matches[0]}` or remove it; " if matches else ""
             fix += columns_fix(mapping)
-        return ConfigError(what, allowed=formats, fix=fix)
+        return ConfigError(what, code="unknown-columns", allowed=formats, fix=fix)
     if dropped and set(dropped) <= {TOO_LONG, NO_ANSWER}:
         what = (
             f"every sample of `{source.label}` is too long: the shortest has"
@@ -54,6 +54,7 @@ def nothing_kept(
     refusal = f". Error of the chat template: {refusals[0][0]}" if refusals else ""
     return ConfigError(
         f"no row of `{source.label}` can be used. {drop_reasons(counts)}{refusal}",
+        code="no-usable-rows",
         allowed=formats,
         fix=f"correct the rows, or {columns_fix(kind.mapping)}",
     )
