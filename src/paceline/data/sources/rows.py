@@ -35,7 +35,12 @@ class Unsupported(Exception):
 
 def unsupported_row(error: Unsupported, place: str) -> ConfigError:
     """Return the error for a dataset with a row for another kind of training."""
-    return ConfigError(f"{place}: {error.what}", allowed=error.allowed, fix=error.fix)
+    return ConfigError(
+        f"{place}: {error.what}",
+        code="data-of-another-method",
+        allowed=error.allowed,
+        fix=error.fix,
+    )
 
 
 def is_missing(value: Any) -> bool:
