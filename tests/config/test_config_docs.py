@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 from paceline.config import reference
-from paceline.config.descriptions import chinese
-from paceline.config.fields import KEYS, SECTIONS
+from paceline.config.fields import KEYS, SECTIONS, chinese
 from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
 

@@ -1,10 +1,13 @@
-"""Introspection of the schema: every key by its dotted name, and descriptions of types."""
+"""Introspection of the schema: every key by its dotted name, and descriptions."""
 
 import types
 import typing
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
+import yaml
 from pydantic.fields import FieldInfo
 
 from paceline.config.schema import Config
@@ -198,3 +201,12 @@ def _alternatives(members: list[str], wording: Wording) -> str:
     *first, last = dict.fromkeys(members)
     listed = [wording.alternatives.join(first)] if first else []
     return wording.last_alternative.join([*listed, last])
+
+
+@cache
+def chinese() -> dict[str, str]:
+    """Return the Chinese description of each section (``lora``), key (``lora.rank``) and key of a
+    data source (``dataset.path``)."""
+    text = Path(__file__).with_name("descriptions_zh.yaml").read_text(encoding="utf-8")
+    descriptions: dict[str, str] = yaml.safe_load(text)
+    return descriptions

@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from paceline.config.chosen import open_text, without_chosen
 from paceline.config.entries import FILE, OVERRIDE, EntryCollector, quoted_names, split_key
-from paceline.config.messages import explain, strict_problems
-from paceline.config.mistakes import config_error
+from paceline.config.messages import config_error, explain, strict_problems
 from paceline.config.overrides import parse_tokens
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import Parallel

@@ -18,9 +18,8 @@ from pydantic.fields import FieldInfo
 
 from paceline.config.compat.keys import TOOLS, alias_tables, ignored_tables, method_tables
 from paceline.config.compat.preference import description, is_read
-from paceline.config.descriptions import chinese
 from paceline.config.entries import quoted_names, short
-from paceline.config.fields import CHINESE, KEYS, SECTIONS, describe
+from paceline.config.fields import CHINESE, KEYS, SECTIONS, chinese, describe
 from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
 

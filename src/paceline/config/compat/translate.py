@@ -12,7 +12,7 @@ from paceline.config.compat.parallel.deepspeed_json import interpret, looks_like
 from paceline.config.compat.parallel.strategy import expand
 from paceline.config.compat.preference import read_preferences
 from paceline.config.entries import EntryCollector, Problem, short
-from paceline.config.mistakes import config_error
+from paceline.config.messages import config_error
 from paceline.config.settings import RESET, Settings
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError

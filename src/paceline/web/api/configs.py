@@ -12,7 +12,7 @@ from paceline.config.diff import changes_training
 from paceline.config.entries import FILE, EntryCollector
 from paceline.config.fields import KEYS
 from paceline.config.load import Loaded, diff_configs, load_config, load_text
-from paceline.config.mistakes import ConfigMistakes
+from paceline.config.messages import ConfigMistakes
 from paceline.config.yaml_edit import edit_yaml
 from paceline.config.yaml_read import parse_yaml
 from paceline.core.errors import ConfigError, PacelineError

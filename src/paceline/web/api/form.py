@@ -6,8 +6,7 @@ from typing import Any, TypedDict
 
 from pydantic import JsonValue
 
-from paceline.config.descriptions import chinese
-from paceline.config.fields import KEYS, SECTIONS, describe
+from paceline.config.fields import KEYS, SECTIONS, chinese, describe
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import ANSWER_TASKS
 
