@@ -63,5 +63,7 @@ def test_name_of_a_kind_that_does_not_exist(tmp_path: Path) -> None:
         model="builtin:qwen2-micro", dataset=save(tmp_path / "a.jsonl", [{"text": "a"}])
     )
     for name in ("triplet", f"{__file__}:nothing", f"{__file__}:Path"):
-        with pytest.raises(ConfigError, match="is not a kind of samples"):
+        with pytest.raises(ConfigError) as raised:
             prepare_tokens(config, name, resolve_model)
+        assert name in raised.value.what
+        assert "pairs, answers, reward" in str(raised.value.allowed)

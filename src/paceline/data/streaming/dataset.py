@@ -159,12 +159,13 @@ def _place(row: RawRow) -> Place:
 
 def _samples(chunk: EncodedChunk, encode: RowEncoder) -> list[TokenSample]:
     samples: list[TokenSample] = []
+    columns = encode.columns
     for number in range(len(chunk.lengths)):
         sample: Any = {
             "input_ids": np.frombuffer(chunk.columns["input_ids"][number], dtype=np.int32),
             "labels_mask": np.frombuffer(chunk.columns["labels_mask"][number], dtype=np.bool_),
         }
-        for column in encode.columns:
+        for column in columns:
             if (value := chunk.columns[column.name][number]) is not None:
                 sample[column.name] = column.as_stored(value)
         if encode.has_sources:

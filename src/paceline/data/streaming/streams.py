@@ -110,6 +110,9 @@ class TextStreams(StreamedDataset):
         numbers: dict[int, list[int]] = {}
         for _, index in keys:
             numbers.setdefault(index // MAX_POSITIONS, []).append(index % MAX_POSITIONS)
+        if len(numbers) == 1:
+            ((number, of_stream),) = numbers.items()
+            return self.streams[number].read(sorted(of_stream))
         samples: list[TokenSample] = []
         counts = StreamCounts()
         for number in sorted(numbers):

@@ -46,7 +46,7 @@ _OTHER_TOOL = "train this file with a tool that supports this method"
 
 @dataclass(frozen=True)
 class RefusedColumns:
-    """The columns of which a value refuses the row. They are found once for rows with the same
+    """The columns whose values may refuse a row. They are found once for rows with the same
     column names, and only their values are looked at in each row.
 
     Args:
@@ -78,7 +78,7 @@ class RefusedColumns:
 
 
 def find_refused_columns(names: Collection[object]) -> RefusedColumns | None:
-    """Return the columns of which a value refuses the row, or None if there are none."""
+    """Return the columns whose values may refuse a row, or None if there are none."""
     texts = [name for name in names if isinstance(name, str)]
     rejected, labels, media = (
         tuple(name for name in texts if name in group) for group in (REJECTED, LABELS, MEDIA)
