@@ -99,7 +99,7 @@ def pick_without_lengths(
     device_type: str,
 ) -> AutoChoice | None:
     """Return what ``parallel.mode: auto`` chooses if the choice does not depend on the lengths of
-    the samples; otherwise None. The arguments are those of :func:`pick`.
+    the samples; otherwise None. The arguments are as in :func:`pick`.
 
     Most runs need far less memory than there is: if an upper bound from config.json or from the
     headers of the weights shows that ``ddp`` fits, if the config leaves nothing else open that
