@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import EXIT_DONE, StoppedError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.core.log import NoticeRecorder
     from paceline.core.report import Report
     from paceline.launch.passes.draft import Draft
-    from paceline.train.run_spec import TrainResult
+    from paceline.train.run_spec import ResolvedRun, TrainResult
 
 
 def train(config: str | Path | Mapping[str, YamlValue], **overrides: YamlValue) -> Report:
@@ -127,7 +127,7 @@ def _dry_run(draft: Draft) -> TrainResult:
 
     draft = plan(draft, first=find_devices)
     log_dry_run(known(draft.derived))
-    resolved: dict[str, Any] = {
+    resolved: ResolvedRun = {
         "config": draft.config.model_dump(mode="json"),
         "derived": known(draft.derived).as_dict(),
         "strategy": known(draft.layout).strategy,

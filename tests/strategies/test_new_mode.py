@@ -81,8 +81,8 @@ def test_is_verified_trained_and_resumed(package: Path, tmp_path: Path) -> None:
     command = ("-m", "paceline", "verify", *RUN, "--modes", "ddp,late_ddp", "--world-size", "2")
     verified = run(package, tmp_path, *command, "--json")
     assert verified.returncode == 0, verified.stdout + verified.stderr
-    status = {mode["mode"]: mode["status"] for mode in json.loads(verified.stdout)["modes"]}
-    assert status == {"ddp": "passed", "late_ddp": "passed"}
+    certified = {mode["mode"]: mode["ok"] for mode in json.loads(verified.stdout)["modes"]}
+    assert certified == {"ddp": True, "late_ddp": True}
 
     args = ("train_args.save_steps=2", "train_args.lr_scheduler_type=constant")
     assert train(package, tmp_path, "max_steps=2", "output_dir=run", *args).returncode == 0

@@ -35,7 +35,8 @@ def run(args: Namespace) -> int:
         allow_config_change=args.allow_config_change,
     )
     if args.dry_run:
-        resolved = result.resolved or {}
+        resolved = result.resolved
+        assert resolved is not None
         text = json.dumps(resolved, indent=2) if args.json else dump_yaml(resolved["config"])
         print(text, end="")
     elif args.json:

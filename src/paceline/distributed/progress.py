@@ -39,8 +39,8 @@ _MAX_DEVICE_STEPS = 1024
 _NUM_STEPS = 64
 #: Number of frames in a call site.
 _NUM_FRAMES = 3
-#: Folders whose frames are not part of a call site.
-_INTERNAL_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+#: Folders whose frames are not part of a call site; see :func:`hide_in_call_sites`.
+_INTERNAL_FOLDERS = [os.path.dirname(file) + os.sep for file in (torch.__file__, __file__)]
 
 
 class Arguments(NamedTuple):
@@ -460,6 +460,12 @@ def issue_from(function: str, call: Arguments) -> CollectiveCall | None:
 _IS_INTERNAL: dict[CodeType, bool] = {}
 
 
+def hide_in_call_sites(file: str) -> None:
+    """Leave the modules in a file's folder out of call sites, because they implement
+    collectives."""
+    _INTERNAL_FOLDERS.append(os.path.dirname(file) + os.sep)
+
+
 def call_site(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...]:
     """Return the innermost frames outside torch and this package's collectives."""
     site: list[tuple[CodeType, int]] = []
@@ -467,7 +473,7 @@ def call_site(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...]:
         code = frame.f_code
         is_internal = _IS_INTERNAL.get(code)
         if is_internal is None:
-            is_internal = _IS_INTERNAL[code] = code.co_filename.startswith(_INTERNAL_FOLDERS)
+            is_internal = _IS_INTERNAL[code] = code.co_filename.startswith(tuple(_INTERNAL_FOLDERS))
         if not is_internal:
             site.append((code, frame.f_lineno))
         frame = frame.f_back

@@ -4,7 +4,7 @@ the command gets."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
@@ -99,6 +99,17 @@ class RunSpec:
         return is_first_or_last or step % self.derived.log_every_steps == 0
 
 
+class ResolvedRun(TypedDict):
+    """The plan of a dry run. ``metrics``: the names of the results of an evaluation, or None."""
+
+    config: dict[str, JsonValue]
+    derived: dict[str, float | None]
+    strategy: str
+    axes: dict[str, int]
+    device: str
+    metrics: list[str] | None
+
+
 @dataclass(frozen=True)
 class TrainResult:
     """The exit code of a run and its report. Under an outer launcher such as torchrun, every rank
@@ -111,4 +122,4 @@ class TrainResult:
 
     exit_code: int
     report: Report | None = None
-    resolved: dict[str, JsonValue] | None = None
+    resolved: ResolvedRun | None = None

@@ -15,9 +15,9 @@ from paceline.data.kinds.chat import ChatKind
 from paceline.data.sources.resolve import Place, ResolvedSource
 from paceline.data.sources.rows import MalformedRow
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
+from paceline.data.text.chats.tool_calls import ChatMessage
 from paceline.data.text.token_columns import BlobColumn, Column
 from paceline.data.text.token_dataset import LOSS_WEIGHTS, TokenDataset
-from paceline.data.text.tool_calls import ChatMessage
 from paceline.data.vision_language.images import ImageProcessor, ImageTextSample
 from paceline.data.vision_language.rows import (
     IMAGE_MARK,

@@ -13,6 +13,7 @@ from paceline.data.kinds.base import EQUAL_PAIRS, NO_ANSWER, NO_LABELS, TOO_LONG
 from paceline.data.kinds.chat import ChatKind
 from paceline.data.sources.resolve import Place
 from paceline.data.text.chat_template import TemplateRefused
+from paceline.data.text.chats.tool_calls import ChatMessage
 from paceline.data.text.encoding.positions import TokenizedText, tokenize
 from paceline.data.text.preferences import (
     AnswerConverter,
@@ -23,7 +24,6 @@ from paceline.data.text.preferences import (
 from paceline.data.text.sample import as_chat
 from paceline.data.text.token_columns import Column, NumberColumn
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
-from paceline.data.text.tool_calls import ChatMessage
 
 
 class PreferenceSample(TokenSample):

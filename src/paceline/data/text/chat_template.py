@@ -12,8 +12,8 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.data.sources.rows import Row
+from paceline.data.text.chats.tool_calls import ChatMessage, with_arguments_as_text, with_short_ids
 from paceline.data.text.chats.turn_ends import PROBE, TurnEnds, tokens_in
-from paceline.data.text.tool_calls import ChatMessage, with_arguments_as_text, with_short_ids
 
 Span = tuple[int, int]
 Tools = list[Row] | None

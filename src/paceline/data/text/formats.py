@@ -8,6 +8,7 @@ from typing import Any
 from paceline.data.sources.readers import DOCUMENT
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing, is_missing
 from paceline.data.text.chat_template import ChatTemplate
+from paceline.data.text.chats.tool_calls import ChatMessage, read_tools
 from paceline.data.text.chats.turns import TurnKeys, unpack_list
 from paceline.data.text.columns import (
     ALPACA,
@@ -46,7 +47,6 @@ from paceline.data.text.refused_rows import (
     find_refused_columns,
 )
 from paceline.data.text.sample import ChatSample, as_chat, exchange
-from paceline.data.text.tool_calls import ChatMessage, read_tools
 
 #: Limit of the sets of columns that a converter remembers.
 _MAX_PLANS = 4096

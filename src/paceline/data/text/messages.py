@@ -10,6 +10,7 @@ from typing import Any
 from paceline.config.chat_names import CALL, ROLES, STANDARD_ROLES
 from paceline.core.errors import ConfigError
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing, is_missing
+from paceline.data.text.chats.tool_calls import ChatMessage, name_calls, read_calls
 from paceline.data.text.chats.turns import ANSWERS, ASKS, TurnKeys, first_value, unpack_list
 from paceline.data.text.refused_rows import (
     MEDIA,
@@ -19,7 +20,6 @@ from paceline.data.text.refused_rows import (
     other_part,
     two_answers,
 )
-from paceline.data.text.tool_calls import ChatMessage, name_calls, read_calls
 
 #: Keys of a message that enable or disable the loss of a turn.
 _SWITCHES = ("weight", "loss", "train", "training", "trainable", "loss_weight", "loss_scale")

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing, is_missing
 from paceline.data.text.chat_template import ChatTemplate
+from paceline.data.text.chats.tool_calls import ChatMessage
 from paceline.data.text.chats.turns import first_value
 from paceline.data.text.columns import (
     CHAT,
@@ -31,7 +32,6 @@ from paceline.data.text.formats import RowConverter
 from paceline.data.text.messages import as_text
 from paceline.data.text.refused_rows import TextChecks
 from paceline.data.text.sample import ChatSample
-from paceline.data.text.tool_calls import ChatMessage
 
 _QUESTIONS = ("prompt", "question", "query")
 #: Other names of `chosen` and `rejected`, in axolotl and in OpenAI's API.

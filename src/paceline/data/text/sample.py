@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from paceline.data.sources.rows import Row
-from paceline.data.text.tool_calls import ChatMessage
+from paceline.data.text.chats.tool_calls import ChatMessage
 
 
 @dataclass

@@ -22,9 +22,9 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.core.log import Notice
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
+from paceline.data.text.chats.tool_calls import ChatMessage
 from paceline.data.text.qwen_tokenizer import folder_template
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
-from paceline.data.text.tool_calls import ChatMessage
 
 BOS, EOS = "{bos}", "{eos}"
 

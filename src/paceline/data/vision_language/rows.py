@@ -12,10 +12,10 @@ from urllib.parse import unquote, urlparse
 from paceline.data.sources.opening import windows_fix, with_slashes
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing
 from paceline.data.sources.tar import IMAGE_SUFFIXES, is_tar_file
+from paceline.data.text.chats.tool_calls import ChatMessage
 from paceline.data.text.formats import RowConverter
 from paceline.data.text.sample import ChatSample
 from paceline.data.text.token_columns import Blob
-from paceline.data.text.tool_calls import ChatMessage
 
 _COLUMNS = ("images", "image")
 #: The placeholder of an image in a text, as in LLaMA-Factory and ms-swift.
