@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from planner.memory_parts import memory_parts
+from planner.memory_total import MemoryKind, memory_bytes, memory_coefficients
 from planner_cpu import read_cpu_rows
 from planner_fit import FAMILY_PRODUCTS, Array, CpuProblem, MemoryProblem, Prior, TimeProblem
 from planner_plot import scatter
 from planner_rows import Row, read_rows
 
-from paceline.planner.memory.parts import memory_parts
-from paceline.planner.memory.total import MemoryKind, memory_bytes, memory_coefficients
 from paceline.planner.time.constants import coefficients_of, constants, spread_of
 from paceline.planner.time.rates import rates_of
 from paceline.planner.time.step import step_time

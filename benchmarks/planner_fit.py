@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from planner.memory_parts import AssumedMemory, memory_parts
+from planner.memory_total import MemoryCoefficients, memory_bytes, memory_factors
 from planner_rows import Row
 from scipy.optimize import least_squares
 
 from paceline.planner.devices import Device
 from paceline.planner.machine.profile import DeviceRates, MeasuredLink, ProductCurve
-from paceline.planner.memory.parts import AssumedMemory, memory_parts
-from paceline.planner.memory.total import MemoryCoefficients, memory_bytes, memory_factors
 from paceline.planner.setup import TrainingSetup
 from paceline.planner.time.constants import Factors, cpu_factors, factors_of, on_cpu
 from paceline.planner.time.rates import Rates, cpu_rates, curve_of, rates_of

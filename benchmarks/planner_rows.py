@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.keys import assume, parse_assumptions
+from planner.memory_total import MemoryKind
+
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models.shape.dims import LanguageDims, dims_of
 from paceline.parallel.registry import layout
-from paceline.planner.assumed.keys import assume, parse_assumptions
 from paceline.planner.devices import Device, find_device
 from paceline.planner.from_config import setup_of
-from paceline.planner.memory.total import MemoryKind
 from paceline.planner.setup import TrainingSetup
 
 RESULTS = Path(__file__).parent / "published" / "results.csv"
@@ -28,7 +29,6 @@ _DEVICES = {
     "H100-SXM-94GB": "H100-SXM-96GB",
     "H100-SXM-96GB-HBM2e-500W": "H100-SXM-96GB",
     "B200-SXM": "B200",
-    "B200-power-limited": "B200-power-limited",
     "RTX-PRO-6000": "RTX-PRO-6000-Blackwell",
     "RTX-4070Ti-SUPER": "RTX-4070-Ti-Super",
 }

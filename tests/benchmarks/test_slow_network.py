@@ -1,7 +1,6 @@
 """Test the slow-network benchmark: its arguments, the summary of a run's events, and hosts in
 network namespaces."""
 
-import importlib
 import json
 import os
 import signal
@@ -11,17 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmark_modules import BENCHMARKS, import_benchmark
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SCRIPT = BENCHMARKS / "slow_network.py"
-
-
-def import_benchmark(name):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        return importlib.import_module(name)
-
-
 netns = import_benchmark("netns")
 report = import_benchmark("slow_network_report")
 slow_network = import_benchmark("slow_network")

@@ -43,14 +43,6 @@ def add_arguments(parser: OptionParser) -> None:
         help="device to plan for (default: this machine's devices)",
     )
     parser.add_argument(
-        "--assume",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="also estimate a set-up that differs from the config's, even if Paceline does not"
-        " train it, such as tensor=8, context=4, zero_stage=1, software=fused; repeatable",
-    )
-    parser.add_argument(
         "--search",
         action="store_true",
         help="also list the set-ups that no other beats in both time and memory, over modes,"
@@ -144,7 +136,6 @@ def run(args: Namespace) -> int:
         args.world_size,
         args.device_memory,
         args.device,
-        args.assume,
         options,
         uses_history=not args.no_history,
     )

@@ -24,8 +24,6 @@ from paceline.models.files import fit_to_model
 from paceline.models.transforms.float8_check import check_float8
 from paceline.parallel.registry import ParallelLayout, get_spec, layout, mode_of, uses_one_device
 from paceline.planner.advice import Advice, ChangeReport, advise
-from paceline.planner.assumed.estimate import AssumedEstimate, AssumedReport, estimate_assumed
-from paceline.planner.assumed.keys import Value, parse_assumptions
 from paceline.planner.auto.choose import ModeChoice, choose, eligible_layouts
 from paceline.planner.devices import find_device
 from paceline.planner.estimate import ModeEstimate, ModeReport
@@ -33,7 +31,6 @@ from paceline.planner.hardware import Machine, default_precision, named_machine,
 from paceline.planner.machine.local import local_machine, smallest_device_memory
 from paceline.planner.machine.memory_history import memory_key, recall
 from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
-from paceline.planner.mode_time import setup_of_batch
 from paceline.planner.model_profile import ModelProfile, describe
 from paceline.planner.run_estimate import RunEstimate, run_estimate
 from paceline.planner.scale.goodput import FailureModel, Goodput
@@ -75,7 +72,6 @@ class PlanReport(TypedDict):
     device: str
     tokens_per_micro_batch: float | None
     notes: list[str]
-    assumed: AssumedReport | None
     modes: list[ModeReport]
     choice: SetupReport | None
     runners_up: list[SetupReport]
@@ -101,7 +97,6 @@ class Plan:
     profile: ModelProfile
     batch: MicroBatchProfile
     choice: ModeChoice
-    assumptions: Mapping[str, Value] = field(default_factory=dict)
     options: SearchOptions = field(default_factory=SearchOptions)
     occupied_bytes: int = 0
     host_memory_bytes: int | None = None
@@ -251,33 +246,6 @@ class Plan:
         return advise(self.config, self.profile, self.batch, self.machine, mode)
 
     @cached_property
-    def assumed(self) -> AssumedEstimate | None:
-        """The set-up of ``--assume``; None without assumptions.
-
-        Raises:
-            ConfigError: the assumptions do not fit the model, the device or their number.
-        """
-        if not self.assumptions:
-            return None
-        base = self.configured or self.choice.chosen
-        layout_ = layout(self.config.parallel, 1, "single") if base is None else base.layout
-        stage = None if base is None else base.settings.get("deepspeed_stage")
-        setup = setup_of_batch(
-            self.config,
-            self.profile,
-            layout_,
-            self.batch,
-            stage if isinstance(stage, int) else None,
-        )
-        if setup is None:
-            raise ConfigError(
-                "`--assume` is not supported for this model: its widths are not known",
-                allowed="language models whose config.json has the usual fields",
-            )
-        dtype = self.config.train_args.compute_format
-        return estimate_assumed(setup, self.assumptions, self.machine, dtype)
-
-    @cached_property
     def layout_error(self) -> ConfigError | None:
         """Why the configured mode and sizes contradict each other or the number of devices."""
         try:
@@ -324,7 +292,6 @@ class Plan:
             device=self.machine.name,
             tokens_per_micro_batch=self.batch.positions if self.batch.has_tokens else None,
             notes=self.notes(),
-            assumed=None if self.assumed is None else self.assumed.as_dict(),
             modes=[mode.as_dict() for mode in self.choice.modes],
             choice=None if candidate is None else self._chosen_report(candidate),
             runners_up=[setup_report(each) for each in self.choice.runners_up],
@@ -349,7 +316,6 @@ def plan(
     world_size: int | None = None,
     device_memory: str | int | None = None,
     device: str | None = None,
-    assume: Sequence[str] = (),
     uses_history: bool = True,
     search: bool = False,
     budget: str | None = None,
@@ -368,7 +334,6 @@ def plan(
         world_size: number of devices, one rank each; default: the number of this machine's devices.
         device_memory: memory of one device, in bytes or as text with a unit (``"24GB"``).
         device: name of a device (``"A100-80GB"``) instead of this machine's.
-        assume: values of ``--assume``, as ``"tensor=8"``.
         uses_history: whether earlier runs on this machine correct the times; False:
             ``--no-history``.
         search, budget, deadline, price, network, storage, restart_time: as the options of the
@@ -388,7 +353,7 @@ def plan(
     prices = map(str, price)
     options = parse_options(search, budget, deadline, prices, network, storage, restart_time)
     planned = make_plan(
-        fitted, world_size, device_memory, device, assume, options, uses_history=uses_history
+        fitted, world_size, device_memory, device, options, uses_history=uses_history
     )
     return planned.as_dict()
 
@@ -398,14 +363,12 @@ def make_plan(
     world_size: int | None = None,
     device_memory: str | int | None = None,
     device: str | None = None,
-    assume: Sequence[str] = (),
     options: SearchOptions | None = None,
     *,
     uses_history: bool = True,
 ) -> Plan:
     """Do the same as :func:`plan`, but return an object."""
     options = options or SearchOptions()
-    assumptions = parse_assumptions(assume)
     if world_size is not None and not 1 <= world_size <= _MAX_DEVICES:
         raise ConfigError(
             f"`--world-size {world_size}` is out of range",
@@ -454,7 +417,6 @@ def make_plan(
         profile,
         batch,
         choice,
-        assumptions,
         options,
         occupied_bytes,
         available_memory() // num_devices if num_devices else None,

@@ -1,7 +1,7 @@
 """What is run in a training step: model, batch, layout, precision and software. From this, the
 planner predicts time (:mod:`paceline.planner.time`) and memory (:mod:`paceline.planner.memory`).
 
-A set-up need not be possible with Paceline: ``paceline plan --assume`` describes any other.
+A set-up need not be possible with Paceline: `benchmarks/planner_assume.py` describes any other.
 Imports no torch.
 """
 

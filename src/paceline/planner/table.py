@@ -11,12 +11,10 @@ from rich.text import Text
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_count
 from paceline.planner.estimate import USABLE, ModeEstimate
-from paceline.planner.search.reasons import PART_NAMES
 from paceline.planner.search.trials import settings_text
 
 if TYPE_CHECKING:
     from paceline.planner.api import Plan
-    from paceline.planner.assumed.estimate import AssumedEstimate
     from paceline.planner.mode_time import TimeEstimate
 
 #: Only the best hybrids are shown: there are dozens for many devices.
@@ -55,8 +53,6 @@ def plan_table(plan: Plan) -> Group:
     if plan.layout_error is not None:
         notes.append(Text(f"\nas configured: {plan.layout_error}", style="bold red"))
     notes += [Text(line) for line in _configured(plan)]
-    if plan.assumed is not None:
-        notes += [Text(line) for line in _assumed(plan.assumed)]
     style = "bold green" if plan.choice.chosen else "bold red"
     notes.append(Text(f"\nauto: {plan.choice.why}", style))
     notes += [Text(f"  {line}") for line in plan.choice.remarks]
@@ -205,29 +201,6 @@ def _range(time: TimeEstimate | None) -> str:
     high, _, unit = short_time(time.high_s).partition(" ")
     scale = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}[unit]
     return f"{time.low_s / scale:.2g}–{float(high):.2g} {unit}"
-
-
-def _assumed(estimate: AssumedEstimate) -> list[str]:
-    """Describe the set-up of ``--assume``."""
-    setup, time = estimate.setup, estimate.time
-    verdict = {"fits": "fits", "unsure": "may not fit", "does_not_fit": "does not fit"}
-    named = ", ".join(
-        f"{key}={','.join(value) if isinstance(value, tuple) else value}"
-        for key, value in estimate.values.items()
-    )
-    lines = [
-        f"\nassumed: {named}",
-        f"  {verdict[estimate.verdict]}: {human_bytes(estimate.allocated_bytes)} of tensors,"
-        f" {human_bytes(estimate.driver_bytes)} with the allocator's blocks and the CUDA context,"
-        f" of {human_bytes(estimate.limit_bytes)} per rank",
-        f"  {short_time(time.seconds)} per step (80 % range {_range(time)}):"
-        f" {short_count(estimate.tokens_per_second)} tokens per second on"
-        f" {counted(setup.world_size, 'rank')}",
-    ]
-    parts = {key: value for key, value in (time.parts_s or {}).items() if value > 0}
-    largest = sorted(parts.items(), key=lambda part: -part[1])[:_SHOWN_PARTS]
-    text = ", ".join(f"{PART_NAMES[key]} {value / time.seconds:.0%}" for key, value in largest)
-    return [*lines, f"  time: {text}"]
 
 
 def short_size(size_bytes: float) -> str:

@@ -1,5 +1,5 @@
-"""``paceline plan --assume KEY=VALUE``: describe a set-up that differs from the config's, even one
-that Paceline does not train. Imports no torch."""
+"""The keys of assumptions: describe a set-up that differs from the config's, even one that Paceline
+does not train."""
 
 import typing
 from collections.abc import Iterable, Mapping
@@ -11,8 +11,8 @@ from paceline.planner.setup import TrainingSetup
 Value = int | float | str | bool | tuple[str, ...]
 
 #: Ranks of each axis.
-_AXES = ("data", "shard", "tensor", "pipeline", "context", "expert")
-#: Fields of the set-up that `--assume` does not set: the config and its data do.
+AXES = ("data", "shard", "tensor", "pipeline", "context", "expert")
+#: Fields of the set-up that assumptions do not set: the config and its data do.
 _FIXED = ("dims", "label_share", "bucket_bytes", "sync_bytes")
 _GIGABYTE_KEYS = {
     "link_gb_s": "link_bytes_s",
@@ -23,7 +23,7 @@ OFFLOADED = ("optimizer", "weights", "activations")
 
 @dataclass(frozen=True)
 class _Key:
-    """A key of ``--assume``: its type, and the values that are allowed, if they are few."""
+    """A key of an assumption: its type, and the values that are allowed, if they are few."""
 
     kind: type
     allowed: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ KEYS = _keys()
 
 
 def parse_assumptions(texts: Iterable[str]) -> dict[str, Value]:
-    """Parse the values of ``--assume``: ``tensor=8`` → {"tensor": 8}.
+    """Parse assumptions: ``tensor=8`` → {"tensor": 8}.
 
     Raises:
         ConfigError: a text has no ``=``, its key is unknown, or its value is not allowed.
@@ -66,15 +66,15 @@ def parse_assumptions(texts: Iterable[str]) -> dict[str, Value]:
         name, separator, value = text.partition("=")
         if not separator:
             raise ConfigError(
-                f"`--assume {text}` has no value",
+                f"`{text}` has no value",
                 code="missing-value",
-                fix="write e.g. `--assume tensor=8`",
+                fix="write e.g. `tensor=8`",
             )
         key = KEYS.get(name)
         if key is None:
             close = nearest(name, KEYS)
             raise ConfigError(
-                f"unknown key `{name}` in `--assume {text}`",
+                f"unknown key `{name}` in `{text}`",
                 code="unknown-key",
                 allowed=", ".join(sorted(KEYS)),
                 fix=None if close is None else f"did you mean `{close}`?",
@@ -84,7 +84,7 @@ def parse_assumptions(texts: Iterable[str]) -> dict[str, Value]:
 
 
 def _parse(text: str, key: _Key, value: str) -> Value:
-    error = ConfigError(f"`--assume {text}` is not possible", code="wrong-type", allowed=key.text())
+    error = ConfigError(f"`{text}` is not possible", code="wrong-type", allowed=key.text())
     if key.kind is tuple:
         parts = tuple(part for part in value.split(",") if part and part != "none")
         if not set(parts) <= set(key.allowed):
@@ -120,8 +120,8 @@ def assume(setup: TrainingSetup, values: Mapping[str, Value]) -> TrainingSetup:
     for key, field in _GIGABYTE_KEYS.items():
         if key in changed:
             changed[field] = float(changed.pop(key)) * 1e9  # type: ignore[arg-type]
-    if any(axis in values for axis in _AXES):
-        changed = dict.fromkeys(_AXES, 1) | changed
+    if any(axis in values for axis in AXES):
+        changed = dict.fromkeys(AXES, 1) | changed
     assumed = replace(setup, **changed)  # type: ignore[arg-type]
     _check(assumed)
     return assumed
@@ -135,22 +135,21 @@ def check_experts(setup: TrainingSetup) -> None:
     """
     if setup.dims.experts % setup.expert:
         raise ConfigError(
-            f"`--assume expert={setup.expert}` does not divide the {setup.dims.experts} experts of"
-            " the model"
+            f"`expert={setup.expert}` does not divide the {setup.dims.experts} experts of the model"
         )
     if (setup.replicas * setup.context) % setup.expert:
         raise ConfigError(
-            f"`--assume expert={setup.expert}` does not divide the"
+            f"`expert={setup.expert}` does not divide the"
             f" {setup.replicas * setup.context} ranks of data, shard and context, which it is a"
             " part of"
         )
 
 
 def _check(setup: TrainingSetup) -> None:
-    for name in (*_AXES, "samples", "length", "micro_batches", "chunks", "devices_per_host"):
+    for name in (*AXES, "samples", "length", "micro_batches", "chunks", "devices_per_host"):
         if getattr(setup, name) <= 0:
             raise ConfigError(
-                f"`--assume {name}={getattr(setup, name):g}` must be positive", code="out-of-range"
+                f"`{name}={getattr(setup, name):g}` must be positive", code="out-of-range"
             )
     if setup.dims.layers < setup.pipeline * setup.chunks:
         raise ConfigError(
@@ -160,7 +159,7 @@ def _check(setup: TrainingSetup) -> None:
         )
     if setup.zero_stage > 3:
         raise ConfigError(
-            f"`--assume zero_stage={setup.zero_stage}`",
+            f"`zero_stage={setup.zero_stage}`",
             code="unknown-value",
             allowed="0, 1, 2 or 3",
         )

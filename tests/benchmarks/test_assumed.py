@@ -1,18 +1,20 @@
-"""Test `paceline plan --assume`."""
+"""Test the estimates of set-ups that Paceline may not train: `benchmarks/planner_assume.py`."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from benchmark_modules import BENCHMARKS, import_benchmark
 from raised import raises_error
 
-from paceline.cli import main
 from paceline.core.errors import ConfigError
 from paceline.models.shape.dims import LanguageDims
-from paceline.planner.assumed.keys import KEYS, assume, parse_assumptions
-from paceline.planner.memory.parts import memory_parts
 from paceline.planner.setup import TrainingSetup
 
+keys, parts = import_benchmark("planner.keys"), import_benchmark("planner.memory_parts")
+assume, parse_assumptions, memory_parts = keys.assume, keys.parse_assumptions, parts.memory_parts
 DIMS = LanguageDims(
     hidden=1024, layers=8, heads=8, key_heads=8, queries=1024, keys=1024, feed_forward=4096,
     vocabulary=32000, experts=8, experts_per_token=2,
@@ -81,30 +83,30 @@ def test_activations_shrink_with_recomputation_and_sequence_parallelism() -> Non
     assert activations(software="fused") < activations(software="eager")
 
 
-def test_plan_prints_the_assumed_setup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_prints_the_estimate(tmp_path: Path) -> None:
     widths = {
         "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096,
         "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8,
         "vocab_size": 32000,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(widths))
+    config = tmp_path / "config.yaml"
+    config.write_text(f"model: {tmp_path}\ndataset: none.jsonl\nparallel: {{mode: ddp}}\n")
     command = [
-        "plan", f"model={tmp_path}", "dataset=none.jsonl", "parallel.mode=ddp", "--device", "H100",
+        sys.executable, str(BENCHMARKS / "planner_assume.py"), str(config), "--device", "H100",
         "--world-size", "16", "--assume", "tensor=2", "--assume", "zero_stage=1",
     ]  # fmt: skip
-    assert main([*command, "--json"]) == 0
-    assumed = json.loads(capsys.readouterr().out)["assumed"]
-    assert assumed["assumed"] == {"tensor": 2, "zero_stage": 1}
-    assert (assumed["setup"]["shard"], assumed["world_size"]) == (8, 16)
-    low, high = assumed["step_time_range_s"]
-    assert low < assumed["step_time_s"] < high
-    assert assumed["verdict"] == "fits"
-    assert main(command) == 0
-    assert "assumed: tensor=2, zero_stage=1" in capsys.readouterr().out
-    assert main([*command, "--assume", "shard=3"]) == 2
-    assert "6 ranks, and there are 16 devices" in capsys.readouterr().err
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("fits: ")
+    assert "tokens per second" in done.stdout
+    refused = subprocess.run(
+        [*command, "--assume", "shard=3"], capture_output=True, text=True, timeout=200
+    )
+    assert refused.returncode != 0
+    assert "6 ranks, and there are 16 devices" in refused.stderr
 
 
 def test_every_key_is_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "plan.md").read_text(encoding="utf-8")
-    assert [key for key in KEYS if f"`{key}`" not in page] == []
+    page = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    assert [key for key in keys.KEYS if f"`{key}`" not in page] == []

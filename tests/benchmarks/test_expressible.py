@@ -1,21 +1,22 @@
-"""Test that `plan --assume` has a flag for each way to train, and that it changes memory and time
+"""Test that assumptions have a key for each way to train, and that it changes memory and time
 as that way does."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+from benchmark_modules import import_benchmark
 
 from paceline.models.shape.dims import LanguageDims, dims_of
-from paceline.planner.assumed.keys import assume, parse_assumptions
 from paceline.planner.devices import find_device
-from paceline.planner.memory.parts import AssumedMemory, memory_parts
 from paceline.planner.setup import TrainingSetup
 from paceline.planner.time.constants import coefficients_of, constants
 from paceline.planner.time.rates import rates_of
 from paceline.planner.time.step import EstimatedStepTime, step_time
 from paceline.planner.time.work import count_work
 
+keys, parts = import_benchmark("planner.keys"), import_benchmark("planner.memory_parts")
 H100, _ = find_device("H100-SXM")
 DENSE = LanguageDims(
     hidden=4096, layers=32, heads=32, key_heads=8, queries=4096, keys=1024, feed_forward=14336,
@@ -26,7 +27,7 @@ DENSE = LanguageDims(
 @dataclass(frozen=True)
 class Estimate:
     setup: TrainingSetup
-    memory: AssumedMemory
+    memory: Any
     time: EstimatedStepTime
 
     @property
@@ -39,11 +40,11 @@ class Estimate:
 
 
 def estimate(*flags: str, dims: LanguageDims = DENSE) -> Estimate:
-    """Estimate 8 samples of 2,048 tokens with values of `--assume`."""
-    setup = assume(TrainingSetup(dims, samples=8, length=2048), parse_assumptions(flags))
+    """Estimate 8 samples of 2,048 tokens with assumptions."""
+    setup = keys.assume(TrainingSetup(dims, samples=8, length=2048), keys.parse_assumptions(flags))
     reached = coefficients_of(setup, H100, constants())
     time = step_time(count_work(setup, rates_of(setup, H100)), reached)
-    return Estimate(setup, memory_parts(setup), time)
+    return Estimate(setup, parts.memory_parts(setup), time)
 
 
 Check = Callable[[Estimate, Estimate], bool]

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.planner.memory.parts import AssumedMemory
+from planner.memory_parts import AssumedMemory
+
 from paceline.planner.setup import TrainingSetup
 
 #: How a figure was measured: tensors, the allocator's blocks, or all that the driver counts.
@@ -14,7 +15,7 @@ MemoryKind = Literal["allocated", "reserved", "driver"]
 
 @dataclass(frozen=True)
 class MemoryCoefficients:
-    """Fitted factors of :class:`~paceline.planner.memory.parts.AssumedMemory`, and the share and
+    """Fitted factors of :class:`~planner.memory_parts.AssumedMemory`, and the share and
     the bytes that the allocator and the driver add."""
 
     state: float

@@ -1,4 +1,0 @@
-"""``paceline plan --assume``: estimate a set-up that Paceline may not train.
-
-Imports no torch.
-"""

@@ -1,0 +1,16 @@
+"""Import modules of `benchmarks`."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def import_benchmark(name: str) -> Any:
+    """Import a module that finds others in its folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        return importlib.import_module(name)
