@@ -1,8 +1,7 @@
 """Estimate the memory and the time of a set-up that Paceline may not train, such as ZeRO-1 beside
-tensor parallelism. The keys of an assumption are those of `planner/keys.py`.
+tensor parallelism. The README lists the keys of an assumption.
 
-    python benchmarks/planner_assume.py CONFIG.yaml --device A100-80GB --world-size 8 \\
-        --assume tensor=4 --assume software=fused
+    python benchmarks/planner_assume.py CONFIG.yaml --device H100 --world-size 8 --assume tensor=4
 """
 
 import argparse

@@ -62,8 +62,6 @@ _RECOMPUTATION = {
     "selective-layer": "full",
     "partial": "selective",
 }
-
-
 #: Rows of torchao's table "training" whose column "scaling" is rowwise.
 _SCALED_BY_ROW = ("r0758", "r0761", "r0762", "r0767")
 
