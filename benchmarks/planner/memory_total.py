@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.memory_parts import AssumedMemory
-
 from paceline.planner.setup import TrainingSetup
+from planner.memory_parts import AssumedMemory
 
 #: How a figure was measured: tensors, the allocator's blocks, or all that the driver counts.
 MemoryKind = Literal["allocated", "reserved", "driver"]
