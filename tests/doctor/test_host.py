@@ -59,7 +59,7 @@ def test_warns_about_low_open_files_limit() -> None:
 def test_shared_memory_check_needs_loader_workers(tmp_path: Path) -> None:
     assert check_shared_memory(2, 0, accelerator=False).ok
     script = (
-        "from paceline.launch import host_checks as checks; import pathlib; checks._SHARED ="
+        "from paceline.launch.passes import host_checks as checks; import pathlib; checks._SHARED ="
         " pathlib.Path('/')\nchecks._MIN_SHARED_BYTES = 1 << 60\nprint("
         "checks.check_shared_memory(2, 2, False).ok, checks.check_shared_memory(2, 0, False).ok)"
     )
