@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from planner.memory_parts import memory_parts
-from planner.memory_total import MemoryKind, memory_bytes, memory_coefficients
+from assumed.memory_parts import memory_parts
+from assumed.memory_total import MemoryKind, memory_bytes, memory_coefficients
 from planner_cpu import read_cpu_rows
 from planner_fit import FAMILY_PRODUCTS, Array, CpuProblem, MemoryProblem, Prior, TimeProblem
 from planner_plot import scatter

@@ -8,9 +8,9 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.keys import AXES, Value, assume, check_experts, parse_assumptions
-from planner.memory_parts import memory_parts
-from planner.memory_total import MemoryKind, memory_bytes, memory_coefficients
+from assumed.keys import AXES, Value, assume, check_experts, parse_assumptions
+from assumed.memory_parts import memory_parts
+from assumed.memory_total import MemoryKind, memory_bytes, memory_coefficients
 
 from paceline.config.load import load_config
 from paceline.core.errors import ConfigError

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from planner.memory_parts import AssumedMemory, memory_parts
-from planner.memory_total import MemoryCoefficients, memory_bytes, memory_factors
+from assumed.memory_parts import AssumedMemory, memory_parts
+from assumed.memory_total import MemoryCoefficients, memory_bytes, memory_factors
 from planner_rows import Row
 from scipy.optimize import least_squares
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.keys import assume, parse_assumptions
-from planner.memory_total import MemoryKind
+from assumed.keys import assume, parse_assumptions
+from assumed.memory_total import MemoryKind
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError

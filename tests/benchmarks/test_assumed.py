@@ -13,7 +13,7 @@ from paceline.core.errors import ConfigError
 from paceline.models.shape.dims import LanguageDims
 from paceline.planner.setup import TrainingSetup
 
-keys, parts = import_benchmark("planner.keys"), import_benchmark("planner.memory_parts")
+keys, parts = import_benchmark("assumed.keys"), import_benchmark("assumed.memory_parts")
 assume, parse_assumptions, memory_parts = keys.assume, keys.parse_assumptions, parts.memory_parts
 DIMS = LanguageDims(
     hidden=1024, layers=8, heads=8, key_heads=8, queries=1024, keys=1024, feed_forward=4096,

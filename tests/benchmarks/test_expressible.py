@@ -16,7 +16,7 @@ from paceline.planner.time.rates import rates_of
 from paceline.planner.time.step import EstimatedStepTime, step_time
 from paceline.planner.time.work import count_work
 
-keys, parts = import_benchmark("planner.keys"), import_benchmark("planner.memory_parts")
+keys, parts = import_benchmark("assumed.keys"), import_benchmark("assumed.memory_parts")
 H100, _ = find_device("H100-SXM")
 DENSE = LanguageDims(
     hidden=4096, layers=32, heads=32, key_heads=8, queries=4096, keys=1024, feed_forward=14336,

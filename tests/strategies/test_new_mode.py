@@ -86,7 +86,8 @@ def test_is_verified_trained_and_resumed(package: Path, tmp_path: Path) -> None:
 
     args = ("train_args.save_steps=2", "train_args.lr_scheduler_type=constant")
     assert train(package, tmp_path, "max_steps=2", "output_dir=run", *args).returncode == 0
-    resumed = train(package, tmp_path, "max_steps=4", "output_dir=run", *args)
+    longer = ("max_steps=4", "output_dir=run", "--allow-config-change")
+    resumed = train(package, tmp_path, *longer, *args)
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming from step 2 of 4" in resumed.stderr
     assert train(package, tmp_path, "max_steps=4", "output_dir=whole", *args).returncode == 0

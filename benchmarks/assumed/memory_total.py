@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from assumed.memory_parts import AssumedMemory
 from paceline.planner.setup import TrainingSetup
-from planner.memory_parts import AssumedMemory
 
 #: How a figure was measured: tensors, the allocator's blocks, or all that the driver counts.
 MemoryKind = Literal["allocated", "reserved", "driver"]
@@ -14,7 +14,7 @@ MemoryKind = Literal["allocated", "reserved", "driver"]
 
 @dataclass(frozen=True)
 class MemoryCoefficients:
-    """Fitted factors of :class:`~planner.memory_parts.AssumedMemory`, and the share and
+    """Fitted factors of :class:`~assumed.memory_parts.AssumedMemory`, and the share and
     the bytes that the allocator and the driver add."""
 
     state: float
