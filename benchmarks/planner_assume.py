@@ -81,7 +81,7 @@ def _on_all_devices(setup: TrainingSetup, values: Mapping[str, Value], count: in
     if axis in values or remainder:
         raise ConfigError(
             f"the assumed axes have {setup.world_size} ranks, and there are {count} devices",
-            allowed="axes whose product is the number of devices",
+            code="wrong-number-of-devices",
             fix=f"plan for as many devices: `--world-size {setup.world_size}`",
         )
     return assume(setup, {**{name: getattr(setup, name) for name in AXES}, axis: rest})

@@ -100,11 +100,14 @@ def test_script_prints_the_estimate(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("fits: ")
     assert "tokens per second" in done.stdout
-    refused = subprocess.run(
-        [*command, "--assume", "shard=3"], capture_output=True, text=True, timeout=200
-    )
-    assert refused.returncode != 0
-    assert "6 ranks, and there are 16 devices" in refused.stderr
+
+
+def test_axes_have_to_fit_the_number_of_devices() -> None:
+    values = {"tensor": 2, "shard": 3}
+    on_all_devices = import_benchmark("planner_assume")._on_all_devices
+    with raises_error(ConfigError, code="wrong-number-of-devices"):
+        on_all_devices(assume(SETUP, values), values, 16)
+    assert on_all_devices(assume(SETUP, {"tensor": 2}), {"tensor": 2}, 16).data == 8
 
 
 def test_every_key_is_documented() -> None:
