@@ -10,13 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from benchmark_modules import import_benchmark
 from commands import MICRO
 
-GPU = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
-sys.path.insert(0, str(GPU))
-
-from prepare import MAX_SIZE_BYTES, check_size  # noqa: E402
-from wheels import BITSANDBYTES_LIBRARY, drop_other_libraries, unpack_missing  # noqa: E402
+prepare, wheel_tools = import_benchmark("prepare", "gpu"), import_benchmark("wheels", "gpu")
 
 
 def write_wheel(path: Path, *names: str) -> Path:
@@ -28,16 +25,16 @@ def write_wheel(path: Path, *names: str) -> Path:
 
 def test_one_cuda_library_of_bitsandbytes_is_kept(tmp_path: Path) -> None:
     kept = ["bitsandbytes/__init__.py", "bitsandbytes/libbitsandbytes_cpu.so"]
-    kept.append(f"bitsandbytes/{BITSANDBYTES_LIBRARY}")
+    kept.append(f"bitsandbytes/{wheel_tools.BITSANDBYTES_LIBRARY}")
     others = ["bitsandbytes/libbitsandbytes_cuda118.so", "bitsandbytes/libbitsandbytes_rocm62.so"]
     wheel = write_wheel(tmp_path / "all.whl", *kept, *others)
-    drop_other_libraries(wheel, tmp_path / "one.whl")
+    wheel_tools.drop_other_libraries(wheel, tmp_path / "one.whl")
     with zipfile.ZipFile(tmp_path / "one.whl") as result:
         assert result.namelist() == kept
         assert result.read(kept[0]) == kept[0].encode()
     without = write_wheel(tmp_path / "none.whl", *others)
-    with pytest.raises(ValueError, match=BITSANDBYTES_LIBRARY):
-        drop_other_libraries(without, tmp_path / "two.whl")
+    with pytest.raises(ValueError, match=wheel_tools.BITSANDBYTES_LIBRARY):
+        wheel_tools.drop_other_libraries(without, tmp_path / "two.whl")
 
 
 def test_only_missing_packages_are_unpacked(tmp_path: Path) -> None:
@@ -45,7 +42,7 @@ def test_only_missing_packages_are_unpacked(tmp_path: Path) -> None:
     wheels.mkdir()
     write_wheel(wheels / "torch-0.1-py3-none-any.whl", "torch/__init__.py")
     write_wheel(wheels / "no_such_package-1.0-py3-none-any.whl", "no_such_package/__init__.py")
-    (folder,) = unpack_missing(wheels, tmp_path / "packages")
+    (folder,) = wheel_tools.unpack_missing(wheels, tmp_path / "packages")
     assert [path.name for path in Path(folder).iterdir()] == ["no_such_package"]
 
 
@@ -53,10 +50,10 @@ def test_folder_that_is_too_large_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with open(tmp_path / "wheel", "wb") as file:
-        file.truncate(MAX_SIZE_BYTES - 1)
-    assert check_size(tmp_path) == 0
+        file.truncate(prepare.MAX_SIZE_BYTES - 1)
+    assert prepare.check_size(tmp_path) == 0
     (tmp_path / "one-byte").write_text("x")
-    assert check_size(tmp_path) == 1
+    assert prepare.check_size(tmp_path) == 1
     assert "must be below 60 MiB. To fix" in capsys.readouterr().err
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from ranks import run_ranks
 from states import MemorySource, assemble, copy_shards
+from strategy_training import Adapted, Plain
 from test_skipped import Run, changed_names
-from training import Adapted, Plain
 
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.loss_scale import GROWTH_INTERVAL, INITIAL_SCALE, LossScaler

@@ -6,7 +6,7 @@ import torch
 from raised import raises_error
 from ranks import run_ranks
 from reducer_training import train
-from training import Net, Plain
+from strategy_training import Net, Plain
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError

@@ -4,8 +4,8 @@ import pytest
 import torch
 from ranks import run_ranks
 from states import copy_shards
+from strategy_training import ROWS, VOCABULARY, Net, Plain
 from torch.nn import functional
-from training import ROWS, VOCABULARY, Net, Plain
 
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator

@@ -4,8 +4,8 @@ import io
 
 import torch
 from states import MemorySource, copy_shards
+from strategy_training import ROWS, VOCABULARY
 from torch.nn import functional
-from training import ROWS, VOCABULARY
 
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator

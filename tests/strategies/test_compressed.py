@@ -7,7 +7,7 @@ from raised import raises_error
 from ranks import run_ranks
 from reducer_training import deserialize, serialize, train
 from states import assemble
-from training import Plain
+from strategy_training import Plain
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError

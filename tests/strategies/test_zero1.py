@@ -6,8 +6,8 @@ import torch
 from raised import raises_error
 from ranks import run_ranks
 from states import assemble
+from strategy_training import Adapted, Plain, largest_difference, train
 from torch import nn
-from training import Adapted, Plain, largest_difference, train
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
