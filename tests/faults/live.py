@@ -87,15 +87,15 @@ class LiveRun:
         """Return {rank: process} of the current attempt, of the ranks that have written their
         PID."""
         server, ranks = self.server(), {}
-        for file in self.tmp.glob("paceline-run-*/pid-*"):
+        for file in self.tmp.glob("paceline-run-*/rank-*.start.json"):
             with contextlib.suppress(psutil.Error, OSError, ValueError):
-                process = psutil.Process(int(file.read_text()))
+                process = psutil.Process(json.loads(file.read_text())["pid"])
                 if (
                     server is not None
                     and process.ppid() == server.pid
                     and process.pid not in self._old_ranks
                 ):
-                    ranks[int(file.name.rpartition("-")[2])] = process
+                    ranks[int(file.name.split("-")[1].partition(".")[0])] = process
         return ranks
 
     def rank_processes(self) -> list[psutil.Process]:
