@@ -63,8 +63,8 @@ def superfluous_records(source: Source) -> int:
 def records_of_a_run(source: Source) -> int:
     """Records (dataclasses, named tuples, typed dictionaries) that stand in the annotations of the
     parameters and results of functions in the modules that a run passes on its way to the first
-    step, except those of a single thing, such as a micro-batch, and the parts of a draft or a
-    spec."""
+    step, except records of a single thing, such as a micro-batch, and the parts of a draft or
+    a spec."""
     return len(list_records(source))
 
 

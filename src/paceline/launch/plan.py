@@ -93,15 +93,15 @@ def plan(draft: Draft, first: Pass = PASSES[0], last: Pass = PASSES[-1]) -> Draf
 
 def make_spec(draft: Draft) -> RunSpec:
     """Return the spec for the ranks of a run whose plan is complete."""
-    peak, found = None, known(draft.host).devices
-    if found.type != "cpu":
-        peak = peak_rate(found.names[0], device_memory(), draft.config.train_args.compute_format)
+    peak, on_host = None, known(draft.host).devices
+    if on_host.type != "cpu":
+        peak = peak_rate(on_host.names[0], device_memory(), draft.config.train_args.compute_format)
     return RunSpec(
         draft.config,
         known(draft.derived),
         known(draft.data),
         known(draft.layout),
-        found.type,
+        on_host.type,
         draft.started_at,
         draft.resume_from,
         peak,

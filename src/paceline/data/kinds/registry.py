@@ -38,17 +38,18 @@ def load_kind(name: str) -> type[SampleKind]:
 
     module, _, attribute = KINDS.get(name, name).partition(":")
     if name in KINDS:
-        found = getattr(import_module(f"paceline.data.kinds.{module}"), attribute)
+        kind = getattr(import_module(f"paceline.data.kinds.{module}"), attribute)
+    elif attribute:
+        kind = getattr(import_user_module(module, name, _FORM), attribute, None)
     else:
-        found = (
-            getattr(import_user_module(module, name, _FORM), attribute, None) if attribute else None
-        )
-    if not (inspect.isclass(found) and issubclass(found, SampleKind)):
+        kind = None
+    if not (inspect.isclass(kind) and issubclass(kind, SampleKind)):
         raise ConfigError(
             f"`{name}` is not a kind of samples",
+            code="unknown-kind",
             allowed=f"{', '.join(KINDS)}, or {_FORM}",
         )
-    return found
+    return kind
 
 
 def kind_key(name: str) -> list[object]:
