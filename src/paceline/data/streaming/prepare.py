@@ -90,12 +90,12 @@ def prepare_stream(config: Config, kind: str, resolve_model: ResolveModel) -> Pr
     data_key = key_of([source.key() for source in sources])
     own = [] if kind in KINDS else [kind_key(kind)]
     key = key_of([data_key, tokenizer_fingerprint(folder), template.key, *own])
-    evaluation = None
+    eval_folder, num_eval = None, 0
     if config.split_dataset_ratio > 0:
-        evaluation, streams = _hold_out(streams, encode.setup, key, notices)
+        eval_folder, num_eval, streams = _hold_out(streams, encode.setup, key, notices)
     checked = [_check_rows(rows, encode, sources, config, notices) for rows in streams]
     marks = [["windows"]] if is_windowed else []
-    marks += [[evaluation.folder.name]] if evaluation is not None else []
+    marks += [[eval_folder.name]] if eval_folder is not None else []
     dataset, sizes = make_dataset(streams, encode, checked, config, key, is_windowed)
     prepared = PreparedStream(
         dataset,
@@ -103,29 +103,24 @@ def prepare_stream(config: Config, kind: str, resolve_model: ResolveModel) -> Pr
         fingerprint=key_of([key, *marks]) if marks else key,
         tokenizer_path=str(folder),
         pad_token_id=tokenizer.pad_token_id,
+        eval_folder=eval_folder,
+        num_eval=num_eval,
     )
     notices.append(_summary(streams, sources, args, time.perf_counter() - started))
     if config.val_dataset is not None:
         entry = TokenEntry(config, kind, folder, validation=True)
         entry.build(None)
         notices += entry.notices
-        evaluation = _Evaluation(entry.folder, entry.samples)
-    if evaluation is not None:
-        prepared.eval_folder, prepared.num_eval = evaluation.folder, evaluation.num_samples
+        prepared.eval_folder, prepared.num_eval = entry.folder, entry.samples
     prepared.notices = list(dict.fromkeys(notices))
     return prepared
 
 
-@dataclass
-class _Evaluation:
-    folder: Path
-    num_samples: int
-
-
 def _hold_out(
     streams: Streams, setup: KindSetup, key: str, notices: list[Notice]
-) -> tuple[_Evaluation | None, Streams]:
-    """Tokenize the rows that are held out for validation. Return them, and the other rows."""
+) -> tuple[Path | None, int, Streams]:
+    """Tokenize the rows that are held out for validation. Return their folder, the number of their
+    samples, and the other rows."""
     args, ratio = setup.config.train_args, setup.config.split_dataset_ratio
     tables = [rows for rows in streams if isinstance(rows, TableRows)]
     assert len(tables) == len(streams)  # others are refused
@@ -138,7 +133,7 @@ def _hold_out(
     _, indices = split_indices(total, ratio, args.seed)
     notices.append(split_notice(len(indices), total, ratio, "row"))
     if not len(indices):
-        return None, streams
+        return None, 0, streams
     settings = [
         *(setup.kind, setup.config.system, ratio, args.seed, args.max_sample_length),
         *(args.truncation_strategy, args.train_on_inputs, args.train_on_turns),
@@ -167,7 +162,7 @@ def _hold_out(
             "no row that `split_dataset_ratio` holds out can be used",
             fix="raise `split_dataset_ratio`, or set `val_dataset`",
         )
-    return _Evaluation(folder, meta["samples"]), without_rows(tables, indices)
+    return folder, meta["samples"], without_rows(tables, indices)
 
 
 def _check_rows(
