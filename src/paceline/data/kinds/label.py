@@ -89,9 +89,7 @@ class LabelConverter:
 
     def __post_init__(self) -> None:
         check_columns(self.label, self.columns, self.ignore_columns, _EXPECTED)
-        self._read = MessageReader(
-            {}, {}, self.ignore_columns, lambda name: True, self.tally.unused, self.tally.ignored
-        )
+        self._read = MessageReader({}, {}, self.ignore_columns, lambda name: True, self.tally)
 
     def __call__(self, row: Any) -> LabeledText:
         """Convert one row.

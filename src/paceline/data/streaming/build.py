@@ -105,7 +105,6 @@ def make_dataset(
     streams: Streams,
     encode: RowEncoder,
     checked: Sequence[CheckedRows],
-    config: Config,
     key: str,
     is_windowed: bool,
 ) -> tuple[TextStreams, tuple[StreamRows, ...]]:
@@ -116,8 +115,8 @@ def make_dataset(
         key: identifies the rows and the tokenizer.
         is_windowed: the result of :func:`uses_windows`.
     """
-    args = config.train_args
-    is_mixed = config.mixing != "concat"
+    config = encode.setup.config
+    is_mixed, args = config.mixing != "concat", config.train_args
     numbers = [None if is_windowed else rows.num_rows for rows in streams]
     is_exact = config.stopping_strategy == "all_exhausted_without_replacement"
     if is_mixed and is_exact and None in numbers:
@@ -142,7 +141,7 @@ def make_dataset(
             continue
         window_rows = _window_rows(checked_rows)
         folder = cache_dir() / "windows" / _window_key(config, key, number, window_rows)
-        parts.append(PackedStream(number, rows, encode, args, folder, window_rows))
+        parts.append(PackedStream(number, rows, encode, folder, window_rows))
     return (
         TextStreams(parts, schedule, config.stopping_strategy, args.seed, encode.filler),
         sizes,

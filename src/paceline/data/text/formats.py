@@ -101,9 +101,8 @@ class RowConverter:
             role_names(self.roles, self.label),
             self.ignore_columns,
             self._supports,
-            self.tally.unused,
-            self.tally.ignored,
-            check_text=self.check_text,
+            self.tally,
+            self.check_text,
         )
         self._reads_media = bool(MEDIA & set(self.ignore_columns))
         self._optional_columns = lru_cache(maxsize=_MAX_PLANS)(self._find_optional)
