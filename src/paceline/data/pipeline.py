@@ -1,7 +1,6 @@
 """The data of one rank: training batches starting at any step, and the evaluation dataset."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from paceline.data.counts import StreamCounts
@@ -11,7 +10,6 @@ from paceline.data.order.base import Order
 from paceline.data.streaming.base import StreamedDataset
 
 
-@dataclass(eq=False, repr=False)
 class DataPipeline:
     """Provides this rank's micro-batches of each step. The iterator is created on demand, so
     :meth:`seek`, :meth:`reshard` and :meth:`set_shares` take effect at the next step.
@@ -26,28 +24,38 @@ class DataPipeline:
         replica, num_replicas: index of this rank's share of the global batch, and number of shares.
     """
 
-    train_dataset: Any
-    eval_dataset: Any | None
-    order: Order
-    collate: Callable[[Sequence[Any]], Any]
-    options: LoaderOptions
-    _: KW_ONLY
-    last_step: int
-    accumulation: int
-    replica: int
-    num_replicas: int
-    #: Number of micro-batches of each replica; None if each has ``accumulation``.
-    shares: tuple[int, ...] | None = field(default=None, init=False)
-    #: Called with the micro-batches of each step, before they are used.
-    observers: list[Callable[[list[MicroBatch]], None]] = field(default_factory=list, init=False)
-    #: The counts of the rows of all ranks so far, if the data is streamed.
-    counts: StreamCounts | None = field(default=None, init=False)
-    _step: int = field(default=0, init=False)  # the step of the next call of :meth:`next`
-    _iterator: Iterator[list[MicroBatch]] | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.train_dataset, StreamedDataset):
+    def __init__(
+        self,
+        train_dataset: Any,
+        eval_dataset: Any | None,
+        order: Order,
+        collate: Callable[[Sequence[Any]], Any],
+        options: LoaderOptions,
+        *,
+        last_step: int,
+        accumulation: int,
+        replica: int,
+        num_replicas: int,
+    ) -> None:
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.order = order
+        self.collate = collate
+        self.options = options
+        self.last_step = last_step
+        self.accumulation = accumulation
+        self.replica = replica
+        self.num_replicas = num_replicas
+        #: Number of micro-batches of each replica; None if each has ``accumulation``.
+        self.shares: tuple[int, ...] | None = None
+        #: Called with the micro-batches of each step, before they are used.
+        self.observers: list[Callable[[list[MicroBatch]], None]] = []
+        #: The counts of the rows of all ranks so far, if the data is streamed.
+        self.counts: StreamCounts | None = None
+        if isinstance(train_dataset, StreamedDataset):
             self.counts = StreamCounts()
+        self._step = 0  # the step of the next call of :meth:`next`
+        self._iterator: Iterator[list[MicroBatch]] | None = None
 
     def next(self) -> list[MicroBatch]:
         """Return this rank's micro-batches of the next step."""

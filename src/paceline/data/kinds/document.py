@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -67,7 +68,7 @@ class DocumentKind(SampleKind):
     # -- tokens
     def encode(self, samples: list[ChatSample]) -> list[Encoded | str]:
         results: dict[int, Encoded | str] = {}
-        groups: dict[Encoder, dict[int, Any]] = {}
+        groups: dict[Encoder, list[tuple[int, Any]]] = defaultdict(list)
         for index, sample in enumerate(samples):
             self.tally.facts["trailing_turns"] += sample.trailing_turns > 0
             try:
@@ -78,9 +79,10 @@ class DocumentKind(SampleKind):
             if isinstance(prepared, str):
                 results[index] = prepared
             else:
-                groups.setdefault(prepared[0], {})[index] = prepared[1]
-        for encode, contents in groups.items():
-            results.update(zip(contents, encode(list(contents.values())), strict=True))
+                groups[prepared[0]].append((index, prepared[1]))
+        for encode, group in groups.items():
+            encoded = encode([content for _, content in group])
+            results.update(zip((index for index, _ in group), encoded, strict=True))
         for index, result in results.items():
             if isinstance(result, Encoded):
                 result.values["weight"] = samples[index].weight
