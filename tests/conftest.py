@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from long_tests import DurationRecorder, long_items
 from machine_lock import lock_machine
 from not_run import NOT_RUN, record_not_run
 from simulation_cache import build_libraries, compile_shared
@@ -82,9 +83,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=range(NUM_SOAK_PARTS),
         help=f"also run this part of the soak tests, 0 to {NUM_SOAK_PARTS - 1}",
     )
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help="write how long the tests take to tests/durations.json; long ones are soak tests",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.record_durations and not _IS_XDIST_WORKER:
+        config.pluginmanager.register(DurationRecorder())
     if _hides_gpus(config):
         # Read when torch initializes CUDA, which is later. Processes of tests inherit it.
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = "-1"
@@ -103,9 +111,15 @@ def _excluded_soak_tests(config: pytest.Config, soak: list[pytest.Item]) -> list
     return [item for number, item in enumerate(in_order) if number % NUM_SOAK_PARTS != part]
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked ``gpu`` without an accelerator, ``slurm`` without Slurm's programs, and
-    ``soak`` without ``-m soak`` or ``--soak-part``; then order the rest."""
+    ``soak`` without ``-m soak`` or ``--soak-part``; then order the rest.
+
+    A test that is named on the command line runs, however long it takes."""
+    if not any("::" in argument for argument in config.args):
+        for item in long_items(items):
+            item.add_marker(pytest.mark.soak)
     marked = {
         marker: [item for item in items if item.get_closest_marker(marker)]
         for marker in ("gpu", "slurm", "soak")

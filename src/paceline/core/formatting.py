@@ -119,10 +119,16 @@ def rate(value: Any) -> str:
     return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
+def significant(figure: float, digits: int = 3) -> str:
+    """Format a number with this many significant digits, without an exponent if it is large:
+    ``0.123``, ``12.3``, ``1,230``."""
+    return f"{float(f'{figure:.{digits}g}'):,.15g}"
+
+
 @_of_finite
 def count(figure: float) -> str:
     """Format a number with thousands separators: ``12,345``."""
-    return f"{figure:,.0f}" if figure == int(figure) else f"{figure:,.3g}"
+    return f"{figure:,.0f}" if figure == int(figure) else significant(figure)
 
 
 @_of_finite

@@ -220,7 +220,7 @@ def derived_lines(derived: Mapping[str, float | None]) -> list[tuple[str, str]]:
     if get("tokens_per_step") is not None:
         batch += f", about {count(get('tokens_per_step'))} tokens per step"
     epochs = formatting.finite(get("epochs"))
-    epochs_text = f", {epochs:.3g} epochs" if epochs is not None else ""
+    epochs_text = f", {formatting.significant(epochs)} epochs" if epochs is not None else ""
     per_epoch = get("steps_per_epoch")
     steps = "epoch of unknown size" if per_epoch is None else f"{count(per_epoch)} per epoch"
     warmup = "no warm-up"
