@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from event_logs import begin
 from panel_pages import Server, opened, run_id, serve
 from playwright.sync_api import Browser, Page, expect
 from starts import MICRO, events
@@ -146,6 +147,26 @@ def test_start_run_then_chat_and_export(form, panel):
     form.locator("#export").click()
     expect(form.locator(".command code").last).to_have_text(str(run / "exported"), timeout=LONG_MS)
     assert (run / "exported" / "model.safetensors").is_file()
+
+
+def test_duplicate_opens_the_config_of_the_run(browser: Browser, panel: Server) -> None:
+    """From the run, its config and the list; the new run gets another name and folder."""
+    run = panel.folder / "mine-0102-030405"
+    begin(run)
+    (run / "config.yaml").write_text(f"{MICRO % 7}output_dir: {run}\n")
+    with opened(browser, f"{panel.url}#/") as page:
+        page.locator("tbody input").first.check()
+        page.locator("#duplicate").click()
+        expect(page.locator("#yaml")).to_have_value(MICRO % 7)
+        expect(page.locator("#run-name")).to_have_value(re.compile(r"^mine-\d{4}-\d{6}$"))
+        expect(page.locator("#run-name")).not_to_have_value(run.name)
+        expect(page.locator("#start")).to_be_enabled()
+        page.goto(f"{panel.url}#/run/{run_id(panel.folder, run.name)}")
+        page.locator("#duplicate").click()
+        expect(page.locator("#yaml")).to_have_value(MICRO % 7)
+        page.goto(f"{panel.url}#/run/{run_id(panel.folder, run.name)}/config")
+        page.locator("a", has_text="New run from this config").click()
+        expect(page.locator("#yaml")).to_have_value(MICRO % 7)
 
 
 @pytest.mark.soak

@@ -2,6 +2,7 @@
 
 const en = {
   "start.title": "New run",
+  "start.from": "With the config of {name}. The new run gets a folder of its own.",
   "start.resume.title": "Resume",
   "start.resume.of": "Resume {name}",
   "start.resume.what":
@@ -195,6 +196,7 @@ const en = {
 
 const zh = {
   "start.title": "新建训练",
+  "start.from": "使用 {name} 的配置。新训练会有自己的文件夹。",
   "start.resume.title": "恢复训练",
   "start.resume.of": "恢复训练 {name}",
   "start.resume.what": "训练将从最近的检查点恢复。你对配置所做的修改会先列在下方。",

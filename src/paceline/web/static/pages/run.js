@@ -293,6 +293,7 @@ function actions(store, running, ctx) {
   const buttons = [];
   if (running) buttons.push(stopButton(store, ctx));
   else if (run.has?.config) buttons.push(link("resume", "play", `#/new?resume=${store.id}`));
+  if (run.has?.config) buttons.push(link("duplicate", "copy", `#/new?from=${store.id}`));
   if (run.has?.model) buttons.push(link("chat", "chat", `#/run/${store.id}/chat`));
   return buttons;
 }

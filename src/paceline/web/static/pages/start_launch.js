@@ -9,7 +9,7 @@ import { announce, card, errorState, icon } from "../lib/ui.js";
 const NAME = /^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$/;
 const POLL_MS = 1000;
 
-export function launchCard(state, ctx, { resume, changes, draft, presets }) {
+export function launchCard(state, ctx, { resume, changes, draft, prefix }) {
   let ended = false;
   let isStarting = false;
   // Names of existing runs; the server also rejects names of other files.
@@ -32,7 +32,7 @@ export function launchCard(state, ctx, { resume, changes, draft, presets }) {
     autocomplete: "off",
     maxlength: 100,
     "aria-describedby": "name-wrong name-hint",
-    prop: { value: draft?.name ?? proposeName(presets[0].id) },
+    prop: { value: draft?.name ?? proposeName(prefix) },
     on: {
       input: () => {
         isNameEdited = true;
@@ -154,11 +154,18 @@ export function launchCard(state, ctx, { resume, changes, draft, presets }) {
   };
 }
 
-/** Return a name such as `lora-0314-091500`: a prefix, the date and the time. */
+/**
+ * Return a name such as `lora-0314-091500`: a prefix, the date and the time. Of a prefix that is
+ * such a name itself, the date and the time are replaced.
+ */
 function proposeName(prefix) {
+  const start = prefix
+    .replace(/-\d{4}-\d{6}$/, "")
+    .replace(/[^A-Za-z0-9._-]/g, "-")
+    .slice(0, 80);
   const now = new Date();
   const twoDigits = (value) => String(value).padStart(2, "0");
   const date = [now.getMonth() + 1, now.getDate()].map(twoDigits).join("");
   const time = [now.getHours(), now.getMinutes(), now.getSeconds()].map(twoDigits).join("");
-  return `${prefix}-${date}-${time}`;
+  return `${start}-${date}-${time}`;
 }
