@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import uuid
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,7 +73,8 @@ _GRACE_S = 5.0
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
-#: Number of parts for `--soak-part`; each has every NUM_SOAK_PARTS-th test of the soak set.
+#: Number of parts for `--soak-part`. The part of a test follows from its name, so that it stays when
+#: other tests are added.
 NUM_SOAK_PARTS = 10
 
 
@@ -102,13 +104,18 @@ def _hides_gpus(config: pytest.Config) -> bool:
     return "gpu" not in config.option.markexpr and any(map(os.path.exists, _GPU_DRIVERS))
 
 
+def _names_tests(config: pytest.Config) -> bool:
+    return any("::" in argument for argument in config.args)
+
+
 def _excluded_soak_tests(config: pytest.Config, soak: list[pytest.Item]) -> list[pytest.Item]:
     """Return the soak tests that this session does not run."""
     part = config.option.soak_part
+    if "soak" in config.option.markexpr or _names_tests(config):
+        return []
     if part is None:
-        return [] if "soak" in config.option.markexpr else soak
-    in_order = sorted(soak, key=lambda item: item.nodeid)
-    return [item for number, item in enumerate(in_order) if number % NUM_SOAK_PARTS != part]
+        return soak
+    return [item for item in soak if zlib.crc32(item.nodeid.encode()) % NUM_SOAK_PARTS != part]
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
@@ -117,9 +124,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ``soak`` without ``-m soak`` or ``--soak-part``; then order the rest.
 
     A test that is named on the command line runs, however long it takes."""
-    if not any("::" in argument for argument in config.args):
-        for item in long_items(items):
-            item.add_marker(pytest.mark.soak)
+    for item in long_items(items):
+        item.add_marker(pytest.mark.soak)
     marked = {
         marker: [item for item in items if item.get_closest_marker(marker)]
         for marker in ("gpu", "slurm", "soak")

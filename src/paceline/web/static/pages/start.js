@@ -8,6 +8,7 @@ import { announce, errorState, icon } from "../lib/ui.js";
 import { texts } from "../i18n/start.js";
 import { changesCard } from "./start_changes.js";
 import { datasetTools } from "./start_data.js";
+import { readDraft, writeDraft } from "./start_draft.js";
 import { makeForm } from "./start_form.js";
 import { launchCard } from "./start_launch.js";
 import { planCard } from "./start_plan.js";
@@ -15,7 +16,6 @@ import { makeEditor } from "./start_yaml.js";
 
 addTexts(texts);
 
-const DRAFT = "paceline-draft";
 const CHECK_MS = 300;
 
 export async function show(root, params, ctx) {
@@ -63,9 +63,9 @@ export async function show(root, params, ctx) {
         editor.node,
         changes?.node ?? null,
         plan.node,
-        launch.node,
       ),
     ),
+    launch.node,
   );
   if (!resume) state.on("text", () => writeDraft({ yaml: state.yaml, name: launch.name() }));
   state.check(0);
@@ -194,10 +194,7 @@ function presetRow(presets, state, launch) {
   );
 }
 
-/**
- * Return links to the text, the plan and the start button, which are below a long form on a narrow
- * screen.
- */
+/** Return links to the text and the plan, which are below a long form on a narrow screen. */
 function jumpLinks() {
   const jumpButton = (id, text) =>
     h(
@@ -219,21 +216,10 @@ function jumpLinks() {
     { class: "jump", role: "group", "aria-label": t("start.jump") },
     jumpButton("yaml", t("start.yaml")),
     jumpButton("plan", t("plan.title")),
-    jumpButton("start", t("start.start")),
   );
 }
 
 const noToken = () => errorState({ what: t("start.no_token"), fix: t("start.no_token.fix") });
-
-function readDraft() {
-  try {
-    return JSON.parse(sessionStorage.getItem(DRAFT));
-  } catch {
-    return null;
-  }
-}
-
-const writeDraft = (draft) => sessionStorage.setItem(DRAFT, JSON.stringify(draft));
 
 /** Return a list of errors. The line number of an error is a button that calls `go(line)`. */
 export function errorList(errors, go) {

@@ -1,13 +1,12 @@
-// The name of the run, the button that starts it, its output while it starts, and the error if it
-// fails.
+// The name of the run, the button that starts it, and the error if it is refused: a footer that
+// stays visible.
 
 import { get, post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
 import { t } from "../lib/i18n.js";
-import { announce, card, errorState, icon } from "../lib/ui.js";
+import { announce, errorState, icon } from "../lib/ui.js";
 
 const NAME = /^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$/;
-const POLL_MS = 1000;
 
 export function launchCard(state, ctx, { resume, changes, draft, prefix }) {
   let ended = false;
@@ -31,6 +30,7 @@ export function launchCard(state, ctx, { resume, changes, draft, prefix }) {
     autocapitalize: "off",
     autocomplete: "off",
     maxlength: 100,
+    "aria-label": t("start.name"),
     "aria-describedby": "name-wrong name-hint",
     prop: { value: draft?.name ?? proposeName(prefix) },
     on: {
@@ -67,11 +67,12 @@ export function launchCard(state, ctx, { resume, changes, draft, prefix }) {
           h("label", { for: "run-name" }, t("start.name")),
           name,
           nameError,
-          h("p", { class: "muted small", id: "name-hint" }, t("start.name.is")),
         ),
-    h("div", { class: "toolbar" }, button, blockedReason),
+    button,
+    blockedReason,
+    resume ? null : h("p", { class: "muted small", id: "name-hint" }, t("start.name.is")),
   );
-  const node = card(t(resume ? "start.resume" : "start.start"), null, form, feedback);
+  const node = h("footer", { class: "card start-footer" }, feedback, form);
 
   state.on("busy", draw);
   state.on("checked", draw);
@@ -105,7 +106,7 @@ export function launchCard(state, ctx, { resume, changes, draft, prefix }) {
     if (button.disabled) return;
     isStarting = true;
     draw();
-    put(feedback, h("p", { class: "muted" }, t("start.starting.is")));
+    put(feedback);
     try {
       const launched = resume
         ? await post(`api/runs/${resume}/resume`, {
@@ -113,9 +114,7 @@ export function launchCard(state, ctx, { resume, changes, draft, prefix }) {
             allow_config_change: changes.allowed(),
           })
         : await post("api/start", { yaml: state.yaml, name: name.value });
-      if (!launched.shows) await waitForEvents(launched.id);
       if (ended) return;
-      sessionStorage.removeItem("paceline-draft");
       announce(t("start.started", { name: launched.name }));
       ctx.go(`#/run/${launched.id}`);
     } catch (error) {
@@ -125,18 +124,6 @@ export function launchCard(state, ctx, { resume, changes, draft, prefix }) {
     } finally {
       isStarting = false;
       if (!ended) draw();
-    }
-  }
-
-  // Show the output of the run while it reads data or downloads a model.
-  async function waitForEvents(id) {
-    const lines = h("pre", { class: "output", tabindex: 0 });
-    put(feedback, h("p", {}, t("start.preparing")), lines);
-    while (!ended) {
-      const launchState = await get(`api/launches/${id}`);
-      put(lines, launchState.output.trimEnd().split("\n").slice(-12).join("\n"));
-      if (launchState.shows || launchState.ended) return;
-      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     }
   }
 
