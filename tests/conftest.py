@@ -73,8 +73,8 @@ _GRACE_S = 5.0
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
-#: Number of parts for `--soak-part`. The part of a test follows from its name, so that it stays when
-#: other tests are added.
+#: Number of parts for `--soak-part`. The part of a test follows from its name, so that it stays
+#: the same when other tests are added.
 NUM_SOAK_PARTS = 10
 
 
