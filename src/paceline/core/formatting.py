@@ -293,9 +293,9 @@ def packing_line(packing: PackingFigures) -> str:
     return text + (f", {100 * packing['fill']:.1f} % filled" if "fill" in packing else "")
 
 
-def counted(number: int, noun: str) -> str:
-    """Format a number with its noun: ``1 sample``, ``2,000 samples``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def counted(number: float | None, noun: str) -> str:
+    """Format a number with its noun: ``1 sample``, ``2,000 samples``, ``0.385 epochs``."""
+    return f"{count(number)} {noun}" if number == 1 else f"{count(number)} {noun}s"
 
 
 def printable(text: str, max_chars: int = 60) -> str:

@@ -136,7 +136,7 @@ def _cards(report: Report, start: RunStartEvent) -> list[dict[str, str]]:
     eval_metrics = report.get("final_eval_metrics") or {}
     metrics = ", ".join(f"{name} {fmt.loss(value)}" for name, value in eval_metrics.items())
     epochs, resumed = fmt.finite(get("epochs")), get("resumed_from_step")
-    epochs_text = f"{fmt.significant(epochs)} epochs" if epochs is not None else ""
+    epochs_text = "" if epochs is None else fmt.counted(epochs, "epoch")
     rate, unit = get("tokens_per_second"), "tokens/s"
     if rate is None and get("samples_per_second") is not None:
         rate, unit = get("samples_per_second"), "samples/s"
