@@ -149,7 +149,7 @@ def add_arguments(parser: OptionParser) -> None:
     add(
         "--no-network-policy",
         action="store_true",
-        help="allow other pods to connect to those of the job",
+        help="allow other pods to connect to the pods of the job",
     )
     add("--runtime-manifest", action="store_true", help="write the runtime that TrainJobs need")
     parser.example = (
