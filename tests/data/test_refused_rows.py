@@ -305,6 +305,18 @@ def test_ignore_columns_of_config_and_source_are_combined(tmp_path: Path) -> Non
         RowConverter("here", columns={"text": "x"}, ignore_columns=["x"])
 
 
+def test_mapped_column_that_no_row_has_is_reported(tmp_path: Path) -> None:
+    """But a key of messages is no column."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b", "hint": "c"}))
+    columns = {"prompt": "question", "system": "hint", "role": "speaker", "tools": ""}
+    source = {"path": str(tmp_path / "a.jsonl"), "columns": columns}
+    tokens = prepare_tokens(
+        Config(model="builtin:qwen2-micro", dataset=source), "sft", resolve_model
+    )
+    warnings = [text.partition(": ")[2] for kind, text in tokens.notices if kind == "warning"]
+    assert warnings == ["no row has the columns `question` of `columns`"]
+
+
 def test_null_columns_of_arrow_are_ignored(tmp_path: Path) -> None:
     rows = [
         {

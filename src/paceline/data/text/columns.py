@@ -44,6 +44,11 @@ FORMATS = {
 #: Expected name of the column with the weights of the rows' losses. It is read only if `columns`
 #: names it, because messages may have a key of this name.
 LOSS_WEIGHT = "loss_weight"
+#: Keys of messages, which `columns` maps as well.
+MESSAGE_KEYS = {
+    *("role", "content", "from", "value", "weight", "train_detail", "tool_calls", "tool_call_id"),
+    "name",
+}
 EXPECTED = {
     LOSS_WEIGHT,
     *CHAT,
@@ -55,8 +60,8 @@ EXPECTED = {
     *MUST_BE_USED,
     *MEDIA,
     *LABELS,
-    *("instruction", "chosen", "rejected", "role", "content", "from", "value", "weight"),
-    *("train_detail", "tool_calls", "tool_call_id", "name"),
+    *("instruction", "chosen", "rejected"),
+    *MESSAGE_KEYS,
 }
 
 
@@ -69,6 +74,7 @@ class Tally:
         unused: number of rows by column or key that is not empty and not used.
         unmatched: number of rows that match no format, by their columns.
         ignored: occurrences of columns and keys of `ignore_columns`.
+        mapped: number of rows by column of `columns`.
         binary_labels: number of rows with a whole number as `label` besides an answer: "0", "1",
             "other".
         facts: what else is reported, with its number.
@@ -79,6 +85,7 @@ class Tally:
     unused: Counter[str] = field(default_factory=Counter)
     unmatched: Counter[tuple[str, ...]] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
+    mapped: Counter[str] = field(default_factory=Counter)
     binary_labels: Counter[str] = field(default_factory=Counter)
     facts: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
@@ -189,6 +196,7 @@ def rename_columns(
     tally.unused.update(name for name in skipped if not is_missing(row.get(name)))
     skipped |= set(columns.values()) - set(columns)
     renamed = {expected: row[name] for expected, name in columns.items() if name in row}
+    tally.mapped.update(columns[expected] for expected in renamed)
     return {**{key: value for key, value in row.items() if key not in skipped}, **renamed}
 
 

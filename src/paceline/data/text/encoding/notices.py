@@ -9,7 +9,13 @@ from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.data.kinds.base import EQUAL_PAIRS, NO_ANSWER, TOO_LONG, RowCounts, SampleKind
 from paceline.data.sources.resolve import ResolvedSource
-from paceline.data.text.columns import Tally, columns_fix, matching_formats, suggested_columns
+from paceline.data.text.columns import (
+    MESSAGE_KEYS,
+    Tally,
+    columns_fix,
+    matching_formats,
+    suggested_columns,
+)
 from paceline.data.text.refused_rows import MEDIA
 
 
@@ -79,6 +85,13 @@ def column_notices(source: ResolvedSource, tally: Tally) -> list[Notice]:
     ]
     if missing:
         warnings.append(f"no row has the columns {_names(missing)} of `ignore_columns`")
+    unknown = [
+        name
+        for expected, name in source.spec.columns.items()
+        if name and name not in tally.mapped and expected not in MESSAGE_KEYS
+    ]
+    if unknown:
+        warnings.append(f"no row has the columns {_names(unknown)} of `columns`")
     if set(tally.binary_labels) & {"0", "1"} and "other" not in tally.binary_labels:
         warnings.append(
             "`label` has only the values 0 and 1 and is not used. If it marks good and bad"
