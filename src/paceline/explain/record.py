@@ -194,6 +194,10 @@ def cells_of(values: Iterable[float], tone: Tone = "") -> tuple[Cell, ...]:
     return tuple(Cell(number_text(value), tone=tone) for value in values)
 
 
+def idle_cells(count: int) -> tuple[Cell, ...]:
+    return (Cell("", tone="idle"),) * count
+
+
 def number_text(value: float) -> str:
     """Return a number with three significant digits."""
     # `+ 0.0` makes a negative zero positive.
