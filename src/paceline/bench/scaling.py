@@ -1,25 +1,24 @@
 """`paceline bench scaling`: measure how the time per step changes with the number of ranks."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 from paceline.bench.intervals import geometric_estimate
 from paceline.bench.scaling_fit import Point, Scaling, StepModel, fit_model
 from paceline.bench.short_runs import RunLength, ShortRun, StepParts, Train, run_short, warn_if_busy
 from paceline.config.load import Loaded
+from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, log_notices
 from paceline.core.processes import temporary_environment
-
-if TYPE_CHECKING:
-    from paceline.config.schema import Config
+from paceline.distributed.devices import accelerators, cpu_cores
+from paceline.distributed.environment import outer_launcher
+from paceline.parallel.registry import layout
 
 logger = logging.getLogger(__name__)
 
@@ -169,8 +168,6 @@ def measure_scaling(loaded: Loaded, options: ScalingOptions, train: Train) -> Sc
 
 
 def _check(config: Config) -> None:
-    from paceline.distributed.environment import outer_launcher
-
     if outer_launcher() is not None or config.parallel.hosts != (1, 1):
         raise ConfigError(
             "`paceline bench scaling` starts its own ranks on one host",
@@ -185,8 +182,6 @@ def _check(config: Config) -> None:
 
 def _check_layout(config: Config, num_ranks: int) -> None:
     """Raise ConfigError if the config's parallel sizes do not allow this number of ranks."""
-    from paceline.parallel.registry import layout
-
     try:
         layout(config.parallel, num_ranks)
     except ConfigError as error:
@@ -200,8 +195,6 @@ def _check_layout(config: Config, num_ranks: int) -> None:
 
 def find_units(config: Config) -> Units:
     """Return the cores or accelerators on which the config trains."""
-    from paceline.distributed.devices import accelerators, cpu_cores
-
     if config.parallel.device != "cpu":
         kind, names = accelerators()
         if kind is not None and names:

@@ -1,13 +1,11 @@
 """`paceline bench tuning`: measure what each of several changes to a config gains on this machine,
 and recommend those that certainly do."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import Literal, TypedDict
 
 from paceline.bench.claims import CLAIMS, TechniqueClaim
 from paceline.bench.intervals import Estimate
@@ -23,12 +21,12 @@ from paceline.bench.tuning_decision import (
     verdict_of,
 )
 from paceline.config.load import Loaded
+from paceline.config.schema import Config
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError, RunError, StoppedError
 from paceline.core.log import CONSOLE_ONLY, log_notices
-
-if TYPE_CHECKING:
-    from paceline.config.schema import Config
+from paceline.distributed.devices import cpu_cores
+from paceline.distributed.environment import outer_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -175,8 +173,6 @@ def measure_tuning(loaded: Loaded, options: TuningOptions, train: Train) -> Tuni
 
 
 def _check(config: Config, options: TuningOptions) -> None:
-    from paceline.distributed.environment import outer_launcher
-
     if outer_launcher() is not None or config.parallel.hosts != (1, 1):
         raise ConfigError(
             "`paceline bench tuning` starts its own ranks on one host",
@@ -190,8 +186,6 @@ def _check(config: Config, options: TuningOptions) -> None:
 def _changes(
     config: Config, options: TuningOptions, precision: str, num_ranks: int, device_type: str
 ) -> list[TuningChange]:
-    from paceline.distributed.devices import cpu_cores
-
     changes = [
         change
         for change in candidate_changes(config, precision, num_ranks, cpu_cores(), device_type)
