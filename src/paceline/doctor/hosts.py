@@ -1,7 +1,5 @@
 """The checks of `paceline doctor` on several hosts before any rank starts: one process per host."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -10,22 +8,19 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+
+from pydantic import JsonValue
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from paceline.cluster.clock import MAX_SKEW_S
 from paceline.cluster.endpoint import public_address_warning, public_listener_warning
 from paceline.core.errors import ConfigError, RunError, first_line
 from paceline.core.network import interface_of, source_address
+from paceline.distributed.environment import RankEnv
 from paceline.doctor.host_pairs import collect_facts, inspect_hosts
 from paceline.doctor.host_probe import try_port
 from paceline.doctor.host_report import HostLink, evaluate, host_links, local_checks
 from paceline.launch.passes.host_checks import CheckResult
-
-if TYPE_CHECKING:
-    from pydantic import JsonValue
-    from torch.distributed import Store
-
-    from paceline.distributed.environment import RankEnv
 
 #: How long a host may take to start.
 WAIT_S = 120.0
@@ -157,8 +152,6 @@ def inspect_from_ranks(
     Returns:
         The report (on local rank 0 of each host), and whether it blocks the ranks.
     """
-    from torch.distributed import PrefixStore, TCPStore
-
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = TCPStore(
@@ -271,8 +264,6 @@ def open_endpoint_store(endpoint: HostEndpoint) -> Store:
     Raises:
         ConfigError: the port is in use, or another program answers there.
     """
-    from torch.distributed import TCPStore
-
     try:
         return TCPStore(
             endpoint.address,
