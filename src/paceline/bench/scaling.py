@@ -4,12 +4,19 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TypedDict
 
 from paceline.bench.intervals import geometric_estimate
 from paceline.bench.scaling_fit import Point, Scaling, StepModel, fit_model
-from paceline.bench.short_runs import RunLength, ShortRun, StepParts, Train, run_short, warn_if_busy
+from paceline.bench.short_runs import (
+    RunLength,
+    ShortRun,
+    Train,
+    mean_parts,
+    run_short,
+    warn_if_busy,
+)
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -26,20 +33,12 @@ logger = logging.getLogger(__name__)
 _MAX_SHARE = 64
 
 
-class PartsOfStep(TypedDict):
-    """Mean seconds per step, see :class:`~paceline.bench.short_runs.StepParts`."""
-
-    computation_s: float
-    communication_s: float
-    waiting_s: float
-    other_s: float
-
-
 class ScalingRow(TypedDict):
     """A number of ranks with one kind of scaling.
 
     ``efficiency`` and ``speedup`` are relative to the smallest number of ranks; ideal are 1 and
-    ``ideal_speedup``. Intervals are [low, high] at 95 % confidence, None with one repeat, and for
+    ``ideal_speedup``. ``parts``: the figures of :class:`~paceline.bench.short_runs.StepParts`.
+    Intervals are [low, high] at 95 % confidence, None with one repeat, and for
     the efficiency of the smallest number of ranks. Figures
     are None if the ranks could not be started, because each needs its own accelerator.
     """
@@ -56,7 +55,7 @@ class ScalingRow(TypedDict):
     ideal_speedup: float
     efficiency: float | None
     efficiency_interval: list[float] | None
-    parts: PartsOfStep | None
+    parts: dict[str, float] | None
     peak_memory_bytes: int | None
 
 
@@ -322,7 +321,7 @@ def _row(
     row["speedup"] = geometric_estimate(speedups).mean
     row["efficiency"] = efficiency.mean
     row["efficiency_interval"] = efficiency.limits if ranks > first_ranks else None
-    row["parts"] = _mean_parts(parts) if parts else None
+    row["parts"] = asdict(mean_parts(parts)) if parts else None
     row["peak_memory_bytes"] = max(peaks, default=None)
     return row
 
@@ -331,16 +330,6 @@ def _rate(run: ShortRun) -> float:
     """Return the tokens or samples per second. With weak scaling the ranks read other samples for
     each number of ranks, so their number of tokens differs."""
     return run.work / run.mean_step_s
-
-
-def _mean_parts(parts: Sequence[StepParts]) -> PartsOfStep:
-    count = len(parts)
-    return {
-        "computation_s": sum(part.computation_s for part in parts) / count,
-        "communication_s": sum(part.communication_s for part in parts) / count,
-        "waiting_s": sum(part.waiting_s for part in parts) / count,
-        "other_s": sum(part.other_s for part in parts) / count,
-    }
 
 
 def _fit(config: Config, options: ScalingOptions, units: Units, runs: Runs) -> FittedModel | None:
