@@ -18,10 +18,7 @@ _COLORS = {"native": "c1", "ring": "c2", "tree": "c3", "halving": "c4", "naive":
 def render(timings: list[Timing], models: list[CostModel]) -> str:
     """Return the page. ``models``: from :func:`paceline.bench.collectives.fits`."""
     groups = []
-    for group in groups_of(timings):
-        cases = [
-            timing for timing in timings if (timing["collective"], timing["world_size"]) == group
-        ]
+    for group, cases in groups_of(timings).items():
         fitted = [model for model in models if (model.collective, model.world_size) == group]
         rows = [
             (
@@ -29,7 +26,7 @@ def render(timings: list[Timing], models: list[CostModel]) -> str:
                 human_bytes(case["bytes"]),
                 _time_text(case["latency_s"]),
                 f"{human_bytes(case['bus_bandwidth_bytes_s'])}/s",
-                native_ratio(case, timings),
+                native_ratio(case, cases),
             )
             for case in cases
         ]

@@ -6,7 +6,7 @@ what is shown with what the run's traffic counters or a reference recorded.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 #: How a cell is marked: changed in this frame, complete, wrong, or not in use.
@@ -210,8 +210,7 @@ def on_step_clock(spans: Iterable[Span]) -> tuple[list[Span], float]:
     listed = list(spans)
     begin = min(span.start_s for span in listed)
     moved = [
-        Span(**{**asdict(span), "start_s": span.start_s - begin, "end_s": span.end_s - begin})
-        for span in listed
+        replace(span, start_s=span.start_s - begin, end_s=span.end_s - begin) for span in listed
     ]
     return sorted(moved, key=lambda span: (span.actor, span.start_s)), begin
 
