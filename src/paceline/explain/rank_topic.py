@@ -93,7 +93,7 @@ class RankTopic(ABC):
         """Return labels and values that summarize the run."""
 
     def figures(self) -> dict[str, object]:
-        """Return further keys of the JSON output."""
+        """Return further keys of the JSON output. Subclasses add theirs to these."""
         algorithm, ranks = self.options.algorithm, self.options.ranks
         return {"algorithm": algorithm, "ranks": ranks} if algorithm else {"ranks": ranks}
 
