@@ -55,6 +55,7 @@ class RankTopic(ABC):
         actors: names of the rows of the picture; default: the ranks.
         columns: number of actors next to each other in the picture.
         spans: spans of all actors.
+        figures: further keys of the JSON output.
         counted_bytes: bytes that this rank has sent within :meth:`count_traffic`.
     """
 
@@ -67,6 +68,9 @@ class RankTopic(ABC):
         self.options = options
         self.actors = [f"rank {rank}" for rank in range(options.ranks)]
         self.spans: list[Span] = []
+        self.figures: dict[str, object] = {"ranks": options.ranks}
+        if options.algorithm:
+            self.figures = {"algorithm": options.algorithm, **self.figures}
         self.counted_bytes = 0
 
     @abstractmethod
@@ -92,13 +96,12 @@ class RankTopic(ABC):
     def facts(self) -> Mapping[str, str]:
         """Return labels and values that summarize the run."""
 
-    def figures(self) -> dict[str, object]:
-        """Return further keys of the JSON output. Subclasses add theirs to these."""
-        algorithm, ranks = self.options.algorithm, self.options.ranks
-        return {"algorithm": algorithm, "ranks": ranks} if algorithm else {"ranks": ranks}
+    def add_figures(self) -> None:
+        """Add further keys to the JSON output."""
 
     def record(self) -> Recording:
         self.run()
+        self.add_figures()
         frames = tuple(self.frames())
         return Recording(
             topic=self.options.topic,
@@ -109,7 +112,7 @@ class RankTopic(ABC):
             checks=(*self.check_frames(frames), *self.checks()),
             facts=tuple(self.facts().items()),
             spans=tuple(self.spans),
-            figures=self.figures(),
+            figures=self.figures,
             columns=self.columns,
         )
 

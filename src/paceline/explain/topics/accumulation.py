@@ -154,18 +154,17 @@ class AccumulationTopic(RankTopic):
         error = f"{100 * self._error(self.wrong):.0f} % of the gradient"
         return {"Tokens": str(self.total), "Error of the mean of means": error}
 
-    def figures(self) -> dict[str, object]:
-        return {
-            **super().figures(),
-            "tokens": self.gather(self.tokens),
-            "total_tokens": self.total,
-            "gradients": {
+    def add_figures(self) -> None:
+        self.figures.update(
+            tokens=self.gather(self.tokens),
+            total_tokens=self.total,
+            gradients={
                 "reference": self.reference,
                 "right": self.right,
                 "wrong": self.wrong,
             },
-            "wrong_error": self._error(self.wrong),
-        }
+            wrong_error=self._error(self.wrong),
+        )
 
     def _error(self, values: list[float]) -> float:
         """Return the norm of the difference from the reference, relative to its norm."""

@@ -12,7 +12,7 @@ from paceline.core.formatting import counted
 from paceline.explain.rank_topic import RankTopic
 from paceline.explain.record import Cell, Check, DrawnMessage, DrawnRow, Frame
 from paceline.strategies.reducers.all_reduce.run import CollectiveTrace, all_reduce, broadcast
-from paceline.strategies.reducers.all_reduce.schedules import Send, Step
+from paceline.strategies.reducers.all_reduce.schedules import Send
 
 _ELEMENT_BYTES = 4  # float32
 
@@ -118,28 +118,29 @@ class CollectiveTopic(RankTopic):
             "Most messages of a rank": str(max(rank.messages for rank in self.sent)),
         }
 
-    def figures(self) -> dict[str, object]:
-        return {
-            **super().figures(),
-            "elements": self.options.elements,
-            "steps": [_step_figures(step) for step in self.steps],
-            "messages_sent": [rank.messages for rank in self.sent],
-            "segments": self.segments,
-            "states": self.states,
-        }
-
-
-def _step_figures(step: Step) -> dict[str, object]:
-    sends = [
-        {
-            "from": send.source,
-            "to": send.target,
-            "chunk": send.chunk,
-            "bytes": send.count * _ELEMENT_BYTES,
-        }
-        for send in step.sends
-    ]
-    return {"phase": step.phase, "step": step.step, "sends": sends}
+    def add_figures(self) -> None:
+        self.figures.update(
+            elements=self.options.elements,
+            steps=[
+                {
+                    "phase": step.phase,
+                    "step": step.step,
+                    "sends": [
+                        {
+                            "from": send.source,
+                            "to": send.target,
+                            "chunk": send.chunk,
+                            "bytes": send.count * _ELEMENT_BYTES,
+                        }
+                        for send in step.sends
+                    ],
+                }
+                for step in self.steps
+            ],
+            messages_sent=[rank.messages for rank in self.sent],
+            segments=self.segments,
+            states=self.states,
+        )
 
 
 def _message(send: Send, segments: list[tuple[int, int]]) -> DrawnMessage:

@@ -132,14 +132,13 @@ class CompressionTopic(RankTopic):
             "All-reduce without compression": human_bytes(self._plain_bytes()),
         }
 
-    def figures(self) -> dict[str, object]:
-        return {
-            **super().figures(),
-            "elements": _ELEMENTS,
-            "sent_elements": round(_RATIO * _ELEMENTS),
-            "steps": [[asdict(step) for step in steps] for steps in self.steps_by_rank],
-            "uncompressed_bytes": self._plain_bytes(),
-        }
+    def add_figures(self) -> None:
+        self.figures.update(
+            elements=_ELEMENTS,
+            sent_elements=round(_RATIO * _ELEMENTS),
+            steps=[[asdict(step) for step in steps] for steps in self.steps_by_rank],
+            uncompressed_bytes=self._plain_bytes(),
+        )
 
     def _plain_bytes(self) -> int:
         return _STEPS * all_reduce_bytes(4 * _ELEMENTS, self.world.size)

@@ -223,14 +223,13 @@ class ThreadsTopic(RankTopic):
             "Step": f"{1000 * max(span.end_s for span in self.spans):.1f} ms",
         }
 
-    def figures(self) -> dict[str, object]:
-        return {
-            **super().figures(),
-            "devices": [vars(device) for device in self.devices],
-            "summed": self.summed,
-            "updated": self.updated,
-            "copied_bytes": self.counted_bytes,
-        }
+    def add_figures(self) -> None:
+        self.figures.update(
+            devices=[vars(device) for device in self.devices],
+            summed=self.summed,
+            updated=self.updated,
+            copied_bytes=self.counted_bytes,
+        )
 
 
 def _first(tensor: torch.Tensor | None) -> list[float]:

@@ -203,13 +203,12 @@ class DDPTopic(RankTopic):
             ),
         }
 
-    def figures(self) -> dict[str, object]:
-        return {
-            **super().figures(),
-            "buckets": self.buckets,
-            "fills": [vars(fill) for fill in self.fills],
-            "overlap": self._overlap(),
-        }
+    def add_figures(self) -> None:
+        self.figures.update(
+            buckets=self.buckets,
+            fills=[vars(fill) for fill in self.fills],
+            overlap=self._overlap(),
+        )
 
     def _overlap(self) -> float | None:
         """Return the share of the all-reduce time on rank 0 that overlapped with backward."""

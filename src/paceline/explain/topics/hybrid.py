@@ -119,14 +119,13 @@ class MeshTopic(RankTopic):
             for name, groups in self.groups.items()
         }
 
-    def figures(self) -> dict[str, object]:
+    def add_figures(self) -> None:
         axes = self.axes
-        return {
-            **super().figures(),
-            "axes": {"data": axes.data, "tensor": axes.tensor, "pipeline": axes.pipeline},
-            "coordinates": [axes.coordinates(rank) for rank in range(self.world.size)],
-            "groups": self.groups,
-        }
+        self.figures.update(
+            axes={"data": axes.data, "tensor": axes.tensor, "pipeline": axes.pipeline},
+            coordinates=[axes.coordinates(rank) for rank in range(self.world.size)],
+            groups=self.groups,
+        )
 
 
 def _send_on(group: Communicator, tensor: torch.Tensor) -> None:

@@ -141,14 +141,13 @@ class LocalSGDTopic(RankTopic):
             "Largest drift": number_text(max(self.drifts)),
         }
 
-    def figures(self) -> dict[str, object]:
-        return {
-            **super().figures(),
-            "sync_every": _SYNC_EVERY,
-            "weights": self.all_weights,
-            "drift": self.drifts,
-            "ddp_bytes": self._ddp_bytes(),
-        }
+    def add_figures(self) -> None:
+        self.figures.update(
+            sync_every=_SYNC_EVERY,
+            weights=self.all_weights,
+            drift=self.drifts,
+            ddp_bytes=self._ddp_bytes(),
+        )
 
     def _ddp_bytes(self) -> int:
         return _STEPS * all_reduce_bytes(4 * _WEIGHTS, self.world.size)

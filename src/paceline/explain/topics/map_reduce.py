@@ -145,14 +145,13 @@ class WordCountTopic(RankTopic):
             "Shuffled": human_bytes(self._shuffled_bytes()),
         }
 
-    def figures(self) -> dict[str, object]:
-        return {
-            **super().figures(),
-            "words": self.gather(self.tokens),
-            "pairs": self.pairs,
-            "counts": self.all_counts,
-            "shuffled_bytes": self._shuffled_bytes(),
-        }
+    def add_figures(self) -> None:
+        self.figures.update(
+            words=self.gather(self.tokens),
+            pairs=self.pairs,
+            counts=self.all_counts,
+            shuffled_bytes=self._shuffled_bytes(),
+        )
 
     def _shuffled_bytes(self) -> int:
         return sum(self.gather(self.received_bytes))

@@ -119,8 +119,8 @@ class MemoryTopic(RankTopic):
         pairs = zip(_MODES, self.modes, strict=True)
         return {f"Peak {name}": human_bytes(mode.peak_bytes) for name, mode in pairs}
 
-    def figures(self) -> dict[str, object]:
-        return {
+    def add_figures(self) -> None:
+        self.figures = {
             "modes": list(_MODES),
             "sizes": [mode.sizes for mode in self.modes],
             "peak_bytes": [mode.peak_bytes for mode in self.modes],

@@ -275,7 +275,7 @@ class ServerTopic(RankTopic):
             facts["Most steps ahead of the slowest"] = str(self.staleness)
         return facts
 
-    def figures(self) -> dict[str, object]:
+    def add_figures(self) -> None:
         versions = [version.values for version in self.versions]
         steps = [
             [
@@ -284,13 +284,12 @@ class ServerTopic(RankTopic):
             ]
             for worker in zip(self.workers, self.stale, strict=True)
         ]
-        return {
-            **super().figures(),
-            "steps": steps,
-            "table": [versions[0], versions[-1]],
-            "versions": versions,
-            "staleness": self.staleness,
-        }
+        self.figures.update(
+            steps=steps,
+            table=[versions[0], versions[-1]],
+            versions=versions,
+            staleness=self.staleness,
+        )
 
 
 def _mean_step_s(steps: list[ServerWorkerStep]) -> float:

@@ -225,14 +225,13 @@ class PipelineTopic(RankTopic):
             "Sent by rank 0": human_bytes(self.counted_bytes),
         }
 
-    def figures(self) -> dict[str, object]:
-        return {
-            **super().figures(),
-            "micro_batches": self.micro_batches,
-            "stages": self.stages,
-            "bubble": self.bubble,
-            "ideal_bubble": self.ideal_bubble,
-        }
+    def add_figures(self) -> None:
+        self.figures.update(
+            micro_batches=self.micro_batches,
+            stages=self.stages,
+            bubble=self.bubble,
+            ideal_bubble=self.ideal_bubble,
+        )
 
 
 def _span(event: Event) -> Span:

@@ -159,13 +159,12 @@ class PrecisionTopic(RankTopic):
             "Skipped steps": f"{num_skipped} of {len(self.attempts)}",
         }
 
-    def figures(self) -> dict[str, object]:
-        return {
-            **super().figures(),
-            "rounded": {name: _json(values) for name, values in self.rounded.items()},
-            "updated": self.updated,
-            "small_gradients": self.small_gradients,
-            "attempts": [
+    def add_figures(self) -> None:
+        self.figures.update(
+            rounded={name: _json(values) for name, values in self.rounded.items()},
+            updated=self.updated,
+            small_gradients=self.small_gradients,
+            attempts=[
                 {
                     "scale": attempts[0].scale,
                     "new_scale": attempts[0].new_scale,
@@ -181,7 +180,7 @@ class PrecisionTopic(RankTopic):
                 }
                 for attempts in zip(*self.all_attempts, strict=True)
             ],
-        }
+        )
 
 
 def _decisions(attempts: list[ScaledStep]) -> list[tuple[bool, float, list[float]]]:

@@ -118,14 +118,13 @@ class SamplerTopic(RankTopic):
             "Repeated or dropped by Paceline": "0",
         }
 
-    def figures(self) -> dict[str, object]:
-        return {
-            **super().figures(),
-            "num_samples": self.num_samples,
-            "samples": self.samples,
-            "repeated": self.repeated,
-            "missing": self.missing,
-        }
+    def add_figures(self) -> None:
+        self.figures.update(
+            num_samples=self.num_samples,
+            samples=self.samples,
+            repeated=self.repeated,
+            missing=self.missing,
+        )
 
 
 def _caption(case: str, repeated: list[int], missing: list[int]) -> str:

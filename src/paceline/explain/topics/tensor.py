@@ -170,8 +170,8 @@ class TensorTopic(RankTopic):
             "All-reduces": "1 in forward, 1 in backward",
         }
 
-    def figures(self) -> dict[str, object]:
-        return {**super().figures(), "values": self.all_values, "weights_bytes": self.weights_bytes}
+    def add_figures(self) -> None:
+        self.figures.update(values=self.all_values, weights_bytes=self.weights_bytes)
 
 
 def _are_close(values: list[float], expected: list[float]) -> bool:

@@ -147,7 +147,7 @@ class ZeROTopic(RankTopic):
             for stage in self.stages
         }
 
-    def figures(self) -> dict[str, object]:
+    def add_figures(self) -> None:
         stages = [
             {
                 "mode": stage[0].mode,
@@ -158,7 +158,7 @@ class ZeROTopic(RankTopic):
             }
             for stage in self.stages
         ]
-        return {**super().figures(), "stages": stages}
+        self.figures.update(stages=stages)
 
 
 def _sent_bytes(stage: list[RankStage]) -> int:
