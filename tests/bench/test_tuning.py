@@ -23,11 +23,9 @@ from paceline.bench.tuning import (
 )
 from paceline.bench.tuning_changes import TuningChange, candidate_changes, with_values
 from paceline.bench.tuning_decision import (
+    Criterion,
     TuningTrial,
     combined_change,
-    final_choice,
-    select_changes,
-    verdict_of,
 )
 from paceline.bench.tuning_text import measured_text, verdict_text
 from paceline.commands.bench_tuning import make_options, tuning_tables
@@ -58,7 +56,8 @@ def _trial(change: TuningChange, speedups: list[float], **figures: object) -> Tu
 
 
 def _report(trials: list[TuningTrial], chosen: TuningTrial | None) -> TuningReport:
-    return make_report(_config(), _OPTIONS, [short_run(1.0)], trials, chosen, 300)
+    criterion = Criterion(_OPTIONS.goal, _MARGIN, 300)
+    return make_report(_config(), criterion, 8, [short_run(1.0)], trials, chosen)
 
 
 def test_changes_of_a_plain_config() -> None:
@@ -136,7 +135,7 @@ def test_accumulation_keeps_the_global_batch() -> None:
 def test_verdict_needs_the_whole_interval_above_the_margin(
     speedups: list[float], verdict: str
 ) -> None:
-    assert verdict_of(_trial(_COMPILE, speedups), "time", _MARGIN, None) == verdict
+    assert Criterion("time", _MARGIN).verdict(_trial(_COMPILE, speedups)) == verdict
 
 
 def test_memory_is_a_goal_of_its_own() -> None:
@@ -145,10 +144,10 @@ def test_memory_is_a_goal_of_its_own() -> None:
         for noise in (0, 4, 9)
     ]
     trial = TuningTrial(_COMPILE, pairs)
-    assert verdict_of(trial, "memory", _MARGIN, None) == "recommended"
-    assert verdict_of(trial, "time", _MARGIN, None) == "no gain"
+    assert Criterion("memory", _MARGIN).verdict(trial) == "recommended"
+    assert Criterion("time", _MARGIN).verdict(trial) == "no gain"
     unknown = TuningTrial(_COMPILE, [(short_run(1.0), short_run(1.0, memory_bytes=None))] * 3)
-    assert verdict_of(unknown, "memory", _MARGIN, None) == "unclear"
+    assert Criterion("memory", _MARGIN).verdict(unknown) == "unclear"
 
 
 def test_a_longer_first_step_must_pay_off_within_the_run() -> None:
@@ -158,9 +157,9 @@ def test_a_longer_first_step_must_pay_off_within_the_run() -> None:
     ]
     trial = TuningTrial(_COMPILE, pairs)
     assert trial.steps_to_pay_off() == pytest.approx(200)
-    assert verdict_of(trial, "time", _MARGIN, 300) == "recommended"
-    assert verdict_of(trial, "time", _MARGIN, 199) == "no gain"
-    assert verdict_of(trial, "time", _MARGIN, None) == "recommended"
+    assert Criterion("time", _MARGIN, 300).verdict(trial) == "recommended"
+    assert Criterion("time", _MARGIN, 199).verdict(trial) == "no gain"
+    assert Criterion("time", _MARGIN).verdict(trial) == "recommended"
 
 
 def test_table_says_when_a_longer_first_step_pays_off() -> None:
@@ -185,7 +184,7 @@ def test_repeating_gives_the_same_recommendation() -> None:
             _noisy_trial(TuningChange(name, name, {name: True}), gain, generator)
             for name, gain in gains.items()
         ]
-        for trial in select_changes(trials, "time", _MARGIN, None):
+        for trial in Criterion("time", _MARGIN).select(trials):
             recommended[trial.change.name] += 1
     assert recommended["a"] >= 198
     assert recommended["b"] <= 2
@@ -198,9 +197,9 @@ def test_repeating_recommends_the_same_combination() -> None:
     recommended = []
     for _ in range(200):
         trials = [_noisy_trial(_BF16, 1.4, generator), _noisy_trial(_COMPILE, 1.3, generator)]
-        selected = select_changes(trials, "time", _MARGIN, None)
+        selected = Criterion("time", _MARGIN).select(trials)
         combined = _noisy_trial(combined_change(selected), 1.45, generator)
-        chosen = final_choice(selected, combined, "time", _MARGIN, None)
+        chosen = Criterion("time", _MARGIN).choose(selected, combined)
         recommended.append("" if chosen is None else chosen.change.name)
     assert recommended.count("precision: bf16-mixed + torch_compile: true") >= 198
 
@@ -221,7 +220,7 @@ def test_repeating_gives_the_same_verdict_on_a_busy_machine() -> None:
     for _ in range(200):
         for gain in (1.12, 1.01):
             trial = _measured_until_clear(_COMPILE, lambda gain=gain: ratio(gain))
-            verdicts.append((gain, verdict_of(trial, "time", _MARGIN, None)))
+            verdicts.append((gain, Criterion("time", _MARGIN).verdict(trial)))
     assert verdicts.count((1.12, "recommended")) >= 190
     assert verdicts.count((1.01, "recommended")) == 0
 
@@ -248,7 +247,7 @@ def _noisy_trial(change: TuningChange, gain: float, generator: random.Random) ->
 def _measured_until_clear(change: TuningChange, speedup: Callable[[], float]) -> TuningTrial:
     """Return a trial with up to four times five rounds, as the command measures it."""
     trial = _trial(change, [speedup() for _ in range(5)])
-    while len(trial.pairs) < 20 and verdict_of(trial, "time", _MARGIN, None) == "unclear":
+    while len(trial.pairs) < 20 and Criterion("time", _MARGIN).verdict(trial) == "unclear":
         trial.pairs.extend(_trial(change, [speedup() for _ in range(5)]).pairs)
     return trial
 
@@ -262,7 +261,7 @@ def test_conflicting_changes_are_not_combined() -> None:
         _trial(double, [1.30, 1.31, 1.32]),
         _trial(_COMPILE, [1.00, 1.01, 1.00]),
     ]
-    selected = select_changes(trials, "time", _MARGIN, None)
+    selected = Criterion("time", _MARGIN).select(trials)
     assert [trial.change.name for trial in selected] == ["precision: bf16-mixed", "double"]
     combined = combined_change(selected)
     assert combined.values == {
@@ -278,10 +277,10 @@ def test_combination_is_recommended_only_if_it_is_better() -> None:
     better = _trial(change, [2.0, 2.1, 2.05])
     worse = _trial(change, [1.5, 1.5, 1.51])
     refused = TuningTrial(change, error=("not supported", "no"))
-    assert final_choice(selected, better, "time", _MARGIN, None) is better
-    assert final_choice(selected, worse, "time", _MARGIN, None) is selected[0]
-    assert final_choice(selected, refused, "time", _MARGIN, None) is selected[0]
-    assert final_choice([], None, "time", _MARGIN, None) is None
+    assert Criterion("time", _MARGIN).choose(selected, better) is better
+    assert Criterion("time", _MARGIN).choose(selected, worse) is selected[0]
+    assert Criterion("time", _MARGIN).choose(selected, refused) is selected[0]
+    assert Criterion("time", _MARGIN).choose([], None) is None
 
 
 def test_report_has_the_measured_value_beside_each_claim() -> None:

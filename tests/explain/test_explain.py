@@ -14,8 +14,9 @@ from commands import end_with_signal, parse, run, start
 from paceline.commands.explain import make_options
 from paceline.core.errors import ConfigError
 from paceline.explain.catalog import TOPICS, ExplainOptions
+from paceline.explain.run import record
 from paceline.explain.text import render_text
-from paceline.explain.topics import collective as topic
+from paceline.explain.topics.collective import about
 from paceline.strategies.reducers.all_reduce.schedules import ALGORITHMS, sent
 
 
@@ -93,7 +94,7 @@ def test_command_prints_json_and_writes_a_page_and_a_picture(tmp_path: Path) -> 
 def test_messages_lead_to_every_recorded_state(
     collective: str, algorithm: str, ranks: int, elements: int
 ) -> None:
-    recording = topic.record(ExplainOptions(collective, ranks, elements, algorithm))
+    recording = record(ExplainOptions(collective, ranks, elements, algorithm))
     content = json.loads(json.dumps(recording.content()))
     assert content["result_ok"]
     _check_states(content)
@@ -130,6 +131,7 @@ def test_topics_are_listed_in_reading_order(capsys: pytest.CaptureFixture[str]) 
         (["ddp", "--ranks", "1"], "2 to 16"),
         (["zero", "--elements", "5"], "--ranks"),
         (["memory", "--ranks", "2"], "--output, --svg, --json"),
+        (["hybrid", "--ranks", "6"], "4, 8, 12 or 16"),
         (["parameter-server", "--algorithm", "asink"], "did you mean `async`"),
         (["all-reduce", "--output", "/no/such/folder/page.html"], "an existing folder"),
     ],
@@ -158,4 +160,4 @@ def test_signal_ends_all_ranks(number: signal.Signals) -> None:
 def test_every_algorithm_has_a_description() -> None:
     for collective, known in ALGORITHMS.items():
         for algorithm in known:
-            assert topic.about(collective, algorithm, 3)
+            assert about(collective, algorithm, 3)

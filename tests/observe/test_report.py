@@ -12,6 +12,7 @@ import pytest
 from paceline.core.event_log import EventLog, read_events
 from paceline.core.report import REPORT_KEYS
 from paceline.core.run_dir import RunDir
+from paceline.observe.report.axes import tick_label, ticks
 from paceline.observe.report.charts import (
     MAX_POINTS,
     Plot,
@@ -19,8 +20,6 @@ from paceline.observe.report.charts import (
     downsample,
     draw,
     smooth,
-    tick_label,
-    ticks,
 )
 from paceline.observe.report.html import render_report, write_reports
 

@@ -180,20 +180,19 @@ def table(timings: list[Timing]) -> str:
     """Return the results as text, relative to the backend's collective if that was measured, and
     the fitted cost models."""
     lines = []
-    for collective, world_size in groups_of(timings):
+    for (collective, world_size), cases in groups_of(timings).items():
         lines += [
             "",
             f"{collective}, {world_size} ranks",
             f"  {'size':>10}  {'algorithm':<9}  {'latency':>11}  {'bus bandwidth':>14}  × native",
         ]
-        for timing in timings:
-            if (timing["collective"], timing["world_size"]) == (collective, world_size):
-                size, rate = human_bytes(timing["bytes"]), timing["bus_bandwidth_bytes_s"]
-                lines.append(
-                    f"  {size:>10}  {timing['algorithm']:<9}"
-                    f"  {1e3 * timing['latency_s']:>8.3f} ms  {human_bytes(rate) + '/s':>14}"
-                    f"  {native_ratio(timing, timings):>8}".rstrip()
-                )
+        for timing in cases:
+            size, rate = human_bytes(timing["bytes"]), timing["bus_bandwidth_bytes_s"]
+            lines.append(
+                f"  {size:>10}  {timing['algorithm']:<9}"
+                f"  {1e3 * timing['latency_s']:>8.3f} ms  {human_bytes(rate) + '/s':>14}"
+                f"  {native_ratio(timing, cases):>8}".rstrip()
+            )
     models = fits(timings)
     if models:
         lines += [
@@ -208,16 +207,18 @@ def table(timings: list[Timing]) -> str:
     return "\n".join(lines).lstrip("\n")
 
 
-def groups_of(timings: list[Timing]) -> list[tuple[str, int]]:
-    """Return the pairs of collective and world size, in their order."""
-    return list(dict.fromkeys((timing["collective"], timing["world_size"]) for timing in timings))
+def groups_of(timings: list[Timing]) -> dict[tuple[str, int], list[Timing]]:
+    """Return the cases of each collective and world size, in their order."""
+    groups: dict[tuple[str, int], list[Timing]] = {}
+    for timing in timings:
+        groups.setdefault((timing["collective"], timing["world_size"]), []).append(timing)
+    return groups
 
 
-def native_ratio(timing: Timing, timings: list[Timing]) -> str:
-    """Return the speed relative to the backend's collective; empty if that was not measured."""
-    case = (timing["collective"], timing["world_size"], timing["bytes"])
-    for other in timings:
-        is_native = other["algorithm"] == NATIVE
-        if is_native and (other["collective"], other["world_size"], other["bytes"]) == case:
+def native_ratio(timing: Timing, group: list[Timing]) -> str:
+    """Return the speed relative to the backend's collective, which is a case of the same group;
+    empty if that was not measured."""
+    for other in group:
+        if other["algorithm"] == NATIVE and other["bytes"] == timing["bytes"]:
             return f"{other['latency_s'] / timing['latency_s']:.2f}"
     return ""

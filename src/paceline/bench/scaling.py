@@ -1,25 +1,31 @@
 """`paceline bench scaling`: measure how the time per step changes with the number of ranks."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from dataclasses import asdict, dataclass
+from typing import TypedDict
 
 from paceline.bench.intervals import geometric_estimate
 from paceline.bench.scaling_fit import Point, Scaling, StepModel, fit_model
-from paceline.bench.short_runs import RunLength, ShortRun, StepParts, Train, run_short, warn_if_busy
+from paceline.bench.short_runs import (
+    RunLength,
+    ShortRun,
+    Train,
+    mean_parts,
+    run_short,
+    warn_if_busy,
+)
 from paceline.config.load import Loaded
+from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, log_notices
 from paceline.core.processes import temporary_environment
-
-if TYPE_CHECKING:
-    from paceline.config.schema import Config
+from paceline.distributed.devices import accelerators, cpu_cores
+from paceline.distributed.environment import outer_launcher
+from paceline.parallel.registry import layout
 
 logger = logging.getLogger(__name__)
 
@@ -27,20 +33,12 @@ logger = logging.getLogger(__name__)
 _MAX_SHARE = 64
 
 
-class PartsOfStep(TypedDict):
-    """Mean seconds per step, see :class:`~paceline.bench.short_runs.StepParts`."""
-
-    computation_s: float
-    communication_s: float
-    waiting_s: float
-    other_s: float
-
-
 class ScalingRow(TypedDict):
     """A number of ranks with one kind of scaling.
 
     ``efficiency`` and ``speedup`` are relative to the smallest number of ranks; ideal are 1 and
-    ``ideal_speedup``. Intervals are [low, high] at 95 % confidence, None with one repeat, and for
+    ``ideal_speedup``. ``parts``: the figures of :class:`~paceline.bench.short_runs.StepParts`.
+    Intervals are [low, high] at 95 % confidence, None with one repeat, and for
     the efficiency of the smallest number of ranks. Figures
     are None if the ranks could not be started, because each needs its own accelerator.
     """
@@ -57,7 +55,7 @@ class ScalingRow(TypedDict):
     ideal_speedup: float
     efficiency: float | None
     efficiency_interval: list[float] | None
-    parts: PartsOfStep | None
+    parts: dict[str, float] | None
     peak_memory_bytes: int | None
 
 
@@ -169,8 +167,6 @@ def measure_scaling(loaded: Loaded, options: ScalingOptions, train: Train) -> Sc
 
 
 def _check(config: Config) -> None:
-    from paceline.distributed.environment import outer_launcher
-
     if outer_launcher() is not None or config.parallel.hosts != (1, 1):
         raise ConfigError(
             "`paceline bench scaling` starts its own ranks on one host",
@@ -185,8 +181,6 @@ def _check(config: Config) -> None:
 
 def _check_layout(config: Config, num_ranks: int) -> None:
     """Raise ConfigError if the config's parallel sizes do not allow this number of ranks."""
-    from paceline.parallel.registry import layout
-
     try:
         layout(config.parallel, num_ranks)
     except ConfigError as error:
@@ -200,8 +194,6 @@ def _check_layout(config: Config, num_ranks: int) -> None:
 
 def find_units(config: Config) -> Units:
     """Return the cores or accelerators on which the config trains."""
-    from paceline.distributed.devices import accelerators, cpu_cores
-
     if config.parallel.device != "cpu":
         kind, names = accelerators()
         if kind is not None and names:
@@ -329,7 +321,7 @@ def _row(
     row["speedup"] = geometric_estimate(speedups).mean
     row["efficiency"] = efficiency.mean
     row["efficiency_interval"] = efficiency.limits if ranks > first_ranks else None
-    row["parts"] = _mean_parts(parts) if parts else None
+    row["parts"] = asdict(mean_parts(parts)) if parts else None
     row["peak_memory_bytes"] = max(peaks, default=None)
     return row
 
@@ -338,16 +330,6 @@ def _rate(run: ShortRun) -> float:
     """Return the tokens or samples per second. With weak scaling the ranks read other samples for
     each number of ranks, so their number of tokens differs."""
     return run.work / run.mean_step_s
-
-
-def _mean_parts(parts: Sequence[StepParts]) -> PartsOfStep:
-    count = len(parts)
-    return {
-        "computation_s": sum(part.computation_s for part in parts) / count,
-        "communication_s": sum(part.communication_s for part in parts) / count,
-        "waiting_s": sum(part.waiting_s for part in parts) / count,
-        "other_s": sum(part.other_s for part in parts) / count,
-    }
 
 
 def _fit(config: Config, options: ScalingOptions, units: Units, runs: Runs) -> FittedModel | None:

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from paceline.bench.scaling import PredictedRow, ScalingReport, ScalingRow
 from paceline.bench.scaling_fit import Scaling
 from paceline.bench.scaling_text import PARTS, fit_notes, interval_text, notes, shares_of
 from paceline.core import formatting
-from paceline.observe.report.charts import ticks
+from paceline.observe.report.axes import LogChart, ticks
+from paceline.observe.report.html import template
 
 _COLORS = {"weak": "c1", "strong": "c2"}
 _PART_COLORS = ("c1", "c2", "c4", "soft")
-_WIDTH, _HEIGHT = 520, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 14, 34
+
+ScalingFigure = Literal["efficiency", "speedup"]
+ValueText = Callable[[float], str]
 
 
 def render(report: ScalingReport) -> str:
     """Return the page."""
-    from paceline.observe.report.html import template
-
     fit = report["fit"]
-    predictions = fit["predictions"] if fit is not None else []
     page = template("scaling.html.jinja", Path(__file__).parent)
     return str(
         page.render(
             report=report,
-            charts=[_efficiency_chart(report), _speedup_chart(report)],
+            charts=_charts(report),
             bars=[bar for row in report["rows"] if (bar := _bar(row)) is not None],
             parts=list(zip(PARTS, _PART_COLORS, strict=True)),
             rows=[_cells(row) for row in report["rows"]],
-            predictions=[_predicted_cells(row) for row in predictions],
+            predictions=[_predicted_cells(row) for row in _predictions(report)],
             terms=[] if fit is None else [_term(*item) for item in fit["terms"].items()],
             notes=notes(report),
             fit_notes=fit_notes(report),
@@ -62,134 +62,86 @@ class Line:
     predicted: list[Dot]
 
 
-@dataclass(frozen=True)
-class RankChart:
-    """A chart by number of ranks, on an axis of base 2, with the ideal as a thin line."""
+class RankChart(LogChart):
+    """A chart by number of ranks, with the ideal as a thin line."""
 
-    title: str
-    lines: list[Line]
-    ideal: dict[int, float]
-    is_share: bool
-    width: int = field(default=_WIDTH, init=False)
-    height: int = field(default=_HEIGHT, init=False)
-    left: int = field(default=_LEFT, init=False)
-    right: int = field(default=_WIDTH - _RIGHT, init=False)
+    left = 56
 
-    @property
-    def ranks(self) -> list[int]:
-        return sorted(self.ideal)
-
-    @property
-    def highest(self) -> float:
-        dots = [dot for line in self.lines for dot in (*line.measured, *line.predicted)]
+    def __init__(
+        self, title: str, lines: list[Line], ideal: dict[int, float], value_text: ValueText
+    ) -> None:
+        super().__init__(list(ideal))
+        self.title, self.lines, self._value_text = title, lines, value_text
+        dots = [dot for line in lines for dot in (*line.measured, *line.predicted)]
         values = [max(dot.value, dot.high or 0.0) for dot in dots]
-        return 1.05 * max([*values, *self.ideal.values()])
+        self._highest = 1.05 * max([*values, *ideal.values()])
+        self.ideal_path = self.path(ideal.items())
 
     def y_ticks(self) -> list[tuple[float, str]]:
         """Return position and label of each grid line."""
-        return [
-            (self.y(value), f"{100 * value:.0f} %" if self.is_share else f"{value:g}")
-            for value in ticks(0.0, self.highest)
-        ]
-
-    def x(self, ranks: int) -> float:
-        first, last = math.log2(self.ranks[0]), math.log2(self.ranks[-1])
-        share = (math.log2(ranks) - first) / (last - first) if last > first else 0.5
-        return self.left + share * (self.right - self.left)
+        return [(self.y(value), self._value_text(value)) for value in ticks(0.0, self._highest)]
 
     def y(self, value: float) -> float:
-        share = min(1.0, max(0.0, value / self.highest))
-        return _TOP + (1 - share) * (_HEIGHT - _TOP - _BOTTOM)
+        return self.y_at(value / self._highest)
 
-    def path(self, dots: list[Dot]) -> str:
+    def line(self, dots: list[Dot]) -> str:
         """Return the path through the values."""
-        return self._path([(dot.ranks, dot.value) for dot in dots])
-
-    def ideal_path(self) -> str:
-        return self._path([(ranks, self.ideal[ranks]) for ranks in self.ranks])
-
-    def _path(self, points: list[tuple[int, float]]) -> str:
-        placed = [f"{self.x(ranks):.1f} {self.y(value):.1f}" for ranks, value in points]
-        return f"M{'L'.join(placed)}" if placed else ""
+        return self.path((dot.ranks, dot.value) for dot in dots)
 
 
-def _efficiency_chart(report: ScalingReport) -> RankChart:
-    lines = []
-    for kind in _kinds(report):
-        measured = [
-            Dot(
-                row["ranks"],
-                row["efficiency"],
-                f"{kind}, {_ranks(row)}: {formatting.percent(row['efficiency'])}",
-                row["oversubscribed"],
-                *(row["efficiency_interval"] or (None, None)),
-            )
-            for row in report["rows"]
-            if row["scaling"] == kind and row["efficiency"] is not None
-        ]
-        predicted = [
-            Dot(
-                row["ranks"],
-                row["efficiency"],
-                f"{kind}, {row['ranks']} ranks, predicted: {formatting.percent(row['efficiency'])}",
-                True,
-                *(row["efficiency_interval"] or (None, None)),
-            )
-            for row in _predictions(report, kind)
-        ]
-        lines.append(Line(kind, _COLORS[kind], measured, _joined(measured, predicted)))
-    ideal = dict.fromkeys(_all_ranks(report), 1.0)
-    return RankChart("Efficiency by number of ranks", lines, ideal, is_share=True)
-
-
-def _speedup_chart(report: ScalingReport) -> RankChart:
-    lines = []
-    for kind in _kinds(report):
-        measured = [
-            Dot(
-                row["ranks"],
-                row["speedup"],
-                f"{kind}, {_ranks(row)}: {row['speedup']:.2f} ×",
-                row["oversubscribed"],
-            )
-            for row in report["rows"]
-            if row["scaling"] == kind and row["speedup"] is not None
-        ]
-        predicted = [
-            Dot(
-                row["ranks"],
-                row["speedup"],
-                f"{kind}, {row['ranks']} ranks, predicted: {row['speedup']:.2f} ×",
-                True,
-            )
-            for row in _predictions(report, kind)
-        ]
-        lines.append(Line(kind, _COLORS[kind], measured, _joined(measured, predicted)))
+def _charts(report: ScalingReport) -> list[RankChart]:
     first = min(row["ranks"] for row in report["rows"])
-    ideal = {ranks: ranks / first for ranks in _all_ranks(report)}
-    return RankChart(f"Throughput relative to {formatting.ranks(first)}", lines, ideal, False)
+    rows: list[ScalingRow | PredictedRow] = [*report["rows"], *_predictions(report)]
+    ranks = sorted({row["ranks"] for row in rows})
+    return [
+        RankChart(
+            "Efficiency by number of ranks",
+            _lines(report, "efficiency", formatting.percent),
+            dict.fromkeys(ranks, 1.0),
+            lambda share: f"{100 * share:.0f} %",
+        ),
+        RankChart(
+            f"Throughput relative to {formatting.ranks(first)}",
+            _lines(report, "speedup", lambda speedup: f"{speedup:.2f} ×"),
+            {count: count / first for count in ranks},
+            lambda speedup: f"{speedup:g}",
+        ),
+    ]
 
 
-def _joined(measured: list[Dot], predicted: list[Dot]) -> list[Dot]:
-    """Return the predictions after the last value that they follow from."""
-    fitted = [dot for dot in measured if not dot.is_hollow]
-    return [*fitted[-1:], *predicted] if predicted else []
+def _lines(report: ScalingReport, key: ScalingFigure, value_text: ValueText) -> list[Line]:
+    """Return a line for each kind of scaling. The predictions follow the last value that they are
+    fitted to."""
+    lines = []
+    for kind in dict.fromkeys(row["scaling"] for row in report["rows"]):
+        measured = [
+            _dot(row, key, value, row["oversubscribed"], f"{_ranks(row)}: {value_text(value)}")
+            for row in report["rows"]
+            if row["scaling"] == kind and (value := row[key]) is not None
+        ]
+        predicted = [
+            _dot(
+                row, key, row[key], True, f"{row['ranks']} ranks, predicted: {value_text(row[key])}"
+            )
+            for row in _predictions(report)
+            if row["scaling"] == kind
+        ]
+        fitted = [dot for dot in measured if not dot.is_hollow]
+        joined = [*fitted[-1:], *predicted] if predicted else []
+        lines.append(Line(kind, _COLORS[kind], measured, joined))
+    return lines
 
 
-def _kinds(report: ScalingReport) -> list[Scaling]:
-    return list(dict.fromkeys(row["scaling"] for row in report["rows"]))
+def _dot(
+    row: ScalingRow | PredictedRow, key: ScalingFigure, value: float, is_hollow: bool, text: str
+) -> Dot:
+    limits = row["efficiency_interval"] if key == "efficiency" else None
+    low, high = limits or (None, None)
+    return Dot(row["ranks"], value, f"{row['scaling']}, {text}", is_hollow, low, high)
 
 
-def _predictions(report: ScalingReport, kind: Scaling) -> list[PredictedRow]:
-    fit = report["fit"]
-    rows = [] if fit is None else fit["predictions"]
-    return [row for row in rows if row["scaling"] == kind]
-
-
-def _all_ranks(report: ScalingReport) -> list[int]:
-    fit = report["fit"]
-    predicted = [] if fit is None else [row["ranks"] for row in fit["predictions"]]
-    return sorted({*(row["ranks"] for row in report["rows"]), *predicted})
+def _predictions(report: ScalingReport) -> list[PredictedRow]:
+    return [] if report["fit"] is None else report["fit"]["predictions"]
 
 
 @dataclass(frozen=True)

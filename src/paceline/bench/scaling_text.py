@@ -1,25 +1,20 @@
 """How the figures of `paceline bench scaling` are shown on the terminal and in its page."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from paceline.bench.scaling import PartsOfStep, ScalingReport
+from paceline.bench.scaling import ScalingReport
 from paceline.core.formatting import UNKNOWN, counted
 
 #: Labels of the parts of a step, in the order of the result of :func:`shares_of`.
 PARTS = ("computation", "communication", "waiting", "rest")
 
 
-def shares_of(parts: PartsOfStep | None) -> list[float | None]:
+def shares_of(parts: Mapping[str, float] | None) -> list[float | None]:
     """Return the share of each part of the step; None if unknown."""
     if parts is None:
         return [None] * len(PARTS)
-    seconds = (
-        parts["computation_s"],
-        parts["communication_s"],
-        parts["waiting_s"],
-        parts["other_s"],
-    )
-    return [part_s / sum(seconds) for part_s in seconds]
+    step_s = sum(parts.values())
+    return [part_s / step_s for part_s in parts.values()]
 
 
 def interval_text(limits: Sequence[float] | None) -> str:

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -205,12 +205,12 @@ def figures_of(events: Sequence[Event], warm_up: int, peak_memory_bytes: int | N
         )
     has_tokens = measured[0]["tokens"] is not None
     work = [(step["tokens"] or 0) if has_tokens else step["samples"] for step in measured]
-    device = str(start["device"])
+    device, on_cpu = str(start["device"]), start["device"] == "cpu"
     return ShortRun(
         step_s=tuple(step["step_time_s"] for step in measured),
         work=sum(work) / len(work),
         unit="tokens" if has_tokens else "samples",
-        parts=_mean_parts(measured) if device == "cpu" else None,
+        parts=mean_parts([split_step(step["ranks"]) for step in measured]) if on_cpu else None,
         peak_memory_bytes=peak_memory_bytes,
         traffic_bytes=_mean_traffic(measured),
         first_step_s=steps[0]["step_time_s"],
@@ -230,13 +230,10 @@ def _mean_traffic(steps: Sequence[StepEvent]) -> int | None:
     return round(sum(known) / len(known)) if len(known) == len(sent) else None
 
 
-def _mean_parts(steps: Sequence[StepEvent]) -> StepParts:
-    parts = [split_step(step["ranks"]) for step in steps]
-    means = (
-        sum(getattr(part, name) for part in parts) / len(parts)
-        for name in ("computation_s", "communication_s", "waiting_s", "other_s")
-    )
-    return StepParts(*means)
+def mean_parts(parts: Sequence[StepParts]) -> StepParts:
+    """Return the mean of each part of several steps or runs."""
+    columns = zip(*(astuple(each) for each in parts), strict=True)
+    return StepParts(*(sum(column) / len(parts) for column in columns))
 
 
 def split_step(ranks: Sequence[RankStep]) -> StepParts:

@@ -1,34 +1,24 @@
 """`paceline bench tuning`: measure what each of several changes to a config gains on this machine,
 and recommend those that certainly do."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import Literal, TypedDict
 
 from paceline.bench.claims import CLAIMS, TechniqueClaim
 from paceline.bench.intervals import Estimate
 from paceline.bench.short_runs import RunLength, ShortRun, Train, run_short, warn_if_busy
 from paceline.bench.tuning_changes import TuningChange, candidate_changes, with_values
-from paceline.bench.tuning_decision import (
-    Goal,
-    TuningTrial,
-    Verdict,
-    combined_change,
-    final_choice,
-    select_changes,
-    verdict_of,
-)
+from paceline.bench.tuning_decision import Criterion, Goal, TuningTrial, Verdict, combined_change
 from paceline.config.load import Loaded
+from paceline.config.schema import Config
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError, RunError, StoppedError
 from paceline.core.log import CONSOLE_ONLY, log_notices
-
-if TYPE_CHECKING:
-    from paceline.config.schema import Config
+from paceline.distributed.devices import cpu_cores
+from paceline.distributed.environment import outer_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -152,31 +142,27 @@ def measure_tuning(loaded: Loaded, options: TuningOptions, train: Train) -> Tuni
         TuningTrial(change)
         for change in _changes(config, options, first.precision, first.world_size, first.device)
     ]
-    planned = planned_steps(config, first)
+    criterion = Criterion(options.goal, options.margin, planned_steps(config, first))
     rounds = _Rounds(loaded, options, train)
-
-    def is_unclear(trial: TuningTrial) -> bool:
-        return verdict_of(trial, options.goal, options.margin, planned) == "unclear"
 
     def run_until_clear(trials: Sequence[TuningTrial]) -> None:
         rounds.run(trials, options.rounds)
         for _ in range(_MORE_TIMES):
-            rounds.run([trial for trial in trials if is_unclear(trial)], options.rounds)
+            unclear = [trial for trial in trials if criterion.verdict(trial) == "unclear"]
+            rounds.run(unclear, options.rounds)
 
     run_until_clear(trials)
-    selected = select_changes(trials, options.goal, options.margin, planned)
+    selected = criterion.select(trials)
     combined = None
     if len(selected) > 1:
         combined = TuningTrial(combined_change(selected))
         run_until_clear([combined])
-    chosen = final_choice(selected, combined, options.goal, options.margin, planned)
+    chosen = criterion.choose(selected, combined)
     unchanged = [run for trial in trials for run, _ in trial.pairs] or [first]
-    return make_report(config, options, unchanged, trials, chosen, planned)
+    return make_report(config, criterion, options.length.steps, unchanged, trials, chosen)
 
 
 def _check(config: Config, options: TuningOptions) -> None:
-    from paceline.distributed.environment import outer_launcher
-
     if outer_launcher() is not None or config.parallel.hosts != (1, 1):
         raise ConfigError(
             "`paceline bench tuning` starts its own ranks on one host",
@@ -190,8 +176,6 @@ def _check(config: Config, options: TuningOptions) -> None:
 def _changes(
     config: Config, options: TuningOptions, precision: str, num_ranks: int, device_type: str
 ) -> list[TuningChange]:
-    from paceline.distributed.devices import cpu_cores
-
     changes = [
         change
         for change in candidate_changes(config, precision, num_ranks, cpu_cores(), device_type)
@@ -269,23 +253,20 @@ class _Rounds:
 
 def make_report(
     config: Config,
-    options: TuningOptions,
+    criterion: Criterion,
+    steps: int,
     unchanged: Sequence[ShortRun],
     trials: Sequence[TuningTrial],
     chosen: TuningTrial | None,
-    planned: int | None,
 ) -> TuningReport:
     """Return the figures of all changes and the recommendation.
 
     Args:
+        steps: number of measured steps of a run.
         unchanged: the runs of the unchanged config.
         chosen: the change to recommend, or None.
     """
     first, count = unchanged[0], len(unchanged)
-
-    def report(trial: TuningTrial) -> TuningChangeReport:
-        return _change_report(trial, verdict_of(trial, options.goal, options.margin, planned))
-
     peaks = [run.peak_memory_bytes for run in unchanged if run.peak_memory_bytes is not None]
     return {
         "model": config.model,
@@ -293,19 +274,21 @@ def make_report(
         "device": first.device,
         "world_size": first.world_size,
         "precision": first.precision,
-        "goal": options.goal,
-        "margin": options.margin,
-        "steps": options.length.steps,
+        "goal": criterion.goal,
+        "margin": criterion.margin,
+        "steps": steps,
         "baseline": {
             "step_time_s": sum(run.mean_step_s for run in unchanged) / count,
             "work_per_second": sum(run.work / run.mean_step_s for run in unchanged) / count,
             "unit": first.unit,
             "peak_memory_bytes": round(sum(peaks) / len(peaks)) if peaks else None,
             "traffic_bytes": first.traffic_bytes,
-            "planned_steps": planned,
+            "planned_steps": criterion.planned_steps,
         },
-        "changes": [report(trial) for trial in trials],
-        "recommendation": None if chosen is None else report(chosen),
+        "changes": [_change_report(trial, criterion.verdict(trial)) for trial in trials],
+        "recommendation": (
+            None if chosen is None else _change_report(chosen, criterion.verdict(chosen))
+        ),
         "claims": [_claim_report(claim, trials) for claim in CLAIMS],
         "tuned_config": None,
     }

@@ -84,58 +84,80 @@ def _rate(run: ShortRun) -> float:
     return run.work / run.mean_step_s
 
 
-def gain_of(trial: TuningTrial, goal: Goal) -> Estimate | None:
-    """Return the gain as a ratio, above 1 if the change is better: of the speed, or of the memory
-    that is no longer needed. None if it was not measured."""
-    if goal == "time":
-        return trial.speedup()
-    memory = trial.memory_ratio()
-    return None if memory is None else memory.inverse()
+@dataclass(frozen=True)
+class Criterion:
+    """When a change is recommended.
 
-
-def verdict_of(trial: TuningTrial, goal: Goal, margin: float, planned_steps: int | None) -> Verdict:
-    """Return the verdict on a change. It is recommended only if the whole confidence interval of
-    its gain is above ``1 + margin``, so that a repetition leads to the same verdict, and if the
-    planned run is long enough for it to pay off.
-
-    Args:
+    Attributes:
+        goal: what it should improve.
+        margin: smallest gain that counts, as a share.
         planned_steps: number of steps of the config's run; None if it is unknown.
     """
-    if trial.error is not None:
-        return trial.error[0]
-    gain = gain_of(trial, goal)
-    if gain is None or gain.low is None or gain.high is None:
-        return "unclear"
-    if gain.high < 1 + margin:
-        return "no gain"
-    if gain.low <= 1 + margin:
-        return "unclear"
-    steps = trial.steps_to_pay_off()
-    if goal == "time" and planned_steps is not None and steps is not None and steps > planned_steps:
-        return "no gain"
-    return "recommended"
 
+    goal: Goal
+    margin: float
+    planned_steps: int | None = None
 
-def select_changes(
-    trials: Sequence[TuningTrial], goal: Goal, margin: float, planned_steps: int | None
-) -> list[TuningTrial]:
-    """Return the recommended changes, best first. Of those that set the same key, the one with the
-    larger gain is selected."""
-    recommended = [
-        trial for trial in trials if verdict_of(trial, goal, margin, planned_steps) == "recommended"
-    ]
-    recommended.sort(key=lambda trial: _certain_gain(trial, goal), reverse=True)
-    selected: list[TuningTrial] = []
-    for trial in recommended:
-        keys = {key for other in selected for key in other.change.values}
-        if not keys & set(trial.change.values):
-            selected.append(trial)
-    return selected
+    def gain(self, trial: TuningTrial) -> Estimate | None:
+        """Return the gain as a ratio, above 1 if the change is better: of the speed, or of the
+        memory that is no longer needed. None if it was not measured."""
+        if self.goal == "time":
+            return trial.speedup()
+        memory = trial.memory_ratio()
+        return None if memory is None else memory.inverse()
 
+    def verdict(self, trial: TuningTrial) -> Verdict:
+        """Return the verdict on a change. It is recommended only if the whole confidence interval
+        of its gain is above ``1 + margin``, so that a repetition leads to the same verdict, and if
+        the planned run is long enough for it to pay off."""
+        if trial.error is not None:
+            return trial.error[0]
+        gain = self.gain(trial)
+        if gain is None or gain.low is None or gain.high is None:
+            return "unclear"
+        if gain.high < 1 + self.margin:
+            return "no gain"
+        if gain.low <= 1 + self.margin:
+            return "unclear"
+        steps, planned = trial.steps_to_pay_off(), self.planned_steps
+        if self.goal == "time" and planned is not None and steps is not None and steps > planned:
+            return "no gain"
+        return "recommended"
 
-def _certain_gain(trial: TuningTrial, goal: Goal) -> float:
-    gain = gain_of(trial, goal)
-    return 0.0 if gain is None or gain.low is None else gain.low
+    def select(self, trials: Sequence[TuningTrial]) -> list[TuningTrial]:
+        """Return the recommended changes, best first. Of those that set the same key, the one with
+        the larger gain is selected."""
+        recommended = [trial for trial in trials if self.verdict(trial) == "recommended"]
+        selected: list[TuningTrial] = []
+        for trial in sorted(recommended, key=lambda trial: self._limits(trial)[0], reverse=True):
+            keys = {key for other in selected for key in other.change.values}
+            if not keys & set(trial.change.values):
+                selected.append(trial)
+        return selected
+
+    def _limits(self, trial: TuningTrial) -> list[float]:
+        """Return the interval of the gain of a recommended change."""
+        gain = self.gain(trial)
+        assert gain is not None
+        assert gain.limits is not None
+        return gain.limits
+
+    def choose(
+        self, selected: Sequence[TuningTrial], combined: TuningTrial | None
+    ) -> TuningTrial | None:
+        """Return what to recommend: all selected changes together if this is measurably better than
+        no change and not measurably worse than the best change alone; otherwise that one.
+
+        Args:
+            combined: the trial of all selected changes; None if there are fewer than two.
+        """
+        if not selected:
+            return None
+        best = selected[0]
+        if combined is None or self.verdict(combined) != "recommended":
+            return best
+        # A comparison of the means would be decided by noise if the other changes gain little.
+        return combined if self._limits(combined)[1] >= self._limits(best)[0] else best
 
 
 def combined_change(trials: Sequence[TuningTrial]) -> TuningChange:
@@ -149,30 +171,3 @@ def combined_change(trials: Sequence[TuningTrial]) -> TuningChange:
         {key: value for trial in trials for key, value in trial.change.values.items()},
         changes_result="; ".join(effect for effect in effects if effect) or None,
     )
-
-
-def final_choice(
-    selected: Sequence[TuningTrial],
-    combined: TuningTrial | None,
-    goal: Goal,
-    margin: float,
-    planned_steps: int | None,
-) -> TuningTrial | None:
-    """Return what to recommend: all selected changes together if this is measurably better than no
-    change and not measurably worse than the best change alone; otherwise that one.
-
-    Args:
-        combined: the trial of all selected changes; None if there are fewer than two.
-    """
-    if not selected:
-        return None
-    best = selected[0]
-    if combined is None or verdict_of(combined, goal, margin, planned_steps) != "recommended":
-        return best
-    together, alone = gain_of(combined, goal), gain_of(best, goal)
-    assert together is not None
-    assert together.high is not None
-    assert alone is not None
-    assert alone.low is not None
-    # A comparison of the means would be decided by noise if the other changes gain little.
-    return combined if together.high >= alone.low else best

@@ -40,9 +40,10 @@ def add_arguments(parser: OptionParser) -> None:
 
 def run(args: Namespace) -> int:
     """Check, measure and print. Exit code 1: a run would fail."""
+    options = make_options(args)
     from paceline.doctor.run import doctor
 
-    result = doctor(make_options(args))
+    result = doctor(options)
     if result.report is not None and args.json:
         print(json.dumps(result.report, indent=2))
     elif result.report is not None:
@@ -58,7 +59,6 @@ def make_options(args: Namespace) -> DoctorOptions:
         ConfigError: the config is invalid, or sets another number of ranks.
     """
     from paceline.config.load import load_config
-    from paceline.doctor.run import DoctorOptions
 
     path, overrides = config_and_overrides(args)
     has_config = path is not None or any(
@@ -71,6 +71,8 @@ def make_options(args: Namespace) -> DoctorOptions:
             f"`--ranks {args.ranks}` contradicts `parallel.num_gpus: {num_gpus}`",
             fix="remove one of them",
         )
+    from paceline.doctor.run import DoctorOptions
+
     return DoctorOptions(loaded, has_config, args.ranks)
 
 

@@ -123,6 +123,12 @@ def make_options(args: Namespace) -> ExplainOptions:
             allowed=f"{min_ranks} to {max_ranks}",
         )
     ranks = args.ranks or default_ranks
+    if ranks % topic.multiple_of:
+        raise ConfigError(
+            f"`--ranks {ranks}` does not form a mesh",
+            allowed="4, 8, 12 or 16",
+            fix="use `--ranks 4`, which is data 2 × tensor 2",
+        )
     algorithm = args.algorithm or next(iter(topic.algorithms), "")
     if algorithm and algorithm not in topic.algorithms:
         raise unknown_name(f"{name} algorithm", algorithm, topic.algorithms, allowed=_names(name))

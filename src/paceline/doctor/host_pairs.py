@@ -18,7 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, Store
 
 from paceline.core.errors import RunError
 from paceline.core.formatting import counted
@@ -26,10 +29,7 @@ from paceline.core.processes import host_name
 from paceline.doctor.checks import nvidia_driver
 from paceline.doctor.host_probe import TOKEN_BYTES, HostProbe, Responder, probe, try_port
 from paceline.launch.passes.host_checks import CheckResult
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
+from paceline.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +108,6 @@ class _Exchange:
     """Values in the store that each host writes once and all hosts read."""
 
     def __init__(self, store: Store) -> None:
-        from torch.distributed import PrefixStore
-
         self._store = PrefixStore(_PREFIX, store)
 
     def write(self, key: str, value: Any) -> None:
@@ -330,11 +328,7 @@ def ephemeral_ports() -> tuple[int, int] | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must or should be equal on all hosts. Imports torch."""
-    import torch
-
-    from paceline.version import __version__
-
+    """Return the versions that must or should be equal on all hosts."""
     nccl = "none"
     if (
         torch.version.cuda

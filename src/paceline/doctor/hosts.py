@@ -1,31 +1,26 @@
 """The checks of `paceline doctor` on several hosts before any rank starts: one process per host."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+
+from pydantic import JsonValue
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from paceline.cluster.clock import MAX_SKEW_S
 from paceline.cluster.endpoint import public_address_warning, public_listener_warning
 from paceline.core.errors import ConfigError, RunError, first_line
 from paceline.core.network import interface_of, source_address
+from paceline.distributed.environment import RankEnv
 from paceline.doctor.host_pairs import collect_facts, inspect_hosts
 from paceline.doctor.host_probe import try_port
 from paceline.doctor.host_report import HostLink, evaluate, host_links, local_checks
 from paceline.launch.passes.host_checks import CheckResult
-
-if TYPE_CHECKING:
-    from pydantic import JsonValue
-    from torch.distributed import Store
-
-    from paceline.distributed.environment import RankEnv
 
 #: How long a host may take to start.
 WAIT_S = 120.0
@@ -67,8 +62,8 @@ class HostsReport:
 
     checks: list[CheckResult]
     is_first: bool
-    links: list[HostLink]
-    hosts: list[dict[str, JsonValue]]
+    links: list[HostLink] = field(default_factory=list)
+    hosts: list[dict[str, JsonValue]] = field(default_factory=list)
     gradient_bytes: int | None = None
     blocks_ranks: bool = True
 
@@ -82,7 +77,7 @@ def inspect_endpoint_and_hosts(
     """Connect to the endpoint, then measure between the hosts. ``checks``: of this host alone."""
     unreachable = check_own_port(endpoint) if endpoint.is_host else reach_endpoint(endpoint)
     if unreachable is not None:
-        return HostsReport([*checks, unreachable], True, [], [])
+        return HostsReport([*checks, unreachable], is_first=True)
     store = open_endpoint_store(endpoint)
     rendezvous = CheckResult.passed(
         "rendezvous_port", f"{endpoint.address} accepts connections on port {endpoint.port}"
@@ -94,13 +89,7 @@ def inspect_endpoint_and_hosts(
         rendezvous = CheckResult.warning(
             "rendezvous_port", warning, "restrict access to it as docs/security.md describes"
         )
-    report = inspect_over_store(
-        store,
-        endpoint,
-        hosts,
-        [*checks, rendezvous],
-        gradient_bytes,
-    )
+    report = inspect_over_store(store, endpoint, hosts, [*checks, rendezvous], gradient_bytes)
     del store  # the launcher of the ranks opens its own on the same port
     _wait_until_closed(endpoint)
     return report
@@ -120,16 +109,8 @@ def inspect_over_store(
             store, facts, is_endpoint=endpoint.is_host, hosts=hosts, wait_s=WAIT_S
         )
     except RunError as error:
-        return HostsReport(
-            [
-                CheckResult.error(
-                    "hosts", error.what, error.fix or "read the output on the other hosts"
-                )
-            ],
-            True,
-            [],
-            [],
-        )
+        advice = error.fix or "read the output on the other hosts"
+        return HostsReport([CheckResult.error("hosts", error.what, advice)], is_first=True)
     between = evaluate(findings, MAX_SKEW_S)
     return HostsReport(
         [*local_checks(findings.facts), *between],
@@ -157,8 +138,6 @@ def inspect_from_ranks(
     Returns:
         The report (on local rank 0 of each host), and whether it blocks the ranks.
     """
-    from torch.distributed import PrefixStore, TCPStore
-
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = TCPStore(
@@ -172,13 +151,7 @@ def inspect_from_ranks(
         endpoint = HostEndpoint(address, port, local, interface, env.rank == 0)
         num_hosts = int(os.environ.get("GROUP_WORLD_SIZE", env.world_size // env.local_world_size))
         checks, gradient_bytes = examine(address)
-        report = inspect_over_store(
-            store,
-            endpoint,
-            (num_hosts, num_hosts),
-            checks,
-            gradient_bytes,
-        )
+        report = inspect_over_store(store, endpoint, (num_hosts, num_hosts), checks, gradient_bytes)
         if env.rank == 0:
             verdicts.set("verdict", json.dumps(report.blocks_ranks))
     return report, bool(json.loads(verdicts.get("verdict")))
@@ -271,8 +244,6 @@ def open_endpoint_store(endpoint: HostEndpoint) -> Store:
     Raises:
         ConfigError: the port is in use, or another program answers there.
     """
-    from torch.distributed import TCPStore
-
     try:
         return TCPStore(
             endpoint.address,

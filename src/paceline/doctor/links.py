@@ -1,24 +1,22 @@
 """Measure latency, bandwidth and data integrity between every pair of ranks. All ranks call this
 together."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median, median_high
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
+
+import torch
+import torch.distributed as dist
 
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration
 from paceline.core.processes import host_name
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.timing.link import Link, measure_link, time_once
+from paceline.distributed.traffic import uncounted
 from paceline.launch.passes.host_checks import CheckResult
-
-if TYPE_CHECKING:
-    import torch
-
-    from paceline.distributed.communicator import Communicator
 
 _PINGS = 12
 #: Size of the messages that bandwidth is measured with: so large that latency hardly counts. The
@@ -94,20 +92,15 @@ class NetworkMeasurements:
 def measure_network(world: Communicator) -> NetworkMeasurements:
     """Measure all pairs, one after the other so that they do not share bandwidth, and an
     all-reduce. A collective; every rank gets the same result."""
-    from paceline.distributed.traffic import uncounted
-
     with uncounted():
         pairs = [_measure_pair(world, *ranks) for ranks in combinations(range(world.size), 2)]
         intact = _sum_intact(world)
     link = measure_link(world)
     assert link is not None
-    hosts = [str(name) for name in world.gather_objects(host_name())]
-    return NetworkMeasurements(hosts, pairs, link, intact)
+    return NetworkMeasurements(world.gather_objects(host_name()), pairs, link, intact)
 
 
 def _measure_pair(world: Communicator, sender: int, receiver: int) -> Pair:
-    import torch
-
     world.barrier()
     figures = torch.zeros(4, dtype=world.wide_dtype)
     if world.rank in (sender, receiver):
@@ -121,8 +114,6 @@ def _measure_pair(world: Communicator, sender: int, receiver: int) -> Pair:
 def _exchange(world: Communicator, sender: int, receiver: int) -> torch.Tensor:
     """Return [latency, bandwidth, number of corrupt messages, clock offset]. Figures that only the
     sender measures are 0 on the receiver, so that the sum over the ranks is the figure."""
-    import torch
-
     is_sender = world.rank == sender
     peer = receiver if is_sender else sender
     tiny = torch.zeros(1, device=world.device)
@@ -176,8 +167,6 @@ def _clock_offset(world: Communicator, clock: torch.Tensor, peer: int, is_sender
 
 def _sum_intact(world: Communicator) -> bool:
     """All-reduce integers that are small enough for their sum to be exact in any order."""
-    import torch
-
     base = pattern(1 << 16, 7, world.device)
     total = base * (world.rank + 1)
     world.wait(world.all_reduce(total))
@@ -187,28 +176,20 @@ def _sum_intact(world: Communicator) -> bool:
 
 def pattern(numel: int, seed: int, device: torch.device) -> torch.Tensor:
     """Return integers from 1 to 997 as float32: none is zero, and neighbors differ."""
-    import torch
-
     return ((torch.arange(numel, device=device) * 31 + seed) % 997 + 1).float()
 
 
 def _send(world: Communicator, tensor: torch.Tensor, to: int) -> None:
-    import torch.distributed as dist
-
     dist.send(tensor, world.ranks[to], group=world.group)
 
 
 def _receive(world: Communicator, tensor: torch.Tensor, source: int) -> None:
-    import torch.distributed as dist
-
     dist.recv(tensor, world.ranks[source], group=world.group)
 
 
 def check_peer_copies(count: int, device_type: str) -> list[tuple[int, int]]:
     """Return the pairs of this host's devices between which a copy arrives corrupted: with some
     drivers and virtual machines it arrives as zeros."""
-    import torch
-
     corrupt = []
     for source in range(count):
         message = pattern(1 << 18, source, torch.device(device_type, source))

@@ -1,29 +1,23 @@
 """Measure the rates of a device that the planner needs: matrix products by shape, attention, memory
 bandwidth, and the launch of an operation. Takes about 3 seconds on each kind of ranks."""
 
-from __future__ import annotations
-
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from paceline.core.files import human_bytes
 from paceline.core.formatting import significant
+from paceline.core.processes import host_name
+from paceline.distributed.communicator import Communicator
+from paceline.distributed.devices import cpu_cores
 from paceline.distributed.traffic import uncounted
 from paceline.launch.passes.host_checks import CheckResult
 from paceline.planner.machine.profile import DeviceRates, ProductCurve
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import torch
-
-    from paceline.distributed.communicator import Communicator
 
 #: (rows, inputs, outputs) of the measured products. They are wide and narrow, with few and many
 #: rows, so that the three constants of the curve are determined. Small ones are measured on CPUs
@@ -61,8 +55,6 @@ _BUSY_CALLS = 100
 
 def measure_rates(device: torch.device, num_ranks: int = 1) -> DeviceRates:
     """Measure this rank's device; on a CPU, with the threads that torch uses now."""
-    import torch
-
     dtypes = [torch.float32]
     if device.type != "cpu":
         dtypes.append(torch.bfloat16)
@@ -79,15 +71,9 @@ def measure_on_ranks(world: Communicator) -> list[DeviceRates]:
     """Measure all ranks at the same time, because the ranks of a CPU share memory and caches; on a
     CPU also rank 0 alone with all cores. A collective; returns the mean of the ranks, on all
     ranks."""
-    per_host = max(1, world.size // max(1, len(set(world.gather_objects(_host())))))
+    per_host = max(1, world.size // max(1, len(set(world.gather_objects(host_name())))))
     world.barrier()
-    together = _mean(
-        [
-            each
-            for each in world.gather_objects(measure_rates(world.device, per_host))
-            if isinstance(each, DeviceRates)
-        ]
-    )
+    together = _mean(world.gather_objects(measure_rates(world.device, per_host)))
     if world.device.type != "cpu" or per_host == 1:
         return [together]
     alone = None
@@ -102,8 +88,6 @@ def measure_on_ranks(world: Communicator) -> list[DeviceRates]:
 def busy_latency_s(world: Communicator) -> float:
     """Return the seconds that a small all-reduce adds to a sequence of computations: ranks wait for
     the slower one, and on a CPU for a thread that sends. A collective; the mean of the ranks."""
-    import torch
-
     size = 256 if _is_slow(world.device) else 2048
     matrix = torch.ones(size, size, device=world.device)
     small = torch.zeros(1024, device=world.device)
@@ -150,18 +134,8 @@ def check_rates(rates: Sequence[DeviceRates]) -> list[CheckResult]:
     return [CheckResult.passed("rates", text)]
 
 
-def _host() -> str:
-    from paceline.core.processes import host_name
-
-    return host_name()
-
-
 @contextmanager
 def _all_cores() -> Iterator[None]:
-    import torch
-
-    from paceline.distributed.devices import cpu_cores
-
     before = torch.get_num_threads()
     torch.set_num_threads(cpu_cores())
     try:
@@ -219,8 +193,6 @@ def _seconds_once(device: torch.device, work: Callable[[], object], calls: int =
 
 
 def _synchronize(device: torch.device) -> None:
-    import torch
-
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
@@ -230,8 +202,6 @@ def _products(
 ) -> Callable[[], None]:
     """Return a function that computes the three products of a linear layer in training: of forward,
     of the gradient of the input, and of the gradient of the weight."""
-    import torch
-
     rows, inputs, outputs = shape
     x = torch.randn(rows, inputs, device=device, dtype=dtype)
     weight = torch.randn(outputs, inputs, device=device, dtype=dtype)
@@ -248,8 +218,6 @@ def _products(
 
 def _is_slow(device: torch.device) -> bool:
     """Return whether large shapes would take too long on this device."""
-    import torch
-
     if device.type == "cpu":
         return True
     return _first_seconds(device, torch.float32) > _SLOW_S
@@ -298,8 +266,6 @@ def fit_curve(shapes: Sequence[tuple[int, int, int]], times: Sequence[float]) ->
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> float:
-    import torch
-
     heads, length, width = (8, 256, 64) if _is_slow(device) else (32, 2048, 128)
     shape = (1, heads, length, width)
     query, key, value = (
@@ -316,8 +282,6 @@ def _attention(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _memory_rate(device: torch.device) -> float:
-    import torch
-
     numel = _MEMORY_BYTES // 4 * (1 if device.type == "cpu" else 4)
     # Not zeros: pages that were never written share one page, which is in the cache.
     first, second, result = (torch.ones(numel, device=device) for _ in range(3))
@@ -326,8 +290,6 @@ def _memory_rate(device: torch.device) -> float:
 
 
 def _operation_s(device: torch.device) -> float:
-    import torch
-
     weight = torch.randn(_TINY, device=device, requires_grad=True)
 
     def work() -> None:

@@ -1,11 +1,12 @@
 """`paceline doctor`: check this machine and the network between the ranks that a run would have."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
+
+import torch
+from pydantic import JsonValue
 
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
@@ -14,6 +15,10 @@ from paceline.core.failures import ExitRecord
 from paceline.core.files import cache_dir
 from paceline.core.formatting import counted
 from paceline.core.log import configure_logging, log_notices
+from paceline.core.stop import StopFlag
+from paceline.distributed.communicator import init_communicator
+from paceline.distributed.devices import Devices, accelerators, choose_devices
+from paceline.distributed.environment import RankEnv, outer_launcher, scheduled_host, with_scheduler
 from paceline.doctor.checks import (
     check_clock,
     check_disk,
@@ -25,6 +30,16 @@ from paceline.doctor.checks import (
     check_packages,
     check_writing,
 )
+from paceline.doctor.host_report import HostLink
+from paceline.doctor.hosts import (
+    HostEndpoint,
+    HostsReport,
+    inspect_endpoint_and_hosts,
+    inspect_from_ranks,
+)
+from paceline.doctor.links import PairRecord, check_links, check_peer_copies, measure_network
+from paceline.doctor.rates import busy_latency_s, check_rates, measure_on_ranks, measure_rates
+from paceline.launch.local import LocalLauncher
 from paceline.launch.passes.host_checks import (
     CheckRecord,
     CheckResult,
@@ -33,22 +48,20 @@ from paceline.launch.passes.host_checks import (
     check_shared_memory,
     check_threads,
 )
+from paceline.launch.rank_pool import warm_up
+from paceline.launch.ranks.worker import run_guarded
+from paceline.parallel.registry import uses_one_device
+from paceline.planner.machine import profile
+from paceline.planner.machine.profile import RatesRecord
+from paceline.planner.model_profile import describe
 
 if TYPE_CHECKING:
-    from pydantic import JsonValue
-
     from paceline.cluster.rounds import Membership
-    from paceline.core.stop import StopFlag
-    from paceline.distributed.devices import Devices
-    from paceline.distributed.environment import RankEnv
-    from paceline.doctor.host_report import HostLink
-    from paceline.doctor.hosts import HostsReport
-    from paceline.doctor.links import PairRecord
-    from paceline.planner.machine.profile import RatesRecord
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 60.0
+_PRELOAD = ("paceline.launch.ranks.worker", "paceline.doctor.links")
 
 
 @dataclass(frozen=True)
@@ -120,9 +133,6 @@ def doctor(options: DoctorOptions) -> DoctorResult:
         ConfigError: the devices that the config requests do not exist.
         RunError: the ranks could not form a process group.
     """
-    from paceline.distributed.environment import outer_launcher, scheduled_host, with_scheduler
-    from paceline.launch.rank_pool import warm_up
-
     configure_logging()
     log_notices(logger, options.loaded.notices)
     outer = outer_launcher()
@@ -131,65 +141,62 @@ def doctor(options: DoctorOptions) -> DoctorResult:
     )
     options = replace(options, loaded=options.loaded.with_parallel(parallel))
     devices = _devices(options, outer)
-    has_several_hosts = outer is None and parallel.hosts != (1, 1)
-    starts_ranks = has_several_hosts or (outer is None and devices.count > 1)
-    if starts_ranks:
-        warm_up(["paceline.launch.ranks.worker", "paceline.doctor.links"])
-    checks: list[CheckResult] = []
-    gradient_bytes = None
-    hosts: HostsReport | None = None
-    if has_several_hosts:
-        hosts = _between_hosts(options, devices)
-        if hosts.blocks_ranks and not hosts.is_first:
-            logger.info("a run would fail, because of the problems that the endpoint host prints")
-            return DoctorResult(EXIT_FAILED)
-        checks, gradient_bytes = hosts.checks, hosts.gradient_bytes
-    elif outer is None:
-        checks, gradient_bytes = examine_host(
-            options.loaded.config, options.has_config, devices.type, devices.count
+    if outer is not None:
+        return _result(devices, [], _on_ranks(options, devices, outer))
+    if parallel.hosts != (1, 1):
+        return _on_hosts(options, devices)
+    return _on_this_host(options, devices)
+
+
+def _on_this_host(options: DoctorOptions, devices: Devices) -> DoctorResult:
+    if devices.count > 1:
+        warm_up(_PRELOAD)
+    checks, gradient_bytes = examine_host(
+        options.loaded.config, options.has_config, devices.type, devices.count
+    )
+    if devices.count == 1:
+        return _result(devices, checks, ExitRecord("done", report=_alone(devices.type)))
+    return _result(devices, checks, _on_ranks(options, devices, None, gradient_bytes))
+
+
+def _on_hosts(options: DoctorOptions, devices: Devices) -> DoctorResult:
+    warm_up(_PRELOAD)
+    hosts = _between_hosts(options, devices)
+    if not hosts.blocks_ranks:
+        ended = _on_ranks(options, devices, None, hosts.gradient_bytes)
+        return _result(devices, hosts.checks, ended, hosts)
+    if not hosts.is_first:
+        logger.info("a run would fail, because of the problems that the endpoint host prints")
+        return DoctorResult(EXIT_FAILED)
+    logger.info("no ranks were started, because a run between these hosts would fail")
+    return _result(devices, hosts.checks, ExitRecord("done"), hosts)
+
+
+def _result(
+    devices: Devices, checks: list[CheckResult], ended: ExitRecord, hosts: HostsReport | None = None
+) -> DoctorResult:
+    """Return the result of the checks of this host (or of all hosts), and of what the ranks
+    measured. Under an outer launcher rank 0 prints it for all, and the endpoint host for all
+    hosts."""
+    if ended.status == "stopped":
+        return DoctorResult(ended.exit_code)
+    if ended.status == "failed":
+        advice = (
+            "check the host or interface that the message names; `--ranks 1` checks this host alone"
         )
-    measured: DoctorReport | None = None
-    if hosts is not None and hosts.blocks_ranks:
-        logger.info("no ranks were started, because a run between these hosts would fail")
-    elif outer is not None or starts_ranks:
-        exam = HostExam(
-            options.loaded.config,
-            devices.type,
-            options.has_config,
-            checks_host=outer is not None,
-            gradient_bytes=gradient_bytes,
-        )
-        ended = _on_ranks(exam, devices, outer)
-        if ended.status == "stopped":
-            return DoctorResult(ended.exit_code)
-        if ended.status == "failed":
-            checks.append(
-                CheckResult.error(
-                    "links",
-                    ended.message,
-                    "check the host or interface that the message names; `--ranks 1` checks this"
-                    " host alone",
-                )
-            )
-        else:
-            measured = ended.report
-    if measured is not None:
-        checks += [CheckResult(**check) for check in measured["checks"]]
-    elif not checks:  # under an outer launcher, rank 0 prints for all
-        return DoctorResult(EXIT_DONE)
-    elif outer is None and not starts_ranks:
-        measured = _alone(devices.type)
-        checks += [CheckResult(**check) for check in measured["checks"]]
-    if hosts is not None and not hosts.is_first:  # the endpoint host prints for all
+        checks = [*checks, CheckResult.error("links", ended.message, advice)]
+    measured = cast(DoctorReport, ended.report or {})
+    checks = [*checks, *(CheckResult(**check) for check in measured.get("checks", []))]
+    if not checks or (hosts is not None and not hosts.is_first):
         return DoctorResult(EXIT_DONE)
     report: DoctorReport = {
         "ok": not any(check.fatal for check in checks),
         "checks": [check.as_dict() for check in checks],
-        "links": measured["links"] if measured else [],
-        "all_reduce": measured["all_reduce"] if measured else None,
-        "host_links": hosts.links if hosts else (measured or {}).get("host_links", []),
-        "hosts": hosts.hosts if hosts else (measured or {}).get("hosts", []),
-        "rates": (measured or {}).get("rates", []),
+        "links": measured.get("links", []),
+        "all_reduce": measured.get("all_reduce"),
+        "host_links": hosts.links if hosts else measured.get("host_links", []),
+        "hosts": hosts.hosts if hosts else measured.get("hosts", []),
+        "rates": measured.get("rates", []),
     }
     _save_profile(devices.type, report["all_reduce"], report["rates"])
     return DoctorResult(EXIT_DONE if report["ok"] else EXIT_FAILED, report, checks)
@@ -198,7 +205,6 @@ def doctor(options: DoctorOptions) -> DoctorResult:
 def _between_hosts(options: DoctorOptions, devices: Devices) -> HostsReport:
     """Check this host, and measure between all hosts before any rank starts."""
     from paceline.cluster.endpoint import check_endpoint, is_listening, resolve_endpoint
-    from paceline.doctor.hosts import HostEndpoint, inspect_endpoint_and_hosts
 
     config = options.loaded.config
     check_endpoint(config.parallel)
@@ -274,8 +280,6 @@ def examine_host(
 def _sizes(config: Config) -> tuple[int, int, int] | None:
     """Return the bytes of a checkpoint, of `model/` and of the gradients, as `paceline plan` counts
     them; None if the model cannot be described."""
-    from paceline.planner.model_profile import describe
-
     try:
         shape = describe(config).shape
     except PacelineError as error:
@@ -288,8 +292,6 @@ def _sizes(config: Config) -> tuple[int, int, int] | None:
 
 
 def _peer_copies(count: int, device_type: str) -> CheckResult:
-    from paceline.doctor.links import check_peer_copies
-
     if count < 2:
         return CheckResult.passed("peer_copies", "one device")
     corrupt = check_peer_copies(count, device_type)
@@ -309,10 +311,6 @@ def _peer_copies(count: int, device_type: str) -> CheckResult:
 # -- ranks
 def examine_rank(exam: HostExam, env: RankEnv, stop: StopFlag) -> ExitRecord:
     """Measure the network with the other ranks. A collective."""
-    from paceline.distributed.communicator import init_communicator
-    from paceline.doctor.links import check_links, measure_network
-    from paceline.doctor.rates import busy_latency_s, check_rates, measure_on_ranks
-
     checks: list[CheckResult] = []
     gradients = exam.gradient_bytes
     between: DoctorReport = {}
@@ -351,11 +349,9 @@ def examine_rank(exam: HostExam, env: RankEnv, stop: StopFlag) -> ExitRecord:
         world.close()
 
 
-def examine_member(exam: HostExam, member: Membership, stop: StopFlag) -> ExitRecord:
+def examine_member(exam: HostExam, member: "Membership", stop: StopFlag) -> ExitRecord:
     """Do the same as :func:`examine_rank` on a rank of several hosts. A failure is final: no
     restarts."""
-    from paceline.launch.ranks.worker import run_guarded
-
     return replace(run_guarded(exam, member.round.env, stop, examine_rank), is_final=True)
 
 
@@ -381,8 +377,6 @@ def _check_hosts(
     if env.world_size == env.local_world_size:
         checks, gradients = examine(None) if env.rank == 0 else ([], None)
         return checks, gradients, {}, False
-    from paceline.doctor.hosts import inspect_from_ranks
-
     report, fatal = inspect_from_ranks(env, examine)
     if report is None:
         return [], None, {}, fatal
@@ -394,29 +388,28 @@ def _check_hosts(
     )
 
 
-def _on_ranks(exam: HostExam, devices: Devices, outer: RankEnv | None) -> ExitRecord:
+def _on_ranks(
+    options: DoctorOptions,
+    devices: Devices,
+    outer: RankEnv | None,
+    gradient_bytes: int | None = None,
+) -> ExitRecord:
+    config = options.loaded.config
+    exam = HostExam(config, devices.type, options.has_config, outer is not None, gradient_bytes)
     if outer is not None:
-        from paceline.core.stop import StopFlag
-        from paceline.launch.ranks.worker import run_guarded
-
         stop = StopFlag()
         stop.install(sigint=True)
         return run_guarded(exam, outer, stop, examine_rank)
-    if exam.config.parallel.hosts != (1, 1):
+    if config.parallel.hosts != (1, 1):
         from paceline.cluster.elastic import HostAgent
 
-        return HostAgent(exam.config, devices.count, examine_member, exam).run()
-    from paceline.launch.local import LocalLauncher
-
+        return HostAgent(config, devices.count, examine_member, exam).run()
     launcher = LocalLauncher(exam, devices.count, examine_rank)
     launcher.on_stop = "ending"
     return launcher.run()
 
 
 def _devices(options: DoctorOptions, outer: RankEnv | None) -> Devices:
-    from paceline.distributed.devices import accelerators, choose_devices
-    from paceline.parallel.registry import uses_one_device
-
     parallel = options.loaded.config.parallel
     if options.num_ranks is not None:
         # `--ranks` alone means GPUs if there are any, else CPU ranks.
@@ -438,10 +431,6 @@ def _devices(options: DoctorOptions, outer: RankEnv | None) -> Devices:
 
 def _alone(device_type: str) -> DoctorReport:
     """Measure the rates of a single device in this process."""
-    import torch
-
-    from paceline.doctor.rates import check_rates, measure_rates
-
     rates = [measure_rates(torch.device(device_type))]
     return {
         "checks": [check.as_dict() for check in check_rates(rates)],
@@ -453,8 +442,6 @@ def _alone(device_type: str) -> DoctorReport:
 
 def _save_profile(device_type: str, link: AllReduceRecord | None, rates: list[RatesRecord]) -> None:
     """Save the measurements as this machine's profile, which the planner reads."""
-    from paceline.planner.machine import profile
-
     if link is None and not rates:
         return
     measured = None

@@ -56,8 +56,9 @@ class Drawing:
             max(len(frame.rows[actor]) for frame in frames) for actor in range(len(actors))
         ]
         self.has_header = max(self.num_rows) > 1 or self.columns > 1
-        labels = [row.label for frame in frames for rows in frame.rows for row in rows]
-        names = labels if self.has_header else list(actors)
+        drawn = [row for frame in frames for rows in frame.rows for row in rows]
+        self.labels = list(dict.fromkeys(row.label for row in drawn))
+        names = self.labels if self.has_header else list(actors)
         longest = max(map(len, names), default=0)
         self.label_width = min(110.0 if is_narrow else 190.0, longest * _CHAR + 12)
         has_gutter = self.columns == 1 and any(
@@ -65,21 +66,11 @@ class Drawing:
             for frame in frames
         )
         self.gutter = (112.0 if is_narrow else 200.0) if has_gutter else 0.0
-        cells_width = max(
-            (_cells_width(row) for frame in frames for rows in frame.rows for row in rows),
-            default=0.0,
-        )
+        cells_width = max(map(_cells_width, drawn), default=0.0)
         needed = self.label_width + self.gutter + cells_width + 4
         self.width = max(width, round(needed) if self.columns == 1 else 0)
         self.max_bytes = max(
-            (
-                size
-                for frame in frames
-                for rows in frame.rows
-                for row in rows
-                for size in (row.size_bytes or 0, row.expected_bytes or 0)
-            ),
-            default=0,
+            (max(row.size_bytes or 0, row.expected_bytes or 0) for row in drawn), default=0
         )
         self.boxes, self.state_height = self._place_actors()
         labels_height = 13 * max(sum(map(len, self._labels(frame))) for frame in frames) + 8
@@ -147,10 +138,7 @@ class Drawing:
         return "".join(parts)
 
     def _cells(self, row: DrawnRow, box: _Box) -> str:
-        parts = []
-        for cell, place in zip(row.cells, _cell_boxes(row, box), strict=True):
-            parts.append(self._cell(cell, place))
-        return "".join(parts)
+        return "".join(map(self._cell, row.cells, _cell_boxes(row, box)))
 
     def _cell(self, cell: Cell, box: _Box) -> str:
         tone = f" {cell.tone}" if cell.tone else ""
@@ -174,15 +162,7 @@ class Drawing:
         size_bytes = row.size_bytes or 0
         room = box.width - 84
         scale = room / self.max_bytes if self.max_bytes else 0.0
-        labels = list(
-            dict.fromkeys(
-                each.label
-                for frame in self.recording.frames
-                for rows in frame.rows
-                for each in rows
-            )
-        )
-        color = f"c{labels.index(row.label) % _COLORS}"
+        color = f"c{self.labels.index(row.label) % _COLORS}"
         parts = [
             _rect(box.x, box.y + 4, room, box.height - 8, "cell"),
             _rect(box.x, box.y + 4, size_bytes * scale, box.height - 8, color),
@@ -200,8 +180,7 @@ class Drawing:
         if message.row is not None:
             return self._between_cells(message, source, target)
         if self.columns > 1:
-            label = f"{message.label}, {human_bytes(message.size_bytes)}"
-            return self._straight(source, target, label)
+            return self._straight(source, target, _message_label(message))
         return ""  # in the gutter
 
     def _between_cells(self, message: DrawnMessage, source: _Box, target: _Box) -> str:
@@ -246,11 +225,11 @@ class Drawing:
     def _labels(self, frame: Frame) -> list[list[str]]:
         """Return the lines of the labels in the gutter."""
         messages = [message for message in frame.messages if message.row is None]
-        labels = []
-        for message in messages:
-            label = f"{message.label}, {human_bytes(message.size_bytes)}"
-            places = f"{message.source}→{message.target} " if len(messages) > 1 else ""
-            labels.append(f"{places}{label}")
+        labels = [
+            (f"{message.source}→{message.target} " if len(messages) > 1 else "")
+            + _message_label(message)
+            for message in messages
+        ]
         labels += map(_collective_label, frame.collectives)
         room = max(8, int((self.gutter - 48) / _SMALL_CHAR))
         return [wrap(label, room, break_long_words=False) for label in labels]
@@ -349,6 +328,10 @@ def _time_text(seconds: float) -> str:
     return f"{seconds:.4g} s" if seconds >= 1 else f"{1000 * seconds:.4g} ms"
 
 
+def _message_label(message: DrawnMessage) -> str:
+    return f"{message.label}, {human_bytes(message.size_bytes)}"
+
+
 def _collective_label(collective: Collective) -> str:
     label = f"{collective.kind} {collective.label}".strip()
     return f"{label}, {human_bytes(collective.sent_bytes)} each" if collective.sent_bytes else label
@@ -414,15 +397,10 @@ def _text(text: str, x: float, y: float, style: str, width: float) -> str:
     )
 
 
-def picture_style() -> str:
-    """Return the style sheet of drawings, which has a light and a dark form."""
-    return (Path(__file__).parent / "drawing.css").read_text(encoding="utf-8")
-
-
-def draw_picture(recording: Recording, width: int = WIDE) -> str:
+def draw_picture(recording: Recording) -> str:
     """Return one SVG file that shows the main frames below each other, then the timeline. It has a
     background, so that it is readable on light and dark pages."""
-    drawing = Drawing(recording, width)
+    drawing = Drawing(recording, WIDE)
     margin, y = 20, 34.0
     parts = [_text(recording.title, 0, 12, "title", drawing.width * 1.2)]
     for number in _key_frames(recording):
@@ -441,11 +419,13 @@ def draw_picture(recording: Recording, width: int = WIDE) -> str:
     for line in wrap(facts, int(drawing.width / 6.2)):
         parts.append(_text(line, 0, y + 8, "left small soft", drawing.width * 1.1))
         y += 16
+    # The style sheet of drawings has a light and a dark form.
+    style = (Path(__file__).parent / "drawing.css").read_text(encoding="utf-8")
     full_width, height = drawing.width + 2 * margin, round(y) + 2 * margin
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full_width} {height}"'
         f' width="{full_width}" height="{height}" class="drawing" role="img">'
-        f"<title>{escape(recording.title)}</title><style>{picture_style()}</style>"
+        f"<title>{escape(recording.title)}</title><style>{style}</style>"
         f'<rect class="background" width="{full_width}" height="{height}" rx="10"/>'
         f'<g transform="translate({margin} {margin})">{"".join(parts)}</g></svg>\n'
     )

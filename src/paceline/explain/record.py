@@ -6,7 +6,7 @@ what is shown with what the run's traffic counters or a reference recorded.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 #: How a cell is marked: changed in this frame, complete, wrong, or not in use.
@@ -194,6 +194,10 @@ def cells_of(values: Iterable[float], tone: Tone = "") -> tuple[Cell, ...]:
     return tuple(Cell(number_text(value), tone=tone) for value in values)
 
 
+def idle_cells(count: int) -> tuple[Cell, ...]:
+    return (Cell("", tone="idle"),) * count
+
+
 def number_text(value: float) -> str:
     """Return a number with three significant digits."""
     # `+ 0.0` makes a negative zero positive.
@@ -206,8 +210,7 @@ def on_step_clock(spans: Iterable[Span]) -> tuple[list[Span], float]:
     listed = list(spans)
     begin = min(span.start_s for span in listed)
     moved = [
-        Span(**{**asdict(span), "start_s": span.start_s - begin, "end_s": span.end_s - begin})
-        for span in listed
+        replace(span, start_s=span.start_s - begin, end_s=span.end_s - begin) for span in listed
     ]
     return sorted(moved, key=lambda span: (span.actor, span.start_s)), begin
 

@@ -8,10 +8,10 @@ import logging
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from paceline.config.derive import derive
 from paceline.config.load import Loaded
@@ -28,7 +28,21 @@ from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.formatting import counted
 from paceline.core.log import configure_logging, log_notices
 from paceline.core.run_dir import RunDir
-from paceline.parallel.registry import OTHER_TRAINING
+from paceline.distributed.devices import (
+    Devices,
+    accelerators,
+    choose_devices,
+    with_precision,
+    without_idle_offload,
+)
+from paceline.distributed.environment import outer_launcher
+from paceline.launch.fork_server import start_fork_server
+from paceline.launch.passes.draft import Draft, Host
+from paceline.observe.report.certificate import BoundsReport, Certificate, ModeCertificate
+from paceline.observe.report.html import render_certificate, write_reports
+from paceline.parallel.registry import OTHER_TRAINING, check_strategy, get_spec
+from paceline.tasks import load_task
+from paceline.train.run_spec import RunSpec
 from paceline.verify.certificate import (
     REFERENCE,
     TrialResult,
@@ -40,9 +54,6 @@ from paceline.verify.certificate import (
 from paceline.verify.modes import VerifyMode, all_modes, make_mode, split_names, trial_config
 
 if TYPE_CHECKING:
-    from paceline.distributed.devices import Devices
-    from paceline.observe.report.certificate import Certificate, ModeCertificate
-    from paceline.train.run_spec import RunSpec
     from paceline.verify.worker import ModeTrial
 
 logger = logging.getLogger(__name__)
@@ -78,10 +89,6 @@ def verify(loaded: Loaded, options: VerifyOptions) -> VerifyResult:
         ConfigError: the config or a requested mode is invalid; nothing was started.
         RunError: the reference failed.
     """
-    from paceline.distributed.devices import with_precision, without_idle_offload
-    from paceline.launch.fork_server import start_fork_server
-    from paceline.tasks import load_task
-
     _check(options)
     configure_logging()
     log_notices(logger, loaded.notices)
@@ -121,8 +128,6 @@ def verify(loaded: Loaded, options: VerifyOptions) -> VerifyResult:
 
 
 def _check(options: VerifyOptions) -> None:
-    from paceline.distributed.environment import outer_launcher
-
     if outer_launcher() is not None:
         raise ConfigError(
             "`paceline verify` is not supported under torchrun: it starts its own ranks",
@@ -164,8 +169,6 @@ def _verification_config(config: Config, steps: int) -> Config:
 
 
 def _devices(config: Config, world_size: int | None) -> Devices:
-    from paceline.distributed.devices import accelerators, choose_devices
-
     if world_size is None and config.parallel.num_gpus == "auto":
         on_cpu = config.parallel.device == "cpu" or not accelerators()[1]
         world_size = _CPU_RANKS if on_cpu else len(accelerators()[1])
@@ -227,8 +230,6 @@ def _split(requested: str | None) -> set[str]:
 
 def _check_mode(mode: VerifyMode, config: Config) -> None:
     from paceline.launch.passes.layout import check_vision_language
-    from paceline.parallel.registry import check_strategy, get_spec
-    from paceline.tasks import load_task
 
     config = config.model_copy(update={"parallel": mode.parallel})
     check_vision_language(config, mode.layout.axes)
@@ -246,7 +247,6 @@ def _check_mode(mode: VerifyMode, config: Config) -> None:
 
 def _base_spec(loaded: Loaded, devices: Devices, folder: Path) -> RunSpec:
     """Return the spec of `ddp`, whose global batch all modes use."""
-    from paceline.launch.passes.draft import Draft, Host
     from paceline.launch.passes.layout import choose_layout
     from paceline.launch.plan import make_spec, plan
 
@@ -384,13 +384,7 @@ def _certificate(
         "precision": args.precision,
         "optim": args.optim,
         "global_batch_size": base.derived.global_batch_size,
-        "bounds": {
-            "loss": bounds.loss,
-            "weights": bounds.weights,
-            "family": bounds.family,
-            "cost": bounds.cost,
-            "floor": bounds.floor,
-        },
+        "bounds": cast(BoundsReport, asdict(bounds)),
         "excluded": reference["excluded"],
         "model": config.model,
         "task": config.task,
@@ -402,8 +396,6 @@ def _certificate(
 def _write(certificate: Certificate, folder: Path) -> None:
     """Write ``verify.json`` and ``verify.html``. If the folder belongs to a finished run,
     update its report with the certificate."""
-    from paceline.observe.report.html import render_certificate, write_reports
-
     run_dir = RunDir(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,32 +1,19 @@
 """`paceline explain all-reduce` and `explain broadcast`: record every step on real ranks."""
 
-from __future__ import annotations
-
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
-from paceline.explain.catalog import ExplainOptions
-from paceline.explain.record import (
-    Cell,
-    Check,
-    DrawnMessage,
-    DrawnRow,
-    Frame,
-    Recording,
-    check_traffic,
-)
-from paceline.launch.rank_pool import run_on_ranks
+from paceline.explain.rank_topic import RankTopic
+from paceline.explain.record import Cell, Check, DrawnMessage, DrawnRow, Frame
+from paceline.strategies.reducers.all_reduce.run import CollectiveTrace, all_reduce, broadcast
+from paceline.strategies.reducers.all_reduce.schedules import Send
 
-if TYPE_CHECKING:
-    from paceline.distributed.communicator import Communicator
-    from paceline.strategies.reducers.all_reduce.run import CollectiveTrace
-    from paceline.strategies.reducers.all_reduce.schedules import Send, Sent, Step
-
-PRELOAD = ("paceline.strategies.reducers.all_reduce.run",)
 _ELEMENT_BYTES = 4  # float32
 
 _ABOUT = {
@@ -63,104 +50,97 @@ _ABOUT_BROADCAST = {
 _START = "Start: rank r has 2^r in every element, so each value shows whose values it sums."
 
 
-@dataclass(frozen=True)
-class RankTrace:
-    """The recording of one rank. ``counted_bytes``: as its traffic counter recorded them;
-    ``is_correct``: the result equals the result of the backend's collective."""
-
-    trace: CollectiveTrace
-    sent: Sent
-    counted_bytes: int
-    is_correct: bool
-
-
-def record(options: ExplainOptions) -> Recording:
-    """Run the collective on real ranks.
+class CollectiveTopic(RankTopic):
+    """Run an all-reduce or a broadcast on real ranks.
 
     The figures: ``algorithm, ranks, elements, steps: [{phase, step, sends: [{from, to, chunk,
     bytes}]}], messages_sent`` (per rank), ``segments`` (ranges of elements that move together) and
     ``states`` (the value of each segment on each rank, before the first step and after each).
+
+    Attributes:
+        sent: what each rank has sent.
+        is_correct: whether the result equals the result of the backend's collective.
     """
-    collective, algorithm = options.topic, options.algorithm
-    ranks, elements = options.ranks, options.elements
-    traces: list[RankTrace] = run_on_ranks(_record_rank, ranks, collective, algorithm, elements)
-    steps = traces[0].trace.steps
-    edges = {edge for step in steps for send in step.sends for edge in (send.start, send.stop)}
-    segments = list(pairwise(sorted({0, elements} | edges)))
-    states = [
-        [[int(rank.trace.values[number][start]) for start, _ in segments] for rank in traces]
-        for number in range(len(steps) + 1)
-    ]
-    frames = _frames(steps, segments, states)
-    size_bytes = elements * _ELEMENT_BYTES
-    max_sent = max(rank.sent.bytes for rank in traces)
-    return Recording(
-        topic=collective,
-        title=f"{collective.capitalize()} by {algorithm}, {counted(ranks, 'rank')}",
-        about=about(collective, algorithm, ranks),
-        actors=tuple(f"rank {rank}" for rank in range(ranks)),
-        frames=frames,
-        checks=(
-            check_traffic(frames, [rank.counted_bytes for rank in traces]),
-            Check.equal(
-                "same bits as the backend's collective",
-                [True] * ranks,
-                [rank.is_correct for rank in traces],
-            ),
-        ),
-        facts=(
-            ("Tensor", f"{counted(elements, 'element')}, {human_bytes(size_bytes)}"),
-            ("Steps", str(len(steps))),
-            (
-                "Sent by the rank that sends most",
-                f"{human_bytes(max_sent)} ({max_sent / size_bytes:.2f} × the tensor)",
-            ),
-            ("Most messages of a rank", str(max(rank.sent.messages for rank in traces))),
-        ),
-        figures={
-            "algorithm": algorithm,
-            "ranks": ranks,
-            "elements": elements,
-            "steps": [_step_figures(step) for step in steps],
-            "messages_sent": [rank.sent.messages for rank in traces],
-            "segments": segments,
-            "states": states,
-        },
-    )
 
+    def run(self) -> None:
+        world, elements = self.world, self.options.elements
+        tensor = torch.full((elements,), 2.0**world.rank)
+        backend, trace = tensor.clone(), CollectiveTrace()
+        is_reduce = self.options.topic == "all-reduce"
+        collective = all_reduce if is_reduce else broadcast
+        with self.count_traffic():
+            sent = collective(world, tensor, self.options.algorithm, trace=trace)
+        if world.size > 1 and is_reduce:
+            dist.all_reduce(backend)
+        elif world.size > 1:
+            dist.broadcast(backend, src=0)
+        self.is_correct = torch.equal(tensor, backend)
+        self.sent, self.steps = self.gather(sent), trace.steps
+        edges = {e for step in trace.steps for send in step.sends for e in (send.start, send.stop)}
+        self.segments = list(pairwise(sorted({0, elements} | edges)))
+        starts = [start for start, _ in self.segments]
+        states = self.gather([[int(values[each]) for each in starts] for values in trace.values])
+        self.states = [list(state) for state in zip(*states, strict=True)]
+        ranks = counted(world.size, "rank")
+        self.title = f"{self.options.topic.capitalize()} by {self.options.algorithm}, {ranks}"
+        self.about = about(self.options.topic, self.options.algorithm, world.size)
 
-def _step_figures(step: Step) -> dict[str, object]:
-    sends = [
-        {
-            "from": send.source,
-            "to": send.target,
-            "chunk": send.chunk,
-            "bytes": send.count * _ELEMENT_BYTES,
-        }
-        for send in step.sends
-    ]
-    return {"phase": step.phase, "step": step.step, "sends": sends}
-
-
-def _frames(
-    steps: list[Step], segments: list[tuple[int, int]], states: list[list[list[int]]]
-) -> tuple[Frame, ...]:
-    frames = [Frame(_START, _rows(segments, states[0], states[0]), is_key=True)]
-    totals = Counter(step.phase for step in steps)
-    for number, step in enumerate(steps):
-        sent_bytes = sum(send.count for send in step.sends) * _ELEMENT_BYTES
-        name = f"{step.phase}, step {step.step + 1} of {totals[step.phase]}"
-        messages = counted(len(step.sends), "message")
-        frames.append(
-            Frame(
+    def frames(self) -> Iterator[Frame]:
+        yield Frame(_START, _rows(self.states[0], self.states[0]), is_key=True)
+        totals = Counter(step.phase for step in self.steps)
+        for step, (before, after) in zip(self.steps, pairwise(self.states), strict=True):
+            sent_bytes = sum(send.count for send in step.sends) * _ELEMENT_BYTES
+            name = f"{step.phase}, step {step.step + 1} of {totals[step.phase]}"
+            messages = counted(len(step.sends), "message")
+            yield Frame(
                 f"{name}: {messages}, {human_bytes(sent_bytes)} in total",
-                _rows(segments, states[number + 1], states[number]),
+                _rows(after, before),
                 phase=step.phase,
-                messages=tuple(_message(send, segments) for send in step.sends),
+                messages=tuple(_message(send, self.segments) for send in step.sends),
                 is_key=True,
             )
+
+    def checks(self) -> list[Check]:
+        return [
+            self.check_ranks("same bits as the backend's collective", self.is_correct),
+        ]
+
+    def facts(self) -> dict[str, str]:
+        elements = self.options.elements
+        size_bytes = elements * _ELEMENT_BYTES
+        max_bytes = max(rank.bytes for rank in self.sent)
+        return {
+            "Tensor": f"{counted(elements, 'element')}, {human_bytes(size_bytes)}",
+            "Steps": str(len(self.steps)),
+            "Sent by the rank that sends most": (
+                f"{human_bytes(max_bytes)} ({max_bytes / size_bytes:.2f} × the tensor)"
+            ),
+            "Most messages of a rank": str(max(rank.messages for rank in self.sent)),
+        }
+
+    def add_figures(self) -> None:
+        self.figures.update(
+            elements=self.options.elements,
+            steps=[
+                {
+                    "phase": step.phase,
+                    "step": step.step,
+                    "sends": [
+                        {
+                            "from": send.source,
+                            "to": send.target,
+                            "chunk": send.chunk,
+                            "bytes": send.count * _ELEMENT_BYTES,
+                        }
+                        for send in step.sends
+                    ],
+                }
+                for step in self.steps
+            ],
+            messages_sent=[rank.messages for rank in self.sent],
+            segments=self.segments,
+            states=self.states,
         )
-    return tuple(frames)
 
 
 def _message(send: Send, segments: list[tuple[int, int]]) -> DrawnMessage:
@@ -180,45 +160,25 @@ def _message(send: Send, segments: list[tuple[int, int]]) -> DrawnMessage:
     )
 
 
-def _rows(
-    segments: list[tuple[int, int]], state: list[list[int]], before: list[list[int]]
-) -> tuple[tuple[DrawnRow, ...], ...]:
+def _rows(state: list[list[int]], before: list[list[int]]) -> tuple[tuple[DrawnRow, ...], ...]:
     """Return whose values each rank has in each segment."""
     ranks = len(state)
-    rows = []
-    for values, old in zip(state, before, strict=True):
-        cells = tuple(
-            Cell(
-                holders(value, ranks),
-                ranks=tuple(rank for rank in range(ranks) if value >> rank & 1),
-                tone="new" if value != old_value else "",
-            )
-            for value, old_value in zip(values, old, strict=True)
+    return tuple(
+        (
+            DrawnRow(
+                "",
+                tuple(
+                    Cell(
+                        holders(value, ranks),
+                        ranks=ranks_of(value, ranks),
+                        tone="new" if value != old_value else "",
+                    )
+                    for value, old_value in zip(values, old, strict=True)
+                ),
+            ),
         )
-        rows.append((DrawnRow("", cells),))
-    return tuple(rows)
-
-
-def _record_rank(world: Communicator, collective: str, algorithm: str, elements: int) -> RankTrace:
-    import torch
-    import torch.distributed as dist
-
-    from paceline.strategies.reducers.all_reduce import run as collectives
-
-    tensor = torch.full((elements,), 2.0**world.rank)
-    backend, trace = tensor.clone(), collectives.CollectiveTrace()
-    before = world.traffic.total
-    if collective == "all-reduce":
-        sent = collectives.all_reduce(world, tensor, algorithm, trace)
-    else:
-        sent = collectives.broadcast(world, tensor, algorithm, trace=trace)
-    counted_bytes = world.traffic.total - before
-    if world.size > 1:
-        if collective == "all-reduce":
-            dist.all_reduce(backend)
-        else:
-            dist.broadcast(backend, src=0)
-    return RankTrace(trace, sent, counted_bytes, torch.equal(tensor, backend))
+        for values, old in zip(state, before, strict=True)
+    )
 
 
 def about(collective: str, algorithm: str, ranks: int) -> str:
@@ -227,10 +187,15 @@ def about(collective: str, algorithm: str, ranks: int) -> str:
     return table[algorithm].format(chunks=counted(ranks, "chunk"))
 
 
+def ranks_of(value: int, ranks: int) -> tuple[int, ...]:
+    """Return the ranks whose values a value sums."""
+    return tuple(rank for rank in range(ranks) if value >> rank & 1)
+
+
 def holders(value: int, ranks: int) -> str:
     """Return whose values a value sums: ``0+2``, ``all``, or the number of ranks if more than
     four."""
-    parts = [rank for rank in range(ranks) if value >> rank & 1]
+    parts = ranks_of(value, ranks)
     if len(parts) == ranks and ranks > 1:
         return "all"
     return "+".join(map(str, parts)) if len(parts) <= 4 else f"{len(parts)} of {ranks}"

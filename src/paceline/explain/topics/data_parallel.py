@@ -1,41 +1,32 @@
 """`paceline explain data-parallel`: a real step of one process that controls several devices with
 threads, with the inputs, outputs and gradients of each device."""
 
-from __future__ import annotations
-
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
 
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
-from paceline.explain.catalog import ExplainOptions
+from paceline.explain import training
+from paceline.explain.rank_topic import RankTopic, numbers_of
 from paceline.explain.record import (
-    Cell,
     Check,
     DrawnMessage,
     DrawnRow,
     Frame,
-    Recording,
     Span,
     Tone,
     cells_of,
+    idle_cells,
     on_step_clock,
 )
-from paceline.launch.fork_server import OPTIMIZER_MODULE
-from paceline.launch.rank_pool import run_on_ranks
+from paceline.strategies.data_parallel.strategy import ThreadedDPStrategy
 
-if TYPE_CHECKING:
-    import torch
-
-    from paceline.distributed.communicator import Communicator
-
-PRELOAD = (
-    "paceline.explain.training",
-    "paceline.strategies.data_parallel.strategy",
-    OPTIMIZER_MODULE,
-)
 _WARM_UP_STEPS = 3
 _SHOWN = 4  # values of each tensor
 _ROWS = ("weights", "inputs", "outputs", "gradients")
@@ -57,234 +48,190 @@ class DeviceValues:
     gradients: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class ThreadedStep:
-    """The recording of a step.
+class TimedStrategy(ThreadedDPStrategy):
+    """Records the spans of a step, whose actors are devices, and the gradients of each device."""
 
-    Args:
-        spans: spans, whose actors are devices.
-        copied_bytes: bytes of the copies of weights and of gradients between two devices.
-        counted_bytes: bytes of all copies, by the traffic counter.
-        summed, updated: first gradients and weights of device 0 after their sum and the update.
-    """
+    def __init__(self, *args: Any, devices: list[DeviceValues]) -> None:
+        super().__init__(*args)
+        self.num_devices = len(devices)
+        self.spans: list[Span] = []
+        self._devices = devices
+        self._lock = threading.Lock()
 
-    spans: list[Span]
-    devices: list[DeviceValues]
-    copied_bytes: tuple[int, int]
-    counted_bytes: int
-    summed: list[float]
-    updated: list[float]
-    is_correct: bool
+    def add_span(self, device: int, kind: str, start_s: float) -> None:
+        """Add a span that ends now."""
+        end_s = time.perf_counter()
+        with self._lock:
+            self.spans.append(Span(device, "thread", kind, kind, start_s, end_s))
+
+    def _send_weights(self) -> None:
+        start_s = time.perf_counter()
+        super()._send_weights()
+        self.add_span(0, "copy weights", start_s)
+
+    def _sum_gradients(self) -> None:
+        for device, replica in zip(self._devices, self.replicas, strict=True):
+            device.gradients = _first(next(replica.parameters()).grad)
+        start_s = time.perf_counter()
+        super()._sum_gradients()
+        self.add_span(0, "sum gradients", start_s)
 
 
-def record(options: ExplainOptions) -> Recording:
-    """Record a step of a small training.
+class ThreadsTopic(RankTopic):
+    """Record a step of a small training in one process.
 
     The figures: ``ranks`` (devices), ``devices`` (first values of each tensor), ``summed``,
     ``updated`` (first gradients and weights of device 0 at the end) and ``copied_bytes`` (between
     devices, per step).
+
+    Attributes:
+        model_bytes: bytes of the weights, and of the gradients, that are copied between devices.
     """
-    step: ThreadedStep = run_on_ranks(_record_step, 1, options.ranks)[0]
-    spans, _ = on_step_clock(step.spans)
-    frames = _frames(step, spans)
-    sums = [sum(values) for values in zip(*(d.gradients for d in step.devices), strict=True)]
-    return Recording(
-        topic="data-parallel",
-        title=f"Data parallel: one step of one process on {counted(options.ranks, 'device')}",
-        about=_ABOUT,
-        actors=tuple(f"device {number}" for number in range(options.ranks)),
-        frames=frames,
-        checks=(
+
+    about = _ABOUT
+
+    def run(self) -> None:
+        num_devices = self.options.ranks
+        self.devices = [DeviceValues() for _ in range(num_devices)]
+        strategy = TimedStrategy(training.make_config("dp"), self.world, devices=self.devices)
+        model = training.make_model()
+        strategy.setup(model)
+        optimizer = strategy.setup_optimizer(training.build_adamw)
+        batches = [training.make_batch(number) for number in range(num_devices)]
+        handles: list[RemovableHandle] = []
+
+        def micro_step(number: int, module: torch.nn.Module) -> torch.Tensor:
+            first, device = next(module.parameters()), self.devices[number]
+            device.weights, device.inputs = _first(first), _first(batches[number])
+            start_s = time.perf_counter()
+            output = module(batches[number])
+            loss: torch.Tensor = output.square().mean() / num_devices
+            strategy.add_span(number, "forward", start_s)
+            device.outputs = _first(output)
+            end_s = time.perf_counter()
+            # Backward computes the first layer's gradient last.
+            handles.append(
+                first.register_post_accumulate_grad_hook(
+                    lambda _: strategy.add_span(number, "backward", end_s)
+                )
+            )
+            return loss
+
+        for number in range(_WARM_UP_STEPS + 1):
+            strategy.spans.clear()
+            self.counted_bytes = 0
+            with self.count_traffic():
+                strategy.forward_backward(micro_step, num_devices)
+            while handles:
+                handles.pop().remove()
+            if number == 0:
+                self.is_correct = training.has_reference_gradients(
+                    dict(model.named_parameters()), num_devices
+                )
+            self.summed = _first(next(model.parameters()).grad)
+            start_s = time.perf_counter()
+            optimizer.step()
+            strategy.add_span(0, "update", start_s)
+        self.model_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self.updated = _first(next(model.parameters()))
+        self.spans, _ = on_step_clock(strategy.spans)
+        devices = counted(num_devices, "device")
+        self.title = f"Data parallel: one step of one process on {devices}"
+        self.actors = [f"device {number}" for number in range(num_devices)]
+
+    def frames(self) -> Iterator[Frame]:
+        others, size_bytes = range(1, len(self.devices)), self.model_bytes
+        start_s = min(span.start_s for span in self.spans if span.kind == "forward")
+        rows = [dict.fromkeys(_ROWS, idle_cells(_SHOWN)) for _ in self.devices]
+
+        def show(name: str, tone: Tone = "") -> None:
+            for row, device in zip(rows, self.devices, strict=True):
+                row[name] = cells_of(getattr(device, name), tone)
+
+        def frame(caption: str, time_s: float, is_key: bool = True, **settings: Any) -> Frame:
+            drawn = tuple(
+                tuple(DrawnRow(name, cells) for name, cells in row.items()) for row in rows
+            )
+            return Frame(caption, drawn, time_s=time_s, is_key=is_key, **settings)
+
+        show("inputs")
+        rows[0]["weights"] = cells_of(self.devices[0].weights)
+        yield frame(
+            "Each device has its part of the batch. Only device 0 has the current weights.",
+            time_s=0.0,
+            is_key=False,
+        )
+        show("weights", "new")
+        yield frame(
+            "Device 0 copies its weights to every other device, in each step.",
+            time_s=start_s,
+            messages=tuple(DrawnMessage(0, device, "weights", size_bytes) for device in others),
+        )
+        show("weights")
+        show("outputs", "new")
+        yield frame(
+            "Each device runs forward on its inputs, in its own thread.",
+            time_s=self._end_s("forward"),
+        )
+        show("outputs")
+        show("gradients", "new")
+        yield frame(
+            "Each device runs backward: the gradients differ, because the inputs do.",
+            time_s=self._end_s("backward"),
+        )
+        show("gradients")
+        rows[0]["gradients"] = cells_of(self.summed, "done")
+        yield frame(
+            "Device 0 receives all gradients and sums them. The other devices are idle.",
+            time_s=self._end_s("sum gradients"),
+            messages=tuple(DrawnMessage(device, 0, "gradients", size_bytes) for device in others),
+        )
+        rows[0]["weights"] = cells_of(self.updated, "done")
+        yield frame(
+            "Only device 0 applies the update. The weights of the others are now out of date.",
+            time_s=self._end_s("update"),
+        )
+
+    def _end_s(self, kind: str) -> float:
+        return max(span.end_s for span in self.spans if span.kind == kind)
+
+    def check_frames(self, frames: Sequence[Frame]) -> list[Check]:
+        gradients = zip(*(device.gradients for device in self.devices), strict=True)
+        sums = [sum(values) for values in gradients]
+        return [
             # One process has one counter.
             Check.equal(
                 "bytes copied between devices",
                 sum(message.size_bytes for frame in frames for message in frame.messages),
-                step.counted_bytes,
+                self.counted_bytes,
             ),
             Check(
                 "the sum of the devices' gradients is that of device 0",
                 sums,
-                step.summed,
+                self.summed,
                 all(
                     abs(total - value) <= 1e-4 * abs(value) + 1e-9
-                    for total, value in zip(sums, step.summed, strict=True)
+                    for total, value in zip(sums, self.summed, strict=True)
                 ),
             ),
-            Check.equal("gradients equal those of one process", True, step.is_correct),
-        ),
-        facts=(
-            ("Through device 0 per step", human_bytes(step.counted_bytes)),
-            ("Step", f"{1000 * max(span.end_s for span in spans):.1f} ms"),
-        ),
-        spans=tuple(spans),
-        figures={
-            "ranks": options.ranks,
-            "devices": [vars(device) for device in step.devices],
-            "summed": step.summed,
-            "updated": step.updated,
-            "copied_bytes": step.counted_bytes,
-        },
-    )
+            Check.equal("gradients equal those of one process", True, self.is_correct),
+        ]
 
+    def facts(self) -> dict[str, str]:
+        return {
+            "Through device 0 per step": human_bytes(self.counted_bytes),
+            "Step": f"{1000 * max(span.end_s for span in self.spans):.1f} ms",
+        }
 
-def _frames(step: ThreadedStep, spans: list[Span]) -> tuple[Frame, ...]:
-    def end_s(kind: str) -> float:
-        return max(span.end_s for span in spans if span.kind == kind)
-
-    others = range(1, len(step.devices))
-    weights_bytes, gradients_bytes = step.copied_bytes
-    copies = tuple(DrawnMessage(0, device, "weights", weights_bytes) for device in others)
-    returns = tuple(DrawnMessage(device, 0, "gradients", gradients_bytes) for device in others)
-    start_s = min(span.start_s for span in spans if span.kind == "forward")
-    return (
-        Frame(
-            "Each device has its part of the batch. Only device 0 has the current weights.",
-            _rows(step, {"inputs": ""}, ["weights", "inputs"]),
-            time_s=0.0,
-        ),
-        Frame(
-            "Device 0 copies its weights to every other device, in each step.",
-            _rows(step, {"weights": "new", "inputs": ""}),
-            messages=copies,
-            time_s=start_s,
-            is_key=True,
-        ),
-        Frame(
-            "Each device runs forward on its inputs, in its own thread.",
-            _rows(step, {"weights": "", "inputs": "", "outputs": "new"}),
-            time_s=end_s("forward"),
-            is_key=True,
-        ),
-        Frame(
-            "Each device runs backward: the gradients differ, because the inputs do.",
-            _rows(step, {"weights": "", "inputs": "", "outputs": "", "gradients": "new"}),
-            time_s=end_s("backward"),
-            is_key=True,
-        ),
-        Frame(
-            "Device 0 receives all gradients and sums them. The other devices are idle.",
-            _rows(step, dict.fromkeys(_ROWS, ""), summed=True),
-            messages=returns,
-            time_s=end_s("sum gradients"),
-            is_key=True,
-        ),
-        Frame(
-            "Only device 0 applies the update. The weights of the others are now out of date.",
-            _rows(step, dict.fromkeys(_ROWS, ""), summed=True, updated=True),
-            time_s=end_s("update"),
-            is_key=True,
-        ),
-    )
-
-
-def _rows(
-    step: ThreadedStep,
-    tones: dict[str, Tone],
-    on_device0: list[str] | None = None,
-    summed: bool = False,
-    updated: bool = False,
-) -> tuple[tuple[DrawnRow, ...], ...]:
-    """Return the rows of each device.
-
-    Args:
-        tones: rows that have values, and how these are marked.
-        on_device0: rows that have values on device 0, if they differ.
-    """
-    rows = []
-    for number, device in enumerate(step.devices):
-        shown = []
-        for name in _ROWS:
-            values: list[float] = getattr(device, name)
-            tone = tones.get(name)
-            if number == 0 and on_device0 and name in on_device0:
-                tone = ""
-            if number == 0 and name == "gradients" and summed:
-                values, tone = step.summed, "done"
-            if number == 0 and name == "weights" and updated:
-                values, tone = step.updated, "done"
-            empty = tuple(Cell("", tone="idle") for _ in range(_SHOWN))
-            shown.append(DrawnRow(name, empty if tone is None else cells_of(values, tone)))
-        rows.append(tuple(shown))
-    return tuple(rows)
-
-
-def _record_step(world: Communicator, devices: int) -> ThreadedStep:
-    from torch.utils.hooks import RemovableHandle
-
-    from paceline.explain import training
-    from paceline.strategies.data_parallel.strategy import ThreadedDPStrategy
-
-    spans: list[Span] = []
-    values = [DeviceValues() for _ in range(devices)]
-    lock = threading.Lock()
-
-    def add_span(device: int, kind: str, start_s: float) -> None:
-        """Add a span that ends now."""
-        end_s = time.perf_counter()
-        with lock:
-            spans.append(Span(device, "thread", kind, kind, start_s, end_s))
-
-    class TimedStrategy(ThreadedDPStrategy):
-        def _send_weights(self) -> None:
-            start_s = time.perf_counter()
-            super()._send_weights()
-            add_span(0, "copy weights", start_s)
-
-        def _sum_gradients(self) -> None:
-            for device, replica in zip(values, self.replicas, strict=True):
-                device.gradients = _first(next(replica.parameters()).grad)
-            start_s = time.perf_counter()
-            super()._sum_gradients()
-            add_span(0, "sum gradients", start_s)
-
-    strategy = TimedStrategy(training.make_config("dp"), world)
-    strategy.num_devices = devices
-    model = training.make_model()
-    strategy.setup(model)
-    optimizer = strategy.setup_optimizer(training.build_adamw)
-    batches = [training.make_batch(number) for number in range(devices)]
-    handles: list[RemovableHandle] = []
-
-    def micro_step(number: int, module: torch.nn.Module) -> torch.Tensor:
-        first = next(module.parameters())
-        values[number].weights, values[number].inputs = _first(first), _first(batches[number])
-        start_s = time.perf_counter()
-        output = module(batches[number])
-        loss: torch.Tensor = output.square().mean() / devices
-        add_span(number, "forward", start_s)
-        values[number].outputs = _first(output)
-        end_s = time.perf_counter()
-        # Backward computes the first layer's gradient last.
-        handles.append(
-            first.register_post_accumulate_grad_hook(lambda _: add_span(number, "backward", end_s))
+    def add_figures(self) -> None:
+        self.figures.update(
+            devices=[vars(device) for device in self.devices],
+            summed=self.summed,
+            updated=self.updated,
+            copied_bytes=self.counted_bytes,
         )
-        return loss
-
-    is_correct = True
-    for number in range(_WARM_UP_STEPS + 1):
-        spans.clear()
-        before = world.traffic.total
-        strategy.forward_backward(micro_step, devices)
-        counted_bytes = world.traffic.total - before
-        for handle in handles:
-            handle.remove()
-        handles.clear()
-        if number == 0:
-            is_correct = training.has_reference_gradients(model, devices)
-        summed = _first(next(model.parameters()).grad)
-        start_s = time.perf_counter()
-        optimizer.step()
-        add_span(0, "update", start_s)
-    parameters = list(model.parameters())
-    size_bytes = sum(parameter.nbytes for parameter in parameters)
-    updated = _first(parameters[0])
-    return ThreadedStep(
-        spans, values, (size_bytes, size_bytes), counted_bytes, summed, updated, is_correct
-    )
 
 
 def _first(tensor: torch.Tensor | None) -> list[float]:
     """Return the first values of a tensor."""
-    assert tensor is not None
-    values: list[float] = tensor.detach().reshape(-1)[:_SHOWN].tolist()
-    return values
+    return numbers_of(tensor)[:_SHOWN]

@@ -1,25 +1,20 @@
 """`paceline explain hybrid`: the device mesh of several axes, and the process groups that
 communicate along each of them."""
 
-from __future__ import annotations
+from collections.abc import Iterator
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import torch
+import torch.distributed as dist
 
-from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.distributed.call_log import CountedCall
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
-from paceline.explain.calls import collectives_of, messages_of
-from paceline.explain.catalog import ExplainOptions
-from paceline.explain.record import Cell, Check, DrawnRow, Frame, Recording, Tone, check_traffic
-from paceline.explain.topics.collective import holders
-from paceline.launch.rank_pool import run_on_ranks
+from paceline.distributed.traffic import log_calls
+from paceline.explain.rank_topic import RankFrame, RankTopic
+from paceline.explain.record import Cell, Check, DrawnRow, Tone
+from paceline.explain.topics.collective import holders, ranks_of
 
-if TYPE_CHECKING:
-    from paceline.distributed.communicator import Communicator
-
-PRELOAD = ("paceline.distributed.communicator",)
 _ELEMENTS = 256
 _ABOUT = (
     "Several kinds of parallelism are combined on one mesh: each rank has a coordinate on each"
@@ -35,77 +30,114 @@ _PURPOSES = {
 }
 
 
-@dataclass(frozen=True)
-class RankMesh:
-    """The recording of one rank.
-
-    Args:
-        coordinates: coordinate on each axis.
-        values: value after the collective of each axis, by axis; ``start`` before all of them.
-        groups: global ranks of its group on each axis.
-        calls: counted calls of each axis.
-    """
-
-    coordinates: dict[str, int]
-    values: dict[str, int]
-    groups: dict[str, list[int]]
-    calls: dict[str, list[CountedCall]]
-    counted_bytes: int
-
-
-def record(options: ExplainOptions) -> Recording:
+class MeshTopic(RankTopic):
     """All-reduce along each axis of a mesh of real ranks; with a pipeline axis, also send along it.
 
     The figures: ``ranks, axes`` (size of each axis), ``coordinates`` (of each rank) and ``groups``
     (axis → groups of ranks).
 
-    Raises:
-        ConfigError: the number of ranks is not divisible by 4.
+    Attributes:
+        values: value of this rank after the collective of each axis, by axis; ``start`` before all
+            of them.
+        members: global ranks of this rank's group on each axis; ``groups``: all groups.
     """
-    ranks = options.ranks
-    if ranks % 4:
-        raise ConfigError(
-            f"`--ranks {ranks}` does not form a mesh",
-            allowed="4, 8, 12 or 16",
-            fix="use `--ranks 4`, which is data 2 × tensor 2",
+
+    about = _ABOUT
+    columns = 2
+
+    def run(self) -> None:
+        world, ranks = self.world, self.options.ranks
+        pipeline = 2 if ranks % 8 == 0 else 1
+        self.axes = ParallelDims(data=ranks // (2 * pipeline), tensor=2, pipeline=pipeline)
+        mesh = Communicator(
+            world.env, world.device, self.axes, world.group, world.ranks, world.waits
         )
-    pipeline = 2 if ranks % 8 == 0 else 1
-    axes = ParallelDims(data=ranks // (2 * pipeline), tensor=2, pipeline=pipeline)
-    results: list[RankMesh] = run_on_ranks(_record_rank, ranks, axes)
-    names = list(results[0].calls)
-    frames = _frames(results, names)
-    groups = {name: sorted({tuple(rank.groups[name]) for rank in results}) for name in names}
-    return Recording(
-        topic="hybrid",
-        title=f"Device mesh of {counted(ranks, 'rank')}: {axes.text()}",
-        about=_ABOUT,
-        actors=tuple(f"rank {rank}" for rank in range(ranks)),
-        frames=frames,
-        checks=(
-            check_traffic(frames, [rank.counted_bytes for rank in results]),
+        tensor = torch.full((_ELEMENTS,), 2.0**world.rank)
+        self.values = {"start": int(tensor[0])}
+        self.members: dict[str, tuple[int, ...]] = {}
+        self.calls: dict[str, list[CountedCall]] = {}
+        for name in ("tensor", "data", "pipeline"):
+            if getattr(self.axes, name) == 1:
+                continue
+            group = mesh.subgroup(name)
+            self.members[name] = tuple(group.ranks)
+            with self.count_traffic(), log_calls() as self.calls[name]:
+                if name == "pipeline":
+                    _send_on(group, tensor)
+                else:
+                    group.wait(group.all_reduce(tensor))
+            self.values[name] = int(tensor[0])
+        self.groups = {
+            name: sorted(set(self.gather(members))) for name, members in self.members.items()
+        }
+        self.title = f"Device mesh of {counted(ranks, 'rank')}: {self.axes.text()}"
+
+    def rank_frames(self) -> Iterator[RankFrame]:
+        yield RankFrame(
+            "Each rank has a coordinate on each axis. The last axis, tensor, varies fastest.",
+            self._rows("start", ""),
+            is_key=True,
+        )
+        for name, calls in self.calls.items():
+            if name == "pipeline":
+                text = "Axis pipeline: the first stage sends to the second, which adds the values."
+            else:
+                text = f"Axis {name}: {_PURPOSES[name]}. Here, each group all-reduces its values."
+            yield RankFrame(text, self._rows(name, "new"), calls, "values", name, is_key=True)
+
+    def _rows(self, after: str, tone: Tone) -> tuple[DrawnRow, ...]:
+        places = self.axes.coordinates(self.world.rank)
+        shown = [axis for axis in ("pipeline", "data", "tensor") if axis in self.members]
+        value, size = self.values[after], self.world.size
+        return (
+            DrawnRow("place", tuple(Cell(f"{axis} {places[axis]}") for axis in shown)),
+            DrawnRow("sum of", (Cell(holders(value, size), ranks_of(value, size), tone=tone),)),
+        )
+
+    def checks(self) -> list[Check]:
+        *_, last = self.values.values()
+        return [
             Check.equal(
                 "each value sums the ranks of its groups",
-                [rank.values[names[-1]] for rank in results],
-                [_expected(axes, rank) for rank in range(ranks)],
+                self.gather(last),
+                [_expected(self.axes, rank) for rank in range(self.world.size)],
             ),
             Check.equal(
                 "ranks of a group differ only on its axis",
                 True,
-                all(_differ_only_on(name, axes, group) for name in names for group in groups[name]),
+                all(
+                    _differ_only_on(name, self.axes, group)
+                    for name, groups in self.groups.items()
+                    for group in groups
+                ),
             ),
-        ),
-        facts=tuple(
-            (f"{name} groups", " ".join(f"{{{', '.join(map(str, group))}}}" for group in members))
-            for name, members in groups.items()
-        ),
-        figures={
-            "ranks": ranks,
-            "axes": {"data": axes.data, "tensor": axes.tensor, "pipeline": axes.pipeline},
-            "coordinates": [rank.coordinates for rank in results],
-            "groups": groups,
-        },
-        columns=2,
-    )
+        ]
+
+    def facts(self) -> dict[str, str]:
+        return {
+            f"{name} groups": " ".join(f"{{{', '.join(map(str, group))}}}" for group in groups)
+            for name, groups in self.groups.items()
+        }
+
+    def add_figures(self) -> None:
+        axes = self.axes
+        self.figures.update(
+            axes={"data": axes.data, "tensor": axes.tensor, "pipeline": axes.pipeline},
+            coordinates=[axes.coordinates(rank) for rank in range(self.world.size)],
+            groups=self.groups,
+        )
+
+
+def _send_on(group: Communicator, tensor: torch.Tensor) -> None:
+    """Send the tensor from the first stage to the second, which adds it."""
+    received = torch.zeros(_ELEMENTS)
+    if group.rank == 0:
+        operation = dist.P2POp(dist.isend, tensor, group.ranks[1], group.group)
+    else:
+        operation = dist.P2POp(dist.irecv, received, group.ranks[0], group.group)
+    for work in dist.batch_isend_irecv([operation]):
+        group.wait(work)
+    tensor += received
 
 
 def _expected(axes: ParallelDims, rank: int) -> int:
@@ -122,82 +154,3 @@ def _expected(axes: ParallelDims, rank: int) -> int:
 def _differ_only_on(name: str, axes: ParallelDims, group: tuple[int, ...]) -> bool:
     places = [axes.coordinates(rank) for rank in group]
     return all(place[axis] == places[0][axis] for place in places for axis in place if axis != name)
-
-
-def _frames(results: list[RankMesh], names: list[str]) -> tuple[Frame, ...]:
-    frames = [
-        Frame(
-            "Each rank has a coordinate on each axis. The last axis, tensor, varies fastest.",
-            _rows(results, "start", ""),
-            is_key=True,
-        )
-    ]
-    for name in names:
-        calls = [rank.calls[name] for rank in results]
-        if name == "pipeline":
-            text = "Axis pipeline: the first stage sends to the second, which adds the values."
-        else:
-            text = f"Axis {name}: {_PURPOSES[name]}. Here, each group all-reduces its values."
-        frames.append(
-            Frame(
-                text,
-                _rows(results, name, "new"),
-                phase=name,
-                messages=messages_of(calls, "values"),
-                collectives=collectives_of(calls, "values"),
-                is_key=True,
-            )
-        )
-    return tuple(frames)
-
-
-def _rows(results: list[RankMesh], after: str, tone: Tone) -> tuple[tuple[DrawnRow, ...], ...]:
-    size = len(results)
-    rows = []
-    for result in results:
-        names = [axis for axis in ("pipeline", "data", "tensor") if axis in result.groups]
-        value = result.values[after]
-        owners = tuple(rank for rank in range(size) if value >> rank & 1)
-        rows.append(
-            (
-                DrawnRow(
-                    "place",
-                    tuple(Cell(f"{name} {result.coordinates[name]}") for name in names),
-                ),
-                DrawnRow("sum of", (Cell(holders(value, size), ranks=owners, tone=tone),)),
-            )
-        )
-    return tuple(rows)
-
-
-def _record_rank(world: Communicator, axes: ParallelDims) -> RankMesh:
-    import torch
-    import torch.distributed as dist
-
-    from paceline.distributed.communicator import Communicator
-    from paceline.distributed.traffic import log_calls
-
-    mesh = Communicator(world.env, world.device, axes, world.group, world.ranks, world.waits)
-    names = [name for name in ("tensor", "data") if getattr(axes, name) > 1]
-    values = torch.full((_ELEMENTS,), 2.0**world.rank)
-    recorded, groups, calls = {"start": int(values[0])}, {}, {}
-    before = world.traffic.total
-    for name in names:
-        group = mesh.subgroup(name)
-        groups[name] = group.ranks
-        with log_calls() as calls[name]:
-            group.wait(group.all_reduce(values))
-        recorded[name] = int(values[0])
-    if axes.pipeline > 1:
-        group = mesh.subgroup("pipeline")
-        groups["pipeline"] = group.ranks
-        received = torch.zeros(_ELEMENTS)
-        with log_calls() as calls["pipeline"]:
-            if group.rank == 0:
-                operation = dist.P2POp(dist.isend, values, group.ranks[1], group.group)
-            else:
-                operation = dist.P2POp(dist.irecv, received, group.ranks[0], group.group)
-            for work in dist.batch_isend_irecv([operation]):
-                group.wait(work)
-        recorded["pipeline"] = int((values + received)[0])
-    return RankMesh(mesh.coordinates, recorded, groups, calls, world.traffic.total - before)

@@ -1,34 +1,21 @@
 """`paceline explain local-sgd`: workers that train independently, drift apart and are synchronized
 every few steps."""
 
-from __future__ import annotations
+from collections.abc import Iterator, Sequence
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import torch
+from torch import nn
 
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
 from paceline.distributed.call_log import CountedCall
 from paceline.distributed.collective_bytes import all_reduce_bytes
-from paceline.explain.calls import collectives_of
-from paceline.explain.catalog import ExplainOptions
-from paceline.explain.record import (
-    Check,
-    DrawnRow,
-    Frame,
-    Recording,
-    cells_of,
-    check_traffic,
-    number_text,
-)
-from paceline.launch.rank_pool import run_on_ranks
+from paceline.distributed.traffic import log_calls
+from paceline.explain import training
+from paceline.explain.rank_topic import RankFrame, RankTopic, numbers_of
+from paceline.explain.record import Check, DrawnRow, Tone, cells_of, number_text
+from paceline.parallel.strategy import make_strategy
 
-if TYPE_CHECKING:
-    import torch
-
-    from paceline.distributed.communicator import Communicator
-
-PRELOAD = ("paceline.explain.training", "paceline.strategies.local_sgd.algorithms")
 _WEIGHTS = 4
 _SYNC_EVERY = 4
 _STEPS = 2 * _SYNC_EVERY
@@ -51,155 +38,130 @@ _DRIFT = (
 )
 
 
-@dataclass(frozen=True)
-class LocalStep:
-    """The values of one worker in one step: its weights after the local update, and after the
-    synchronization if there is one."""
-
-    local: list[float]
-    weights: list[float]
-    calls: list[CountedCall]
+_SYNCED = range(_SYNC_EVERY - 1, _STEPS, _SYNC_EVERY)
 
 
-@dataclass(frozen=True)
-class WorkerRun:
-    """The recording of one worker. ``start``: the weights before the first step."""
-
-    start: list[float]
-    steps: list[LocalStep]
-    counted_bytes: int
-
-
-def record(options: ExplainOptions) -> Recording:
+class LocalSGDTopic(RankTopic):
     """Train a small model on real ranks; each rank is a worker.
 
     The figures: ``algorithm, ranks, sync_every``, ``weights`` (of each worker after each step),
     ``drift`` (largest difference between two workers after the local update of each step) and
     ``ddp_bytes`` (that a rank would send with ``ddp``).
+
+    Attributes:
+        local, weights: this worker's weights after the local update of each step, and after the
+            synchronization if there is one; ``all_local``, ``all_weights``: of all workers.
     """
-    results: list[WorkerRun] = run_on_ranks(_record_rank, options.ranks, options.algorithm)
-    drifts = [_drift([run.steps[step].local for run in results]) for step in range(_STEPS)]
-    frames = _frames(results, drifts)
-    ddp_bytes = _STEPS * all_reduce_bytes(4 * _WEIGHTS, options.ranks)
-    sent_bytes = results[0].counted_bytes
-    synced = range(_SYNC_EVERY - 1, _STEPS, _SYNC_EVERY)
-    checks = [
-        check_traffic(frames, [run.counted_bytes for run in results]),
-        Check.equal(
-            "after a synchronization all workers have the same weights",
-            [0.0] * len(synced),
-            [_drift([run.steps[step].weights for run in results]) for step in synced],
-        ),
-    ]
-    if options.algorithm == "local_sgd":
-        means = [_mean([run.steps[step].local for run in results]) for step in synced]
-        weights = [results[0].steps[step].weights for step in synced]
-        pairs = [
-            pair for both in zip(means, weights, strict=True) for pair in zip(*both, strict=True)
+
+    def run(self) -> None:
+        config = training.make_config(self.options.algorithm)
+        config.local_sgd.sync_every = _SYNC_EVERY
+        config.local_sgd.workers = self.world.size
+        torch.manual_seed(0)
+        model = nn.Linear(_WEIGHTS, 1, bias=False)
+        strategy = make_strategy(self.options.algorithm, config, self.world)
+        strategy.setup(model)
+        strategy.setup_optimizer(
+            lambda named: torch.optim.SGD([each for _, each in named], lr=_LEARNING_RATE)
+        )
+        generator = torch.Generator().manual_seed(1 + self.world.rank)
+        inputs = torch.randn(8, _WEIGHTS, generator=generator)
+        targets = torch.randn(8, 1, generator=generator)
+        self.start = numbers_of(model.weight)
+        self.local: list[list[float]] = []
+        self.weights: list[list[float]] = []
+        self.calls: list[list[CountedCall]] = []
+
+        def micro_step(_: int, module: nn.Module) -> torch.Tensor:
+            loss: torch.Tensor = (module(inputs) - targets).square().mean() / self.world.size
+            return loss
+
+        def apply(optimizer: torch.optim.Optimizer) -> bool:
+            optimizer.step()
+            self.local.append(numbers_of(model.weight))
+            return True
+
+        for _ in range(_STEPS):
+            with self.count_traffic(), log_calls() as calls:
+                strategy.forward_backward(micro_step, 1)
+                strategy.clip_grad_norm(0.0)
+                strategy.optimizer_step(apply)
+            self.weights.append(numbers_of(model.weight))
+            self.calls.append(calls)
+        self.all_local, self.all_weights = self.gather(self.local), self.gather(self.weights)
+        self.drifts = [_drift(workers) for workers in zip(*self.all_local, strict=True)]
+        name, workers = self.options.algorithm, counted(self.world.size, "worker")
+        self.title, self.about = f"{_NAMES[name]}: {workers}, {_STEPS} steps", _ABOUT[name] + _DRIFT
+        self.actors = [f"worker {rank}" for rank in range(self.world.size)]
+
+    def rank_frames(self) -> Iterator[RankFrame]:
+        yield RankFrame("All workers start with the same weights.", _rows(self.start), is_key=True)
+        for number in range(_STEPS):
+            drift = number_text(self.drifts[number])
+            yield RankFrame(
+                f"Step {number + 1}: each worker updates its own weights; they differ by up to"
+                f" {drift}.",
+                _rows(self.local[number], "new"),
+                is_key=number in _SYNCED,
+            )
+            if number in _SYNCED:
+                yield RankFrame(
+                    f"Synchronization after step {number + 1}: all workers get the same weights.",
+                    _rows(self.weights[number], "done"),
+                    self.calls[number],
+                    "weights",
+                    is_key=True,
+                )
+
+    def checks(self) -> list[Check]:
+        checks = [
+            Check.equal(
+                "after a synchronization all workers have the same weights",
+                [0.0] * len(_SYNCED),
+                [_drift([weights[step] for weights in self.all_weights]) for step in _SYNCED],
+            ),
         ]
-        is_mean = all(abs(mean - weight) < 1e-6 for mean, weight in pairs)
-        checks.append(Check("they are the mean of the workers", weights, means, is_mean))
-    return Recording(
-        topic="local-sgd",
-        title=f"{_NAMES[options.algorithm]}: {counted(options.ranks, 'worker')}, {_STEPS} steps",
-        about=_ABOUT[options.algorithm] + _DRIFT,
-        actors=tuple(f"worker {rank}" for rank in range(options.ranks)),
-        frames=frames,
-        checks=tuple(checks),
-        facts=(
-            ("Synchronizations", f"{_STEPS // _SYNC_EVERY} in {_STEPS} steps"),
-            ("Sent per worker", human_bytes(sent_bytes)),
-            ("Gradients with ddp, without padding", human_bytes(ddp_bytes)),
-            ("Largest drift", number_text(max(drifts))),
-        ),
-        figures={
-            "algorithm": options.algorithm,
-            "ranks": options.ranks,
-            "sync_every": _SYNC_EVERY,
-            "weights": [[step.weights for step in run.steps] for run in results],
-            "drift": drifts,
-            "ddp_bytes": ddp_bytes,
-        },
-    )
+        if self.options.algorithm == "local_sgd":
+            means = [_mean([local[step] for local in self.all_local]) for step in _SYNCED]
+            weights = [self.weights[step] for step in _SYNCED]
+            differences = [
+                abs(mean - weight)
+                for both in zip(means, weights, strict=True)
+                for mean, weight in zip(*both, strict=True)
+            ]
+            is_mean = max(differences) < 1e-6
+            checks.append(Check("they are the mean of the workers", weights, means, is_mean))
+        return checks
+
+    def facts(self) -> dict[str, str]:
+        return {
+            "Synchronizations": f"{len(_SYNCED)} in {_STEPS} steps",
+            "Sent per worker": human_bytes(self.counted_bytes),
+            "Gradients with ddp, without padding": human_bytes(self._ddp_bytes()),
+            "Largest drift": number_text(max(self.drifts)),
+        }
+
+    def add_figures(self) -> None:
+        self.figures.update(
+            sync_every=_SYNC_EVERY,
+            weights=self.all_weights,
+            drift=self.drifts,
+            ddp_bytes=self._ddp_bytes(),
+        )
+
+    def _ddp_bytes(self) -> int:
+        return _STEPS * all_reduce_bytes(4 * _WEIGHTS, self.world.size)
 
 
-def _drift(weights: list[list[float]]) -> float:
+def _rows(weights: list[float], tone: Tone = "") -> tuple[DrawnRow, ...]:
+    return (DrawnRow("weights", cells_of(weights, tone)),)
+
+
+def _drift(weights: Sequence[list[float]]) -> float:
     """Return the largest difference of a weight between two workers."""
-    columns = list(zip(*weights, strict=True))
-    differences: list[float] = [max(values) - min(values) for values in columns]
-    return max(differences)
+    differences = [max(values) - min(values) for values in zip(*weights, strict=True)]
+    return float(max(differences))
 
 
 def _mean(weights: list[list[float]]) -> list[float]:
     return [sum(values) / len(values) for values in zip(*weights, strict=True)]
-
-
-def _frames(results: list[WorkerRun], drifts: list[float]) -> tuple[Frame, ...]:
-    rows = tuple((DrawnRow("weights", cells_of(run.start)),) for run in results)
-    frames = [Frame("All workers start with the same weights.", rows, is_key=True)]
-    for number in range(_STEPS):
-        steps = [run.steps[number] for run in results]
-        local = tuple((DrawnRow("weights", cells_of(step.local, "new")),) for step in steps)
-        drift = number_text(drifts[number])
-        is_synced = (number + 1) % _SYNC_EVERY == 0
-        text = (
-            f"Step {number + 1}: each worker updates its own weights; they differ by up to {drift}."
-        )
-        frames.append(Frame(text, local, is_key=is_synced))
-        if is_synced:
-            frames.append(
-                Frame(
-                    f"Synchronization after step {number + 1}: all workers get the same weights.",
-                    tuple((DrawnRow("weights", cells_of(step.weights, "done")),) for step in steps),
-                    collectives=collectives_of([step.calls for step in steps], "weights"),
-                    is_key=True,
-                )
-            )
-    return tuple(frames)
-
-
-def _record_rank(world: Communicator, algorithm: str) -> WorkerRun:
-    import torch
-    from torch import nn
-
-    from paceline.distributed.traffic import log_calls
-    from paceline.explain import training
-    from paceline.parallel.strategy import make_strategy
-
-    config = training.make_config(algorithm)
-    config.local_sgd.sync_every = _SYNC_EVERY
-    config.local_sgd.workers = world.size
-    torch.manual_seed(0)
-    model = nn.Linear(_WEIGHTS, 1, bias=False)
-    strategy = make_strategy(algorithm, config, world)
-    strategy.setup(model)
-    strategy.setup_optimizer(
-        lambda named: torch.optim.SGD([each for _, each in named], lr=_LEARNING_RATE)
-    )
-    generator = torch.Generator().manual_seed(1 + world.rank)
-    inputs = torch.randn(8, _WEIGHTS, generator=generator)
-    targets = torch.randn(8, 1, generator=generator)
-    local: list[float] = []
-
-    def weights() -> list[float]:
-        values: list[float] = model.weight.detach().reshape(-1).tolist()
-        return values
-
-    def micro_step(_: int, module: nn.Module) -> torch.Tensor:
-        loss: torch.Tensor = (module(inputs) - targets).square().mean() / world.size
-        return loss
-
-    def apply(optimizer: torch.optim.Optimizer) -> bool:
-        optimizer.step()
-        local[:] = weights()
-        return True
-
-    start, steps = weights(), []
-    before = world.traffic.total
-    for _ in range(_STEPS):
-        with log_calls() as calls:
-            strategy.forward_backward(micro_step, 1)
-            strategy.clip_grad_norm(0.0)
-            strategy.optimizer_step(apply)
-        steps.append(LocalStep(list(local), weights(), calls))
-    return WorkerRun(start, steps, world.traffic.total - before)

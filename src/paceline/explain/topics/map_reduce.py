@@ -1,23 +1,18 @@
 """`paceline explain map-reduce`: a word count over ranks, with the pairs and groups of each
 phase."""
 
-from __future__ import annotations
-
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paceline.core.files import Scratch, human_bytes
 from paceline.core.formatting import counted
-from paceline.explain.catalog import ExplainOptions
-from paceline.explain.record import Cell, Check, DrawnMessage, DrawnRow, Frame, Recording, Tone
-from paceline.launch.rank_pool import run_on_ranks
+from paceline.data.count.job import CountSpec, count_shards, reduce
+from paceline.data.count.runs import decode, read_rows
+from paceline.data.count.shards import ScanStats, plan_shards, read_texts
+from paceline.explain.rank_topic import RankFrame, RankTopic
+from paceline.explain.record import Cell, Check, DrawnMessage, DrawnRow, Frame
 
-if TYPE_CHECKING:
-    from paceline.distributed.communicator import Communicator
-
-PRELOAD = ("paceline.data.count.job",)
 _TEXT = (
     "the ring sends the chunk to the next rank and the next rank adds the chunk to the sum"
     " then the ring sends the sum to all"
@@ -31,171 +26,132 @@ _ABOUT = (
 )
 
 
-@dataclass(frozen=True)
-class RankCount:
-    """The recording of one rank.
-
-    Args:
-        tokens: words of its part of the text.
-        pairs: (word, count) after the map, for each destination.
-        sent_bytes: bytes of the pairs for each destination.
-        received_bytes: bytes from other ranks, as the reduce recorded them.
-        counts: (word, count) of the words that it reduced.
-    """
-
-    tokens: list[str]
-    pairs: list[list[tuple[str, int]]]
-    sent_bytes: list[int]
-    received_bytes: int
-    counts: list[tuple[str, int]]
-
-
-def record(options: ExplainOptions) -> Recording:
+class WordCountTopic(RankTopic):
     """Count the words of a small text on real ranks.
 
     The figures: ``ranks, words`` (of each rank), ``pairs`` (of each rank for each destination),
     ``counts`` (of each rank) and ``shuffled_bytes``.
+
+    Attributes:
+        tokens: words of this rank's part of the text.
+        pairs: (word, count) after the map: of each rank for each destination.
+        sent_bytes: bytes of this rank's pairs for each destination.
+        received_bytes: bytes from other ranks, as the reduce recorded them.
+        counts: (word, count) of the words that this rank reduced.
     """
-    with Scratch("paceline-explain-") as folder:
-        (folder / "text.txt").write_text(_TEXT, encoding="utf-8")
-        results: list[RankCount] = run_on_ranks(_record_rank, options.ranks, str(folder))
-    frames = _frames(results)
-    messages = [message for frame in frames for message in frame.messages]
-    received = [0] * options.ranks
-    for message in messages:
-        received[message.target] += message.size_bytes
-    table = {key: count for rank in results for key, count in rank.counts}
-    num_counts = sum(len(rank.counts) for rank in results)
-    total_bytes = sum(message.size_bytes for message in messages)
-    return Recording(
-        topic="map-reduce",
-        title=f"MapReduce: words of a text on {counted(options.ranks, 'rank')}",
-        about=_ABOUT,
-        actors=tuple(f"rank {rank}" for rank in range(options.ranks)),
-        frames=frames,
-        checks=(
-            Check.equal(
-                "bytes received by each rank",
-                received,
-                [rank.received_bytes for rank in results],
-            ),
-            Check.equal("counts equal those of one process", table, dict(Counter(_TEXT.split()))),
-            Check.equal("each word is on one rank", len(table), num_counts),
-        ),
-        facts=(
-            ("Words", str(len(_TEXT.split()))),
-            ("Distinct words", str(len(table))),
-            ("Pairs after map", str(sum(len(part) for rank in results for part in rank.pairs))),
-            ("Shuffled", human_bytes(total_bytes)),
-        ),
-        figures={
-            "ranks": options.ranks,
-            "words": [rank.tokens for rank in results],
-            "pairs": [rank.pairs for rank in results],
-            "counts": [rank.counts for rank in results],
-            "shuffled_bytes": total_bytes,
-        },
-    )
 
+    about = _ABOUT
 
-def _frames(results: list[RankCount]) -> tuple[Frame, ...]:
-    ranks = range(len(results))
-    sent = [
-        DrawnMessage(source, target, f"{counted(len(results[source].pairs[target]), 'pair')}", size)
-        for source in ranks
-        for target, size in enumerate(results[source].sent_bytes)
-        if source != target and size
-    ]
-    groups = [_groups(results, rank) for rank in ranks]
-    return (
-        Frame(
+    def run(self) -> None:
+        with Scratch("paceline-explain-") as folder:
+            self._count(folder)
+            self.world.barrier()  # the other ranks read this rank's pairs
+        self.title = f"MapReduce: words of a text on {counted(self.world.size, 'rank')}"
+
+    def _count(self, folder: Path) -> None:
+        world, text, table = self.world, folder / "text.txt", folder / "table"
+        text.write_text(_TEXT, encoding="utf-8")
+        spec = CountSpec(((text, text.stat().st_size),))
+        shards = plan_shards(list(spec.files), world.size)[world.rank]
+        self.tokens = [
+            token
+            for shard in shards
+            for part in read_texts(shard, spec.reading, ScanStats())
+            for token in part.split()
+        ]
+        run, _ = count_shards(shards, spec, folder / "run", world.size)
+        result = reduce(self.gather(run), world.rank, spec, table)
+        rows = read_rows(table, 0, table.stat().st_size, 4096)
+        targets = range(world.size)
+        self.pairs = self.gather(
+            [[(decode(key), count) for key, count in run.part(to, 4096)] for to in targets]
+        )
+        self.sent_bytes = [run.part_bytes(target) for target in targets]
+        self.received_bytes = result.shuffled_bytes
+        self.counts = [(decode(key), count) for key, count in rows]
+        self.all_counts = self.gather(self.counts)
+
+    def rank_frames(self) -> Iterator[RankFrame]:
+        rank = self.world.rank
+        yield RankFrame(
             "Split: each rank reads its part of the text, which ends between words.",
-            tuple(
-                (DrawnRow("text", tuple(Cell(token) for token in rank.tokens)),) for rank in results
-            ),
+            (DrawnRow("text", tuple(Cell(token) for token in self.tokens)),),
             is_key=True,
-        ),
-        Frame(
+        )
+        pairs = tuple(
+            Cell(f"{key} {count}", ranks=(target,))
+            for target, pairs in enumerate(self.pairs[rank])
+            for key, count in pairs
+        )
+        yield RankFrame(
             "Map: each rank counts its words. Colors show the rank that a word belongs to.",
-            tuple(
-                (
-                    DrawnRow(
-                        "pairs",
-                        tuple(
-                            Cell(f"{key} {count}", ranks=(target,))
-                            for target, pairs in enumerate(rank.pairs)
-                            for key, count in pairs
-                        ),
-                    ),
-                )
-                for rank in results
-            ),
+            (DrawnRow("pairs", pairs),),
             phase="map",
             is_key=True,
-        ),
-        Frame(
+        )
+        messages = tuple(
+            DrawnMessage(rank, target, counted(len(self.pairs[rank][target]), "pair"), size_bytes)
+            for target, size_bytes in enumerate(self.sent_bytes)
+            if target != rank and size_bytes
+        )
+        groups = tuple(
+            Cell(f"{key} {'+'.join(map(str, counts))}", ranks=(rank,))
+            for key, counts in self._groups().items()
+        )
+        yield RankFrame(
             "Shuffle: each pair is sent to the rank of its word. Counts of a word form a group.",
-            tuple(
-                (
-                    DrawnRow(
-                        "groups",
-                        tuple(
-                            Cell(f"{key} {'+'.join(map(str, counts))}", ranks=(rank,))
-                            for key, counts in groups[rank].items()
-                        ),
-                    ),
-                )
-                for rank in ranks
-            ),
+            (DrawnRow("groups", groups),),
+            messages=messages,
             phase="shuffle",
-            messages=tuple(sent),
             is_key=True,
-        ),
-        Frame(
+        )
+        counts = tuple(Cell(f"{key} {count}", tone="done") for key, count in self.counts)
+        yield RankFrame(
             "Reduce: each rank adds up the groups of its words.",
-            tuple((DrawnRow("counts", _cells(rank.counts, "done")),) for rank in results),
+            (DrawnRow("counts", counts),),
             phase="reduce",
             is_key=True,
-        ),
-    )
+        )
 
+    def _groups(self) -> dict[str, list[int]]:
+        """Return the counts that this rank has for each of its words after the shuffle, sorted by
+        word."""
+        groups: dict[str, list[int]] = {}
+        for source in self.pairs:
+            for key, count in source[self.world.rank]:
+                groups.setdefault(key, []).append(count)
+        return dict(sorted(groups.items()))
 
-def _groups(results: list[RankCount], rank: int) -> dict[str, list[int]]:
-    """Return the counts that a rank has for each of its words after the shuffle, sorted by word."""
-    groups: dict[str, list[int]] = {}
-    for source in results:
-        for key, count in source.pairs[rank]:
-            groups.setdefault(key, []).append(count)
-    return dict(sorted(groups.items()))
+    def check_frames(self, frames: Sequence[Frame]) -> list[Check]:
+        received = [0] * self.world.size
+        for message in frames[2].messages:
+            received[message.target] += message.size_bytes
+        table = self._table()
+        num_counts = sum(map(len, self.all_counts))
+        return [
+            Check.equal("bytes received by each rank", received, self.gather(self.received_bytes)),
+            Check.equal("counts equal those of one process", table, dict(Counter(_TEXT.split()))),
+            Check.equal("each word is on one rank", len(table), num_counts),
+        ]
 
+    def _table(self) -> dict[str, int]:
+        return {key: count for counts in self.all_counts for key, count in counts}
 
-def _cells(pairs: list[tuple[str, int]], tone: Tone) -> tuple[Cell, ...]:
-    return tuple(Cell(f"{key} {count}", tone=tone) for key, count in pairs)
+    def facts(self) -> dict[str, str]:
+        return {
+            "Words": str(len(_TEXT.split())),
+            "Distinct words": str(len(self._table())),
+            "Pairs after map": str(sum(len(part) for pairs in self.pairs for part in pairs)),
+            "Shuffled": human_bytes(self._shuffled_bytes()),
+        }
 
+    def add_figures(self) -> None:
+        self.figures.update(
+            words=self.gather(self.tokens),
+            pairs=self.pairs,
+            counts=self.all_counts,
+            shuffled_bytes=self._shuffled_bytes(),
+        )
 
-def _record_rank(world: Communicator, folder: str) -> RankCount:
-    from paceline.data.count.job import CountSpec, count_shards, reduce
-    from paceline.data.count.runs import decode, read_rows
-    from paceline.data.count.shards import ScanStats, plan_shards, read_texts
-
-    text = Path(folder) / "text.txt"
-    spec = CountSpec(((text, text.stat().st_size),))
-    shards = plan_shards(list(spec.files), world.size)[world.rank]
-    tokens = [
-        token
-        for shard in shards
-        for part in read_texts(shard, spec.reading, ScanStats())
-        for token in part.split()
-    ]
-    run, _ = count_shards(shards, spec, Path(folder) / f"rank-{world.rank}", world.size)
-    runs = world.gather_objects(run)
-    table = Path(folder) / f"table-{world.rank}"
-    result = reduce(runs, world.rank, spec, table)
-    rows = read_rows(table, 0, table.stat().st_size, 4096)
-    return RankCount(
-        tokens,
-        [[(decode(key), count) for key, count in run.part(to, 4096)] for to in range(world.size)],
-        [run.part_bytes(target) for target in range(world.size)],
-        result.shuffled_bytes,
-        [(decode(key), count) for key, count in rows],
-    )
+    def _shuffled_bytes(self) -> int:
+        return sum(self.gather(self.received_bytes))

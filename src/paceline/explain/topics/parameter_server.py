@@ -1,36 +1,38 @@
 """`paceline explain parameter-server`: workers that pull rows and push gradients, synchronously and
 asynchronously, and the staleness of the rows."""
 
-from __future__ import annotations
-
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+
+from paceline.config.schema import Config
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
-from paceline.explain.catalog import ExplainOptions
+from paceline.distributed.communicator import Communicator
+from paceline.distributed.mesh import ParallelDims
+from paceline.explain import training
+from paceline.explain.rank_topic import RankTopic, make_mesh, numbers_of
 from paceline.explain.record import (
     Cell,
     Check,
     DrawnMessage,
     DrawnRow,
     Frame,
-    Recording,
     Span,
     cells_of,
-    check_traffic,
+    idle_cells,
     number_text,
     on_step_clock,
 )
-from paceline.launch.rank_pool import run_on_ranks
+from paceline.models.recommend import Table
+from paceline.parallel.strategy import make_strategy
+from paceline.strategies.parameter_server.asynchronous import AsyncServerStrategy
+from paceline.strategies.parameter_server.strategy import ParameterServerStrategy
 
-if TYPE_CHECKING:
-    import torch
-
-    from paceline.distributed.communicator import Communicator
-
-PRELOAD = ("paceline.explain.training", "paceline.strategies.parameter_server.asynchronous")
 _STEPS = 4
 _TABLE_ROWS = 6
 _LEARNING_RATE = 0.5
@@ -90,17 +92,52 @@ class TableVersion:
     values: list[float]
 
 
-@dataclass(frozen=True)
-class RankServed:
-    """The recording of one rank. ``versions``: of the server's table."""
+class WorkerLog:
+    """Makes the steps of a rank, and records them if it is a worker."""
 
-    steps: list[ServerWorkerStep]
-    versions: list[TableVersion]
-    staleness: int | None
-    counted_bytes: int
+    def __init__(self, world: Communicator, strategy: ParameterServerStrategy) -> None:
+        self.steps: list[ServerWorkerStep] = []
+        self._world, self._strategy = world, strategy
+        self._generator = torch.Generator().manual_seed(world.rank)
+        self._marks: dict[str, float] = {}
+        self._ids = self._rows = torch.zeros(0)
+
+    def make_step(self) -> None:
+        strategy, traffic, start_s = self._strategy, self._world.traffic, time.perf_counter()
+        before = traffic.snapshot()
+        strategy.forward_backward(self._micro_step, 1)
+        strategy.clip_grad_norm(0.0)
+        strategy.optimizer_step(training.apply_update)
+        sent = {kind: size - before.get(kind, 0) for kind, size in traffic.snapshot().items()}
+        if strategy.has_data:
+            self.steps.append(
+                ServerWorkerStep(
+                    self._ids.tolist(),
+                    numbers_of(self._rows),
+                    sent["pull"],
+                    self._rows.nbytes,
+                    sent["push"],
+                    start_s,
+                    self._marks["pulled"],
+                    self._marks["computed"],
+                    time.perf_counter(),
+                )
+            )
+
+    def _micro_step(self, _: int, module: nn.Module) -> torch.Tensor:
+        ids = torch.randint(_TABLE_ROWS, (3,), generator=self._generator)
+        table = module["table"]  # type: ignore[index]
+        rows, places = table.fetch(ids)()
+        self._marks["pulled"] = time.perf_counter()
+        self._ids, self._rows = torch.unique(ids), rows.detach().clone()
+        if self._world.rank == self._world.size - 2:
+            time.sleep(_DELAY_S)
+        loss: torch.Tensor = (table(lambda: (rows, places), torch.arange(4)) - 1).square().mean()
+        self._marks["computed"] = time.perf_counter()
+        return loss / (self._world.size - 1)
 
 
-def record(options: ExplainOptions) -> Recording:
+class ServerTopic(RankTopic):
     """Train an embedding table on real workers and a server.
 
     The figures: ``algorithm, ranks, steps: [[{ids, rows, stale}]]`` (of each worker; ``stale``:
@@ -108,164 +145,175 @@ def record(options: ExplainOptions) -> Recording:
     start and the end), ``versions`` (the table at the start and after each update) and
     ``staleness`` (maximum number of steps that a worker was ahead of the slowest; null with
     ``sync``).
+
+    Attributes:
+        workers: steps of each worker; ``versions``: of the server's table.
     """
-    results: list[RankServed] = run_on_ranks(_record_rank, options.ranks, options.algorithm)
-    workers, server = results[:-1], results[-1]
-    stale = [[_stale_updates(server.versions, step) for step in worker.steps] for worker in workers]
-    spans, begin = on_step_clock(
-        span for rank, worker in enumerate(workers) for span in _spans(rank, worker)
-    )
-    frames = _frames(workers, server, stale, begin)
-    staleness = server.staleness
-    facts = [
-        ("Step of the slowest worker", f"{1000 * _mean_step_s(workers[-1]):.0f} ms"),
-        ("Step of the first worker", f"{1000 * _mean_step_s(workers[0]):.0f} ms"),
-        ("Sent by the server", human_bytes(server.counted_bytes)),
-    ]
-    versions = [version.values for version in server.versions]
-    updates = (1 if options.algorithm == "sync" else len(workers)) * _STEPS
-    checks = [
-        check_traffic(frames, [rank.counted_bytes for rank in results]),
-        Check.equal("number of updates of the table", updates, len(versions) - 1),
-        Check.equal("every pulled row is the server's", [], _unknown(workers, versions)),
-    ]
-    if options.algorithm != "sync":
-        bound = _MAX_STALENESS if options.algorithm == "bounded" else None
-        facts.append(("Most steps ahead of the slowest", str(staleness)))
-        checks.append(
-            Check(
-                "no worker is further ahead than permitted",
-                staleness,
-                bound,
-                bound is None or (staleness is not None and staleness <= bound),
-            )
+
+    def run(self) -> None:
+        world, strategy = self.world, _make_strategy(self.world, self.options.algorithm)
+        log, versions = WorkerLog(world, strategy), list[TableVersion]()
+
+        def keep_table(*_: object) -> None:
+            table = numbers_of(strategy.shards[0].values)
+            versions.append(TableVersion(time.perf_counter(), table))
+
+        if strategy.shards:
+            keep_table()
+            strategy.optimizer.register_step_post_hook(keep_table)
+        world.barrier()
+        for _ in range(_STEPS):
+            log.make_step()
+        staleness = None
+        if isinstance(strategy, AsyncServerStrategy):
+            metrics: Any = strategy.report_metrics(None)
+            staleness = int(metrics["staleness"]["seen"])
+        sent = world.traffic.snapshot()
+        self.counted_bytes = sent.get("pull", 0) + sent.get("push", 0)
+        world.barrier()
+        strategy.close()
+        self.workers = self.gather(log.steps)[:-1]
+        self.versions, self.staleness, self.server_bytes = self.gather(
+            (versions, staleness, self.counted_bytes)
+        )[-1]
+        self.spans, self.begin_s = on_step_clock(
+            span for rank, steps in enumerate(self.workers) for span in _spans(rank, steps)
         )
-    return Recording(
-        topic="parameter-server",
-        title=(
-            f"Parameter server ({options.algorithm}): {counted(len(workers), 'worker')} and a"
-            " server"
-        ),
-        about=_ABOUT[options.algorithm] + _COMMON,
-        actors=(*(f"worker {rank}" for rank in range(len(workers))), "server"),
-        frames=frames,
-        checks=tuple(checks),
-        facts=tuple(facts),
-        spans=tuple(spans),
-        figures={
-            "algorithm": options.algorithm,
-            "ranks": options.ranks,
-            "steps": [
-                [
-                    {"ids": step.ids, "rows": step.rows, "stale": stale[rank][number]}
-                    for number, step in enumerate(worker.steps)
-                ]
-                for rank, worker in enumerate(workers)
-            ],
-            "table": [versions[0], versions[-1]],
-            "versions": versions,
-            "staleness": staleness,
-        },
-    )
+        self.stale = [[self._stale_updates(step) for step in steps] for steps in self.workers]
+        algorithm, workers = self.options.algorithm, counted(len(self.workers), "worker")
+        self.title = f"Parameter server ({algorithm}): {workers} and a server"
+        self.about = _ABOUT[algorithm] + _COMMON
+        self.actors = [*(f"worker {rank}" for rank in range(len(self.workers))), "server"]
 
+    def _stale_updates(self, step: ServerWorkerStep) -> int:
+        """Return the number of updates between the pull of a step and the update with its
+        gradients."""
+        updates = sum(step.pulled_s < each.since_s < step.pushed_s for each in self.versions)
+        return max(0, updates - 1)
 
-def _stale_updates(versions: list[TableVersion], step: ServerWorkerStep) -> int:
-    """Return the number of updates between the pull of a step and the update with its gradients."""
-    updates = sum(step.pulled_s < version.since_s < step.pushed_s for version in versions)
-    return max(0, updates - 1)
-
-
-def _unknown(workers: list[RankServed], versions: list[list[float]]) -> list[tuple[int, float]]:
-    """Return the pulled rows (id, value) that the table had neither at the start nor later."""
-    return [
-        (row, value)
-        for worker in workers
-        for step in worker.steps
-        for row, value in zip(step.ids, step.rows, strict=True)
-        if value not in [values[row] for values in versions]
-    ]
-
-
-def _mean_step_s(worker: RankServed) -> float:
-    return sum(step.pushed_s - step.start_s for step in worker.steps) / len(worker.steps)
-
-
-def _spans(rank: int, worker: RankServed) -> list[Span]:
-    spans = []
-    for number, step in enumerate(worker.steps):
-        for kind, start_s, end_s in (
-            ("pull", step.start_s, step.pulled_s),
-            ("compute", step.pulled_s, step.computed_s),
-            ("push and wait", step.computed_s, step.pushed_s),
-        ):
-            spans.append(Span(rank, "steps", kind, str(number + 1), start_s, end_s))
-    return spans
-
-
-def _frames(
-    workers: list[RankServed], server: RankServed, stale: list[list[int]], begin: float
-) -> tuple[Frame, ...]:
-    """Return a frame for each pull and each push, in the order of time."""
-    last = len(workers)
-    moments: list[tuple[float, int, int, bool]] = []
-    for rank, worker in enumerate(workers):
-        for number, step in enumerate(worker.steps):
-            moments.append((step.pulled_s, rank, number, False))
-            moments.append((step.pushed_s, rank, number, True))
-    state: list[tuple[DrawnRow, ...]] = [(DrawnRow("rows", _blank()),) for _ in workers]
-    before = server.versions[0].values
-    frames = [
-        Frame(
+    def frames(self) -> Iterator[Frame]:
+        """Return a frame for each pull and each push, in the order of time."""
+        moments = sorted(
+            (time_s, rank, number, is_push)
+            for rank, steps in enumerate(self.workers)
+            for number, step in enumerate(steps)
+            for time_s, is_push in ((step.pulled_s, False), (step.pushed_s, True))
+        )
+        state = [(DrawnRow("rows", idle_cells(_TABLE_ROWS)),) for _ in self.workers]
+        before = self.versions[0].values
+        yield Frame(
             "The table is on the server. A cell stands for a row of the table.",
             (*state, (DrawnRow("table", cells_of(before)),)),
             time_s=0.0,
             is_key=True,
         )
-    ]
-    for time_s, rank, number, is_push in sorted(moments):
-        step = workers[rank].steps[number]
-        if is_push:
-            text = (
-                f"Worker {rank}, step {number + 1}: its gradients are applied"
-                f" ({counted(stale[rank][number], 'update')} by others since its pull)."
-            )
-            messages: tuple[DrawnMessage, ...] = (
-                DrawnMessage(rank, last, "gradients", step.push_bytes),
-            )
-        else:
-            values = {
-                row: number_text(value) for row, value in zip(step.ids, step.rows, strict=True)
-            }
-            cells = tuple(
-                Cell(values[row], tone="new") if row in values else Cell("", tone="idle")
-                for row in range(_TABLE_ROWS)
-            )
-            state[rank] = (DrawnRow("rows", cells),)
-            text = f"Worker {rank}, step {number + 1}: it pulls rows {_names(step.ids)}."
-            messages = (
-                DrawnMessage(rank, last, "ids", step.pull_bytes),
-                DrawnMessage(last, rank, "rows", step.rows_bytes),
-            )
-        table = _table_at(server.versions, time_s)
-        row = _table_row(table, before)
-        before = table
-        frames.append(
-            Frame(
-                text,
+        for time_s, rank, number, is_push in moments:
+            step = self.workers[rank][number]
+            if not is_push:
+                state[rank] = (DrawnRow("rows", _pulled_cells(step)),)
+            text, messages = self._change(rank, number, is_push)
+            table = [each.values for each in self.versions if each.since_s <= time_s][-1]
+            row = _table_row(table, before)
+            before = table
+            yield Frame(
+                f"Worker {rank}, step {number + 1}: {text}",
                 (*state, (row,)),
                 messages=messages,
-                time_s=time_s - begin,
+                time_s=time_s - self.begin_s,
                 is_key=number == 0,
             )
+        end = (DrawnRow("table", cells_of(self.versions[-1].values, "done")),)
+        end_s = moments[-1][0] - self.begin_s
+        yield Frame("The table at the end.", (*state, end), time_s=end_s, is_key=True)
+
+    def _change(
+        self, rank: int, number: int, is_push: bool
+    ) -> tuple[str, tuple[DrawnMessage, ...]]:
+        """Return the caption and the messages of a pull or a push."""
+        step, server = self.workers[rank][number], len(self.workers)
+        if is_push:
+            updates = counted(self.stale[rank][number], "update")
+            return f"its gradients are applied ({updates} by others since its pull).", (
+                DrawnMessage(rank, server, "gradients", step.push_bytes),
+            )
+        return f"it pulls rows {', '.join(map(str, step.ids))}.", (
+            DrawnMessage(rank, server, "ids", step.pull_bytes),
+            DrawnMessage(server, rank, "rows", step.rows_bytes),
         )
-    end_s = max(moment[0] for moment in moments) - begin
-    end = (DrawnRow("table", cells_of(server.versions[-1].values, "done")),)
-    frames.append(Frame("The table at the end.", (*state, end), time_s=end_s, is_key=True))
-    return tuple(frames)
+
+    def checks(self) -> list[Check]:
+        algorithm = self.options.algorithm
+        updates = (1 if algorithm == "sync" else len(self.workers)) * _STEPS
+        checks = [
+            Check.equal("number of updates of the table", updates, len(self.versions) - 1),
+            Check.equal("every pulled row is the server's", [], self._unknown_rows()),
+        ]
+        if self.staleness is not None:
+            bound = _MAX_STALENESS if algorithm == "bounded" else None
+            is_within = bound is None or self.staleness <= bound
+            name = "no worker is further ahead than permitted"
+            checks.append(Check(name, self.staleness, bound, is_within))
+        return checks
+
+    def _unknown_rows(self) -> list[tuple[int, float]]:
+        """Return the pulled rows (id, value) that the table had neither at the start nor later."""
+        return [
+            (row, value)
+            for steps in self.workers
+            for step in steps
+            for row, value in zip(step.ids, step.rows, strict=True)
+            if value not in [version.values[row] for version in self.versions]
+        ]
+
+    def facts(self) -> dict[str, str]:
+        facts = {
+            "Step of the slowest worker": f"{1000 * _mean_step_s(self.workers[-1]):.0f} ms",
+            "Step of the first worker": f"{1000 * _mean_step_s(self.workers[0]):.0f} ms",
+            "Sent by the server": human_bytes(self.server_bytes),
+        }
+        if self.staleness is not None:
+            facts["Most steps ahead of the slowest"] = str(self.staleness)
+        return facts
+
+    def add_figures(self) -> None:
+        versions = [version.values for version in self.versions]
+        steps = [
+            [
+                {"ids": step.ids, "rows": step.rows, "stale": stale}
+                for step, stale in zip(*worker, strict=True)
+            ]
+            for worker in zip(self.workers, self.stale, strict=True)
+        ]
+        self.figures.update(
+            steps=steps,
+            table=[versions[0], versions[-1]],
+            versions=versions,
+            staleness=self.staleness,
+        )
 
 
-def _table_at(versions: list[TableVersion], time_s: float) -> list[float]:
-    return [each.values for each in versions if each.since_s <= time_s][-1]
+def _mean_step_s(steps: list[ServerWorkerStep]) -> float:
+    return sum(step.pushed_s - step.start_s for step in steps) / len(steps)
+
+
+def _spans(rank: int, steps: list[ServerWorkerStep]) -> list[Span]:
+    return [
+        Span(rank, "steps", kind, str(number), start_s, end_s)
+        for number, step in enumerate(steps, 1)
+        for kind, start_s, end_s in (
+            ("pull", step.start_s, step.pulled_s),
+            ("compute", step.pulled_s, step.computed_s),
+            ("push and wait", step.computed_s, step.pushed_s),
+        )
+    ]
+
+
+def _pulled_cells(step: ServerWorkerStep) -> tuple[Cell, ...]:
+    """Return the rows of the table that a worker has pulled."""
+    cells = list(idle_cells(_TABLE_ROWS))
+    for row, value in zip(step.ids, step.rows, strict=True):
+        cells[row] = Cell(number_text(value), tone="new")
+    return tuple(cells)
 
 
 def _table_row(values: list[float], before: list[float]) -> DrawnRow:
@@ -277,26 +325,7 @@ def _table_row(values: list[float], before: list[float]) -> DrawnRow:
     return DrawnRow("table", tuple(cells))
 
 
-def _blank() -> tuple[Cell, ...]:
-    return tuple(Cell("", tone="idle") for _ in range(_TABLE_ROWS))
-
-
-def _names(ids: list[int]) -> str:
-    return ", ".join(map(str, ids))
-
-
-def _record_rank(world: Communicator, consistency: str) -> RankServed:
-    import torch
-    from torch import nn
-
-    from paceline.config.schema import Config
-    from paceline.distributed.communicator import Communicator
-    from paceline.distributed.mesh import ParallelDims
-    from paceline.models.recommend import Table
-    from paceline.parallel.strategy import make_strategy
-    from paceline.strategies.parameter_server.asynchronous import AsyncServerStrategy
-    from paceline.strategies.parameter_server.strategy import ParameterServerStrategy
-
+def _make_strategy(world: Communicator, consistency: str) -> ParameterServerStrategy:
     config = Config.model_validate(
         {
             "model": "table",
@@ -312,7 +341,7 @@ def _record_rank(world: Communicator, consistency: str) -> RankServed:
         }
     )
     axes = ParallelDims(data=world.size - 1)
-    meshed = Communicator(world.env, world.device, axes, world.group, world.ranks, world.waits)
+    meshed = make_mesh(world, axes)
     strategy = make_strategy("parameter_server", config, meshed)
     assert isinstance(strategy, ParameterServerStrategy)
     torch.manual_seed(0)
@@ -324,71 +353,4 @@ def _record_rank(world: Communicator, consistency: str) -> RankServed:
             [each for _, each in named] or [torch.zeros(1)], _LEARNING_RATE
         )
     )
-    generator = torch.Generator().manual_seed(world.rank)
-    is_slow = world.rank == world.size - 2
-    marks: dict[str, float] = {}
-    pulled: dict[str, torch.Tensor] = {}
-
-    def micro_step(_: int, module: nn.Module) -> torch.Tensor:
-        ids = torch.randint(_TABLE_ROWS, (3,), generator=generator)
-        table = module["table"]  # type: ignore[index]
-        rows, places = table.fetch(ids)()
-        marks["pulled"] = time.perf_counter()
-        pulled.update(ids=torch.unique(ids), rows=rows.detach().clone())
-        if is_slow:
-            time.sleep(_DELAY_S)
-        loss: torch.Tensor = (table(lambda: (rows, places), torch.arange(4)) - 1).square().mean()
-        marks["computed"] = time.perf_counter()
-        return loss / (world.size - 1)
-
-    def apply(optimizer: torch.optim.Optimizer) -> bool:
-        optimizer.step()
-        return True
-
-    traffic = world.traffic
-    versions: list[TableVersion] = []
-
-    def keep_table(*_: object) -> None:
-        versions.append(TableVersion(time.perf_counter(), _values(strategy.shards[0].values)))
-
-    if strategy.shards:
-        keep_table()
-        strategy.optimizer.register_step_post_hook(keep_table)
-    world.barrier()
-    steps = []
-    for _ in range(_STEPS):
-        marks["start"] = time.perf_counter()
-        kinds = traffic.snapshot()
-        strategy.forward_backward(micro_step, 1)
-        strategy.clip_grad_norm(0.0)
-        strategy.optimizer_step(apply)
-        sent = {kind: size - kinds.get(kind, 0) for kind, size in traffic.snapshot().items()}
-        if strategy.has_data:
-            steps.append(
-                ServerWorkerStep(
-                    pulled["ids"].tolist(),
-                    _values(pulled["rows"]),
-                    sent["pull"],
-                    pulled["rows"].nbytes,
-                    sent["push"],
-                    marks["start"],
-                    marks["pulled"],
-                    marks["computed"],
-                    time.perf_counter(),
-                )
-            )
-    staleness = None
-    if isinstance(strategy, AsyncServerStrategy):
-        metrics: Any = strategy.report_metrics(None)
-        staleness = int(metrics["staleness"]["seen"])
-    counted_bytes = sum(
-        size for kind, size in traffic.snapshot().items() if kind in ("pull", "push")
-    )
-    world.barrier()
-    strategy.close()
-    return RankServed(steps, versions, staleness, counted_bytes)
-
-
-def _values(tensor: torch.Tensor) -> list[float]:
-    values: list[float] = tensor.detach().reshape(-1).tolist()
-    return values
+    return strategy

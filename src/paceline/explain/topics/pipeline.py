@@ -1,42 +1,22 @@
 """`paceline explain pipeline`: forward and backward of each micro-batch on each stage, with
 measured times and the bubble."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
-from paceline.explain.catalog import ExplainOptions
-from paceline.explain.record import (
-    Cell,
-    Check,
-    DrawnMessage,
-    DrawnRow,
-    Frame,
-    Recording,
-    Span,
-    check_traffic,
-    on_step_clock,
-)
-from paceline.launch.fork_server import OPTIMIZER_MODULE
-from paceline.launch.rank_pool import run_on_ranks
+from paceline.explain import training
+from paceline.explain.rank_topic import RankTopic, make_mesh
+from paceline.explain.record import Cell, Check, DrawnMessage, DrawnRow, Frame, Span, on_step_clock
+from paceline.parallel.registry import layout
+from paceline.strategies.hybrid.strategy import HybridStrategy
+from paceline.strategies.pipeline.schedule import DynamicStage
 
-if TYPE_CHECKING:
-    import torch
-
-    from paceline.distributed.communicator import Communicator
-    from paceline.strategies.pipeline.schedule import DynamicStage
-
-PRELOAD = (
-    "paceline.explain.training",
-    "paceline.strategies.hybrid.strategy",
-    "paceline.strategies.pipeline.runner",
-    OPTIMIZER_MODULE,
-)
 _WARM_UP_STEPS = 2
 _ABOUT = {
     "gpipe": "GPipe (Huang et al., 2019): all forwards, then all backwards.",
@@ -78,81 +58,180 @@ class Event:
     messages: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True)
-class RankEvents:
-    """The recording of one rank. ``sends``: (kind, stage, micro-batch) → messages."""
+class PassLog:
+    """Records the passes of this rank's stages, and what they send.
 
-    events: list[Event]
-    sends: dict[tuple[str, int, int], tuple[tuple[int, int], ...]]
-    counted_bytes: int
-    is_correct: bool
+    Args:
+        stages: stages to watch from now on.
+    """
+
+    def __init__(self, rank: int, stages: list[DynamicStage]) -> None:
+        self.events: list[Event] = []
+        self._rank = rank
+        self._sends: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = {}
+        for stage in stages:
+            for name, kind in _METHODS.items():
+                setattr(stage, name, self._timed(kind, stage, getattr(stage, name)))
+            for name, kind in (("get_fwd_send_ops", "forward"), ("get_bwd_send_ops", "backward")):
+                setattr(stage, name, self._watched(kind, stage, getattr(stage, name)))
+
+    def _timed(self, kind: str, stage: DynamicStage, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(number: int, *args: Any, **kwargs: Any) -> Any:
+            start_s = time.perf_counter()
+            result = run(number, *args, **kwargs)
+            end_s = time.perf_counter()
+            event = Event(self._rank, stage.stage_index, number, kind, start_s, end_s)
+            self.events.append(event)
+            return result
+
+        return call
+
+    def _watched(
+        self, kind: str, stage: DynamicStage, run: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def call(number: int) -> Any:
+            operations = run(number)
+            self._sends[kind, stage.stage_index, number] = tuple(
+                (each.peer, each.tensor.nbytes) for each in operations
+            )
+            return operations
+
+        return call
+
+    def events_with_messages(self) -> list[Event]:
+        return [
+            replace(
+                event,
+                messages=self._sends.get((event.kind, event.stage, event.micro_batch), ()),
+            )
+            for event in self.events
+        ]
 
 
-def record(options: ExplainOptions) -> Recording:
+class PipelineTopic(RankTopic):
     """Record a step of a small training on real ranks.
 
     The figures: ``algorithm, ranks, micro_batches, stages``, ``bubble`` (measured share of idle
     time, mean over the ranks) and ``ideal_bubble`` (of equally long passes with ``gpipe`` or
     ``1f1b``).
     """
-    ranks, schedule = options.ranks, options.algorithm
-    micro_batches = 2 * ranks
-    results: list[RankEvents] = run_on_ranks(_record_rank, ranks, schedule, micro_batches)
-    events = [
-        replace(event, messages=rank.sends.get((event.kind, event.stage, event.micro_batch), ()))
-        for rank in results
-        for event in rank.events
-    ]
-    spans, begin = on_step_clock(map(_span, events))
-    events = [
-        replace(event, start_s=event.start_s - begin, end_s=event.end_s - begin)
-        for event in sorted(events, key=lambda event: event.end_s)
-    ]
-    stages = 1 + max(event.stage for event in events)
-    frames = _frames(events, ranks, stages, micro_batches)
-    end_s = max(span.end_s for span in spans)
-    busy_s = sum(span.end_s - span.start_s for span in spans)
-    bubble = max(0.0, 1 - busy_s / (ranks * end_s))
-    ideal = (ranks - 1) / (micro_batches + ranks - 1)
-    return Recording(
-        topic="pipeline",
-        title=(
-            f"Pipeline ({schedule}): {counted(stages, 'stage')} on {counted(ranks, 'rank')},"
-            f" {micro_batches} micro-batches"
-        ),
-        about=_ABOUT[schedule] + _COMMON,
-        actors=tuple(f"rank {rank}" for rank in range(ranks)),
-        frames=frames,
-        checks=(
-            check_traffic(frames, [rank.counted_bytes for rank in results]),
+
+    def run(self) -> None:
+        world, self.micro_batches = self.world, 2 * self.world.size
+        config = training.make_config("pipeline")
+        config.parallel.pipeline_schedule = self.options.algorithm  # type: ignore[assignment]
+        axes = layout(config.parallel, world.size).axes
+        meshed = make_mesh(world, axes)
+        strategy = HybridStrategy(config, meshed)
+        strategy.setup(training.make_model())
+        strategy.setup_optimizer(training.build_adamw)
+        batches = [training.make_batch(number) for number in range(self.micro_batches)]
+        assert strategy.pipeline is not None
+
+        def micro_step(number: int, module: torch.nn.Module) -> torch.Tensor:
+            return training.loss_of(module, batches[number], self.micro_batches)
+
+        for number in range(_WARM_UP_STEPS + 1):
+            world.barrier()
+            self.counted_bytes = 0
+            with self.count_traffic():
+                strategy.forward_backward(micro_step, self.micro_batches)
+            if number == 0:
+                self.is_correct = training.has_reference_gradients(
+                    strategy.trained, self.micro_batches
+                )
+                passes = PassLog(world.rank, strategy.pipeline.stages)
+            elif number < _WARM_UP_STEPS:
+                passes.events.clear()
+        world.barrier()
+        self._set_events(self.gather_all(passes.events_with_messages()))
+        schedule, stages = self.options.algorithm, counted(self.stages, "stage")
+        ranks = counted(world.size, "rank")
+        self.title = (
+            f"Pipeline ({schedule}): {stages} on {ranks}, {self.micro_batches} micro-batches"
+        )
+        self.about = _ABOUT[schedule] + _COMMON
+
+    def _set_events(self, events: list[Event]) -> None:
+        """Keep the events of all ranks, on the clock of the step, in the order of their ends."""
+        self.spans, begin = on_step_clock(map(_span, events))
+        self.events = [
+            replace(event, start_s=event.start_s - begin, end_s=event.end_s - begin)
+            for event in sorted(events, key=lambda event: event.end_s)
+        ]
+        self.stages = 1 + max(event.stage for event in events)
+        self.end_s = max(span.end_s for span in self.spans)
+        ranks = self.world.size
+        busy_s = sum(span.end_s - span.start_s for span in self.spans)
+        self.bubble = max(0.0, 1 - busy_s / (ranks * self.end_s))
+        self.ideal_bubble = (ranks - 1) / (self.micro_batches + ranks - 1)
+
+    def frames(self) -> Iterator[Frame]:
+        done: dict[tuple[int, int], str] = {}
+        start = "The step starts: all micro-batches wait at the first stage."
+        yield Frame(start, self._rows(done, None), time_s=0.0)
+        for event in self.events:
+            place = (event.stage, event.micro_batch)
+            done[place] = "✓" if event.kind != "forward" else "F"
+            sent = tuple(
+                DrawnMessage(event.rank, target, f"micro-batch {event.micro_batch}", size_bytes)
+                for target, size_bytes in event.messages
+            )
+            yield Frame(
+                f"Rank {event.rank}, stage {event.stage}: {event.kind} of micro-batch"
+                f" {event.micro_batch} is done.",
+                self._rows(done, place),
+                messages=sent,
+                time_s=event.end_s,
+            )
+
+    def _rows(
+        self, done: dict[tuple[int, int], str], now: tuple[int, int] | None
+    ) -> tuple[tuple[DrawnRow, ...], ...]:
+        """Return the stages of each rank, with a cell for each micro-batch."""
+
+        def cell(stage: int, number: int) -> Cell:
+            state = done.get((stage, number), "")
+            if (stage, number) == now:
+                return Cell(f"{number} {state}", tone="new", fill=0.5 if state == "F" else 1.0)
+            if state == "✓":
+                return Cell(f"{number} {state}", tone="done")
+            return Cell(f"{number} {state}".strip(), fill=0.5 if state else 0.0)
+
+        def row(stage: int) -> DrawnRow:
+            cells = tuple(cell(stage, number) for number in range(self.micro_batches))
+            return DrawnRow(f"stage {stage}", cells)
+
+        ranks = self.world.size
+        return tuple(tuple(map(row, range(rank, self.stages, ranks))) for rank in range(ranks))
+
+    def checks(self) -> list[Check]:
+        passes = {(e.stage, e.micro_batch, e.kind) for e in self.events if "weight" not in e.kind}
+        return [
             Check.equal(
                 "each micro-batch passes each stage once in each direction",
-                2 * stages * micro_batches,
-                len({(e.stage, e.micro_batch, e.kind) for e in events if "weight" not in e.kind}),
+                2 * self.stages * self.micro_batches,
+                len(passes),
             ),
-            Check.equal("no stage starts before its input is there", [], _too_early(events)),
-            Check.equal(
-                "gradients equal those of one process",
-                [True] * ranks,
-                [rank.is_correct for rank in results],
-            ),
-        ),
-        facts=(
-            ("Step", f"{1000 * end_s:.1f} ms"),
-            ("Bubble, measured", f"{100 * bubble:.0f} %"),
-            ("Bubble of equal passes with gpipe or 1f1b", f"{100 * ideal:.0f} %"),
-            ("Sent by rank 0", human_bytes(results[0].counted_bytes)),
-        ),
-        spans=tuple(spans),
-        figures={
-            "algorithm": schedule,
-            "ranks": ranks,
-            "micro_batches": micro_batches,
-            "stages": stages,
-            "bubble": bubble,
-            "ideal_bubble": ideal,
-        },
-    )
+            Check.equal("no stage starts before its input is there", [], _too_early(self.events)),
+            self.check_ranks("gradients equal those of one process", self.is_correct),
+        ]
+
+    def facts(self) -> dict[str, str]:
+        return {
+            "Step": f"{1000 * self.end_s:.1f} ms",
+            "Bubble, measured": f"{100 * self.bubble:.0f} %",
+            "Bubble of equal passes with gpipe or 1f1b": f"{100 * self.ideal_bubble:.0f} %",
+            "Sent by rank 0": human_bytes(self.counted_bytes),
+        }
+
+    def add_figures(self) -> None:
+        self.figures.update(
+            micro_batches=self.micro_batches,
+            stages=self.stages,
+            bubble=self.bubble,
+            ideal_bubble=self.ideal_bubble,
+        )
 
 
 def _span(event: Event) -> Span:
@@ -170,148 +249,3 @@ def _too_early(events: list[Event]) -> list[tuple[str, int, int]]:
         if event.kind != "weight gradient" and needed_s is not None and event.start_s < needed_s:
             early.append((event.kind, event.stage, event.micro_batch))
     return early
-
-
-def _frames(events: list[Event], ranks: int, stages: int, micro_batches: int) -> tuple[Frame, ...]:
-    done: dict[tuple[int, int], str] = {}
-    frames = [
-        Frame(
-            "The step starts: all micro-batches wait at the first stage.",
-            _rows(done, None, ranks, stages, micro_batches),
-            time_s=0.0,
-        )
-    ]
-    for event in events:
-        place = (event.stage, event.micro_batch)
-        done[place] = "✓" if event.kind != "forward" else "F"
-        sent = tuple(
-            DrawnMessage(event.rank, target, f"micro-batch {event.micro_batch}", size_bytes)
-            for target, size_bytes in event.messages
-        )
-        text = f"Rank {event.rank}, stage {event.stage}: {event.kind} of micro-batch"
-        frames.append(
-            Frame(
-                f"{text} {event.micro_batch} is done.",
-                _rows(done, place, ranks, stages, micro_batches),
-                messages=sent,
-                time_s=event.end_s,
-            )
-        )
-    return tuple(frames)
-
-
-def _rows(
-    done: dict[tuple[int, int], str],
-    now: tuple[int, int] | None,
-    ranks: int,
-    stages: int,
-    micro_batches: int,
-) -> tuple[tuple[DrawnRow, ...], ...]:
-    """Return the stages of each rank, with a cell for each micro-batch."""
-
-    def cell(stage: int, number: int) -> Cell:
-        state = done.get((stage, number), "")
-        if (stage, number) == now:
-            return Cell(f"{number} {state}", tone="new", fill=0.5 if state == "F" else 1.0)
-        if state == "✓":
-            return Cell(f"{number} {state}", tone="done")
-        return Cell(f"{number} {state}".strip(), fill=0.5 if state else 0.0)
-
-    return tuple(
-        tuple(
-            DrawnRow(
-                f"stage {stage}", tuple(cell(stage, number) for number in range(micro_batches))
-            )
-            for stage in range(rank, stages, ranks)
-        )
-        for rank in range(ranks)
-    )
-
-
-def _record_rank(world: Communicator, schedule: str, micro_batches: int) -> RankEvents:
-
-    from paceline.distributed.communicator import Communicator
-    from paceline.explain import training
-    from paceline.parallel.registry import layout
-    from paceline.strategies.hybrid.strategy import HybridStrategy
-
-    config = training.make_config("pipeline")
-    config.parallel.pipeline_schedule = schedule  # type: ignore[assignment]
-    axes = layout(config.parallel, world.size).axes
-    meshed = Communicator(world.env, world.device, axes, world.group, world.ranks, world.waits)
-    strategy = HybridStrategy(config, meshed)
-    strategy.setup(training.make_model())
-    strategy.setup_optimizer(training.build_adamw)
-    batches = [training.make_batch(number) for number in range(micro_batches)]
-    assert strategy.pipeline is not None
-
-    def micro_step(number: int, module: torch.nn.Module) -> torch.Tensor:
-        return training.loss_of(module, batches[number], micro_batches)
-
-    events: list[Event] = []
-    sends: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = {}
-    is_correct = True
-    for number in range(_WARM_UP_STEPS + 1):
-        world.barrier()
-        before = world.traffic.total
-        strategy.forward_backward(micro_step, micro_batches)
-        counted_bytes = world.traffic.total - before
-        if number == 0:
-            is_correct = _has_reference_gradients(strategy.trained, micro_batches)
-            for stage in strategy.pipeline.stages:
-                _watch(stage, world.rank, events, sends)
-        elif number < _WARM_UP_STEPS:
-            events.clear()
-    world.barrier()
-    return RankEvents(events, sends, counted_bytes, is_correct)
-
-
-def _watch(
-    stage: DynamicStage,
-    rank: int,
-    events: list[Event],
-    sends: dict[tuple[str, int, int], tuple[tuple[int, int], ...]],
-) -> None:
-    """Record the passes through a stage, and the messages that it sends."""
-
-    def timed(kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def call(number: int, *args: Any, **kwargs: Any) -> Any:
-            start_s = time.perf_counter()
-            result = run(number, *args, **kwargs)
-            end_s = time.perf_counter()
-            events.append(Event(rank, stage.stage_index, number, kind, start_s, end_s))
-            return result
-
-        return call
-
-    def watched(kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def call(number: int) -> Any:
-            operations = run(number)
-            sends[kind, stage.stage_index, number] = tuple(
-                (each.peer, each.tensor.nbytes) for each in operations
-            )
-            return operations
-
-        return call
-
-    for name, kind in _METHODS.items():
-        setattr(stage, name, timed(kind, getattr(stage, name)))
-    for name, kind in (("get_fwd_send_ops", "forward"), ("get_bwd_send_ops", "backward")):
-        setattr(stage, name, watched(kind, getattr(stage, name)))
-
-
-def _has_reference_gradients(trained: dict[str, torch.nn.Parameter], micro_batches: int) -> bool:
-    """Return whether the gradients of this rank's stages equal the gradients of one process."""
-    import torch
-
-    from paceline.explain import training
-
-    reference = training.make_model()
-    for number in range(micro_batches):
-        training.loss_of(reference, training.make_batch(number), micro_batches).backward()
-    expected = dict(reference.named_parameters())
-    return all(
-        parameter.grad is not None
-        and torch.allclose(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-7)  # type: ignore[arg-type]
-        for name, parameter in trained.items()
-    )

@@ -17,8 +17,6 @@ from paceline.core.formatting import counted
 from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import Cell, Check, DrawnRow, Frame, Recording, Span
 
-#: The ranks belong to `paceline sft`, which has its own fork server.
-PRELOAD = ()
 _STEPS, _SAVE_STEPS, _FAULT_STEP = 12, 4, 7
 _TIMEOUT_S = 300.0
 _ABOUT = (
@@ -99,7 +97,7 @@ def _run_both(folder: Path, ranks: int) -> tuple[list[Event], tuple[str, str]]:
     common = (
         "model=regression",
         "dataset=made-by-the-task",
-        "task=paceline.explain.lost_rank:LostRank",
+        "task=paceline.explain.lost_rank:LostRankTask",
         "parallel.mode=ddp",
         "parallel.device=cpu",
         f"parallel.num_gpus={ranks}",

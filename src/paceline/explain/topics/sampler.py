@@ -1,22 +1,17 @@
 """`paceline explain sampler`: which samples each rank gets from torch's DistributedSampler and from
 Paceline's order."""
 
-from __future__ import annotations
-
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
+
+from torch.utils.data import DistributedSampler
 
 from paceline.core.formatting import counted
-from paceline.explain.catalog import ExplainOptions
-from paceline.explain.record import Cell, Check, DrawnRow, Frame, Recording, Tone
-from paceline.launch.rank_pool import run_on_ranks
+from paceline.data.order.samples import SampleOrder
+from paceline.explain.rank_topic import RankFrame, RankTopic
+from paceline.explain.record import Cell, Check, DrawnRow, Tone
 
-if TYPE_CHECKING:
-    from paceline.distributed.communicator import Communicator
-
-PRELOAD = ("torch.utils.data", "paceline.data.order.samples")
 _SEED = 42
 _ABOUT = (
     "Every rank needs another part of the data, in an order that changes with the epoch. torch's"
@@ -26,72 +21,6 @@ _ABOUT = (
     " number of ranks, and each sample exactly once per epoch. No communication is needed: each"
     " rank computes its part."
 )
-
-
-@dataclass(frozen=True)
-class RankSamples:
-    """The samples that a rank gets, by case; and the bytes it sent."""
-
-    samples: dict[str, list[int]]
-    counted_bytes: int
-
-
-def record(options: ExplainOptions) -> Recording:
-    """Let each rank compute its samples, from a dataset whose size the number of ranks does not
-    divide.
-
-    The figures: ``ranks, num_samples``, ``samples`` (case → samples of each rank), ``repeated`` and
-    ``missing`` (case → samples).
-    """
-    ranks = options.ranks
-    num_samples = 3 * ranks + 1
-    results: list[RankSamples] = run_on_ranks(_record_rank, ranks, num_samples)
-    samples = {case: [rank.samples[case] for rank in results] for case in results[0].samples}
-    repeated, missing = {}, {}
-    for case, by_rank in samples.items():
-        times = Counter(chain.from_iterable(by_rank))
-        repeated[case] = sorted(sample for sample, number in times.items() if number > 1)
-        missing[case] = sorted(set(range(num_samples)) - times.keys())
-    width = max(len(part) for by_rank in samples.values() for part in by_rank)
-    frames = tuple(
-        Frame(_caption(case, repeated[case], missing[case]), _rows(samples, case, width))
-        for case in samples
-    )
-    ours = [chain.from_iterable(samples[case]) for case in samples if case.startswith("Paceline")]
-    return Recording(
-        topic="sampler",
-        title=f"Samples of {counted(ranks, 'rank')}, from a dataset of {num_samples}",
-        about=_ABOUT,
-        actors=tuple(f"rank {rank}" for rank in range(ranks)),
-        frames=frames,
-        checks=(
-            Check.equal("bytes sent by each rank", [0] * ranks, [r.counted_bytes for r in results]),
-            Check.equal(
-                "Paceline's order has each sample once per epoch",
-                [list(range(num_samples))] * len(ours),
-                [sorted(order) for order in ours],
-            ),
-            Check.equal(
-                "without set_epoch, epoch 1 repeats epoch 0",
-                samples[_PADDED],
-                samples[_NO_SET_EPOCH],
-            ),
-        ),
-        facts=(
-            ("Repeated by DistributedSampler", str(len(repeated[_PADDED]))),
-            ("Dropped with drop_last", str(len(missing[_DROPPED]))),
-            ("Repeated or dropped by Paceline", "0"),
-        ),
-        figures={
-            "ranks": ranks,
-            "num_samples": num_samples,
-            "samples": samples,
-            "repeated": repeated,
-            "missing": missing,
-        },
-    )
-
-
 _UNSHUFFLED = "DistributedSampler(shuffle=False)"
 _PADDED = "DistributedSampler, epoch 0"
 _DROPPED = "DistributedSampler(drop_last=True)"
@@ -106,6 +35,98 @@ _NOTES = {
 }
 
 
+class SamplerTopic(RankTopic):
+    """Let each rank compute its samples, from a dataset whose size the number of ranks does not
+    divide.
+
+    The figures: ``ranks, num_samples``, ``samples`` (case → samples of each rank), ``repeated`` and
+    ``missing`` (case → samples).
+    """
+
+    about = _ABOUT
+
+    def run(self) -> None:
+        self.num_samples = 3 * self.world.size + 1
+        with self.count_traffic():
+            samples = {
+                _UNSHUFFLED: self._sampler(shuffle=False),
+                _PADDED: self._sampler(),
+                _DROPPED: self._sampler(drop_last=True),
+                _NO_SET_EPOCH: self._sampler(),
+                _SET_EPOCH: self._sampler(epoch=1),
+                "Paceline, epoch 0": self._order(0),
+                "Paceline, epoch 1": self._order(1),
+            }
+        self.samples = {case: self.gather(own) for case, own in samples.items()}
+        self.repeated: dict[str, list[int]] = {}
+        self.missing: dict[str, list[int]] = {}
+        for case, by_rank in self.samples.items():
+            times = Counter(chain.from_iterable(by_rank))
+            self.repeated[case] = sorted(sample for sample, number in times.items() if number > 1)
+            self.missing[case] = sorted(set(range(self.num_samples)) - times.keys())
+        ranks = counted(self.world.size, "rank")
+        self.title = f"Samples of {ranks}, from a dataset of {self.num_samples}"
+
+    def _sampler(self, epoch: int = 0, **settings: bool) -> list[int]:
+        sampler: DistributedSampler[int] = DistributedSampler(
+            range(self.num_samples),  # type: ignore[arg-type]  # only its length is used
+            num_replicas=self.world.size,
+            rank=self.world.rank,
+            seed=_SEED,
+            **settings,
+        )
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    def _order(self, epoch: int) -> list[int]:
+        size = self.world.size
+        order = SampleOrder(self.num_samples, batch_size=size, seed=_SEED)
+        steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+        batches = [order.micro_batches(step, size)[self.world.rank] for step in steps]
+        return [int(sample) for batch in batches for _, sample in batch]
+
+    def rank_frames(self) -> Iterator[RankFrame]:
+        width = max(len(part) for by_rank in self.samples.values() for part in by_rank)
+        for case, by_rank in self.samples.items():
+            caption = _caption(case, self.repeated[case], self.missing[case])
+            cells = _cells(by_rank, self.world.rank, width)
+            yield RankFrame(caption, (DrawnRow("samples", cells),))
+
+    def checks(self) -> list[Check]:
+        orders = [
+            sorted(chain.from_iterable(by_rank))
+            for case, by_rank in self.samples.items()
+            if case.startswith("Paceline")
+        ]
+        return [
+            Check.equal(
+                "Paceline's order has each sample once per epoch",
+                [list(range(self.num_samples))] * len(orders),
+                orders,
+            ),
+            Check.equal(
+                "without set_epoch, epoch 1 repeats epoch 0",
+                self.samples[_PADDED],
+                self.samples[_NO_SET_EPOCH],
+            ),
+        ]
+
+    def facts(self) -> dict[str, str]:
+        return {
+            "Repeated by DistributedSampler": str(len(self.repeated[_PADDED])),
+            "Dropped with drop_last": str(len(self.missing[_DROPPED])),
+            "Repeated or dropped by Paceline": "0",
+        }
+
+    def add_figures(self) -> None:
+        self.figures.update(
+            num_samples=self.num_samples,
+            samples=self.samples,
+            repeated=self.repeated,
+            missing=self.missing,
+        )
+
+
 def _caption(case: str, repeated: list[int], missing: list[int]) -> str:
     note = _NOTES.get(case, "The last batch of the epoch is short; nothing is repeated or dropped.")
     repeats = f"{counted(len(repeated), 'sample')} repeated" if repeated else "none repeated"
@@ -113,66 +134,16 @@ def _caption(case: str, repeated: list[int], missing: list[int]) -> str:
     return f"{case}: {repeats}, {drops}. {note}"
 
 
-def _rows(
-    samples: dict[str, list[list[int]]], case: str, width: int
-) -> tuple[tuple[DrawnRow, ...], ...]:
-    """Return the samples of each rank. A sample that came before is marked, in the order in which
-    the ranks read them."""
-    by_rank, seen, tones = samples[case], set[int](), dict[tuple[int, int], Tone]()
+def _cells(by_rank: list[list[int]], rank: int, width: int) -> tuple[Cell, ...]:
+    """Return the samples of a rank. A sample that came before is marked, in the order in which the
+    ranks read them."""
+    seen, cells = set[int](), []
     for place in range(width):
-        for rank, part in enumerate(by_rank):
-            if place < len(part):
-                tones[rank, place] = "wrong" if part[place] in seen else ""
-                seen.add(part[place])
-    return tuple(
-        (
-            DrawnRow(
-                "samples",
-                tuple(
-                    Cell(str(part[place]), tone=tones[rank, place])
-                    if place < len(part)
-                    else Cell("", tone="idle")
-                    for place in range(width)
-                ),
-            ),
-        )
-        for rank, part in enumerate(by_rank)
-    )
-
-
-def _record_rank(world: Communicator, num_samples: int) -> RankSamples:
-    from torch.utils.data import DistributedSampler
-
-    from paceline.data.order.samples import SampleOrder
-
-    def sampler(epoch: int = 0, **settings: bool) -> list[int]:
-        made: DistributedSampler[int] = DistributedSampler(
-            range(num_samples),  # type: ignore[arg-type]  # only its length is used
-            num_replicas=world.size,
-            rank=world.rank,
-            seed=_SEED,
-            **settings,
-        )
-        made.set_epoch(epoch)
-        return list(made)
-
-    def order(epoch: int) -> list[int]:
-        samples = SampleOrder(num_samples, batch_size=world.size, seed=_SEED)
-        steps = samples.steps_per_epoch
-        batches = [
-            samples.micro_batches(step, world.size)[world.rank]
-            for step in range(epoch * steps, (epoch + 1) * steps)
-        ]
-        return [int(sample) for batch in batches for _, sample in batch]
-
-    before = world.traffic.total
-    samples = {
-        _UNSHUFFLED: sampler(shuffle=False),
-        _PADDED: sampler(),
-        _DROPPED: sampler(drop_last=True),
-        _NO_SET_EPOCH: sampler(),
-        _SET_EPOCH: sampler(epoch=1),
-        "Paceline, epoch 0": order(0),
-        "Paceline, epoch 1": order(1),
-    }
-    return RankSamples(samples, world.traffic.total - before)
+        for other, part in enumerate(by_rank):
+            sample = part[place] if place < len(part) else None
+            tone: Tone = "idle" if sample is None else "wrong" if sample in seen else ""
+            if sample is not None:
+                seen.add(sample)
+            if other == rank:
+                cells.append(Cell("" if sample is None else str(sample), tone=tone))
+    return tuple(cells)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from paceline.core import formatting
 from paceline.core.events import EvalEvent, RunStartEvent, StepEvent
+from paceline.observe.report.axes import tick_label, ticks
 
 MAX_POINTS = 1500  # total over all series of a plot
 WIDTH, HEIGHT = 1000.0, 400.0  # of the SVG's coordinates
@@ -104,36 +105,6 @@ def raw_and_smooth(name: str, points: list[Point], colour: str, min_points: int)
         Series("each step", points, colour, "faint"),
         Series("smoothed", smooth(points), colour),
     ]
-
-
-def ticks(low: float, high: float, about: int = 5, integers: bool = False) -> list[float]:
-    """Return round numbers (1, 2 or 5 times a power of ten) between ``low`` and ``high``."""
-    span = high - low
-    if span <= 0 or not math.isfinite(span):
-        return [low]
-    raw = span / max(1, about)
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
-    if integers:
-        step = max(1.0, round(step))
-    first = math.ceil(low / step - 1e-9)
-    return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def tick_label(value: float, step: float) -> str:
-    """Return a label such as ``0``, ``0.25``, ``12k`` or ``1e-4``."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    if size >= 1e6:
-        return f"{value / 1e6:g}M"
-    if size >= 1e4:
-        return f"{value / 1e3:g}k"
-    if max(size, step) < 1e-2:
-        digits, exponent = f"{value:.1e}".split("e")
-        return f"{digits.removesuffix('.0')}e{int(exponent)}"
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 2
-    return f"{value:,.{min(decimals, 6)}f}"
 
 
 class Mark(NamedTuple):

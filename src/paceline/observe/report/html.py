@@ -232,12 +232,17 @@ def _data_rows(data: DataFigures, skipped: SkippedBatches | None) -> list[dict[s
 
 
 def _predictions(report: Report) -> list[dict[str, str]]:
-    rows = []
     memory, traffic = report.get("state_memory_bytes"), report.get("traffic_bytes_per_step")
+    times = report.get("step_time_s")
     traffic_name = "Traffic per step, busiest rank"
     if traffic and traffic.get("bound"):
         traffic_name += " (predicted: an upper bound, for a batch without repeated ids)"
-    for name, pair in (("State memory, maximum over the ranks", memory), (traffic_name, traffic)):
+    rows = []
+    for name, pair, as_text in (
+        ("State memory, maximum over the ranks", memory, formatting.size),
+        (traffic_name, traffic, formatting.size),
+        ("Time per step, mean without the first", times, formatting.duration),
+    ):
         predicted = formatting.max_over_ranks(pair and pair["predicted"])
         measured = formatting.max_over_ranks(pair and pair["measured"])
         ratio = formatting.UNKNOWN
@@ -246,27 +251,12 @@ def _predictions(report: Report) -> list[dict[str, str]]:
         rows.append(
             {
                 "name": name,
-                "predicted": formatting.size(predicted),
-                "measured": formatting.size(measured),
+                "predicted": as_text(predicted),
+                "measured": as_text(measured),
                 "ratio": ratio,
             }
         )
-    return [*rows, _step_time(report)]
-
-
-def _step_time(report: Report) -> dict[str, str]:
-    times = report.get("step_time_s")
-    predicted = None if times is None else formatting.finite(times["predicted"])
-    measured = None if times is None else formatting.finite(times["measured"])
-    ratio = formatting.UNKNOWN
-    if predicted and measured:
-        ratio = f"{measured / predicted:.3f}"
-    return {
-        "name": "Time per step, mean without the first",
-        "predicted": formatting.duration(predicted),
-        "measured": formatting.duration(measured),
-        "ratio": ratio,
-    }
+    return rows
 
 
 def _notice(event: NoticeEvent | CheckpointEvent) -> dict[str, str]:

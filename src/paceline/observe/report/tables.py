@@ -38,7 +38,7 @@ class TableRow(NamedTuple):
 
     name: str
     value: str
-    is_text: bool
+    is_text: bool = False
 
 
 def rank_table(steps: Sequence[StepEvent]) -> FigureTable:
@@ -108,55 +108,48 @@ def communication_rows(report: Report) -> list[TableRow]:
     if not figures:
         return []
     method = str(figures.get("method"))
-    rows = [("Method", "plain ddp" if method == "none" else method)]
+    rows = [TableRow("Method", "plain ddp" if method == "none" else method)]
     if "ratio_sent" in figures:
         ratio = formatting.finite(figures["ratio_sent"])
-        rows.append(
-            ("Sent, relative to plain ddp", f"1/{ratio:.4g}" if ratio else formatting.UNKNOWN)
-        )
+        text = f"1/{ratio:.4g}" if ratio else formatting.UNKNOWN
+        rows.append(TableRow("Sent, relative to plain ddp", text))
     if "residual_norm" in figures:
         norm = formatting.finite(figures["residual_norm"])
-        rows.append(("Norm of what is still to be sent", "none" if norm is None else f"{norm:.4g}"))
+        text = "none" if norm is None else f"{norm:.4g}"
+        rows.append(TableRow("Norm of what is still to be sent", text))
     if "synchronisations" in figures:
         each = formatting.size(figures.get("bytes_per_synchronisation"))
-        rows.append(
-            ("Synchronizations", f"{formatting.count(figures['synchronisations'])}, {each} each")
-        )
+        text = f"{formatting.count(figures['synchronisations'])}, {each} each"
+        rows.append(TableRow("Synchronizations", text))
     if link:
         latency = formatting.short_duration(link.get("latency_s"))
         bandwidth = formatting.bit_rate(link.get("bandwidth_bytes_s"))
-        rows.append(("Link, measured", f"{bandwidth}, {latency} per message"))
+        rows.append(TableRow("Link, measured", f"{bandwidth}, {latency} per message"))
     rows += _times(figures)
-    sentences = []
     if method != "none" and "pays" in figures:
-        verdict = "unknown"
-        if figures["pays"] is not None:
-            verdict = "yes" if figures["pays"] else "no"
-        sentences.append(("Pays on this link", verdict))
+        pays = figures["pays"]
+        verdict = "unknown" if pays is None else "yes" if pays else "no"
+        rows.append(TableRow("Pays on this link", verdict, is_text=True))
     if figures.get("why"):
-        sentences.append(("Why", str(figures["why"])))
-    return [TableRow(name, value, False) for name, value in rows] + [
-        TableRow(name, value, True) for name, value in sentences
-    ]
+        rows.append(TableRow("Why", str(figures["why"]), is_text=True))
+    return rows
 
 
-def _times(figures: dict[str, JsonValue]) -> list[tuple[str, str]]:
+def _times(figures: dict[str, JsonValue]) -> list[TableRow]:
     short, ddp = formatting.short_duration, figures.get("ddp")
     share = formatting.finite(figures.get("wait_share"))
     rows = []
     if figures.get("step_s") is not None:
-        rows.append(("Time per step", short(figures["step_s"])))
+        rows.append(TableRow("Time per step", short(figures["step_s"])))
     if share is not None:
-        rows.append(
-            (
-                "of which waiting for communication",
-                f"{short(figures.get('wait_s'))} ({100 * share:.0f} %)",
-            )
-        )
+        text = f"{short(figures.get('wait_s'))} ({100 * share:.0f} %)"
+        rows.append(TableRow("of which waiting for communication", text))
     if figures.get("method_s") is not None:
-        rows.append(("Computation of the method, per step", short(figures["method_s"])))
+        rows.append(TableRow("Computation of the method, per step", short(figures["method_s"])))
     if isinstance(ddp, dict):
-        rows.append(("All-reduce of plain ddp, predicted", short(ddp.get("all_reduce_s"))))
-        rows.append(("Waiting time of plain ddp, predicted", short(ddp.get("wait_s"))))
-        rows.append(("Time per step of plain ddp, predicted", short(ddp.get("step_s"))))
+        rows += [
+            TableRow("All-reduce of plain ddp, predicted", short(ddp.get("all_reduce_s"))),
+            TableRow("Waiting time of plain ddp, predicted", short(ddp.get("wait_s"))),
+            TableRow("Time per step of plain ddp, predicted", short(ddp.get("step_s"))),
+        ]
     return rows

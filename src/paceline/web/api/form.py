@@ -9,6 +9,7 @@ from pydantic import JsonValue
 from paceline.config.fields import KEYS, SECTIONS, chinese, describe
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import ANSWER_TASKS
+from paceline.parallel.registry import STRATEGIES
 
 #: Keys that the form shows first, by group. All others are in their section, which is collapsed.
 COMMON: dict[str, tuple[str, ...]] = {
@@ -34,32 +35,16 @@ SUGGESTED: dict[str, tuple[str, ...]] = {
         "builtin:dlrm",
     ),
     "task": ("sft", "pretrain", *ANSWER_TASKS, "classify", "recommend"),
-    "parallel.mode": (
-        "auto",
-        "single",
-        "dp",
-        "ddp",
-        "zero1",
-        "zero2",
-        "zero3",
-        "deepspeed",
-        "tensor",
-        "pipeline",
-        "hybrid",
-        "local_sgd",
-        "diloco",
-        "parameter_server",
-    ),
+    "parallel.mode": ("auto", *STRATEGIES),
     "parallel.device": ("auto", "cpu", "cuda", "mps", "xpu"),
     "lora.target_modules": ("all-linear",),
     "parallel.num_gpus": ("auto", "1", "2", "4", "8"),
 }
 
-PRESETS: list[dict[str, str]] = [
-    {
-        "id": "first",
-        "yaml": (
-            """# A first run: train a small model on Python's own documentation.
+#: The config of each common job.
+PRESETS = {
+    "first": """\
+# A first run: train a small model on Python's own documentation.
 # Nothing is downloaded.
 model: builtin:qwen2-tiny
 dataset: builtin:python-docs
@@ -70,13 +55,9 @@ train_args:
   max_steps: 90
   warmup_ratio: 0.1
   eval_steps: 45
-"""
-        ),
-    },
-    {
-        "id": "lora",
-        "yaml": (
-            """# Fine-tune a pretrained model on your examples with low-rank adapters:
+""",
+    "lora": """\
+# Fine-tune a pretrained model on your examples with low-rank adapters:
 # needs little memory and gives a small result.
 model: Qwen/Qwen2.5-0.5B-Instruct
 dataset: ./datasets/mine.jsonl
@@ -91,13 +72,9 @@ train_args:
   per_device_train_batch_size: 4
   gradient_accumulation_steps: 4
   warmup_ratio: 0.05
-"""
-        ),
-    },
-    {
-        "id": "full",
-        "yaml": (
-            """# Fine-tune all weights of a pretrained model on your examples.
+""",
+    "full": """\
+# Fine-tune all weights of a pretrained model on your examples.
 model: Qwen/Qwen2.5-0.5B-Instruct
 dataset: ./datasets/mine.jsonl
 split_dataset_ratio: 0.05
@@ -108,13 +85,9 @@ train_args:
   gradient_accumulation_steps: 8
   warmup_ratio: 0.05
   gradient_checkpointing: full
-"""
-        ),
-    },
-    {
-        "id": "pretrain",
-        "yaml": (
-            """# Train on plain text with loss on every token: a new model, or a pretrained one that
+""",
+    "pretrain": """\
+# Train on plain text with loss on every token: a new model, or a pretrained one that
 # has to learn a language or a domain.
 model: builtin:qwen2-tiny
 task: pretrain
@@ -126,13 +99,9 @@ train_args:
   per_device_train_batch_size: 8
   max_length: 512
   warmup_ratio: 0.05
-"""
-        ),
-    },
-    {
-        "id": "classify",
-        "yaml": (
-            """# Classify images. For your own images, use a folder with one subfolder per class.
+""",
+    "classify": """\
+# Classify images. For your own images, use a folder with one subfolder per class.
 model: builtin:small-cnn
 task: classify
 dataset: builtin:digits
@@ -142,13 +111,9 @@ train_args:
   num_train_epochs: 8
   per_device_train_batch_size: 32
   warmup_ratio: 0.1
-"""
-        ),
-    },
-    {
-        "id": "recommend",
-        "yaml": (
-            """# Predict clicks with embedding tables. For your own log, use a CSV file and name its
+""",
+    "recommend": """\
+# Predict clicks with embedding tables. For your own log, use a CSV file and name its
 # columns in `recommend`.
 model: builtin:dlrm
 task: recommend
@@ -161,13 +126,9 @@ train_args:
   num_train_epochs: 2
   per_device_train_batch_size: 512
   warmup_ratio: 0.05
-"""
-        ),
-    },
-    {
-        "id": "own",
-        "yaml": (
-            """# Your own model, data and loss: a class in a Python file (docs/how-to/own-task.md).
+""",
+    "own": """\
+# Your own model, data and loss: a class in a Python file (docs/how-to/own-task.md).
 model: my-model        # shown in the report
 task: ./my_task.py:MyTask
 dataset: my-data       # shown in the report if the task creates its own data
@@ -175,10 +136,8 @@ train_args:
   learning_rate: 1e-3
   num_train_epochs: 3
   per_device_train_batch_size: 32
-"""
-        ),
-    },
-]
+""",
+}
 
 
 #: The parts of a JSON schema that pydantic writes for the config.
@@ -253,31 +212,28 @@ _BARE = ("null", "boolean")  # types that can be part of a list of choices
 def form() -> Form:
     schema = _config_schema()
     common = {key for keys in COMMON.values() for key in keys}
-    groups: list[FieldGroup] = [
-        {"name": name, "common": True, "help": "", "help_zh": "", "keys": list(keys)}
-        for name, keys in COMMON.items()
-    ]
     top_level = [
         key
         for key in KEYS
         if "." not in key and key not in common and key not in ("output_dir", "resume")
     ]
-    groups.append({"name": "more", "common": False, "help": "", "help_zh": "", "keys": top_level})
-    groups += [
-        {
-            "name": name,
-            "common": False,
-            "help": (kind.__doc__ or "").split("\n")[0],
-            "help_zh": chinese()[name],
-            "keys": [key for key in KEYS if key.startswith(f"{name}.") and key not in common],
-        }
-        for name, kind in SECTIONS.items()
-    ]
+    groups = [_group(name, list(keys), is_common=True) for name, keys in COMMON.items()]
+    groups.append(_group("more", top_level))
+    for name, kind in SECTIONS.items():
+        keys = [key for key in KEYS if key.startswith(f"{name}.") and key not in common]
+        help = (kind.__doc__ or "").split("\n")[0]
+        groups.append(_group(name, keys, help=help, help_zh=chinese()[name]))
     return {
         "schema": schema,
         "groups": groups,
         "fields": {key: _field(key, schema) for key in KEYS},
     }
+
+
+def _group(
+    name: str, keys: list[str], is_common: bool = False, help: str = "", help_zh: str = ""
+) -> FieldGroup:
+    return {"name": name, "common": is_common, "help": help, "help_zh": help_zh, "keys": keys}
 
 
 def _config_schema() -> Schema:

@@ -72,7 +72,7 @@ def presets() -> dict[str, list[dict[str, str]]]:
     """Return the text of a config for each common job."""
     from paceline.web.api.form import PRESETS
 
-    return {"presets": PRESETS}
+    return {"presets": [{"id": id, "yaml": text} for id, text in PRESETS.items()]}
 
 
 @router.post("/api/check")

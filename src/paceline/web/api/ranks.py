@@ -82,12 +82,7 @@ def heartbeats(panel: Panel, id: str) -> StrictJSONResponse:
     """Return the newest heartbeat of each rank, which a run writes every two seconds; none for a
     run with one rank or without a watchdog."""
     heartbeats = json_inside(panel.runs.get(id).run_dir.heartbeats) or {}
-    rows = heartbeats.get("ranks")
-    valid = [
-        row
-        for row in (rows if isinstance(rows, list) else [])
-        if isinstance(row, dict) and type(row.get("rank")) is int
-    ]
+    rows = _rank_rows(heartbeats.get("ranks"))
     numbers = ("rank", "pid", "step", "heard_at", "moved_at")
     texts = ("host", "phase", "waits_for", "state")
     return StrictJSONResponse(
@@ -98,7 +93,7 @@ def heartbeats(panel: Panel, id: str) -> StrictJSONResponse:
                     **{name: finite(row.get(name)) for name in numbers},
                     **{name: as_text(row.get(name), 200) for name in texts},
                 }
-                for row in valid[:_MAX_RANKS]
+                for row in rows[:_MAX_RANKS]
             ],
         }
     )
@@ -237,13 +232,17 @@ def _split(events: list[StepEvent], count: int) -> list[list[StepEvent]]:
     return [events[begin:end] for begin, end in pairwise(edges)]
 
 
-def _by_rank(event: StepEvent) -> dict[int, RankStep]:
-    rows = event.get("ranks")
-    return {
-        row["rank"]: row
+def _rank_rows(rows: object) -> list[Any]:
+    """Return the objects of a list that have the number of a rank."""
+    return [
+        row
         for row in (rows if isinstance(rows, list) else [])
         if isinstance(row, dict) and type(row.get("rank")) is int
-    }
+    ]
+
+
+def _by_rank(event: StepEvent) -> dict[int, RankStep]:
+    return {row["rank"]: row for row in _rank_rows(event.get("ranks"))}
 
 
 def _tables(
@@ -311,13 +310,9 @@ def _mean_step_time(events: list[StepEvent]) -> float | None:
 def _places(run: Run) -> dict[int, JSONObject]:
     """Return the host, device and role of each rank, as the run recorded them at its start."""
     places: dict[int, JSONObject] = {}
-    ranks = as_object(run.summary.start.get("mesh")).get("ranks")
-    for entry in map(as_object, ranks if isinstance(ranks, list) else []):
-        rank = entry.get("rank")
-        if type(rank) is int:
-            places[rank] = {"host": entry.get("host"), "device": entry.get("device")}
-            if "role" in entry:
-                places[rank]["role"] = entry["role"]
+    for row in _rank_rows(as_object(run.summary.start.get("mesh")).get("ranks")):
+        place = {"host": row.get("host"), "device": row.get("device")}
+        places[row["rank"]] = {**place, "role": row["role"]} if "role" in row else place
     return places
 
 

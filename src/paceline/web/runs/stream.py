@@ -287,11 +287,9 @@ class Streams:
         self._lookup = asyncio.Lock()
         self._closed = False
 
-    @asynccontextmanager
-    async def of_list(self, viewer: SSEClient) -> AsyncIterator[None]:
+    def of_list(self, viewer: SSEClient) -> AbstractAsyncContextManager[None]:
         """Send ``runs`` messages."""
-        async with self._serve(self._list, viewer):
-            yield
+        return self._serve(self._list, viewer)
 
     @asynccontextmanager
     async def of_run(self, run: Run, after: int | None, viewer: SSEClient) -> AsyncIterator[None]:
