@@ -51,12 +51,10 @@ class TimeLimit:
 
 def add_hosts(parser: OptionParser) -> None:
     """Add the options for the size of a job on several hosts."""
-    parser.add_argument(
-        "--nodes", type=Integer(1, 10_000), metavar="N", help="number of hosts; required"
-    )
-    parser.add_argument(
+    parser.add_option("--nodes", Integer(1, 10_000), "N", "number of hosts; required")
+    parser.add_option(
         "--gpus-per-node",
-        type=Integer(0, 64, "0 (ranks on the CPU) to 64"),
-        metavar="N",
-        help="number of GPUs of each host; required",
+        Integer(0, 64, "0 (ranks on the CPU) to 64"),
+        "N",
+        "number of GPUs of each host; required",
     )

@@ -9,14 +9,8 @@ from paceline.core.processes import process_start_time
 
 def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check and print the full config without training"
-    )
-    parser.add_argument(
-        "--allow-config-change",
-        action="store_true",
-        help="resume although the config has changed",
-    )
+    parser.add_flag("--dry-run", "check and print the full config without training")
+    parser.add_flag("--allow-config-change", "resume although the config has changed")
     parser.example = "paceline sft model=builtin:qwen2-tiny dataset=builtin:python-docs"
 
 

@@ -74,12 +74,6 @@ def train_sources(value: Any) -> Conversion:
     return _all(value, "dataset")
 
 
-def weak_train_sources(value: Any) -> Conversion:
-    """Convert TRL's name of a dataset, which a mixture of datasets overrides."""
-    result = train_sources(value)
-    return Conversion(weak=result.sets, notices=result.notices)
-
-
 def train_sources_if_any(value: Any) -> Conversion:
     """Convert one of two keys with the training data, which may be empty."""
     return Conversion() if value in ([], "") else train_sources(value)

@@ -2,6 +2,7 @@
 config of a run."""
 
 import re
+from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
 
@@ -51,16 +52,7 @@ def check(text: str) -> JSONObject:
 
 def _mistakes(error: ConfigError, text: str) -> list[JsonValue]:
     if isinstance(error, ConfigMistakes):
-        return [
-            {
-                "what": mistake.what,
-                "allowed": mistake.allowed,
-                "fix": mistake.fix,
-                "key": mistake.key,
-                "line": mistake.line,
-            }
-            for mistake in error.mistakes
-        ]
+        return [asdict(mistake) for mistake in error.mistakes]
     what = error.what.removeprefix(f"{_NAME} ").removeprefix("is ")
     place = _PLACE.match(what)
     if not text.strip():
