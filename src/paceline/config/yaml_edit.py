@@ -130,8 +130,7 @@ def _native(text: str) -> dict[str, YamlValue]:
 
 def _target(path: tuple[str, ...]) -> str | None:
     """Return the native key that a path in the text sets, under any of its names."""
-    binding = bind_key(ConfigEntry(path, None, FILE))
-    target = binding.target or (binding.alias.target if binding.alias else None)
+    target = bind_key(ConfigEntry(path, None, FILE)).native_key
     if target is None or target in KEYS:
         return target
     return next((key for key in KEYS if target.startswith(f"{key}.")), None)

@@ -59,6 +59,11 @@ class KeyBinding:
     resolved: list[Notice] = field(default_factory=list)
 
     @property
+    def native_key(self) -> str | None:
+        """Return the native key that this key sets, as far as its name tells."""
+        return self.target or (self.alias.target if self.alias else None)
+
+    @property
     def tools(self) -> str:
         source = self.alias or self.ignored
         return source.tools if source else ""

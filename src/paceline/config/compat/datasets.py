@@ -228,10 +228,8 @@ def _mapping(item: dict[str, Any], notices: list[Notice]) -> list[Source]:
         columns |= {turns: name} if name != turns else {}
     if columns.get("role") == "from" and columns.get("content") == "value":
         source["format"] = "sharegpt"
-        turns = columns.get("messages", "conversations")
-        columns = {
-            key: name for key, name in columns.items() if key not in ("role", "content", "messages")
-        }
+        turns = columns.pop("messages", "conversations")
+        del columns["role"], columns["content"]
         columns |= {"conversations": turns} if turns != "conversations" else {}
     if columns:
         source["columns"] = {**columns, **source.get("columns", {})}
@@ -252,9 +250,7 @@ def _columns(item: dict[str, Any]) -> dict[str, str]:
             "`message_property_mappings` of a source is not a mapping",
             "write message_property_mappings: {role: from, content: value}",
         )
-    for ours, theirs in renamed.items():
-        if ours in _PROPERTIES:
-            columns[ours] = str(theirs)
+    columns |= {ours: str(theirs) for ours, theirs in renamed.items() if ours in _PROPERTIES}
     return {ours: theirs for ours, theirs in columns.items() if ours != theirs}
 
 

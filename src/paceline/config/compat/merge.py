@@ -155,8 +155,7 @@ class Merge(Settings):
             return None
 
     def key_of(self, entry: ConfigEntry) -> str | None:
-        binding = bind_key(entry)
-        return binding.target or (binding.alias.target if binding.alias else None)
+        return bind_key(entry).native_key
 
     def is_reported(self, entry: ConfigEntry) -> bool:
         return any(line.entry is entry for line in self.lines)

@@ -2,13 +2,7 @@
 
 from paceline.config.compat.conversion import UnsupportedValue
 from paceline.config.compat.merge import Merge
-from paceline.config.compat.values import (
-    EXTRA_MODULES,
-    FROZEN_SHARE,
-    TRAINED_PATTERNS,
-    UNFROZEN,
-    embedding_group,
-)
+from paceline.config.compat.values import embedding_group
 from paceline.config.entries import Notice, short
 from paceline.config.settings import Assignment
 
@@ -21,7 +15,7 @@ def freeze_all(merge: Merge, by: Assignment) -> Notice:
     """Apply the share of frozen parameters, which is 1."""
     if merge.value_of("lora.enable") is True:
         return _NO_EFFECT
-    patterns = merge.value_of(TRAINED_PATTERNS)
+    patterns = merge.value_of("_trained_patterns")
     if not patterns:
         raise UnsupportedValue(
             "no parameter would be trained", "add `trainable_parameters`, or remove it"
@@ -96,10 +90,10 @@ def embedding_lr_scale(merge: Merge, by: Assignment) -> Notice:
 
 #: Pseudo-target → function that applies it.
 ACTIONS = {
-    FROZEN_SHARE: freeze_all,
-    TRAINED_PATTERNS: train_patterns,
+    "_frozen_share": freeze_all,
+    "_trained_patterns": train_patterns,
     "_trainable_layers": train_layers,
-    UNFROZEN: train_unfrozen,
-    EXTRA_MODULES: train_extra_modules,
+    "_unfrozen": train_unfrozen,
+    "_extra_modules": train_extra_modules,
     "_embedding_lr_scale": embedding_lr_scale,
 }

@@ -32,11 +32,6 @@ from paceline.config.schema.lora import ALL_LINEAR, is_regex
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import first_line
 
-#: Pseudo-targets: the share of frozen parameters, the patterns of exceptions from them, and the
-#: patterns of trained parameters of axolotl and of LLaMA-Factory.
-FROZEN_SHARE, TRAINED_PATTERNS = "_frozen_share", "_trained_patterns"
-UNFROZEN, EXTRA_MODULES = "_unfrozen", "_extra_modules"
-
 
 def adapter(value: Any) -> Conversion:
     """Convert axolotl's `adapter`: the name of the method, or the path of an adapter to continue
@@ -295,17 +290,12 @@ def _refuse_groups(names: list[str]) -> None:
         )
 
 
-def tokens(target: str) -> Convert:
-    """Return a function that converts a list of tokens in which a `.txt` file stands for the words
-    in it."""
-
-    def convert(value: Any) -> Conversion:
-        names: list[str] = []
-        for name in as_names(value):
-            names += _read_tokens(Path(name)) if name.endswith(".txt") else [name]
-        return Conversion({target: names})
-
-    return convert
+def tokens(value: Any) -> Conversion:
+    """Convert a list of special tokens in which a `.txt` file stands for the words in it."""
+    names: list[str] = []
+    for name in as_names(value):
+        names += _read_tokens(Path(name)) if name.endswith(".txt") else [name]
+    return Conversion({"new_special_tokens": names})
 
 
 def special_tokens(value: Any) -> Conversion:
@@ -352,7 +342,7 @@ def _regex(target: str, text: str) -> Conversion:
 @skips_off
 def module_names(value: Any) -> Conversion:
     """Convert names of modules to patterns of the names of their parameters."""
-    return _patterns(EXTRA_MODULES, [re.escape(name) for name in as_names(value)])
+    return _patterns("_extra_modules", [re.escape(name) for name in as_names(value)])
 
 
 def name_prefixes(target: str) -> Convert:
@@ -373,14 +363,14 @@ def frozen_share(value: Any) -> Conversion:
             "set `train_args.trainable_layers: N` to train the last N layers and freeze the rest,"
             " or list the frozen parameters in `train_args.freeze`",
         )
-    return Conversion({FROZEN_SHARE: 1})
+    return Conversion({"_frozen_share": 1})
 
 
 @skips_off
 def trained_regex(value: Any) -> Conversion:
     """Convert ms-swift's regular expression for the names of parameters that are trained although
     others are frozen."""
-    return Conversion({TRAINED_PATTERNS: [str(value)]})
+    return Conversion({"_trained_patterns": [str(value)]})
 
 
 @skips_off
@@ -393,7 +383,7 @@ def unfrozen(value: Any) -> Conversion:
             f"`{partial[0]}`: training a range of rows is not supported",
             "remove the range, which trains the whole parameter",
         )
-    return _patterns(UNFROZEN, [f"^(?:{pattern})" for pattern in patterns])
+    return _patterns("_unfrozen", [f"^(?:{pattern})" for pattern in patterns])
 
 
 def _patterns(target: str, patterns: list[str]) -> Conversion:

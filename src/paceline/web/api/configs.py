@@ -73,8 +73,7 @@ def _written(text: str, loaded: Loaded | None) -> JSONObject:
     collector.add_tree(document.value if isinstance(document.value, dict) else {})
     written: JSONObject = {}
     for entry in collector.entries:
-        binding = bind_key(entry)
-        target = binding.target or (binding.alias.target if binding.alias else None) or ""
+        target = bind_key(entry).native_key or ""
         candidates = (target, target.rpartition(".")[0], target.split(".")[0])
         key = next((key for key in candidates if key in KEYS), None)
         if key is None:

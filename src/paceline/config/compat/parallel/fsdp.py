@@ -176,8 +176,6 @@ def _precision(settings: Mapping[str, YamlValue]) -> str | None:
     value = settings.get("mixed_precision_policy", settings.get("mixed_precision"))
     if isinstance(value, Mapping):
         value = value.get("param_dtype")
-    if is_off(value):
-        return None
     name = str(value).lower().removeprefix("torch.")
     return {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}.get(name)
 
