@@ -18,9 +18,8 @@ from paceline.commands.options import (
     OutputFile,
     add_config,
     load_job_config,
-    print_report,
-    write_output,
 )
+from paceline.commands.output import print_report, write_output
 from paceline.core import formatting
 from paceline.core.errors import EXIT_DONE
 

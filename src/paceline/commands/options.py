@@ -4,29 +4,22 @@ with its overrides."""
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.errors import ConfigError, did_you_mean, nearest
-from paceline.core.files import write_atomic
 from paceline.core.formatting import printable
-from paceline.core.log import LEVELS, log_notices
+from paceline.core.log import LEVELS
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from paceline.config.load import Loaded
 
-_Report = TypeVar("_Report")
 _CONFIG_USAGE = "[CONFIG.yaml] [key=value ...]"
 _CONFIG_HELP = (
     "Override config keys with key=value, --key value or --key=value; nested keys have dotted"
@@ -417,7 +410,7 @@ def _is_config_key(key: str) -> bool:
 
 
 def set_up(parser: OptionParser, module: ModuleType) -> None:
-    """Add the options of the module that implements a command, and those of every command."""
+    """Add the options of the module that implements a command, and the options of every command."""
     module.add_arguments(parser)
     if parser.commands:
         return  # Its subcommands have their own.
@@ -492,38 +485,3 @@ def check_required(args: argparse.Namespace, *names: str) -> None:
             f"`{args.command.prog}` needs {', '.join(missing)}",
             fix=f"run e.g. `{args.command.example}`",
         )
-
-
-def write_output(path: Path, text: str) -> None:
-    """Write the file of ``--output``, and print its path on standard error.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        write_atomic(path, text)
-    except OSError as error:
-        raise ConfigError(
-            f"`--output {path}` cannot be written: {error.strerror or error}"
-        ) from error
-    print(f"wrote {path}", file=sys.stderr)
-
-
-def print_report(
-    args: argparse.Namespace,
-    report: _Report,
-    table: Callable[[_Report], RenderableType],
-    width: int | None,
-) -> None:
-    """Print a report as JSON with ``--json``, else as a table of a width in columns."""
-    if args.json:
-        print(json.dumps(report, indent=2))
-        return
-    from rich.console import Console
-
-    Console(width=width, highlight=False).print(table(report))
-
-
-def print_notices(notices: Iterable[tuple[str, str]]) -> None:
-    """Print notices (level, text) on standard error."""
-    log_notices(logging.getLogger(__name__), notices)

@@ -16,9 +16,8 @@ from paceline.commands.options import (
     add_config,
     check_required,
     config_and_overrides,
-    print_notices,
-    write_output,
 )
+from paceline.commands.output import print_notices, write_output
 from paceline.core.errors import EXIT_DONE, ConfigError
 
 if TYPE_CHECKING:

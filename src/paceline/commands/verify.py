@@ -13,8 +13,8 @@ from paceline.commands.options import (
     OptionParser,
     add_config,
     load_fitted_config,
-    print_report,
 )
+from paceline.commands.output import print_report
 from paceline.core import formatting
 from paceline.observe.report.certificate import Certificate, rows, summary
 

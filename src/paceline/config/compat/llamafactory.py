@@ -86,7 +86,7 @@ class _Entry:
         return {str(name): str(column) for name, column in value.items() if column is not None}
 
     def renamed(self, *names: str) -> dict[str, str]:
-        """Return those of the columns whose name is not the default one."""
+        """Return the columns that do not have their default name."""
         return {name: self.columns[name] for name in names if self.columns.get(name, name) != name}
 
     def unsupported(self, why: str, fix: str) -> UnsupportedValue:
