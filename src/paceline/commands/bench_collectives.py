@@ -15,8 +15,8 @@ from paceline.commands.options import (
     InvalidValue,
     OptionParser,
     OutputFile,
+    write_output,
 )
-from paceline.commands.output import write_output
 from paceline.core.errors import EXIT_DONE
 from paceline.strategies.reducers.all_reduce.schedules import ALGORITHMS
 

@@ -6,8 +6,13 @@ import time
 from argparse import Namespace
 from typing import TypedDict
 
-from paceline.commands.options import Integer, OptionParser, add_config, load_fitted_config
-from paceline.commands.output import print_notices
+from paceline.commands.options import (
+    Integer,
+    OptionParser,
+    add_config,
+    load_fitted_config,
+    print_notices,
+)
 from paceline.core.errors import EXIT_DONE
 from paceline.core.files import cache_dir
 from paceline.core.report import DataFigures

@@ -3,8 +3,13 @@
 import json
 from argparse import Namespace
 
-from paceline.commands.options import Integer, OptionParser, add_config, load_fitted_config
-from paceline.commands.output import print_notices
+from paceline.commands.options import (
+    Integer,
+    OptionParser,
+    add_config,
+    load_fitted_config,
+    print_notices,
+)
 from paceline.core.errors import EXIT_DONE
 
 

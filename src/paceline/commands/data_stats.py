@@ -13,8 +13,9 @@ from paceline.commands.options import (
     add_config,
     config_and_overrides,
     load_fitted_config,
+    print_notices,
+    write_output,
 )
-from paceline.commands.output import print_notices, write_output
 from paceline.core.errors import EXIT_DONE, ConfigError
 from paceline.core.log import Notice
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.commands.options import Integer, OptionParser, add_config, config_and_overrides
-from paceline.commands.output import print_report
+from paceline.commands.reports import print_report
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration

@@ -3,8 +3,14 @@
 import json
 from argparse import Namespace
 
-from paceline.commands.options import AnyText, Choice, Integer, OptionParser, OutputFile
-from paceline.commands.output import write_output
+from paceline.commands.options import (
+    AnyText,
+    Choice,
+    Integer,
+    OptionParser,
+    OutputFile,
+    write_output,
+)
 from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, unknown_name
 from paceline.explain.catalog import MAX_RANKS, TOPICS, ExplainOptions
 from paceline.explain.draw import draw_picture

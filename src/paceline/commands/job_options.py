@@ -1,10 +1,12 @@
 """Options that the commands which write jobs for a cluster share."""
 
 import re
+from argparse import Namespace
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.commands.options import Integer, InvalidValue, OptionParser
+from paceline.core.errors import ConfigError
 
 
 class Duration(NamedTuple):
@@ -58,3 +60,13 @@ def add_hosts(parser: OptionParser) -> None:
         "N",
         "number of GPUs of each host; required",
     )
+
+
+def check_required(args: Namespace, *names: str) -> None:
+    """Raise ConfigError if one of these options is missing."""
+    missing = [f"`--{name}`" for name in names if getattr(args, name.replace("-", "_")) is None]
+    if missing:
+        raise ConfigError(
+            f"`{args.command.prog}` needs {', '.join(missing)}",
+            fix=f"run e.g. `{args.command.example}`",
+        )

@@ -7,7 +7,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.commands.job_options import TimeLimit, add_hosts
+from paceline.commands.job_options import TimeLimit, add_hosts, check_required
 from paceline.commands.options import (
     Choice,
     Integer,
@@ -16,10 +16,10 @@ from paceline.commands.options import (
     OutputFile,
     Pattern,
     add_config,
-    check_required,
     config_and_overrides,
+    print_notices,
+    write_output,
 )
-from paceline.commands.output import print_notices, write_output
 from paceline.core.errors import EXIT_DONE, ConfigError
 
 if TYPE_CHECKING:

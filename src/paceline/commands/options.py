@@ -4,9 +4,11 @@ with its overrides."""
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,8 +16,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.errors import ConfigError, did_you_mean, nearest
+from paceline.core.files import write_atomic
 from paceline.core.formatting import printable
-from paceline.core.log import LEVELS
+from paceline.core.log import LEVELS, log_notices
 
 if TYPE_CHECKING:
     from paceline.config.load import Loaded
@@ -477,11 +480,21 @@ def load_job_config(args: argparse.Namespace, builtin: Sequence[str] = ()) -> Lo
     return loaded
 
 
-def check_required(args: argparse.Namespace, *names: str) -> None:
-    """Raise ConfigError if one of these options is missing."""
-    missing = [f"`--{name}`" for name in names if getattr(args, name.replace("-", "_")) is None]
-    if missing:
+def write_output(path: Path, text: str) -> None:
+    """Write the file of ``--output``, and print its path on standard error.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        write_atomic(path, text)
+    except OSError as error:
         raise ConfigError(
-            f"`{args.command.prog}` needs {', '.join(missing)}",
-            fix=f"run e.g. `{args.command.example}`",
-        )
+            f"`--output {path}` cannot be written: {error.strerror or error}"
+        ) from error
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def print_notices(notices: Iterable[tuple[str, str]]) -> None:
+    """Print notices (level, text) on standard error."""
+    log_notices(logging.getLogger(__name__), notices)

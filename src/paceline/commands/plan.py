@@ -12,8 +12,8 @@ from paceline.commands.options import (
     OptionParser,
     add_config,
     load_fitted_config,
+    print_notices,
 )
-from paceline.commands.output import print_notices
 from paceline.core.errors import EXIT_DONE
 
 if TYPE_CHECKING:

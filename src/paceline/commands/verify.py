@@ -14,7 +14,7 @@ from paceline.commands.options import (
     add_config,
     load_fitted_config,
 )
-from paceline.commands.output import print_report
+from paceline.commands.reports import print_report
 from paceline.core import formatting
 from paceline.observe.report.certificate import Certificate, rows, summary
 
