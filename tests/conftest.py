@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import uuid
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from long_tests import DurationRecorder, long_items
 from machine_lock import lock_machine
 from not_run import NOT_RUN, record_not_run
 from simulation_cache import build_libraries, compile_shared
@@ -71,7 +73,8 @@ _GRACE_S = 5.0
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
-#: Number of parts for `--soak-part`; each has every NUM_SOAK_PARTS-th test of the soak set.
+#: Number of parts for `--soak-part`. The part of a test follows from its name, so that it stays
+#: the same when other tests are added.
 NUM_SOAK_PARTS = 10
 
 
@@ -82,9 +85,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=range(NUM_SOAK_PARTS),
         help=f"also run this part of the soak tests, 0 to {NUM_SOAK_PARTS - 1}",
     )
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help="write how long the tests take to tests/durations.json; long ones are soak tests",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.record_durations and not _IS_XDIST_WORKER:
+        config.pluginmanager.register(DurationRecorder())
     if _hides_gpus(config):
         # Read when torch initializes CUDA, which is later. Processes of tests inherit it.
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = "-1"
@@ -94,18 +104,28 @@ def _hides_gpus(config: pytest.Config) -> bool:
     return "gpu" not in config.option.markexpr and any(map(os.path.exists, _GPU_DRIVERS))
 
 
+def _names_tests(config: pytest.Config) -> bool:
+    return any("::" in argument for argument in config.args)
+
+
 def _excluded_soak_tests(config: pytest.Config, soak: list[pytest.Item]) -> list[pytest.Item]:
     """Return the soak tests that this session does not run."""
     part = config.option.soak_part
+    if "soak" in config.option.markexpr or _names_tests(config):
+        return []
     if part is None:
-        return [] if "soak" in config.option.markexpr else soak
-    in_order = sorted(soak, key=lambda item: item.nodeid)
-    return [item for number, item in enumerate(in_order) if number % NUM_SOAK_PARTS != part]
+        return soak
+    return [item for item in soak if zlib.crc32(item.nodeid.encode()) % NUM_SOAK_PARTS != part]
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked ``gpu`` without an accelerator, ``slurm`` without Slurm's programs, and
-    ``soak`` without ``-m soak`` or ``--soak-part``; then order the rest."""
+    ``soak`` without ``-m soak`` or ``--soak-part``; then order the rest.
+
+    A test that is named on the command line runs, however long it takes."""
+    for item in long_items(items):
+        item.add_marker(pytest.mark.soak)
     marked = {
         marker: [item for item in items if item.get_closest_marker(marker)]
         for marker in ("gpu", "slurm", "soak")

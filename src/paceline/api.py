@@ -121,12 +121,10 @@ def _dry_run(draft: Draft) -> TrainResult:
     from paceline.launch.passes.devices import find_devices
     from paceline.launch.passes.draft import known
     from paceline.launch.plan import plan
-    from paceline.launch.results import log_dry_run
     from paceline.tasks import load_task
     from paceline.train.run_spec import TrainResult
 
     draft = plan(draft, first=find_devices)
-    log_dry_run(known(draft.derived))
     resolved: ResolvedRun = {
         "config": draft.config.model_dump(mode="json"),
         "derived": known(draft.derived).as_dict(),

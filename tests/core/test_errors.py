@@ -13,7 +13,7 @@ from paceline.core.errors import (
     nearest,
 )
 from paceline.core.failures import ReportedError
-from paceline.core.formatting import counted
+from paceline.core.formatting import counted, significant
 
 
 def test_paragraph_contains_problem_allowed_values_and_fix() -> None:
@@ -56,3 +56,11 @@ def test_nearest_suggests_similar_names() -> None:
 @pytest.mark.parametrize(("number", "text"), [(0, "0 steps"), (1, "1 step"), (2000, "2,000 steps")])
 def test_counted_formats_plurals(number: int, text: str) -> None:
     assert counted(number, "step") == text
+
+
+@pytest.mark.parametrize(
+    ("figure", "digits", "text"),
+    [(0.01234, 3, "0.0123"), (530.2, 2, "530"), (999.7, 3, "1,000"), (12345, 3, "12,300")],
+)
+def test_significant_digits_have_no_exponent(figure: float, digits: int, text: str) -> None:
+    assert significant(figure, digits) == text

@@ -15,7 +15,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FLAGS = {"--dry-run", "--debug", "--allow-config-change", "--json"}
+FLAGS = {"--dry-run", "--full", "--debug", "--allow-config-change", "--json"}
 
 
 def blocks(page: Path, *kinds: str) -> list[str]:

@@ -125,6 +125,17 @@ def test_rejects_changed_config(
         assert part in error, error
 
 
+def test_changed_config_is_refused_before_the_data_are_read(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workdir / "run-2").mkdir()
+    assert main(make_args(tokenizer="builtin:qwen2-tiny")) == 2
+    printed = capsys.readouterr().err
+    assert "contains a run with another config" in printed
+    assert "`output_dir=run-3`" in printed
+    assert "data: " not in printed
+
+
 def append_row(workdir: Path) -> None:
     with open(workdir / "chats.jsonl", "a") as handle:
         handle.write(json.dumps(CHATS[0]) + "\n")

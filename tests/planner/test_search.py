@@ -12,7 +12,7 @@ import paceline
 from paceline.config.load import to_yaml
 from paceline.core.errors import ConfigError
 from paceline.launch.passes.layout import kept_settings
-from paceline.planner.auto.choose import eligible_layouts
+from paceline.planner.auto.choose import choose, eligible_layouts
 from paceline.planner.auto.pick import pick
 from paceline.planner.devices import find_device
 from paceline.planner.hardware import Machine, named_machine
@@ -245,3 +245,18 @@ def test_a_run_that_resumes_keeps_what_was_chosen(tmp_path: Path) -> None:
     assert "train_args.gradient_checkpointing" not in kept_settings(is_set)
     assert kept_settings(config(output_dir=str(tmp_path), resume="never")) == {}
     assert kept_settings(config(output_dir=str(tmp_path / "new"))) == {}
+
+
+def test_reason_for_the_choice_agrees_with_the_next_best(model: str) -> None:
+    """A mode is not called the fastest beside one that is faster but less simple."""
+    reasons = set()
+    for memory_gb in (4.0, 12.0):
+        tried = trials(model, machine(4, memory_gb), train_args={"global_batch_size": 32})
+        choice = choose(
+            tried.config, describe(tried.config), micro_batch(tried.config), tried.machine
+        )
+        is_slower = any("faster" in remark for remark in choice.remarks)
+        expected = "the simplest within 2% of the fastest" if is_slower else "is the fastest"
+        assert expected in choice.why
+        reasons.add(expected)
+    assert len(reasons) == 2

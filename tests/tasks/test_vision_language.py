@@ -151,7 +151,7 @@ def test_rows_that_cannot_be_used_are_counted(models: dict[str, Path], tmp_path:
     figures = task.prepared.counts.as_dict()
     assert (figures["read"], figures["kept"]) == (7, 1)
     assert figures["dropped"] == {
-        "the number of images differs from that of their placeholders": 1,
+        "the number of images differs from the number of placeholders": 1,
         NO_IMAGE_FILE: 1,
         "the image cannot be read": 1,
         "more than 2 images": 1,

@@ -100,7 +100,7 @@ def check_same_model(
     stored_digest = opened.meta.get("frozen")
     if None not in (stored_digest, frozen) and stored_digest != frozen:
         raise ConfigError(
-            f"{path} was trained with other frozen weights: those of the model, which checkpoints"
+            f"{path} was trained with other frozen weights: the model's weights, which checkpoints"
             " do not contain, have changed",
             fix=(
                 "restore the files of `model` (of a hub model, the same revision), or set another"

@@ -110,5 +110,8 @@ def _add_default_model(args: Namespace) -> None:
     values = dict(override.partition("=")[::2] for override in reversed(overrides))
     if path is None and "model" not in values:
         model = values.get("tokenizer", _DEFAULT_MODEL)
-        print(f"no model is set: the tokens are those of {model}", file=sys.stderr)
+        print(
+            f"no model is set: tokens are counted with {model}'s tokenizer",
+            file=sys.stderr,
+        )
         args.config_tokens = [*overrides, f"model={model}"]

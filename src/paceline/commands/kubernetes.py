@@ -120,7 +120,7 @@ def add_arguments(parser: OptionParser) -> None:
     add("--scheduler", _SCHEDULER, "NAME", "scheduler of the runtime")
     add("--output", OutputFile(), "FILE", "manifest to write (default: standard output)")
     parser.add_flag("--coscheduling", "start all pods together; Kubeflow only")
-    parser.add_flag("--no-network-policy", "allow other pods to connect to those of the job")
+    parser.add_flag("--no-network-policy", "allow other pods to connect to the pods of the job")
     parser.add_flag("--runtime-manifest", "write the runtime that TrainJobs need")
     parser.example = (
         "paceline kubernetes CONFIG.yaml --nodes 2 --gpus-per-node 8"

@@ -34,7 +34,7 @@ def add_arguments(parser: OptionParser) -> None:
         "--device-memory",
         AnyText("a size, such as 80GB or 24GiB"),
         "SIZE",
-        "memory of each device (default: that of this machine's devices)",
+        "memory of each device (default: the memory of this machine's devices)",
     )
     parser.add_option(
         "--device",

@@ -167,6 +167,14 @@ def to_yaml(config: Config) -> str:
     return dump_yaml(config.model_dump(mode="json"))
 
 
+def keys_set(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a full config that differ from their defaults."""
+    keys: dict[str, Any] = Config.model_validate(config).model_dump(
+        mode="json", exclude_defaults=True
+    )
+    return keys
+
+
 def dump_yaml(value: YamlValue) -> str:
     """Return a value as YAML, with the keys in their order."""
     text = yaml.dump(

@@ -119,10 +119,16 @@ def rate(value: Any) -> str:
     return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
+def significant(figure: float, digits: int = 3) -> str:
+    """Format a number with this many significant digits, without an exponent if it is large:
+    ``0.123``, ``12.3``, ``1,230``."""
+    return f"{float(f'{figure:.{digits}g}'):,.15g}"
+
+
 @_of_finite
 def count(figure: float) -> str:
     """Format a number with thousands separators: ``12,345``."""
-    return f"{figure:,.0f}" if figure == int(figure) else f"{figure:,.3g}"
+    return f"{figure:,.0f}" if figure == int(figure) else significant(figure)
 
 
 @_of_finite
@@ -287,9 +293,9 @@ def packing_line(packing: PackingFigures) -> str:
     return text + (f", {100 * packing['fill']:.1f} % filled" if "fill" in packing else "")
 
 
-def counted(number: int, noun: str) -> str:
-    """Format a number with its noun: ``1 sample``, ``2,000 samples``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def counted(number: float | None, noun: str) -> str:
+    """Format a number with its noun: ``1 sample``, ``2,000 samples``, ``0.385 epochs``."""
+    return f"{count(number)} {noun}" if number == 1 else f"{count(number)} {noun}s"
 
 
 def printable(text: str, max_chars: int = 60) -> str:

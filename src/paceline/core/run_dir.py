@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import re
@@ -35,6 +36,16 @@ _ENDING_S = 15.0
 #: one that only checks the lock.
 _UNSIGNED_S = 2.0
 _POLL_S = 0.05
+
+
+def propose_folder(folder: str) -> str:
+    """Return a name for a new run beside ``folder`` that is free: ``output/run-2``, or the next
+    number."""
+    path = Path(folder)
+    name, _, number = path.name.rpartition("-")
+    stem, first = (name, int(number) + 1) if name and number.isdecimal() else (path.name, 2)
+    names = (path.with_name(f"{stem}-{count}") for count in itertools.count(first))
+    return str(next(each for each in names if not os.path.lexists(each)))
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class RowProgress:
     def text(self, elapsed_s: float) -> str:
         """Return the line after ``elapsed_s`` seconds."""
         parts = [
-            f"tokenizing: {self.rows:,} rows",
+            f"tokenizing: {formatting.counted(self.rows, 'row')}",
             f"{self.rows / max(elapsed_s, 1e-9):,.0f} rows/s",
         ]
         if self.total_bytes and self.done_bytes:

@@ -192,7 +192,7 @@ def choose_devices(
         raise ConfigError(
             f"the outer launcher started {num_launched} ranks on this host, but a rank sees only"
             f" {len(names)} × {kind}{limited}",
-            allowed="every rank sees all GPUs of its host, and uses that of its LOCAL_RANK",
+            allowed="every rank sees all GPUs of its host, and uses the GPU of its LOCAL_RANK",
             fix=(
                 "with srun, request `--gpus-per-node` instead of `--gpus-per-task`; otherwise do"
                 f" not limit {_VISIBLE[0]} per rank; or start {len(names)} per host"

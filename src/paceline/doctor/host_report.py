@@ -212,7 +212,7 @@ def _clocks(probes: list[_Measured], max_skew_s: float) -> CheckResult:
     skew_s = abs(worst.clock_offset_s)
     certain_s = skew_s - worst.round_trip_s / 2
     order = "ahead of" if worst.clock_offset_s > 0 else "behind"
-    text = f"the clock of {target.name} is {skew_s:.1f} s {order} that of {source.name}"
+    text = f"the clock of {target.name} is {skew_s:.1f} s {order} the clock of {source.name}"
     advice = (
         "synchronize the clocks of all hosts with chrony or systemd-timesyncd; `chronyc makestep`"
         " corrects a clock at once"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.files import human_bytes
+from paceline.core.formatting import significant
 from paceline.distributed.traffic import uncounted
 from paceline.launch.passes.host_checks import CheckResult
 from paceline.planner.machine.profile import DeviceRates, ProductCurve
@@ -139,7 +140,8 @@ def check_rates(rates: Sequence[DeviceRates]) -> list[CheckResult]:
         return []
     each = rates[-1]
     curves = ", ".join(
-        f"{curve.flops_s / 1e12:.3g} TFLOP/s in {name}" for name, curve in each.products.items()
+        f"{significant(curve.flops_s / 1e12)} TFLOP/s in {name}"
+        for name, curve in each.products.items()
     )
     text = (
         f"matrix products {curves}; memory {human_bytes(each.memory_bytes_s)}/s;"

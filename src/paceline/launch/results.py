@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
 from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, EXIT_USAGE, ConfigError
 from paceline.core.failures import ExitRecord, ReportedError
@@ -58,7 +58,7 @@ def log_finished(config: Config, steps: JsonValue) -> None:
     )
 
 
-def log_dry_run(derived: ResolvedValues) -> None:
+def log_derived(derived: Mapping[str, float | None]) -> None:
     """Log the values derived from a config."""
-    for label, text in derived_lines(derived.as_dict()):
+    for label, text in derived_lines(derived):
         logger.info("%-14s %s", label, text, extra=CONSOLE_ONLY)

@@ -117,7 +117,7 @@ def evaluate(
     hidden_s = all_reduce_s - exposed_s
     hides = "none of it hidden by backward"
     if hidden_s > 1e-5:
-        hides = f"of which backward hides {_short(hidden_s)}"
+        hides = f"and backward hides {_short(hidden_s)} of it"
     why = (
         f"a step takes {_short(step_s)}, {_short(measured.wait_s)} of it waiting;"
         f" a plain ddp step would take about {_short(ddp_step_s)}: {sends}, {hides}"

@@ -215,23 +215,23 @@ def derived_lines(derived: Mapping[str, float | None]) -> list[tuple[str, str]]:
     """Return (label, text) for each value that is derived from the config."""
     if not derived:
         return []
-    get, count = derived.get, formatting.count
-    batch = f"{count(get('global_batch_size'))} samples = {_factors(derived)}"
+    get, count, counted = derived.get, formatting.count, formatting.counted
+    batch = f"{counted(get('global_batch_size'), 'sample')} = {_factors(derived)}"
     if get("tokens_per_step") is not None:
-        batch += f", about {count(get('tokens_per_step'))} tokens per step"
+        batch += f", about {counted(get('tokens_per_step'), 'token')} per step"
     epochs = formatting.finite(get("epochs"))
-    epochs_text = f", {epochs:.3g} epochs" if epochs is not None else ""
+    epochs_text = "" if epochs is None else f", {counted(epochs, 'epoch')}"
     per_epoch = get("steps_per_epoch")
     steps = "epoch of unknown size" if per_epoch is None else f"{count(per_epoch)} per epoch"
     warmup = "no warm-up"
     if get("warmup_steps"):
-        warmup = f"after {count(get('warmup_steps'))} steps of warm-up"
+        warmup = f"after {counted(get('warmup_steps'), 'step')} of warm-up"
     every = get("eval_every_steps")
     return [
         ("batch", batch),
         ("steps", f"{count(get('steps'))} ({steps}{epochs_text})"),
         ("rate", f"{formatting.rate(get('learning_rate'))}, {warmup}"),
-        ("evaluation", f"every {count(every)} steps" if every else "none"),
+        ("evaluation", f"every {counted(every, 'step')}" if every else "none"),
     ]
 
 

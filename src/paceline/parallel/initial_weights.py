@@ -32,7 +32,7 @@ def sync_weights(model: nn.Module, world: Communicator) -> None:
     others = [tensor for name, tensor in model.named_parameters() if name not in from_files]
     if len(set(digests)) > 1:
         logger.warning(
-            "model: the ranks loaded different weights, so those of rank 0 are sent to the others;"
+            "model: the ranks loaded different weights, so rank 0 sends its weights to the others;"
             " copy the same files to every host to avoid this"
         )
         convert_weights(model.parameters())

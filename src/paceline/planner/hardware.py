@@ -200,14 +200,14 @@ def named_machine(
         notes = (
             *notes,
             (
-                f"no device is named: times are those of {device.name}, the closest in memory"
+                f"no device is named: times are estimated for {device.name}, the closest in memory"
                 " (`--device NAME` names one)"
             ),
         )
     if device.note:
         notes = (*notes, f"{device.name}: {device.note}")
     if device.flops_s(dtype) is None:
-        notes = (*notes, f"{device.name} has no {dtype} units: times are those of float32")
+        notes = (*notes, f"{device.name} has no {dtype} units: times are estimated for float32")
     link, notes = _between_hosts(device.link_bytes_s, device.network_bytes_s, count, notes)
     return Machine(
         device.name,

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.core.files import human_bytes
-from paceline.core.formatting import counted, short_count
+from paceline.core.formatting import counted, short_count, significant
 from paceline.planner.estimate import USABLE, ModeEstimate
 from paceline.planner.search.trials import settings_text
 
@@ -200,7 +200,7 @@ def _range(time: TimeEstimate | None) -> str:
         return ""
     high, _, unit = short_time(time.high_s).partition(" ")
     scale = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}[unit]
-    return f"{time.low_s / scale:.2g}–{float(high):.2g} {unit}"
+    return f"{significant(time.low_s / scale, 2)}–{significant(float(high), 2)} {unit}"
 
 
 def short_size(size_bytes: float) -> str:
@@ -217,8 +217,9 @@ def short_time(seconds: float) -> str:
     """Return a time of at most seven characters: ``12 ms``, ``1.3 s``, ``24 min``, ``3.1 h``."""
     for limit, unit, size in ((1.0, "ms", 1e-3), (99.5, "s", 1.0), (5970.0, "min", 60.0)):
         if seconds < limit:
-            return f"{seconds / size:.3g} {unit}" if unit != "min" else f"{seconds / size:.0f} min"
-    return f"{seconds / 3600:.3g} h"
+            figure = f"{seconds / size:.0f}" if unit == "min" else significant(seconds / size)
+            return f"{figure} {unit}"
+    return f"{significant(seconds / 3600)} h"
 
 
 def _legend(plan: Plan) -> str:

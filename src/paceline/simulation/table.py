@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.core.files import human_bytes
-from paceline.core.formatting import rank_names
+from paceline.core.formatting import rank_names, significant
 from paceline.planner.hardware import Machine
 from paceline.planner.table import short_size, short_time
 from paceline.simulation.records import RESERVED_SHARE, RankReport, Verdict
@@ -67,7 +67,7 @@ def _row(rank: RankReport) -> list[str]:
     return [
         f"  rank {rank['rank']}",
         *(short_size(size) for size in (*sizes, rank["peak_memory_bytes"])),
-        f"{rank['flops'] / 1e12:.3g}",
+        significant(rank["flops"] / 1e12),
         short_time(rank["time_floor_s"]),
     ]
 

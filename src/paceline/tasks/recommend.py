@@ -335,7 +335,7 @@ def _summary(name: str, rows: ClickLog, held_out: ClickLog | None, meta: LogMeta
         if held_out.chance is not None:
             best = exact_auc(held_out.column(held_out.labels), held_out.column(held_out.chance))
             text += (
-                f"; a model can reach an AUC of at most {best:.4f}, that of the true click"
+                f"; a model can reach an AUC of at most {best:.4f}, the AUC of the true click"
                 " probabilities"
             )
         notices.append(("info", text))

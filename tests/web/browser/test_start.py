@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from event_logs import begin
 from panel_pages import Server, opened, run_id, serve
 from playwright.sync_api import Browser, Page, expect
 from starts import MICRO, events
@@ -118,8 +119,12 @@ def test_start_run_then_chat_and_export(form, panel):
     form.fill("#run-name", "a b")
     expect(form.locator("#name-wrong")).not_to_be_empty()
     form.fill("#run-name", "mine")
+    form.locator("#yaml").scroll_into_view_if_needed()
+    expect(form.locator("#start")).to_be_in_viewport()
     form.locator("#start").click()
     expect(form).to_have_url(re.compile(r"#/run/[0-9a-f]{12}$"), timeout=LONG_MS)
+    expect(form.locator("h2", has_text="Starting")).to_be_visible()
+    expect(form.locator("h2", has_text="Starting")).to_have_count(0, timeout=LONG_MS)
     expect(form.locator(".run-head .badge-done")).to_be_visible(timeout=LONG_MS)
     run = panel.folder / "mine"
     assert len(events(run, "step")) == 6
@@ -146,6 +151,26 @@ def test_start_run_then_chat_and_export(form, panel):
     form.locator("#export").click()
     expect(form.locator(".command code").last).to_have_text(str(run / "exported"), timeout=LONG_MS)
     assert (run / "exported" / "model.safetensors").is_file()
+
+
+def test_duplicate_opens_the_config_of_the_run(browser: Browser, panel: Server) -> None:
+    """From the run, its config and the list; the new run gets another name and folder."""
+    run = panel.folder / "mine-0102-030405"
+    begin(run)
+    (run / "config.yaml").write_text(f"{MICRO % 7}output_dir: {run}\n")
+    with opened(browser, f"{panel.url}#/") as page:
+        page.locator("tbody input").first.check()
+        page.locator("#duplicate").click()
+        expect(page.locator("#yaml")).to_have_value(MICRO % 7)
+        expect(page.locator("#run-name")).to_have_value(re.compile(r"^mine-\d{4}-\d{6}$"))
+        expect(page.locator("#run-name")).not_to_have_value(run.name)
+        expect(page.locator("#start")).to_be_enabled()
+        page.goto(f"{panel.url}#/run/{run_id(panel.folder, run.name)}")
+        page.locator("#duplicate").click()
+        expect(page.locator("#yaml")).to_have_value(MICRO % 7)
+        page.goto(f"{panel.url}#/run/{run_id(panel.folder, run.name)}/config")
+        page.locator("a", has_text="New run from this config").click()
+        expect(page.locator("#yaml")).to_have_value(MICRO % 7)
 
 
 @pytest.mark.soak
@@ -211,8 +236,7 @@ def test_hung_rank_is_shown_and_second_stop_ends_run(form, panel):
     assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.soak
-def test_start_error_is_shown(form, panel):
+def test_start_error_is_shown_and_the_form_keeps_what_was_typed(form, panel):
     field(form, "model").fill("builtin:nothing")
     expect(form.locator("#yaml")).to_have_value(re.compile("builtin:nothing"))
     expect(form.locator("#verdict .good")).to_be_visible()
@@ -221,6 +245,9 @@ def test_start_error_is_shown(form, panel):
     expect(form.locator(".state-error")).to_contain_text("builtin:qwen2-micro")
     folders = [path.name for path in panel.folder.iterdir() if path.is_dir()]
     assert not any(name.startswith("first") for name in folders)
+    if form.locator("#edit").count():  # the run's page was open when the error came
+        form.locator("#edit").click()
+    expect(field(form, "model")).to_have_value("builtin:nothing")
 
 
 @pytest.mark.soak

@@ -211,7 +211,7 @@ def _runtime_notices(options: KubernetesOptions) -> list[tuple[str, str]]:
         text = f"the TrainJob requires the runtime `{options.runtime}` in the cluster: `paceline"
         notes = [("info", f"{text} kubernetes --runtime-manifest{flag}`")]
     else:
-        text = "retry policies, user and environment of the pods are those of the runtime"
+        text = "retry policies, user and environment of the pods come from the runtime"
         text += f" `{options.runtime}`: check its backoffLimit and podFailurePolicy"
         notes = [("warning", text)]
     if options.grace_s != RUNTIME_GRACE_S:

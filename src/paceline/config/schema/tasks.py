@@ -34,8 +34,8 @@ class Classify(Section):
     labels: Names = Field(
         default_factory=list,
         description=(
-            "Names of the classes of texts, in the order of their numbers. Default: those of the"
-            " model if the data's labels are among them, else the labels of the data."
+            "Names of the classes of texts, in the order of their numbers. Default: the names in"
+            " the model if the data's labels are among them, else the labels of the data."
         ),
     )
 

@@ -115,13 +115,13 @@ class ParameterGroup(Section):
         description="Regular expressions that are searched for in the names of parameters.",
     )
     learning_rate: float | None = Field(
-        None, ge=0, description="Peak learning rate. Default: that of `train_args`."
+        None, ge=0, description="Peak learning rate. Default: the value in `train_args`."
     )
     weight_decay: float | None = Field(
         None,
         ge=0,
         description=(
-            "Weight decay of all these parameters, also of biases and norms. Default: that of"
+            "Weight decay of all these parameters, also of biases and norms. Default: the value in"
             " `train_args`, for matrices only."
         ),
     )

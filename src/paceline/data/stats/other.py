@@ -157,7 +157,7 @@ def click_stats(config: Config) -> tuple[ClickStats, list[Notice]]:
     size = len(log) if take is None else min(number_to_take(take, len(log)), len(log))
     notices = []
     if size < len(log):
-        text = f"{name}: the figures are those of all {len(log):,} rows, of which {size:,} are used"
+        text = f"{name}: the figures describe all {len(log):,} rows; {size:,} of them are used"
         notices.append(Notice("info", text))
     names = config.recommend.dense_features or [
         f"dense {number + 1}" for number in range(log.dense.shape[1])

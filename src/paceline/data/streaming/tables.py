@@ -41,6 +41,8 @@ RawRow = LineBlock | tuple[str, Any]
 
 #: Number of rows of a text file that are one block of the order.
 _BLOCK_ROWS = 4096
+#: Largest number of positions whose rows are found at once.
+_RUN_POSITIONS = 1024
 #: Size of a row of a file of plain text.
 _DOCUMENT_BYTES = 256 << 10
 #: Limit of the decoded row groups that a process keeps.
@@ -256,24 +258,38 @@ class TableRows:
         self.tables, self.sources, self.shuffle = list(tables), list(sources), shuffle
         self.has_fast_rows = all(table.has_fast_rows for table in tables)
         self._ends = np.cumsum([table.num_rows for table in tables])
-        self.num_rows: int | None = int(self._ends[-1])
-
-    @property
-    def _order(self) -> PermutedRows:
-        blocks, shuffle = None, self.shuffle
-        if not self.has_fast_rows:
-            blocks = np.concatenate([table.block_sizes for table in self.tables])
         num_rows = int(self._ends[-1])
-        return PermutedRows(num_rows, shuffle.seed, shuffle.enabled, blocks, shuffle.window)
+        self.num_rows: int | None = num_rows
+        sizes = None
+        if not self.has_fast_rows:
+            sizes = np.concatenate([table.block_sizes for table in tables])
+        self._order = PermutedRows(num_rows, shuffle.seed, shuffle.enabled, sizes, shuffle.window)
+        self._run_positions = min(_RUN_POSITIONS, num_rows)
+        self._runs: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Return the indices of the rows at positions that are counted over all epochs."""
-        rows = self._order
-        epochs, numbers = np.divmod(positions, rows.num_rows)
+        runs, offsets = np.divmod(positions, self._run_positions)
         indices = np.empty(len(positions), dtype=np.int64)
-        for epoch in np.unique(epochs).tolist():
-            indices[epochs == epoch] = rows.indices(epoch, numbers[epochs == epoch])
+        for run in np.unique(runs).tolist():
+            is_inside = runs == run
+            indices[is_inside] = self._run(run)[offsets[is_inside]]
         return indices
+
+    def _run(self, number: int) -> np.ndarray:
+        """Return the rows at a run of positions. The last two runs are kept, because permuting the
+        few positions of a micro-batch takes almost as long."""
+        if number not in self._runs:
+            positions = number * self._run_positions + np.arange(self._run_positions)
+            epochs, numbers = np.divmod(positions, self._order.num_rows)
+            indices = np.empty(len(positions), dtype=np.int64)
+            for epoch in np.unique(epochs).tolist():
+                is_inside = epochs == epoch
+                indices[is_inside] = self._order.indices(epoch, numbers[is_inside])
+            self._runs[number] = indices
+            if len(self._runs) > 2:
+                self._runs.popitem(last=False)
+        return self._runs[number]
 
     def row(self, index: int) -> tuple[int, RawRow]:
         """Return the index of the row's source, and the row."""

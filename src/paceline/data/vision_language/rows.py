@@ -191,7 +191,7 @@ def _place(sample: ImageChat) -> None:
         first = next(message for message in messages if message["role"] == "user")
         first["content"] = IMAGE_MARK * len(sample.images) + first["content"]
     elif num_places != len(sample.images):
-        raise MalformedRow("the number of images differs from that of their placeholders")
+        raise MalformedRow("the number of images differs from the number of placeholders")
 
 
 def with_paths(sample: ImageChat, place: str, images_folder: str | None) -> ImageChat:

@@ -18,11 +18,11 @@ from paceline.config.diff import changes_training, has_same_end
 from paceline.config.load import Loaded, diff_configs, load_config, load_stored
 from paceline.config.schema import Config
 from paceline.config.yaml_read import YamlValue
-from paceline.core.errors import ConfigError, RunError
+from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.report import Report
-from paceline.core.run_dir import RunDir, lock_run
+from paceline.core.run_dir import RunDir, lock_run, propose_folder
 from paceline.launch.passes.draft import Draft, known
 from paceline.parallel.registry import check_stored
 from paceline.tasks.base import Prepared
@@ -58,6 +58,28 @@ def check_same_batch(draft: Draft) -> None:
             allowed=str(resumed),
             fix="set another `output_dir` for a new run",
         )
+
+
+def check_stored_config(draft: Draft) -> None:
+    """Check that the run in the folder has the same config, before the data are read. Keys that
+    the config leaves open are compared later, by :func:`compare_with_run`, which also reports a
+    folder that cannot be read."""
+    config, run_dir = draft.config, draft.run_dir
+    if draft.allow_config_change or not draft.reads_folder or config.resume != "auto":
+        return
+    newest = store.committed(run_dir.checkpoints)[-1:]
+    try:
+        if newest:
+            stored = read_meta(newest[0])["config"]
+        elif run_dir.config.is_file():
+            stored = load_config(run_dir.config).config.model_dump(mode="json")
+        else:
+            return
+        load_stored(stored)
+    except (PacelineError, OSError, ValueError):
+        return
+    path = newest[0] if newest else run_dir.root
+    _check_same_config(config, stored, path, allow_change=False, is_early=True)
 
 
 def compare_with_run(draft: Draft) -> Draft:
@@ -206,12 +228,24 @@ def check_restart(config: Config, run_dir: RunDir, allow_change: bool) -> None:
 
 
 def _check_same_config(
-    config: Config, stored: Mapping[str, YamlValue], path: Path, allow_change: bool
+    config: Config,
+    stored: Mapping[str, YamlValue],
+    path: Path,
+    allow_change: bool,
+    is_early: bool = False,
 ) -> None:
+    """Check that a run may continue with this config.
+
+    Args:
+        is_early: whether later passes may still set keys that the config leaves open, so that these
+            alone are no difference.
+    """
     changes = [
-        change for change in diff_configs(load_stored(stored), config) if changes_training(*change)
+        change
+        for change in diff_configs(load_stored(stored), config)
+        if changes_training(*change) and not (is_early and change[2] == "auto")
     ]
-    if not changes:
+    if not changes or (is_early and all(new is None for _, _, new in changes)):
         return
     listing = "; ".join(f"{key}: {old!r} → {new!r}" for key, old, new in changes)
     if allow_change:
@@ -224,15 +258,16 @@ def _check_same_config(
             f"`output_dir` contains a run with another precision ({path}). Changed: {listing}."
             " `precision: auto` depends on the device",
             fix=(
-                f"set `train_args.precision={changes[0][1]}` to resume it; set another"
-                " `output_dir` for a new run; or pass --allow-config-change"
+                f"set `train_args.precision={changes[0][1]}` to resume it; set"
+                f" `output_dir={propose_folder(config.output_dir)}` for a new run; or pass"
+                " --allow-config-change"
             ),
         )
     raise ConfigError(
         f"`output_dir` contains a run with another config ({path}). Changed: {listing}",
         fix=(
-            "set another `output_dir` for a new run; restore the old values to resume it; or pass"
-            " --allow-config-change to resume it with the new ones"
+            f"set `output_dir={propose_folder(config.output_dir)}` for a new run; restore the old"
+            " values to resume it; or pass --allow-config-change to resume it with the new ones"
         ),
     )
 
@@ -282,7 +317,10 @@ def check_run_folder(loaded: Loaded, run_dir: RunDir, is_first_attempt: bool) ->
         raise ConfigError(
             f"`output_dir: {run_dir.root}` already contains a run, but `resume: never` starts a"
             " new one",
-            fix="set another `output_dir`, delete that folder, or set `resume: auto` to resume it",
+            fix=(
+                f"set `output_dir={propose_folder(loaded.config.output_dir)}`, delete that folder,"
+                " or set `resume: auto` to resume it"
+            ),
         )
     _check_no_overwriting(loaded, run_dir)
     _wait_until_free(run_dir)

@@ -142,7 +142,7 @@ def _conflicts(config: Config) -> list[tuple[str, str, str]]:
         (
             lora.corrects_rounding and lora.use_dora,
             f"{init} with `lora.use_dora: true`",
-            "the magnitudes of DoRA are those of the quantized weights without an adapter",
+            "the magnitudes of DoRA are computed from the quantized weights without an adapter",
             "leave one of the two out",
         ),
         (

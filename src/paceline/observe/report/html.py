@@ -136,6 +136,7 @@ def _cards(report: Report, start: RunStartEvent) -> list[dict[str, str]]:
     eval_metrics = report.get("final_eval_metrics") or {}
     metrics = ", ".join(f"{name} {fmt.loss(value)}" for name, value in eval_metrics.items())
     epochs, resumed = fmt.finite(get("epochs")), get("resumed_from_step")
+    epochs_text = "" if epochs is None else fmt.counted(epochs, "epoch")
     rate, unit = get("tokens_per_second"), "tokens/s"
     if rate is None and get("samples_per_second") is not None:
         rate, unit = get("samples_per_second"), "samples/s"
@@ -152,7 +153,7 @@ def _cards(report: Report, start: RunStartEvent) -> list[dict[str, str]]:
          "after the last restart" if get("restarts") else "after the command"),
         ("Wall time", fmt.duration(get("wall_s")), ""),
         ("Peak memory", fmt.size(peak), "maximum over the ranks"),
-        ("Steps", fmt.count(get("steps")), f"{epochs:.3g} epochs" if epochs is not None else ""),
+        ("Steps", fmt.count(get("steps")), epochs_text),
         ("Samples seen", fmt.count(get("samples_seen")), ""),
         ("Label tokens", fmt.short_count(get("label_tokens")),
          f"of {fmt.short_count(get('train_tokens'))} tokens"),

@@ -59,7 +59,7 @@ def source_table(report: Report) -> FigureTable:
             source["name"],
             formatting.count(source["samples"]),
             formatting.count(source["tokens"]),
-            "–" if source["epochs"] is None else f"{source['epochs']:.3g}",
+            "–" if source["epochs"] is None else formatting.significant(source["epochs"]),
             formatting.loss(source["first_loss"]),
             formatting.loss(source["final_loss"]),
         ]

@@ -169,7 +169,7 @@ def choose(
             remarks=_proposed(others, None, objective),
         )
     runners = tuple(runners_up(searched, chosen, objective))
-    why = reason_for(chosen, searched.count, machine.memory_bytes, objective)
+    why = reason_for(chosen, searched, machine.memory_bytes, objective)
     for mode in modes:
         if mode.layout.strategy == "ddp" and mode.cost is not None and not mode.fits:
             why += f"; ddp {mode.reason}"

@@ -95,8 +95,8 @@ def _with_runs(machine: Machine, device_type: str) -> Machine:
     if runs:
         latest = runs[-1]
         note = (
-            f"history: {counted(len(runs), 'run')} on this machine, of which those of the same"
-            " model correct the times; the latest,"
+            f"history: {counted(len(runs), 'run')} on this machine; runs of the same model"
+            " correct the times; the latest,"
             f" {latest.strategy} of {latest.model} in {latest.output_dir}, took"
             f" {latest.factor:.2f} × the predicted time (`--no-history` ignores them)"
         )

@@ -175,7 +175,7 @@ def check_fits(fit: MemoryFit, trials: Trials, memory_bytes: int, name: str) -> 
     needed = f"needs {human_bytes(mode.total)} per rank by estimate"
     has = f"{name} has {human_bytes(memory_bytes)}"
     if machine.memory_bytes < memory_bytes:
-        has += f", of which other processes hold {human_bytes(memory_bytes - machine.memory_bytes)}"
+        has += f"; other processes hold {human_bytes(memory_bytes - machine.memory_bytes)}"
     if mode.total <= _REFUSED * memory_bytes:
         return f"memory: {what} {needed}, and {has}: the run may run out of memory"
     config = with_settings(trials.config, fit.settings)

@@ -2,7 +2,7 @@
 
 from paceline.core.files import human_bytes
 from paceline.planner.estimate import ModeEstimate
-from paceline.planner.search.search import Candidate, Objective
+from paceline.planner.search.search import EQUAL, Candidate, Objective, SearchResult
 from paceline.planner.search.trials import settings_text
 
 #: Parts of a step, by the names of their times.
@@ -27,13 +27,23 @@ _COMPARATIVES = {
 _SMALL = 0.0005
 
 
-def reason_for(chosen: Candidate, count: int, memory_bytes: int, objective: Objective) -> str:
-    """Return why a candidate was chosen among ``count`` layouts."""
+def reason_for(
+    chosen: Candidate, searched: SearchResult, memory_bytes: int, objective: Objective
+) -> str:
+    """Return why a candidate was chosen among those of a search."""
     memory = f"{human_bytes(chosen.mode.total)} of {human_bytes(memory_bytes)} per rank"
+    count, superlative = searched.count, _SUPERLATIVES[objective]
     if count == 1:
         return f"{chosen.name} is the only possible mode that fits: {memory}"
-    superlative = _SUPERLATIVES[objective]
-    return f"{chosen.name} is the {superlative} that fits of {count} modes, by estimate: {memory}"
+    if chosen.value(objective) <= min(each.value(objective) for each in searched.fitting):
+        what = f"is the {superlative} that fits of {count} modes"
+    else:
+        preferred = "fastest" if objective == "memory" else "simplest"
+        what = (
+            f"is chosen: the {preferred} within {1 - EQUAL:.0%} of the {superlative} that fits of"
+            f" {count} modes"
+        )
+    return f"{chosen.name} {what}, by estimate: {memory}"
 
 
 def comparison(

@@ -232,7 +232,7 @@ class ParameterServerStrategy(Strategy):
         elif buffers:
             text = (
                 "each worker computes running statistics of normalization layers from its share of"
-                " the batch; those of the first worker are saved"
+                " the batch; the first worker's are saved"
             )
             self.notices.append(("warning", text))
 

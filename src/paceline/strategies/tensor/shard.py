@@ -284,7 +284,7 @@ class TensorParallelizer:
             if any(isinstance(rate, float) and rate > 0 for rate in rates):
                 text = (
                     f"tensor: {parent} has dropout, and each rank draws the masks of its part of"
-                    " the layer, so losses differ slightly from those of one rank"
+                    " the layer, so losses differ slightly from a run on one rank"
                 )
                 self.notices.append(("warning", text))
                 return

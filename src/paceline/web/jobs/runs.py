@@ -26,7 +26,7 @@ from paceline.web.responses import Conflict
 
 CONFIG, OUTPUT, START = "panel.yaml", "console.log", "panel.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_WAIT_S = 20.0
+_WAIT_S = 1.0
 _TAIL_BYTES = 1 << 16
 
 

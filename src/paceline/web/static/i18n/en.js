@@ -64,6 +64,7 @@ export const en = {
   "runs.all": "All",
   "runs.tags": "Tags",
   "runs.compare": "Compare {n}",
+  "runs.duplicate": "Duplicate",
   "runs.compare.hint": "Select two or more runs to compare them",
   "runs.clear": "Clear selection",
   "runs.choose": "Select {name} for comparison",

@@ -2,6 +2,7 @@
 
 const en = {
   "start.title": "New run",
+  "start.from": "With the config of {name}. The new run gets a folder of its own.",
   "start.resume.title": "Resume",
   "start.resume.of": "Resume {name}",
   "start.resume.what":
@@ -76,10 +77,9 @@ const en = {
   "start.enter_name": "Enter a name first.",
   "start.allow_changes": "Allow the changes first.",
   "start.starting": "Starting…",
-  "start.starting.is":
-    "The run is a separate process. It continues if you close this page or stop the server.",
   "start.preparing":
-    "The run is reading its data or downloading its model. It continues if you leave this page.",
+    "The run is reading its data or downloading its model. It is a separate process, which continues if you leave this page or stop the server.",
+  "start.edit": "Edit the config",
   "start.started": "{name} has started",
 
   "changes.title": "Config changes",
@@ -195,6 +195,7 @@ const en = {
 
 const zh = {
   "start.title": "新建训练",
+  "start.from": "使用 {name} 的配置。新训练会有自己的文件夹。",
   "start.resume.title": "恢复训练",
   "start.resume.of": "恢复训练 {name}",
   "start.resume.what": "训练将从最近的检查点恢复。你对配置所做的修改会先列在下方。",
@@ -253,8 +254,8 @@ const zh = {
   "start.enter_name": "请先填写名称。",
   "start.allow_changes": "请先允许这些修改。",
   "start.starting": "正在启动…",
-  "start.starting.is": "训练在独立的进程中运行，关闭本页面或停止服务器后仍会继续。",
-  "start.preparing": "正在读取数据或下载模型。离开本页面后仍会继续。",
+  "start.edit": "修改配置",
+  "start.preparing": "正在读取数据或下载模型。训练在独立的进程中运行，离开本页面或停止服务器后仍会继续。",
   "start.started": "{name} 已启动",
 
   "changes.title": "配置修改",

@@ -18,6 +18,7 @@ export const en = {
   "run.end_now.what":
     "The run is finishing its current step and writing a checkpoint. If you end it now, all progress since its latest checkpoint is lost. It can be resumed from that checkpoint.",
   "run.resume": "Resume",
+  "run.duplicate": "Duplicate",
   "run.chat": "Chat",
   "run.deleted": "This run no longer exists",
   "run.deleted.text":

@@ -60,6 +60,7 @@ export const zh = {
   "runs.all": "全部",
   "runs.tags": "标签",
   "runs.compare": "比较 {n} 个",
+  "runs.duplicate": "复制",
   "runs.compare.hint": "选择两个或更多训练进行比较",
   "runs.clear": "取消选择",
   "runs.choose": "选择 {name} 进行比较",

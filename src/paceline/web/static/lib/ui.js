@@ -28,6 +28,7 @@ const ICONS = {
   close: "M6 6l12 12M18 6L6 18",
   up: "M6 14l6-6 6 6",
   down: "M6 10l6 6 6-6",
+  copy: "M9 9h11v11H9zM5 15H4V4h11v1",
   link: "M10 14a4 4 0 0 0 6 0l3-3a4 4 0 0 0-6-6l-1 1M14 10a4 4 0 0 0-6 0l-3 3a4 4 0 0 0 6 6l1-1",
   save: "M12 4v11M7 11l5 5 5-5M5 20h14",
   play: "M8 5l11 7-11 7z",

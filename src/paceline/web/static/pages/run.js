@@ -6,6 +6,7 @@ import * as format from "../lib/format.js";
 import { addTexts, t } from "../lib/i18n.js";
 import { badge, emptyState, errorState, figure, figures, icon, tabLinks } from "../lib/ui.js";
 import { texts } from "../i18n/watch.js";
+import { watchStart } from "./run/starting.js";
 import { describeAxes, describeStrategy } from "./run/strategy.js";
 
 addTexts(texts);
@@ -39,16 +40,26 @@ const TAB_MODULES = {
 
 export async function show(root, params, ctx) {
   const header = h("div", { class: "stack run-head" });
+  const starting = h("div", { class: "stack", "aria-live": "polite" });
   const tabs = h("div", {});
   const body = h("div", { class: "stack", id: "tab" });
-  put(root, header, tabs, body);
+  put(root, header, starting, tabs, body);
   put(body, h("p", { class: "muted" }, t("loading")));
   const store = await makeStore(params.id, ctx);
   let removeTab = null;
   let openCount = 0;
 
   const stopChange = store.on("change", () => drawHeader(header, store, ctx));
-  const stopDeleted = store.on("deleted", () => put(body, deletedState()));
+  const start =
+    store.run.status === "waiting" && ctx.hasToken()
+      ? watchStart(starting, store.id, {
+          isNew: !store.run.has?.config,
+          onFailure: () => put(body),
+        })
+      : null;
+  const stopDeleted = store.on("deleted", () => {
+    if (!start?.hasFailed()) put(body, deletedState());
+  });
   const timer = setInterval(() => drawHeader(header, store, ctx), 5000);
   drawHeader(header, store, ctx);
 
@@ -91,6 +102,7 @@ export async function show(root, params, ctx) {
   const remove = () => {
     openCount++;
     clearInterval(timer);
+    start?.end();
     stopChange();
     stopDeleted();
     removeTab?.();
@@ -293,6 +305,7 @@ function actions(store, running, ctx) {
   const buttons = [];
   if (running) buttons.push(stopButton(store, ctx));
   else if (run.has?.config) buttons.push(link("resume", "play", `#/new?resume=${store.id}`));
+  if (run.has?.config) buttons.push(link("duplicate", "copy", `#/new?from=${store.id}`));
   if (run.has?.model) buttons.push(link("chat", "chat", `#/run/${store.id}/chat`));
   return buttons;
 }

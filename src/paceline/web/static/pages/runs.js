@@ -316,6 +316,14 @@ function frame(state, ctx, redraw) {
             t("runs.clear"),
           )
         : null,
+      ids.length === 1
+        ? h(
+            "a",
+            { class: "button", id: "duplicate", href: `#/new?from=${ids[0]}` },
+            icon("copy"),
+            t("runs.duplicate"),
+          )
+        : null,
       ready
         ? h(
             "a",

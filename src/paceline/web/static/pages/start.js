@@ -1,5 +1,5 @@
-// The page that starts a run, or resumes one with changes: a form and the YAML text, kept in sync,
-// with checks and a plan.
+// The page that starts a run (`from=ID`: with the config of another), or resumes one with changes
+// (`resume=ID`): a form and the YAML text, kept in sync, with checks and a plan.
 
 import { get, post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
@@ -8,6 +8,7 @@ import { announce, errorState, icon } from "../lib/ui.js";
 import { texts } from "../i18n/start.js";
 import { changesCard } from "./start_changes.js";
 import { datasetTools } from "./start_data.js";
+import { readDraft, writeDraft } from "./start_draft.js";
 import { makeForm } from "./start_form.js";
 import { launchCard } from "./start_launch.js";
 import { planCard } from "./start_plan.js";
@@ -15,21 +16,22 @@ import { makeEditor } from "./start_yaml.js";
 
 addTexts(texts);
 
-const DRAFT = "paceline-draft";
 const CHECK_MS = 300;
 
 export async function show(root, params, ctx) {
   const resume = params.query.get("resume");
+  const original = resume ?? params.query.get("from");
   ctx.title(t(resume ? "start.resume.title" : "start.title"));
   if (!ctx.hasToken()) return void put(root, noToken());
   const [form, { presets }, run, old] = await Promise.all([
     get("api/schema"),
     get("api/presets"),
-    resume ? get(`api/runs/${resume}`) : null,
-    resume ? get(`api/runs/${resume}/resume`) : null,
+    original ? get(`api/runs/${original}`) : null,
+    original ? get(`api/runs/${original}/resume`) : null,
   ]);
-  const draft = resume ? null : readDraft();
-  const state = makeState(old?.yaml ?? draft?.yaml ?? presets[0].yaml);
+  const draft = original ? null : readDraft();
+  const state = makeState(draft?.yaml ?? presets[0].yaml);
+  if (original) state.yaml = resume ? old.yaml : await withoutFolder(old.yaml);
 
   const editor = makeEditor(state);
   const fields = makeForm(form, state);
@@ -37,7 +39,8 @@ export async function show(root, params, ctx) {
   fields.slot("data").append(data.node);
   const plan = planCard(state);
   const changes = resume ? changesCard(state, resume) : null;
-  const launch = launchCard(state, ctx, { resume, run, changes, presets, draft });
+  const prefix = run ? run.name : presets[0].id;
+  const launch = launchCard(state, ctx, { resume, changes, prefix, draft });
 
   put(
     root,
@@ -47,6 +50,7 @@ export async function show(root, params, ctx) {
       resume ? h("a", { href: `#/run/${resume}`, class: "button quiet" }, "‹ ", run.name) : null,
       h("h1", {}, resume ? t("start.resume.of", { name: run.name }) : t("start.title")),
     ),
+    original && !resume ? h("p", { class: "muted" }, t("start.from", { name: run.name })) : null,
     resume ? h("p", { class: "muted" }, t("start.resume.what")) : presetRow(presets, state, launch),
     jumpLinks(),
     h(
@@ -59,9 +63,9 @@ export async function show(root, params, ctx) {
         editor.node,
         changes?.node ?? null,
         plan.node,
-        launch.node,
       ),
     ),
+    launch.node,
   );
   if (!resume) state.on("text", () => writeDraft({ yaml: state.yaml, name: launch.name() }));
   state.check(0);
@@ -70,6 +74,11 @@ export async function show(root, params, ctx) {
     plan.end();
     launch.end();
   };
+}
+
+/** Return the text of a config without `output_dir`: the new run gets a folder by its name. */
+async function withoutFolder(yaml) {
+  return (await post("api/yaml", { yaml, values: {}, remove: ["output_dir"] })).yaml;
 }
 
 /**
@@ -185,10 +194,7 @@ function presetRow(presets, state, launch) {
   );
 }
 
-/**
- * Return links to the text, the plan and the start button, which are below a long form on a narrow
- * screen.
- */
+/** Return links to the text and the plan, which are below a long form on a narrow screen. */
 function jumpLinks() {
   const jumpButton = (id, text) =>
     h(
@@ -210,21 +216,10 @@ function jumpLinks() {
     { class: "jump", role: "group", "aria-label": t("start.jump") },
     jumpButton("yaml", t("start.yaml")),
     jumpButton("plan", t("plan.title")),
-    jumpButton("start", t("start.start")),
   );
 }
 
 const noToken = () => errorState({ what: t("start.no_token"), fix: t("start.no_token.fix") });
-
-function readDraft() {
-  try {
-    return JSON.parse(sessionStorage.getItem(DRAFT));
-  } catch {
-    return null;
-  }
-}
-
-const writeDraft = (draft) => sessionStorage.setItem(DRAFT, JSON.stringify(draft));
 
 /** Return a list of errors. The line number of an error is a button that calls `go(line)`. */
 export function errorList(errors, go) {

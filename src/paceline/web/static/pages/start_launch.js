@@ -1,15 +1,14 @@
-// The name of the run, the button that starts it, its output while it starts, and the error if it
-// fails.
+// The name of the run, the button that starts it, and the error if it is refused: a footer that
+// stays visible.
 
 import { get, post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
 import { t } from "../lib/i18n.js";
-import { announce, card, errorState, icon } from "../lib/ui.js";
+import { announce, errorState, icon } from "../lib/ui.js";
 
 const NAME = /^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$/;
-const POLL_MS = 1000;
 
-export function launchCard(state, ctx, { resume, changes, draft, presets }) {
+export function launchCard(state, ctx, { resume, changes, draft, prefix }) {
   let ended = false;
   let isStarting = false;
   // Names of existing runs; the server also rejects names of other files.
@@ -31,8 +30,9 @@ export function launchCard(state, ctx, { resume, changes, draft, presets }) {
     autocapitalize: "off",
     autocomplete: "off",
     maxlength: 100,
+    "aria-label": t("start.name"),
     "aria-describedby": "name-wrong name-hint",
-    prop: { value: draft?.name ?? proposeName(presets[0].id) },
+    prop: { value: draft?.name ?? proposeName(prefix) },
     on: {
       input: () => {
         isNameEdited = true;
@@ -67,11 +67,12 @@ export function launchCard(state, ctx, { resume, changes, draft, presets }) {
           h("label", { for: "run-name" }, t("start.name")),
           name,
           nameError,
-          h("p", { class: "muted small", id: "name-hint" }, t("start.name.is")),
         ),
-    h("div", { class: "toolbar" }, button, blockedReason),
+    button,
+    blockedReason,
+    resume ? null : h("p", { class: "muted small", id: "name-hint" }, t("start.name.is")),
   );
-  const node = card(t(resume ? "start.resume" : "start.start"), null, form, feedback);
+  const node = h("footer", { class: "card start-footer" }, feedback, form);
 
   state.on("busy", draw);
   state.on("checked", draw);
@@ -105,7 +106,7 @@ export function launchCard(state, ctx, { resume, changes, draft, presets }) {
     if (button.disabled) return;
     isStarting = true;
     draw();
-    put(feedback, h("p", { class: "muted" }, t("start.starting.is")));
+    put(feedback);
     try {
       const launched = resume
         ? await post(`api/runs/${resume}/resume`, {
@@ -113,9 +114,7 @@ export function launchCard(state, ctx, { resume, changes, draft, presets }) {
             allow_config_change: changes.allowed(),
           })
         : await post("api/start", { yaml: state.yaml, name: name.value });
-      if (!launched.shows) await waitForEvents(launched.id);
       if (ended) return;
-      sessionStorage.removeItem("paceline-draft");
       announce(t("start.started", { name: launched.name }));
       ctx.go(`#/run/${launched.id}`);
     } catch (error) {
@@ -125,18 +124,6 @@ export function launchCard(state, ctx, { resume, changes, draft, presets }) {
     } finally {
       isStarting = false;
       if (!ended) draw();
-    }
-  }
-
-  // Show the output of the run while it reads data or downloads a model.
-  async function waitForEvents(id) {
-    const lines = h("pre", { class: "output", tabindex: 0 });
-    put(feedback, h("p", {}, t("start.preparing")), lines);
-    while (!ended) {
-      const launchState = await get(`api/launches/${id}`);
-      put(lines, launchState.output.trimEnd().split("\n").slice(-12).join("\n"));
-      if (launchState.shows || launchState.ended) return;
-      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     }
   }
 
@@ -154,11 +141,18 @@ export function launchCard(state, ctx, { resume, changes, draft, presets }) {
   };
 }
 
-/** Return a name such as `lora-0314-091500`: a prefix, the date and the time. */
+/**
+ * Return a name such as `lora-0314-091500`: a prefix, the date and the time. Of a prefix that is
+ * such a name itself, the date and the time are replaced.
+ */
 function proposeName(prefix) {
+  const start = prefix
+    .replace(/-\d{4}-\d{6}$/, "")
+    .replace(/[^A-Za-z0-9._-]/g, "-")
+    .slice(0, 80);
   const now = new Date();
   const twoDigits = (value) => String(value).padStart(2, "0");
   const date = [now.getMonth() + 1, now.getDate()].map(twoDigits).join("");
   const time = [now.getHours(), now.getMinutes(), now.getSeconds()].map(twoDigits).join("");
-  return `${prefix}-${date}-${time}`;
+  return `${start}-${date}-${time}`;
 }
