@@ -33,7 +33,6 @@ from pathlib import Path
 from paceline.config.schema import Config
 from paceline.data.text.build import build_entry
 from paceline.data.sources.resolve import open_source
-from paceline.data.text.templates import TemplateChoice
 from paceline.models.builtin import resolve_model
 
 def main():
@@ -41,9 +40,7 @@ def main():
     config = Config(model=model, dataset=data, train_args={"max_length": 1024})
     sources = [open_source(spec) for spec in config.sources()]
     path = Path(resolve_model(model))
-    metadata = build_entry(
-        Path(folder), sources, config, "sft", path, TemplateChoice(), workers=int(workers)
-    )
+    metadata = build_entry(Path(folder), sources, config, "sft", path, workers=int(workers))
     print(json.dumps(metadata["tokens"]))
 
 if __name__ == "__main__":

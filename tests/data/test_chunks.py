@@ -27,7 +27,6 @@ from paceline.data.progress import RowProgress
 from paceline.data.sources.resolve import open_source
 from paceline.data.text import build
 from paceline.data.text.encoding.chunks import make_chunks
-from paceline.data.text.templates import TemplateChoice
 from paceline.models.builtin import resolve_model
 
 MODEL = "builtin:qwen2-micro"
@@ -83,7 +82,6 @@ def build_tokens(
         config,
         "sft",
         Path(resolve_model(MODEL)),
-        TemplateChoice(),
         workers=workers,
     )
     return {file.name: file.read_bytes() for file in folder.iterdir()}, meta

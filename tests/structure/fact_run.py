@@ -332,11 +332,11 @@ def _count_classes(source: Source, suffix: str) -> int:
 
 
 def orders(source: Source) -> int:
-    """Public classes named `…Order` in `data`, except protocols."""
+    """Public classes named `…Order` in `data`, except protocols and abstract classes."""
     return sum(
         node.name.endswith("Order")
         and not node.name.startswith("_")
-        and "Protocol" not in map(last_name, node.bases)
+        and {"ABC", "Protocol"}.isdisjoint(map(last_name, node.bases))
         for file in source.within("data")
         for node in file.classes()
     )

@@ -167,11 +167,9 @@ def to_yaml(config: Config) -> str:
     return dump_yaml(config.model_dump(mode="json"))
 
 
-def keys_set(config: dict[str, Any]) -> dict[str, Any]:
+def keys_set(config: Mapping[str, YamlValue]) -> YamlValue:
     """Return the keys of a full config that differ from their defaults."""
-    keys: dict[str, Any] = Config.model_validate(config).model_dump(
-        mode="json", exclude_defaults=True
-    )
+    keys: YamlValue = Config.model_validate(config).model_dump(mode="json", exclude_defaults=True)
     return keys
 
 

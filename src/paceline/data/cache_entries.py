@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +103,7 @@ def list_entries() -> list[CacheEntry]:
     entries = [
         CacheEntry(kind, path, _size_bytes(path), path.stat().st_mtime, _is_used(path, used))
         for kind in KINDS
-        for path in _children(root / kind)
+        for path in (root / kind).glob("*")
     ]
     return sorted(entries, key=lambda entry: (entry.used_at, entry.path))
 
@@ -183,11 +183,6 @@ def _is_held(lease: Path) -> bool:
 
 def _is_used(entry: Path, used: set[Path]) -> bool:
     return any(path.is_relative_to(entry) for path in used)
-
-
-def _children(folder: Path) -> Iterator[Path]:
-    if folder.is_dir():
-        yield from folder.iterdir()
 
 
 def _size_bytes(path: Path) -> int:

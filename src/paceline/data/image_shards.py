@@ -1,11 +1,11 @@
-"""Labeled images in tar shards (WebDataset): find them, without reading their pixels."""
+"""Labeled images: where they are; and those in tar shards (WebDataset)."""
 
 from __future__ import annotations
 
 import glob
 import os
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
+from paceline.data.cache import key_of
 from paceline.data.sources.folder import DataFolder, LocalFolder
 from paceline.data.sources.opening import expand_braces, is_url
 from paceline.data.sources.splits import choose_files, for_validation, split_of_file
@@ -25,24 +26,50 @@ _HEAD_BYTES = 16
 
 
 @dataclass
-class ImageShards:
-    """The images of tar shards.
+class ImageIndex:
+    """The locations and classes of the images of one source, without pixels. Small and picklable.
 
     Args:
-        source: the folder of the shards.
-        names: path of each image below it; see :attr:`TarFile.path`.
-        sizes: size of each image in bytes.
+        source: DIGITS, or the folder of the images or tar shards as an absolute path.
+        names: each image's path below the folder (for those in tar shards:
+            :attr:`TarFile.path`); None for the digits.
+        rows: for the digits, each image's row in scikit-learn's table; None for others.
         labels: index of each image's class, int64 [num_images].
-        dropped: number of samples that cannot be used, by reason.
+        classes: names of the classes, by index.
+        dropped: number of skipped files, by reason.
+        notices: messages to log.
+        sizes: each image's size in bytes; None for the digits.
     """
 
     source: str
-    names: list[str]
-    sizes: list[int]
+    names: list[str] | None
+    rows: np.ndarray | None
     labels: np.ndarray
     classes: list[str]
-    dropped: Counter[str] = field(default_factory=Counter)
+    dropped: dict[str, int] = field(default_factory=dict)
     notices: list[Notice] = field(default_factory=list)
+    sizes: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, indices: np.ndarray) -> ImageIndex:
+        """Return the images at ``indices`` (int64), without counts and messages."""
+        return replace(
+            self,
+            names=None if self.names is None else [self.names[index] for index in indices],
+            rows=None if self.rows is None else self.rows[indices],
+            sizes=None if self.sizes is None else [self.sizes[index] for index in indices],
+            labels=self.labels[indices],
+            dropped={},
+            notices=[],
+        )
+
+    def fingerprint(self) -> str:
+        """Return a key of the images' names, sizes in bytes, order and classes."""
+        rows = None if self.rows is None else self.rows.tolist()
+        source = self.source if self.names is None else "folder"  # a folder may move
+        return key_of([source, self.names, self.sizes, rows, self.labels.tolist(), self.classes])
 
 
 def names_shards(name: str) -> bool:
@@ -57,7 +84,7 @@ def names_shards(name: str) -> bool:
     return any(map(_is_shard, entries)) and not any(entry.is_dir() for entry in entries)
 
 
-def open_image_shards(name: str, validation: bool = False) -> ImageShards:
+def open_image_shards(name: str, validation: bool = False) -> ImageIndex:
     """Find the images of tar shards and their classes. Shards at a URL are downloaded.
 
     Args:
@@ -86,9 +113,8 @@ def open_image_shards(name: str, validation: bool = False) -> ImageShards:
                 sizes.append(image.size)
                 class_names.append(class_name)
     if not names:
-        reasons = "; ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
         raise ConfigError(
-            f"`{name}` has no images with classes ({reasons or 'no files'})",
+            f"`{name}` has no images with classes ({reasons_of(dropped)})",
             code="no-images",
             allowed="samples of an image and a file with its class, e.g. 0001.jpg and 0001.cls, or"
             " a JSON file with the key `label`",
@@ -97,7 +123,13 @@ def open_image_shards(name: str, validation: bool = False) -> ImageShards:
     number = {class_name: index for index, class_name in enumerate(classes)}
     labels = np.array([number[class_name] for class_name in class_names], dtype=np.int64)
     notices.append(Notice("info", f"{name}: {counted(len(shards), 'tar shard')}"))
-    return ImageShards(source, names, sizes, labels, classes, dropped, notices)
+    return ImageIndex(source, names, None, labels, classes, dict(dropped), notices, sizes)
+
+
+def reasons_of(dropped: Counter[str]) -> str:
+    """Return why files were skipped, for messages."""
+    reasons = "; ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
+    return reasons or "no files"
 
 
 def _find_shards(name: str, validation: bool) -> tuple[list[Path], list[Notice]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
-import io
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,10 @@ import numpy as np
 
 from paceline.core.errors import ConfigError, RunError, did_you_mean, first_line
 from paceline.core.log import Notice
-from paceline.data.cache import key_of
-from paceline.data.image_shards import names_shards, open_image_shards
-from paceline.data.pixels import decode_rgb
-from paceline.data.sources.opening import number_to_take, take_count
+from paceline.data.image_shards import ImageIndex, names_shards, open_image_shards, reasons_of
+from paceline.data.pixels import decode_rgb, open_image
+from paceline.data.sources.opening import number_to_take, similar_path, take_count
 from paceline.data.sources.splits import SPLITS
-from paceline.data.sources.tar import read_tar_file
 from paceline.distributed.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -47,53 +44,6 @@ class ImageForm:
     std: tuple[float, ...] | None = None
 
 
-@dataclass
-class ImageIndex:
-    """The locations and classes of the images of one source, without pixels. Small and picklable.
-
-    Args:
-        source: DIGITS, or the folder of the images or tar shards as an absolute path.
-        names: each image's path below the folder (for those in tar shards:
-            :attr:`~paceline.data.sources.tar.TarFile.path`); None for the digits.
-        rows: for the digits, each image's row in scikit-learn's table; None for others.
-        labels: index of each image's class, int64 [num_images].
-        classes: names of the classes, by index.
-        dropped: number of skipped files, by reason.
-        notices: messages to log.
-        sizes: each image's size in bytes; None for the digits.
-    """
-
-    source: str
-    names: list[str] | None
-    rows: np.ndarray | None
-    labels: np.ndarray
-    classes: list[str]
-    dropped: dict[str, int] = field(default_factory=dict)
-    notices: list[Notice] = field(default_factory=list)
-    sizes: list[int] | None = None
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def take(self, indices: np.ndarray) -> ImageIndex:
-        """Return the images at ``indices`` (int64), without counts and messages."""
-        return replace(
-            self,
-            names=None if self.names is None else [self.names[index] for index in indices],
-            rows=None if self.rows is None else self.rows[indices],
-            sizes=None if self.sizes is None else [self.sizes[index] for index in indices],
-            labels=self.labels[indices],
-            dropped={},
-            notices=[],
-        )
-
-    def fingerprint(self) -> str:
-        """Return a key of the images' names, sizes in bytes, order and classes."""
-        rows = None if self.rows is None else self.rows.tolist()
-        source = self.source if self.names is None else "folder"  # a folder may move
-        return key_of([source, self.names, self.sizes, rows, self.labels.tolist(), self.classes])
-
-
 def open_images(path: str, seed: int, *, validation: bool = False) -> ImageIndex:
     """Find the images of a dataset. Reads names and the header of each file, but no pixels.
 
@@ -118,7 +68,7 @@ def open_images(path: str, seed: int, *, validation: bool = False) -> ImageIndex
         classes = [str(digit) for digit in range(10)]
         index = ImageIndex(DIGITS, None, np.arange(len(digits)), digits, classes)
     elif names_shards(name):
-        index = _shard_index(name, validation)
+        index = open_image_shards(name, validation)
     else:
         index = _folder_index(Path(name).expanduser())
     if take is None:
@@ -151,14 +101,11 @@ def _digits_table() -> tuple[np.ndarray, np.ndarray]:
 def _folder_index(folder: Path) -> ImageIndex:
     if not folder.is_dir():
         fix = "set the folder of the images"
-        if folder.parent.is_dir() and not folder.exists():
-            siblings = [path.name for path in folder.parent.iterdir()]
-            fix = did_you_mean(folder.name, siblings, fix, f"`{folder.parent / '{}'}`")
         raise ConfigError(
             f"`{folder}` is a file" if folder.exists() else f"`{folder}` does not exist",
             code="missing-file",
             allowed=_ALLOWED,
-            fix=fix,
+            fix=fix if folder.exists() else similar_path(folder, fix),
         )
     entries = sorted(folder.iterdir())
     subfolders = [
@@ -197,39 +144,16 @@ def _folder_index(folder: Path) -> ImageIndex:
         else:
             text = f"{folder}: skipped `{subfolder.name}`, which has no readable images"
             notices.append(Notice("warning", text))
-    index = ImageIndex(
-        str(folder.resolve()),
-        names,
-        None,
-        np.array(labels, dtype=np.int64),
-        classes,
-        dict(dropped),
-        notices,
-        sizes,
-    )
     if not names:
-        reasons = "; ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
         raise ConfigError(
             f"the folder `{folder}` has no readable images in its subfolders"
-            f" ({reasons or 'no files'})",
+            f" ({reasons_of(dropped)})",
             code="no-images",
             allowed=_ALLOWED,
         )
-    return index
-
-
-def _shard_index(name: str, validation: bool) -> ImageIndex:
-    shards = open_image_shards(name, validation)
-    return ImageIndex(
-        shards.source,
-        shards.names,
-        None,
-        shards.labels,
-        shards.classes,
-        dict(shards.dropped),
-        shards.notices,
-        shards.sizes,
-    )
+    numbers = np.array(labels, dtype=np.int64)
+    source = str(folder.resolve())
+    return ImageIndex(source, names, None, numbers, classes, dict(dropped), notices, sizes)
 
 
 def _check_not_splits(folder: Path, subfolders: list[Path]) -> None:
@@ -335,9 +259,8 @@ def read_image(file: Path, form: ImageForm) -> torch.Tensor:
     import torch
     from PIL import Image
 
-    content = read_tar_file(str(file))
     try:
-        with Image.open(file if content is None else io.BytesIO(content)) as opened:
+        with open_image(str(file)) as opened:
             image: Any = decode_rgb(opened)
             if form.channels == 1:
                 image = image.convert("L")

@@ -6,9 +6,12 @@ drops the alpha channel, so that transparent areas get whatever color is stored 
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from paceline.data.sources.tar import read_tar_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -17,6 +20,21 @@ _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 #: Upper ends of the ranges of values of images without a fixed range.
 _TOPS = (1 << 8, 1 << 16)
 _WHITE = (255, 255, 255, 255)
+
+
+def open_image(source: str | bytes) -> Image:
+    """Open an image without decoding it.
+
+    Args:
+        source: its content, its path, or :attr:`~paceline.data.sources.tar.TarFile.path`.
+
+    Raises:
+        OSError, ValueError, SyntaxError: the file does not exist, or it is not an image.
+    """
+    from PIL import Image
+
+    content = read_tar_file(source) if isinstance(source, str) else source
+    return Image.open(source if content is None else io.BytesIO(content))
 
 
 def decode_rgb(opened: Image) -> Image:

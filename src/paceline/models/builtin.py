@@ -23,7 +23,13 @@ from paceline.data.cache import build_once
 from paceline.data.sources.builtin import builtin_dataset, python_version
 from paceline.data.sources.hub import MODELSCOPE_PREFIX, download_from_modelscope
 from paceline.data.sources.opening import with_slashes
-from paceline.data.text.qwen_tokenizer import QWEN2_PATTERN
+from paceline.data.text.qwen_tokenizer import (
+    END_OF_TEXT,
+    TURN_END,
+    TURN_START,
+    make_qwen2_tokenizer,
+    make_special_tokens,
+)
 from paceline.models.hub_configs import canonical_id, read_config
 
 if TYPE_CHECKING:
@@ -33,7 +39,6 @@ _LAYOUT = 3
 _SEED = 20
 _INIT_STD = 0.02
 VOCAB_SIZE = 8192
-END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{%- if tools %}\n{{- '<|im_start|>system\\n' }}\n{%- if messages[0].role == 'system' %}\n{{-"
     " messages[0].content + '\\n\\n' }}\n{%- set messages = messages[1:] %}\n{%- endif %}\n{{- 'You"
@@ -191,34 +196,13 @@ def builtin_tokenizer() -> Path:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-        trainers,
-    )
+    from tokenizers import models, pre_tokenizers, trainers
 
     # The same pipeline as in Qwen2, because transformers builds it for every qwen2 model.
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    special = [
-        AddedToken(token, special=True, normalized=False)
-        for token in (END_OF_TEXT, TURN_START, TURN_END)
-    ]
+    tokenizer = make_qwen2_tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=special,
+        special_tokens=make_special_tokens((END_OF_TEXT, TURN_START, TURN_END)),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

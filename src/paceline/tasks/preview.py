@@ -32,9 +32,8 @@ from paceline.data.streaming.sources import open_first_file
 from paceline.data.text.encoding.chunks import make_setup
 from paceline.data.text.new_tokens import config_tokenizer
 from paceline.data.text.prepare import text_kind
-from paceline.data.text.templates import template_choice
 from paceline.data.text.token_columns import Label
-from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
+from paceline.data.text.tokenizer import LoadedTokenizer
 from paceline.models.builtin import resolve_model
 from paceline.models.kinds import reads_images
 from paceline.tasks.base import Notice
@@ -131,12 +130,10 @@ def preview(config: Config, rows: int = 5) -> Preview:
             fix="check with `paceline sft CONFIG --dry-run` that the data can be read",
         )
     folder = config_tokenizer(config, resolve_model)
-    tokenizer = load_tokenizer(folder, config.trust_remote_code)
     name = "reward" if config.task == "reward" else text_kind(config)
     name = "vision" if reads_images(config) else name
-    choice = template_choice(config)
-    setup, template_notices = make_setup(config, name, folder, tokenizer, choice, ())
-    kind = load_kind(name)(replace(setup, tokenizer=tokenizer))
+    setup, template_notices = make_setup(config, name, folder, ())
+    kind = load_kind(name)(setup)
     sources = [open_first_file(source) for source in config.sources()]
     shown = [row for source in sources for row in _rows(source, rows, kind)]
     notices = [*template_notices, *(notice for source in sources for notice in source.notices)]

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from paceline.data.order.row_orders import RowOrder
-from paceline.data.streaming.order import PermutedRows, PositionRows
-from paceline.data.streaming.permutation import permute
+from paceline.data.streaming.order import PositionRows, StreamShuffle, permute
 
 BLOCKS = np.array([30, 1, 0, 44, 26])
 
@@ -35,7 +34,7 @@ def test_any_position_is_found_at_once() -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_epoch_has_each_row_once(blocks: np.ndarray | None, shuffle: bool, parts: int) -> None:
-    rows = PermutedRows(101, seed=5, shuffle=shuffle, block_sizes=blocks, window=16)
+    shuffled = StreamShuffle(5, shuffle, window=16)
     order = RowOrder(PositionRows(101), 0, 8, seed=5)
     assert order.steps_per_epoch == 13
     seen: list[list[int]] = []
@@ -44,7 +43,7 @@ def test_epoch_has_each_row_once(blocks: np.ndarray | None, shuffle: bool, parts
         keys = np.concatenate([part for step in steps for part in order.micro_batches(step, parts)])
         assert (keys[:, 0] == epoch).all()
         assert keys[:, 1].tolist() == list(range(epoch * 101, (epoch + 1) * 101))
-        indices = rows.indices(epoch, keys[:, 1] - epoch * 101)
+        indices = shuffled.rows(epoch, 101, keys[:, 1] - epoch * 101, blocks)
         assert sorted(indices) == list(range(101))
         assert np.array_equal(indices, np.arange(101)) is not shuffle
         seen.append(indices.tolist())
@@ -53,6 +52,7 @@ def test_epoch_has_each_row_once(blocks: np.ndarray | None, shuffle: bool, parts
 
 
 def test_rows_of_window_are_from_neighboring_blocks() -> None:
-    rows = PermutedRows(1000, seed=5, block_sizes=np.full(100, 10), window=20)
+    shuffle, blocks = StreamShuffle(5, True, window=20), np.full(100, 10)
     for start in range(0, 1000, 20):
-        assert len(np.unique(rows.indices(0, np.arange(start, start + 20)) // 10)) == 2
+        rows = shuffle.rows(0, 1000, np.arange(start, start + 20), blocks)
+        assert len(np.unique(rows // 10)) == 2

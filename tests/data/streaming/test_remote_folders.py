@@ -172,6 +172,6 @@ def test_held_out_shards_of_a_remote_folder(tmp_path: Path) -> None:
             file.write(content.getvalue())
     for validation, expected in ((False, "train-0.tar"), (True, "val-0.tar")):
         shards = open_image_shards(url, validation)
-        assert all(expected in f"{shards.source}/{name}" for name in shards.names)
+        assert all(expected in f"{shards.source}/{name}" for name in shards.names or [])
         assert len(open_images(url, 0, validation=validation)) == 2
     assert "train-0.tar" in open_image_shards(url, validation=True).notices[0][1]

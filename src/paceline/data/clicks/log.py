@@ -143,13 +143,9 @@ class LogMeta(TypedDict):
     vocabulary: list[dict[str, int]] | None
 
 
-class ReadLog(NamedTuple):
-    """A log that was read, with the counts of the file's rows."""
-
-    log: ClickLog
-    num_rows: int
-    dropped: dict[str, int]
-    vocabulary: list[dict[str, int]] | None = None
+#: A log that was read, the number of the file's rows, the numbers of those that were dropped by
+#: reason, and the vocabulary.
+ReadLog = tuple[ClickLog, int, dict[str, int], list[dict[str, int]] | None]
 
 
 def cache_log(inputs: Any, read: Callable[[], ReadLog]) -> Path:
@@ -222,7 +218,7 @@ def builtin_clicks(name: str) -> Path:
             fix=did_you_mean(name, [CLICKS]),
         )
     numbers = [BUILTIN_TABLES, _NUM_DENSE, _NUM_ROWS, _POWER, _FACTORS]
-    return cache_log([CLICKS, numbers], lambda: ReadLog(generate(_NUM_ROWS), _NUM_ROWS, {}))
+    return cache_log([CLICKS, numbers], lambda: (generate(_NUM_ROWS), _NUM_ROWS, {}, None))
 
 
 def generate(

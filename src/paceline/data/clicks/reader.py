@@ -12,6 +12,7 @@ from paceline.config.schema.tasks import Recommend
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.cache import fingerprint
 from paceline.data.clicks.log import ClickLog, ReadLog, cache_log, load_meta
+from paceline.data.sources.opening import similar_path
 from paceline.data.sources.readers import TABLE_SUFFIXES, read_file
 from paceline.data.sources.rows import BrokenRow, Row
 
@@ -32,14 +33,12 @@ def read_clicks(path: str, settings: Recommend, train: Path | None = None) -> Pa
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        is_folder = file.parent.is_dir()
-        siblings = [entry.name for entry in file.parent.iterdir()] if is_folder else []
         raise ConfigError(
             f"`{path}` is a folder" if file.is_dir() else f"`{path}` does not exist",
             allowed=(
                 f"builtin:clicks, or a file ({', '.join(TABLE_SUFFIXES)}) with a column of labels"
             ),
-            fix=did_you_mean(file.name, siblings, form=f"`{file.parent / '{}'}`"),
+            fix=similar_path(file),
         )
     keys = settings.model_dump(mode="json", exclude={"embedding_dim", "bottom_mlp", "top_mlp"})
     return cache_log(
@@ -107,7 +106,7 @@ class _ClickReader:
             tables=tables,
             names=tuple(self.settings.sparse_features),
         )
-        return ReadLog(log, self.read_rows, dict(self.dropped), vocabulary)
+        return log, self.read_rows, dict(self.dropped), vocabulary
 
     def _check_columns(self, row: Row) -> None:
         required = [

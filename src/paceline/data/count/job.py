@@ -110,17 +110,6 @@ class CountResult:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class MapResult:
-    """The counts of one process's shards: a run with a part for each process."""
-
-    run: SortedRun
-    stats: ScanStats
-    spilled_bytes: int
-    map_s: float
-    merge_s: float
-
-
 def count_locally(spec: CountSpec, num_processes: int, output: Path | None) -> CountResult:
     """Count in ``num_processes`` processes of this machine, and write the table to ``output``
     unless it is None.
@@ -141,7 +130,7 @@ def count_locally(spec: CountSpec, num_processes: int, output: Path | None) -> C
                 pool.submit(count_shards, shards, spec, folder / f"rank-{rank:03d}", num_processes)
                 for rank, shards in enumerate(plan_shards(list(spec.files), num_processes))
             )
-            runs = [mapped.run for mapped in maps]
+            runs = [run for run, _ in maps]
             tables = [folder / f"table-{rank:03d}" for rank in range(num_processes)]
             sums = _results(
                 pool.submit(reduce, runs, rank, spec, None if output is None else table)
@@ -165,7 +154,7 @@ def count_locally(spec: CountSpec, num_processes: int, output: Path | None) -> C
         if output is not None:
             sorted_rows = [read_rows(path, 0, path.stat().st_size, 1 << 18) for path in tables]
             write_table(output, merge(sorted_rows))
-    return _combine(maps, sums, spec.top)
+    return _combine([*(mapped for _, mapped in maps), *sums], spec.top)
 
 
 def _share_cores(num_processes: int) -> None:
@@ -181,8 +170,9 @@ def _results(futures: Iterable[Future[Any]]) -> list[Any]:
 
 def count_shards(
     shards: list[TextShard], spec: CountSpec, folder: Path, num_parts: int
-) -> MapResult:
-    """Run the map phase of one process, and merge its runs, which are in ``folder``.
+) -> tuple[SortedRun, CountResult]:
+    """Run the map phase of one process, and merge its runs, which are in ``folder``. Return a run
+    with a part for each process, and what has been counted so far.
 
     Raises:
         ConfigError, RunError: see :func:`~paceline.data.count.shards.read_texts`.
@@ -195,12 +185,12 @@ def count_shards(
         spills.add(table)
         table.clear()
     mapped = time.perf_counter()
-    return MapResult(
-        spills.finish(),
-        stats,
+    run = spills.finish()
+    return run, CountResult(
+        spills=stats.full_tables,
         spilled_bytes=spills.size_bytes if stats.full_tables else 0,
-        map_s=mapped - started,
-        merge_s=time.perf_counter() - mapped,
+        replaced=stats.replaced,
+        seconds={"map": mapped - started, "shuffle": time.perf_counter() - mapped},
     )
 
 
@@ -303,23 +293,17 @@ class _ReversedBytes(bytes):
         return bytes.__lt__(self, other)
 
 
-def _combine(maps: list[MapResult], sums: list[CountResult], top: int) -> CountResult:
-    """Combine the results of all processes, whose words are disjoint."""
-    best = (entry for part in sums for entry in part.top)
-    return CountResult(
-        total=sum(part.total for part in sums),
-        distinct=sum(part.distinct for part in sums),
-        top=sorted(best, key=lambda entry: (-entry[1], entry[0]))[:top],
-        spills=sum(mapped.stats.full_tables for mapped in maps),
-        spilled_bytes=sum(mapped.spilled_bytes for mapped in maps),
-        shuffled_bytes=sum(part.shuffled_bytes for part in sums),
-        replaced=sum(mapped.stats.replaced for mapped in maps),
-        seconds={
-            "map": max(mapped.map_s for mapped in maps),
-            "shuffle": max(mapped.merge_s for mapped in maps),
-            "reduce": max(part.seconds["reduce"] for part in sums),
-        },
-    )
+def _combine(parts: list[CountResult], top: int) -> CountResult:
+    """Combine the results of the phases of all processes, whose words are disjoint."""
+    result = CountResult()
+    for part in parts:
+        for name in ("total", "distinct", "spills", "spilled_bytes", "shuffled_bytes", "replaced"):
+            setattr(result, name, getattr(result, name) + getattr(part, name))
+        for phase, seconds in part.seconds.items():
+            result.seconds[phase] = max(seconds, result.seconds.get(phase, 0.0))
+        result.top += part.top
+    result.top = sorted(result.top, key=lambda entry: (-entry[1], entry[0]))[:top]
+    return result
 
 
 def write_table(output: Path, stream: Iterable[Row]) -> None:

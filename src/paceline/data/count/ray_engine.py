@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,14 +86,7 @@ def _dataset(ray: Any, spec: CountSpec, num_cpus: int, is_sorted: bool) -> Any:
     total = sum(size for _, size in spec.files)
     shares = plan_shards(list(spec.files), max(num_cpus, -(-total // _SHARD_BYTES)))
     items = [
-        {
-            "path": str(shard.path.absolute()),
-            "start": shard.start,
-            "stop": shard.stop,
-            "is_compressed": shard.is_compressed,
-        }
-        for share in shares
-        for shard in share
+        {**asdict(shard), "path": str(shard.path.absolute())} for share in shares for shard in share
     ]
     mapped = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         map_shards, fn_args=(spec,), batch_size=1, batch_format="numpy"

@@ -78,7 +78,8 @@ class KindSetup:
     Args:
         kind: name of the kind of samples, as for :func:`~paceline.data.kinds.registry.load_kind`.
         folder: the folder of the tokenizer, with the processor of a vision-language model.
-        tokenizer: None if it cannot be pickled; then each process loads it from ``folder``.
+        tokenizer: the tokenizer of this process. One that is written in Python is not pickled:
+            without it, a process loads it from ``folder``.
         template: source of the chat template, or None.
         for_tools: source of the template for chats with tools, if it is a different one.
         sources: the settings of each source.
@@ -94,6 +95,10 @@ class KindSetup:
     for_tools: str | None = None
     sources: tuple[DatasetSource, ...] = ()
     cuts_documents: bool = True
+
+    def __getstate__(self) -> object:
+        is_python = self.tokenizer is not None and self.tokenizer.python is not None
+        return {**self.__dict__, "tokenizer": None if is_python else self.tokenizer}
 
 
 class SampleKind(ABC):

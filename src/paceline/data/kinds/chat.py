@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from paceline.config.chat_names import TEMPLATE_NAMES
 from paceline.core.errors import ConfigError
 from paceline.data.kinds.base import Encoded, KindSetup, RowCounts
-from paceline.data.kinds.document import DocumentKind
+from paceline.data.kinds.document import DocumentKind, Encoder
 from paceline.data.sources.resolve import Place
-from paceline.data.text.chat_template import Rendered, TemplateRefused
+from paceline.data.text.chat_template import Rendered
 from paceline.data.text.encoding.positions import TokenizedText, tokenize
 from paceline.data.text.sample import ChatSample, as_chat
 
@@ -33,37 +34,21 @@ class ChatKind(DocumentKind):
         self.last_turn_only = args.train_on_turns == "last"
 
     # -- tokens
-    def encode(self, samples: list[ChatSample]) -> list[Encoded | str]:
-        """Return the tokens of each sample, or the reason why it is dropped.
-
-        Raises:
-            ConfigError: a sample is a chat, and there is no chat template.
-        """
-        results: dict[int, Encoded | str] = {}
-        chats: dict[int, Rendered] = {}
-        pairs: dict[int, tuple[str, str]] = {}
-        texts: dict[int, tuple[str, bool]] = {}
-        for index, sample in enumerate(samples):
-            self.tally.facts["trailing_turns"] += sample.trailing_turns > 0
-            try:
-                if sample.text is not None:
-                    texts[index] = self._as_text(sample), sample.is_document
-                elif sample.pair is not None and self.template is None:
-                    pairs[index] = sample.pair
-                else:
-                    rendered = self._render(sample)
-                    if reason := self._rejection(rendered):
-                        results[index] = reason
-                    else:
-                        chats[index] = rendered
-            except TemplateRefused as error:
-                results[index] = self._refused(error)
-        results.update(zip(chats, self._encode_chats(list(chats.values())), strict=True))
-        results.update(zip(pairs, self._encode_pairs(list(pairs.values())), strict=True))
-        results.update(zip(texts, self._encode_texts(list(texts.values())), strict=True))
-        return self._in_order(samples, results)
+    def _prepare(self, sample: ChatSample) -> tuple[Encoder, Any] | str:
+        if sample.text is not None:
+            return self._encode_texts, (self._as_text(sample), sample.is_document)
+        if sample.pair is not None and self.template is None:
+            return self._encode_pairs, sample.pair
+        rendered = self._render(sample)
+        return self._rejection(rendered) or (self._encode_chats, rendered)
 
     def _render(self, sample: ChatSample) -> Rendered:
+        """Return a chat as text.
+
+        Raises:
+            ConfigError: there is no chat template.
+            TemplateRefused: the chat template raised an error.
+        """
         messages = (
             sample.messages if sample.messages is not None else as_chat(sample, self.config.system)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -26,23 +27,25 @@ _CONTEXT_CHARS = 64
 _LINES = ("One two\n", "three four")
 
 
+#: Tokenizes the contents of several samples.
+Encoder = Callable[[list[Any]], list[Encoded]]
+
+
 class DocumentKind(SampleKind):
     """Texts, and rows of other formats as the text that the chat template makes of them."""
 
     columns: ClassVar[Sequence[Column]] = (LOSS_WEIGHTS,)
     formats = FORMATS
     mapping = mapping_of("prompt", "completion")
+    template_class: ClassVar[type[ChatTemplate]] = ChatTemplate
     #: Converts the rows of a source.
     converter: ClassVar[Callable[..., Any]] = RowConverter
 
     def __init__(self, setup: KindSetup) -> None:
         super().__init__(setup)
         if setup.template:
-            self.template = self._make_template(setup.template)
-
-    def _make_template(self, source: str) -> ChatTemplate:
-        special, control = self.tokenizer.special_tokens, self.tokenizer.control_tokens
-        return ChatTemplate(source, special, self.setup.for_tools, control)
+            special, control = self.tokenizer.special_tokens, self.tokenizer.control_tokens
+            self.template = self.template_class(setup.template, special, setup.for_tools, control)
 
     # -- rows
     def open(self, source: ResolvedSource) -> None:
@@ -64,30 +67,35 @@ class DocumentKind(SampleKind):
 
     # -- tokens
     def encode(self, samples: list[ChatSample]) -> list[Encoded | str]:
-        texts: dict[int, tuple[str, bool]] = {}
         results: dict[int, Encoded | str] = {}
+        groups: dict[Encoder, list[tuple[int, Any]]] = defaultdict(list)
         for index, sample in enumerate(samples):
             self.tally.facts["trailing_turns"] += sample.trailing_turns > 0
             try:
-                texts[index] = self._as_text(sample), True
+                prepared = self._prepare(sample)
             except TemplateRefused as error:
-                results[index] = self._refused(error)
-        results.update(zip(texts, self._encode_texts(list(texts.values())), strict=True))
-        return self._in_order(samples, results)
-
-    def _in_order(
-        self, samples: list[ChatSample], results: dict[int, Encoded | str]
-    ) -> list[Encoded | str]:
-        """Return the results in the order of the samples, with the weights of their losses."""
+                self.tally.refusals[str(error).splitlines()[0][:200]] += 1
+                prepared = "rejected by the chat template"
+            if isinstance(prepared, str):
+                results[index] = prepared
+            else:
+                groups[prepared[0]].append((index, prepared[1]))
+        for encode, group in groups.items():
+            encoded = encode([content for _, content in group])
+            results.update(zip((index for index, _ in group), encoded, strict=True))
         for index, result in results.items():
             if isinstance(result, Encoded):
                 result.values["weight"] = samples[index].weight
         return [results[index] for index in range(len(samples))]
 
-    def _refused(self, error: TemplateRefused) -> str:
-        """Count an error of the chat template. Return why the sample is dropped."""
-        self.tally.refusals[str(error).splitlines()[0][:200]] += 1
-        return "rejected by the chat template"
+    def _prepare(self, sample: ChatSample) -> tuple[Encoder, Any] | str:
+        """Return the function that tokenizes a sample together with others, and what it takes of
+        the sample; or why the sample is dropped.
+
+        Raises:
+            TemplateRefused: the chat template raised an error.
+        """
+        return self._encode_texts, (self._as_text(sample), True)
 
     def _as_text(self, sample: ChatSample) -> str:
         if sample.text is not None:

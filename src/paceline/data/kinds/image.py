@@ -37,24 +37,11 @@ def has_images(folder: Path) -> bool:
 
 class ImageChatTemplate(ChatTemplate):
     """The chat template of a vision-language model, to which the contents of messages are lists of
-    texts and images. Templates that accept only texts get the model's token of an image in them.
+    texts and images. Templates that accept only texts get the model's token of an image in them."""
 
-    Args:
-        image_token: text of the token of an image.
-    """
-
-    def __init__(
-        self,
-        source: str,
-        special_tokens: dict[str, str],
-        for_tools: str | None = None,
-        control_tokens: frozenset[str] = frozenset(),
-        *,
-        image_token: str = PLACEHOLDER,
-    ) -> None:
-        super().__init__(source, special_tokens, for_tools, control_tokens)
-        self._image_token = image_token
-        self._has_parts: bool | None = None
+    #: Text of the token of an image.
+    image_token = PLACEHOLDER
+    _has_parts: bool | None = None
 
     def _converted(self, messages: list[ChatMessage]) -> Sequence[object]:
         if self._has_parts is None:
@@ -70,7 +57,7 @@ class ImageChatTemplate(ChatTemplate):
         return "{" not in text  # a template for texts prints the list
 
     def _with_tokens(self, text: str) -> object:
-        return text.replace(IMAGE_MARK, self._image_token)
+        return text.replace(IMAGE_MARK, self.image_token)
 
 
 def _parts(text: str) -> object:
@@ -89,18 +76,16 @@ class ImageKind(ChatKind):
 
     columns: ClassVar[Sequence[Column]] = (LOSS_WEIGHTS, IMAGES)
 
+    template_class = ImageChatTemplate
+
     def __init__(self, setup: KindSetup) -> None:
         config = setup.config
         self.images = ImageProcessor(
             setup.folder, config.vision.max_pixels, config.trust_remote_code
         )
         super().__init__(setup)
-
-    def _make_template(self, source: str) -> ChatTemplate:
-        special, control = self.tokenizer.special_tokens, self.tokenizer.control_tokens
-        return ImageChatTemplate(
-            source, special, self.setup.for_tools, control, image_token=self.images.token
-        )
+        if isinstance(self.template, ImageChatTemplate):
+            self.template.image_token = self.images.token
 
     # -- rows
     def open(self, source: ResolvedSource) -> None:

@@ -89,9 +89,7 @@ class LabelConverter:
 
     def __post_init__(self) -> None:
         check_columns(self.label, self.columns, self.ignore_columns, _EXPECTED)
-        self._read = MessageReader(
-            {}, {}, self.ignore_columns, lambda name: True, self.tally.unused, self.tally.ignored
-        )
+        self._read = MessageReader({}, {}, self.ignore_columns, lambda name: True, self.tally)
 
     def __call__(self, row: Any) -> LabeledText:
         """Convert one row.
@@ -189,7 +187,8 @@ class LabelKind(SampleKind):
         backend = self.tokenizer.backend
         if self.truncate_to is not None:
             backend.enable_truncation(self.truncate_to)
-        encodings = backend.encode_batch([_encoded_form(sample) for sample in samples])
+        texts = [sample.texts if len(sample.texts) == 2 else sample.texts[0] for sample in samples]
+        encodings = backend.encode_batch(texts)
         return [
             (encoding.ids, encoding.type_ids, bool(encoding.overflowing)) for encoding in encodings
         ]
@@ -221,10 +220,6 @@ class LabelKind(SampleKind):
         counts.kept += 1
         counts.truncated += encoded.values["is_truncated"]
         yield encoded
-
-
-def _encoded_form(sample: LabeledText) -> str | tuple[str, ...]:
-    return sample.texts if len(sample.texts) == 2 else sample.texts[0]
 
 
 @dataclass
@@ -307,7 +302,7 @@ class StoredLabels:
 
     @property
     def are_numbers(self) -> bool:
-        return _are_numbers(self.labels)
+        return bool(self.labels) and all(str(label).isdecimal() for label in self.labels)
 
     def numbers(self, classes: Sequence[str], name: str) -> list[int]:
         """Return the class of each label.
@@ -371,7 +366,3 @@ def _fits(stored: StoredLabels, known: Sequence[str]) -> bool:
     if {str(label) for label in stored.labels} <= set(known):
         return True
     return stored.are_numbers and all(int(label) < len(known) for label in stored.labels)
-
-
-def _are_numbers(labels: Sequence[Label]) -> bool:
-    return bool(labels) and all(str(label).isdecimal() for label in labels)

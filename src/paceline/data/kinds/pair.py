@@ -11,8 +11,8 @@ import numpy as np
 
 from paceline.data.kinds.base import EQUAL_PAIRS, NO_ANSWER, NO_LABELS, TOO_LONG, Encoded, RowCounts
 from paceline.data.kinds.chat import ChatKind
+from paceline.data.kinds.document import Encoder
 from paceline.data.sources.resolve import Place
-from paceline.data.text.chat_template import TemplateRefused
 from paceline.data.text.chats.tool_calls import ChatMessage
 from paceline.data.text.encoding.positions import TokenizedText, tokenize
 from paceline.data.text.preferences import (
@@ -63,39 +63,14 @@ class PairKind(ChatKind):
     converter: ClassVar[Callable[..., Any]] = PairConverter
 
     # -- tokens
-    def encode(self, samples: list[Any]) -> list[Encoded | str]:
-        """Return the tokens of each sample (of a pair, both sequences one after the other), or the
-        reason why it is dropped.
-
-        Raises:
-            ConfigError: a sample is a chat, and there is no chat template.
-        """
-        results: list[Encoded | str] = []
-        texts: list[str] = []
-        kept: list[tuple[int, RatedChat, list[int]]] = []
-        for index, sample in enumerate(samples):
-            results.append("")
-            try:
-                prompt, answers = self._texts_of(sample)
-            except TemplateRefused as error:
-                results[index] = self._refused(error)
-                continue
-            kept.append((index, sample, [_shared_length(prompt, answer) for answer in answers]))
-            texts += answers
-        tokenized = iter(tokenize(self.tokenizer, texts))
-        for index, sample, lengths in kept:
-            answered = [(next(tokenized), length) for length in lengths]
-            results[index] = self._join(answered, sample)
-        return results
-
-    def _texts_of(self, sample: RatedChat) -> tuple[str, list[str]]:
-        """Return the text of the prompt, and the texts of the prompt with each answer."""
+    def _prepare(self, sample: Any) -> tuple[Encoder, Any] | str:
+        """As the method of :class:`DocumentKind`. ``_encode_answers`` takes the sample, the text of
+        the prompt, and the texts of the prompt with each answer."""
         answers = [sample] if sample.rejected is None else [sample, sample.rejected]
-        self.tally.facts["trailing_turns"] += any(answer.trailing_turns > 0 for answer in answers)
         if self.template is None and sample.pair is not None:
-            prompt = sample.pair[0]
             texts = ["".join(answer.pair or ()) for answer in answers]
-            return prompt, [*map(self.tokenizer.without_space_after_end, texts)]
+            texts = [*map(self.tokenizer.without_space_after_end, texts)]
+            return self._encode_answers, (sample, sample.pair[0], texts)
         if self.template is None:
             self._render(sample)  # raises: there is no chat template
         chats = [
@@ -106,10 +81,20 @@ class PairKind(ChatKind):
         self.tally.facts["formatted"] += self.template.is_formatted(chats[0])
         template = self.template.select(chats[0], sample.tools)
         prompt_turns = chats[0][: _num_prompt_turns(chats)]
-        return (
-            template.render(prompt_turns, add_generation_prompt=True, tools=sample.tools),
-            [template.render(chat, tools=sample.tools) for chat in chats],
+        prompt = template.render(prompt_turns, add_generation_prompt=True, tools=sample.tools)
+        texts = [template.render(chat, tools=sample.tools) for chat in chats]
+        return self._encode_answers, (sample, prompt, texts)
+
+    def _encode_answers(self, contents: list[tuple[RatedChat, str, list[str]]]) -> list[Encoded]:
+        """Return the tokens of each sample; of a pair, both sequences one after the other."""
+        tokenized = iter(
+            tokenize(self.tokenizer, [text for *_, texts in contents for text in texts])
         )
+        results = []
+        for sample, prompt, texts in contents:
+            answers = [(next(tokenized), _shared_length(prompt, text)) for text in texts]
+            results.append(self._join(answers, sample))
+        return results
 
     def _join(self, texts: list[tuple[TokenizedText, int]], sample: RatedChat) -> Encoded:
         """Return the tokens of the texts, one after the other.

@@ -1,6 +1,6 @@
 """What the rest of the code needs of an order of samples, and how a global batch is split."""
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import numpy as np
 
@@ -12,36 +12,63 @@ from paceline.core.formatting import edges
 Keys = np.ndarray
 
 
-class Order(Protocol):
+class Order(ABC):
     """The samples of each micro-batch of each step, which are counted from 0 over all epochs.
 
     A pure function of the seed and the step. It does not depend on the world size, the strategy,
     the loader's workers or the number of times the run was resumed.
+
+    Args:
+        num_samples: size of the dataset.
+        batch_size: number of rows of a global batch: samples, or packed rows.
+        seed: the run's seed.
+        steps_per_epoch: number of steps of an epoch, or None if it is unknown.
+        lengths: number of tokens of each sample, to balance micro-batches of single samples by
+            tokens; None to split by number of rows, in order.
     """
 
-    @property
-    def seed(self) -> int:
-        """The run's seed."""
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        seed: int,
+        steps_per_epoch: int | None,
+        lengths: np.ndarray | None = None,
+    ) -> None:
+        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
+        self.steps_per_epoch, self.lengths = steps_per_epoch, lengths
 
     def epochs(self, step: int) -> float | None:
         """Return the number of passes over the data up to ``step``; None if the size of the data is
         unknown."""
+        return None if self.steps_per_epoch is None else step / self.steps_per_epoch
 
     def position(self, step: int) -> tuple[int, int]:
-        """Return (epoch, number of samples of this epoch in earlier steps): the position in the
-        data that a checkpoint records."""
+        """Return (epoch, number of rows of this epoch in earlier steps): the position in the data
+        that a checkpoint records."""
+        if self.steps_per_epoch is None:
+            return 0, step * self.batch_size
+        epoch, epoch_step = divmod(step, self.steps_per_epoch)
+        return epoch, epoch_step * self.batch_size
 
+    @abstractmethod
     def global_batch(self, step: int) -> Keys:
         """Return the keys of the samples of a step."""
 
     def micro_batches(self, step: int, parts: int) -> list[Keys]:
         """Split the global batch of a step into ``parts`` micro-batches. Some are empty if the
         batch has fewer samples than parts."""
+        batch = self.global_batch(step)
+        if self.lengths is None:
+            return split_even(batch, parts)
+        return split_by_length(batch, self.lengths[batch[:, 1]], parts)
 
+    @abstractmethod
     def rows_read(self, step: int) -> int:
         """Return the number of rows up to ``step``, as the batch size counts them: samples, or
         packed rows."""
 
+    @abstractmethod
     def times_read(self, step: int) -> np.ndarray:
         """Return how often each sample occurs up to ``step``, [num_samples]. A part of a sample
         counts as a fraction."""

@@ -81,9 +81,7 @@ def tokens_per_row(config: Config, sources: Sequence[SourceSize]) -> float:
 
 def first_shares(config: Config, sources: Sequence[SourceSize]) -> list[float]:
     """Return the share of the rows that each source of a mixture has at the first step."""
-    weights = _schedule(config, sources).at(np.zeros(1, dtype=np.int64))[0]
-    shares: list[float] = (weights / weights.sum()).tolist()
-    return shares
+    return _schedule(config, sources).first_shares()
 
 
 def build_order(

@@ -54,6 +54,12 @@ class WeightSchedule:
         columns = [np.interp(steps, self.steps, column) for column in self.weights.T]
         return np.stack(columns, axis=1)
 
+    def first_shares(self) -> list[float]:
+        """Return the share of the rows that each source has at the first step."""
+        weights = self.at(np.zeros(1, dtype=np.int64))[0]
+        shares: list[float] = (weights / weights.sum()).tolist()
+        return shares
+
 
 @dataclass
 class _Chunk:

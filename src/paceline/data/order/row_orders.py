@@ -5,60 +5,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.data.order.base import Keys, Order, split_by_length, split_even
+from paceline.data.order.base import Keys, Order, split_even
 from paceline.data.order.mixture import Mixture
 from paceline.data.order.rows import Rows
 
 
 class _RowOrder(Order):
-    """Global batches of rows.
-
-    Args:
-        num_samples: size of the dataset.
-        batch_size: number of rows of a global batch.
-        seed: the run's seed.
-        lengths: number of tokens of each sample, to balance micro-batches of single samples by
-            tokens; None to split by number of rows, in order.
-    """
-
-    def __init__(
-        self, num_samples: int, batch_size: int, seed: int, lengths: np.ndarray | None
-    ) -> None:
-        self.num_samples = num_samples
-        self.batch_size = batch_size
-        self._seed = seed
-        self.lengths = lengths
-
-    @property
-    def seed(self) -> int:
-        return self._seed
-
-    @property
-    @abstractmethod
-    def steps_per_epoch(self) -> int | None:
-        """Number of steps of an epoch, or None if it is unknown."""
+    """Global batches of rows."""
 
     @abstractmethod
     def rows(self, step: int) -> list[Keys]:
         """Return the keys of the samples of each row of a step."""
 
-    def epochs(self, step: int) -> float | None:
-        return None if self.steps_per_epoch is None else step / self.steps_per_epoch
-
-    def position(self, step: int) -> tuple[int, int]:
-        if self.steps_per_epoch is None:
-            return 0, step * self.batch_size
-        epoch, epoch_step = divmod(step, self.steps_per_epoch)
-        return epoch, epoch_step * self.batch_size
-
     def global_batch(self, step: int) -> Keys:
         return np.concatenate(self.rows(step))
 
     def micro_batches(self, step: int, parts: int) -> list[Keys]:
-        rows = self.rows(step)
         if self.lengths is not None:
-            batch = np.concatenate(rows)
-            return split_by_length(batch, self.lengths[batch[:, 1]], parts)
+            return super().micro_batches(step, parts)
+        rows = self.rows(step)
         none = rows[0][:0]
         return [
             np.concatenate([none, *(rows[number] for number in part)])
@@ -84,13 +49,9 @@ class RowOrder(_RowOrder):
         *,
         is_endless: bool = False,
     ) -> None:
-        super().__init__(num_samples, batch_size, seed, None)
+        steps_per_epoch = None if is_endless else -(-rows.num_rows // batch_size)
+        super().__init__(num_samples, batch_size, seed, steps_per_epoch)
         self._rows = rows
-        self._is_endless = is_endless
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        return None if self._is_endless else -(-self._rows.num_rows // self.batch_size)
 
     def rows(self, step: int) -> list[Keys]:
         epoch, start = self.position(step)
@@ -126,14 +87,8 @@ class MixedOrder(_RowOrder):
         steps_per_epoch: int | None,
         lengths: np.ndarray | None,
     ) -> None:
-        super().__init__(num_samples, mixture.batch_size, mixture.seed, lengths)
-        self.sources = sources
-        self.mixture = mixture
-        self._steps_per_epoch = steps_per_epoch
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        return self._steps_per_epoch
+        super().__init__(num_samples, mixture.batch_size, mixture.seed, steps_per_epoch, lengths)
+        self.sources, self.mixture = sources, mixture
 
     def rows(self, step: int) -> list[Keys]:
         start = step * self.batch_size

@@ -124,25 +124,16 @@ def _write(name: str, path: Path) -> None:
 def python_docs() -> Iterator[Row]:
     """Yield a chat of one question and its answer for each documented public function, method,
     class and module."""
-    seen: set[str] = set()
-    for module, path in stdlib_modules():
-        tree = _parse(path)
-        if tree is None:
-            continue
-        for kind, name, args, answer in _documented(module, tree):
-            # A docstring that several names share is used once, so that it is not memorized.
-            if answer in seen:
-                continue
-            seen.add(answer)
-            wordings = _QUESTIONS[kind]
-            wording = wordings[zlib.crc32(name.encode()) % len(wordings)]
-            opening = _OPENINGS[kind].format(name=name, args=args, owner=name.rpartition(".")[0])
-            yield {
-                "messages": [
-                    {"role": "user", "content": wording.format(name=name, args=args)},
-                    {"role": "assistant", "content": opening + answer},
-                ]
-            }
+    for kind, name, args, answer in _described():
+        wordings = _QUESTIONS[kind]
+        wording = wordings[zlib.crc32(name.encode()) % len(wordings)]
+        opening = _OPENINGS[kind].format(name=name, args=args, owner=name.rpartition(".")[0])
+        yield {
+            "messages": [
+                {"role": "user", "content": wording.format(name=name, args=args)},
+                {"role": "assistant", "content": opening + answer},
+            ]
+        }
 
 
 def python_source() -> Iterator[Row]:
@@ -163,13 +154,8 @@ def python_source() -> Iterator[Row]:
 def python_kinds() -> Iterator[Row]:
     """Yield labeled texts: the description of each documented public function, method, class and
     module, and which of these it is."""
-    seen: set[str] = set()
-    for module, path in stdlib_modules():
-        tree = _parse(path)
-        for kind, _, _, text in _documented(module, tree) if tree is not None else ():
-            if text not in seen:
-                seen.add(text)
-                yield {"text": text, "label": kind}
+    for kind, _, _, text in _described():
+        yield {"text": text, "label": kind}
 
 
 def stdlib_modules(packages: bool = True) -> list[tuple[str, Path]]:
@@ -205,11 +191,19 @@ def _package(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
             yield f"{name}.{path.stem}", path
 
 
-def _parse(path: Path) -> ast.Module | None:
-    try:
-        return ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # e.g. a template that only ends in .py
-        return None
+def _described() -> Iterator[tuple[str, str, str, str]]:
+    """Yield (kind, dotted name, arguments, answer) of each public object with a docstring. A
+    docstring that several names share is used once, so that it is not memorized."""
+    seen: set[str] = set()
+    for module, path in stdlib_modules():
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):  # e.g. a template that only ends in .py
+            continue
+        for described in _documented(module, tree):
+            if described[-1] not in seen:
+                seen.add(described[-1])
+                yield described
 
 
 def _documented(module: str, tree: ast.Module) -> Iterator[tuple[str, str, str, str]]:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.core.errors import ConfigError, first_line
+from paceline.core.errors import ConfigError, did_you_mean, first_line
 from paceline.data.sources.encodings import guess_encodings, is_mostly_utf8
 
 #: Suffixes of compressed files; the suffix before shows the type of the data (``rows.jsonl.gz``).
@@ -100,6 +100,14 @@ def windows_fix(name: str) -> str | None:
             f" use `/mnt/{drive[1].lower()}/{rest}`"
         )
     return None
+
+
+def similar_path(path: Path, otherwise: str = "") -> str:
+    """Return a question for the most similar name in the folder of a path that does not exist;
+    ``otherwise`` if none is similar."""
+    is_folder = path.parent.is_dir()
+    siblings = [entry.name for entry in path.parent.iterdir()] if is_folder else []
+    return did_you_mean(path.name, siblings, otherwise, f"`{path.parent / '{}'}`")
 
 
 def number_to_take(take: Take, total: int) -> int:

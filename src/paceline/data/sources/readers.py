@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from paceline.data.sources.opening import (
     open_data,
     read_text,
 )
-from paceline.data.sources.rows import struct_columns, without_added_nulls
+from paceline.data.sources.rows import Row, struct_columns, without_added_nulls
 from paceline.data.sources.tar import TAR_SUFFIX, tar_rows
 
 NumberedRows = Iterator[tuple[int, Any]]
@@ -213,47 +215,56 @@ def parse_lines(block: LineBlock) -> NumberedRows:
 
 
 def _parquet(path: Path, position: Position) -> NumberedRows:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        with pq.ParquetFile(path) as file:
-            check_schema(file.schema_arrow, path)
-            number, total = 0, max(1, file.metadata.num_rows)
-            position.follow(lambda: number / total)
-            for batch in file.iter_batches(batch_size=1024):
-                columns = struct_columns(batch.schema)
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, without_added_nulls(row, columns)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise _unreadable(path, "Parquet", error) from error
+    with arrow_errors(path, " as Parquet"), pq.ParquetFile(path) as file:
+        check_schema(file.schema_arrow, path)
+        number, total = 0, max(1, file.metadata.num_rows)
+        position.follow(lambda: number / total)
+        batches = file.iter_batches(batch_size=1024)
+        for number, row in enumerate(chain.from_iterable(map(arrow_rows, batches)), 1):
+            yield number, row
 
 
 def _arrow(path: Path, position: Position) -> NumberedRows:
     import pyarrow as pa
 
+    with arrow_errors(path, " as Arrow"), pa.memory_map(str(path)) as source:
+        try:
+            batches: Any = pa.ipc.open_stream(source)
+            check_schema(batches.schema, path)
+            position.follow(lambda: 1.0 if source.closed else source.tell() / max(1, source.size()))
+        except pa.ArrowInvalid:
+            file = pa.ipc.open_file(source)
+            check_schema(file.schema, path)
+            batches = map(file.get_batch, range(file.num_record_batches))
+            position.follow(lambda: current / max(1, file.num_record_batches))
+        number = current = 0
+        for current, batch in enumerate(batches, 1):  # noqa: B007
+            for row in arrow_rows(batch):
+                number += 1
+                yield number, row
+
+
+def arrow_rows(batch: Any) -> Iterator[Row]:
+    """Yield the rows of a table or a record batch, without nulls that Arrow added."""
+    columns = struct_columns(batch.schema)
+    for row in batch.to_pylist():
+        yield without_added_nulls(row, columns)
+
+
+@contextmanager
+def arrow_errors(path: Path, kind: str = "") -> Iterator[None]:
+    """Raise ConfigError if the file of Arrow or Parquet that is read in the block is damaged."""
+    import pyarrow as pa
+
     try:
-        with pa.memory_map(str(path)) as source:
-            try:
-                batches: Any = pa.ipc.open_stream(source)
-                check_schema(batches.schema, path)
-                position.follow(
-                    lambda: 1.0 if source.closed else source.tell() / max(1, source.size())
-                )
-            except pa.ArrowInvalid:
-                file = pa.ipc.open_file(source)
-                check_schema(file.schema, path)
-                batches = (file.get_batch(number) for number in range(file.num_record_batches))
-                position.follow(lambda: current / max(1, file.num_record_batches))
-            number = current = 0
-            for current, batch in enumerate(batches, 1):  # noqa: B007
-                columns = struct_columns(batch.schema)
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, without_added_nulls(row, columns)
+        yield
     except (pa.ArrowInvalid, OSError) as error:
-        raise _unreadable(path, "Arrow", error) from error
+        raise ConfigError(
+            f"`{path}` cannot be read{kind}: {first_line(error)}",
+            fix="check the file or copy it again",
+        ) from error
 
 
 def check_schema(fields: Any, path: Path, parent: str = "") -> None:
@@ -273,13 +284,6 @@ def check_schema(fields: Any, path: Path, parent: str = "") -> None:
             kind = kind.value_type
         if pa.types.is_struct(kind):
             check_schema(list(kind), path, f"{name}.")
-
-
-def _unreadable(path: Path, kind: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"`{path}` cannot be read as {kind}: {first_line(error)}",
-        fix="check the file or copy it again",
-    )
 
 
 def _text(path: Path, position: Position) -> NumberedRows:

@@ -29,6 +29,7 @@ from paceline.data.sources.opening import (
     is_pattern,
     is_url,
     number_to_take,
+    similar_path,
     take_count,
     windows_fix,
 )
@@ -76,8 +77,6 @@ class ResolvedSource:
     take: Take | None = None
     notices: list[Notice] = field(default_factory=list)
     position: Position = field(default_factory=Position)
-    #: Number of rows that `take` selects, once all have been counted.
-    _num_taken: int = field(default=0, init=False, repr=False)
 
     @property
     def label(self) -> str:
@@ -113,18 +112,18 @@ class ResolvedSource:
         import numpy as np
 
         total = sum(1 for _ in self._all_rows())
-        self._num_taken = number_to_take(self.take, total)
-        if total < self._num_taken:
-            self.notices.append(
-                Notice(
-                    "warning",
-                    f"{self.label}: {self._num_taken:,} rows requested, but the dataset has"
-                    f" {total:,}; using all of them",
-                )
+        num_taken, number = number_to_take(self.take, total), 0
+        if total < num_taken:
+            text = (
+                f"{self.label}: {num_taken:,} rows requested, but the dataset has {total:,}; using"
+                " all of them"
             )
-        chosen = set(np.random.default_rng(seed).permutation(total)[: self._num_taken].tolist())
+            self.notices.append(Notice("warning", text))
+        chosen = set(np.random.default_rng(seed).permutation(total)[:num_taken].tolist())
+        self.position.follow(lambda: number / max(1, num_taken))
         for index, row in enumerate(self._all_rows()):
             if index in chosen:
+                number += 1
                 yield row
 
     def parts(self, seed: int) -> Iterator[LineBlock | tuple[Place, Any]]:
@@ -134,13 +133,8 @@ class ResolvedSource:
         Raises:
             ConfigError: a file is malformed.
         """
-        if self.hub is not None:
+        if self.hub is not None or self.take is not None:
             yield from self.rows(seed)
-        elif self.take is not None:
-            number = 0
-            self.position.follow(lambda: number / max(1, self._num_taken))
-            for number, row in enumerate(self.rows(seed), 1):  # noqa: B007
-                yield row
         else:
             sizes = [_text_bytes(path) for path in self.files]
             for index, path in enumerate(self.files):
@@ -373,8 +367,7 @@ def _not_found(name: str, path: Path) -> ConfigError:
     if folder.is_dir():
         if "/" not in name:
             fix = did_you_mean(name.lower(), hub.HUB_NAMES, fix)
-        siblings = [entry.name for entry in folder.iterdir()]
-        fix = did_you_mean(path.name, siblings, fix, f"`{folder / '{}'}`")
+        fix = similar_path(path, fix)
     else:
         missing = path
         while not missing.parent.is_dir():

@@ -22,6 +22,7 @@ from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
 from paceline.core.report import DataFigures
+from paceline.core.stop import poll
 from paceline.data.kinds.base import NO_ANSWER, TOO_LONG
 from paceline.data.kinds.label import read_labels
 from paceline.data.kinds.registry import load_kind
@@ -33,7 +34,6 @@ from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from paceline.data.stats.languages import LanguageShare
     from paceline.data.stats.near_duplicates import NearDuplicates
     from paceline.data.text.build import SourceMeta
 
@@ -43,6 +43,8 @@ NO_LIMIT = 2**31 - 1
 _MAX_BINS = 40
 _REPEATS_SHOWN = 5
 _TEXT_TOKENS = 24
+#: Number of tokens of a sample whose language is identified.
+_LANGUAGE_TOKENS = 512
 _PERCENTILES = (1, 10, 50, 90, 95, 99)
 
 
@@ -96,6 +98,15 @@ class ClassCount(TypedDict):
     share: float
 
 
+class LanguageShare(TypedDict):
+    """The number of samples in a language (ISO 639-1), their share of all, and their tokens."""
+
+    language: str
+    samples: int
+    share: float
+    tokens: int
+
+
 class DatasetStats(TypedDict):
     """Statistics of a dataset. ``sequences``: number of sequences of tokens, two for a pair of
     answers; ``lengths``: their min, mean, max and percentiles (``p50``) in tokens.
@@ -116,7 +127,7 @@ class DatasetStats(TypedDict):
     histogram: list[Bin]
     duplicates: Duplicates
     near_duplicates: "NearDuplicates | None"
-    languages: "list[LanguageShare] | None"
+    languages: list[LanguageShare] | None
     vocabulary: VocabularyUse
     max_length: int
     overlong: str
@@ -198,7 +209,8 @@ def dataset_stats(
     used = int(np.count_nonzero(samples.vocabulary))
     repeats = duplicates(samples)
     for repeat in repeats["most_repeated"]:
-        repeat["text"] = _first_tokens(dataset, repeat["sample"], tokenizer)
+        tokens = dataset[repeat["sample"]]["input_ids"][:_TEXT_TOKENS]
+        repeat["text"] = tokenizer.decode(tokens.tolist())
     figures: DatasetStats = {
         "task": config.task,
         "dataset": ", ".join(source.path for source in config.sources()),
@@ -222,7 +234,7 @@ def dataset_stats(
         "histogram": histogram(samples.lengths),
         "duplicates": repeats,
         "near_duplicates": _similar_samples(dataset, tokenizer) if near_duplicates else None,
-        "languages": _languages(dataset, tokenizer) if languages else None,
+        "languages": identify_languages(dataset, tokenizer) if languages else None,
         "vocabulary": {
             "size": tokenizer.vocab_size,
             "used": used,
@@ -283,16 +295,15 @@ def _count_classes(dataset: TokenDataset) -> list[ClassCount] | None:
     ]
 
 
-def _first_tokens(dataset: TokenDataset, index: int, tokenizer: LoadedTokenizer) -> str:
-    return tokenizer.decode(dataset[index]["input_ids"][:_TEXT_TOKENS].tolist())
-
-
-def _first_labels(dataset: TokenDataset, index: int, tokenizer: LoadedTokenizer) -> str:
+def _content_tokens(dataset: TokenDataset, index: int, number: int) -> list[int]:
+    """Return the first tokens of a sample that carry loss (the answers of chats), or of a labeled
+    text."""
     sample = dataset[index]
     ids = sample["input_ids"]
     if not dataset.has("label"):
         ids = ids[sample["labels_mask"]]
-    return tokenizer.decode(ids[:_TEXT_TOKENS].tolist())
+    tokens: list[int] = ids[:number].tolist()
+    return tokens
 
 
 def _similar_samples(dataset: TokenDataset, tokenizer: LoadedTokenizer) -> "NearDuplicates":
@@ -300,14 +311,34 @@ def _similar_samples(dataset: TokenDataset, tokenizer: LoadedTokenizer) -> "Near
 
     result = near_duplicates(dataset)
     for group in result["largest"]:
-        group["texts"] = [_first_labels(dataset, each, tokenizer) for each in group["samples"]]
+        tokens = (_content_tokens(dataset, each, _TEXT_TOKENS) for each in group["samples"])
+        group["texts"] = list(map(tokenizer.decode, tokens))
     return result
 
 
-def _languages(dataset: TokenDataset, tokenizer: LoadedTokenizer) -> "list[LanguageShare]":
-    from paceline.data.stats.languages import languages
+def identify_languages(dataset: TokenDataset, tokenizer: LoadedTokenizer) -> list[LanguageShare]:
+    """Return the languages of the texts that carry loss (the answers of chats), or of labeled
+    texts, the most frequent first. A text without letters is ``und``, undetermined."""
+    import py3langid
 
-    return languages(dataset, tokenizer)
+    samples: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for index in range(len(dataset)):
+        if index % 1000 == 0:
+            poll()
+        ids = _content_tokens(dataset, index, _LANGUAGE_TOKENS)
+        text = tokenizer.decode([each for each in ids if each not in tokenizer.special_ids])
+        language = "und"
+        if any(letter.isalpha() for letter in text):
+            language = str(py3langid.classify(text)[0])
+        samples[language] += 1
+        tokens[language] += int(dataset.lengths[index])
+    return [
+        LanguageShare(
+            language=language, samples=count, share=count / len(dataset), tokens=tokens[language]
+        )
+        for language, count in samples.most_common()
+    ]
 
 
 def _was_cut(prepared: PreparedTokens, config: Config) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections import Counter
 from pathlib import Path
 from typing import TypedDict
@@ -17,7 +16,9 @@ from paceline.core.stop import poll
 from paceline.data.clicks.log import builtin_clicks, load_log, load_meta
 from paceline.data.clicks.reader import read_clicks
 from paceline.data.counts import DataCounts
-from paceline.data.images import ImageIndex, open_images
+from paceline.data.image_shards import ImageIndex
+from paceline.data.images import open_images
+from paceline.data.pixels import open_image
 from paceline.data.sources.opening import number_to_take, take_count
 from paceline.data.sources.tar import read_tar_file
 from paceline.data.stats.dataset import ClassCount
@@ -117,13 +118,9 @@ def _header(index: ImageIndex, number: int) -> tuple[int, int, str]:
     """Return the width, the height and the mode of an image."""
     if index.names is None:
         return 8, 8, "L"  # the digits
-    from PIL import Image
-
     if number % 1000 == 0:
         poll()
-    path = Path(index.source) / index.names[number]
-    content = read_tar_file(str(path))
-    with Image.open(path if content is None else io.BytesIO(content)) as image:
+    with open_image(str(Path(index.source) / index.names[number])) as image:
         return *image.size, image.mode
 
 

@@ -15,7 +15,7 @@ from paceline.data.order.build import rows_by_source, weight_schedule
 from paceline.data.streaming.dataset import RowEncoder, StreamedRows
 from paceline.data.streaming.order import StreamShuffle
 from paceline.data.streaming.sources import StreamSource, has_text, open_rows
-from paceline.data.streaming.streams import MixtureSettings, SampleStream, Stream, TextStreams
+from paceline.data.streaming.streams import SampleStream, Stream, TextStreams
 from paceline.data.streaming.windows import PackedStream
 from paceline.distributed.seeds import derive_seed
 
@@ -105,7 +105,6 @@ def make_dataset(
     streams: Streams,
     encode: RowEncoder,
     checked: Sequence[CheckedRows],
-    config: Config,
     key: str,
     is_windowed: bool,
 ) -> tuple[TextStreams, tuple[StreamRows, ...]]:
@@ -116,8 +115,8 @@ def make_dataset(
         key: identifies the rows and the tokenizer.
         is_windowed: the result of :func:`uses_windows`.
     """
-    args = config.train_args
-    is_mixed = config.mixing != "concat"
+    config = encode.setup.config
+    is_mixed, args = config.mixing != "concat", config.train_args
     numbers = [None if is_windowed else rows.num_rows for rows in streams]
     is_exact = config.stopping_strategy == "all_exhausted_without_replacement"
     if is_mixed and is_exact and None in numbers:
@@ -127,12 +126,10 @@ def make_dataset(
             code="not-supported",
             fix="set `stopping_strategy: all_exhausted`, or `streaming: false`",
         )
-    mixture, shares = None, [1.0]
+    schedule, shares = None, [1.0]
     if is_mixed:
         schedule = weight_schedule(config, [rows.num_rows or 1 for rows in streams])
-        mixture = MixtureSettings(schedule, config.stopping_strategy, tuple(numbers))
-        weights = schedule.at(np.zeros(1, dtype=np.int64))[0]
-        shares = (weights / weights.sum()).tolist()
+        shares = schedule.first_shares()
     sizes = tuple(
         _sizes(config, number, rows, share)
         for number, rows, share in zip(numbers, checked, shares, strict=True)
@@ -144,8 +141,11 @@ def make_dataset(
             continue
         window_rows = _window_rows(checked_rows)
         folder = cache_dir() / "windows" / _window_key(config, key, number, window_rows)
-        parts.append(PackedStream(number, rows, encode, args, folder, window_rows))
-    return TextStreams(parts, mixture, args.seed, encode.filler), sizes
+        parts.append(PackedStream(number, rows, encode, folder, window_rows))
+    return (
+        TextStreams(parts, schedule, config.stopping_strategy, args.seed, encode.filler),
+        sizes,
+    )
 
 
 def _sizes(config: Config, num_rows: int | None, checked: CheckedRows, share: float) -> StreamRows:

@@ -79,6 +79,37 @@ class RowEncoder:
             encoded.append(result)
         return encoded
 
+    def read(
+        self, rows: StreamedRows, indices: Iterable[int]
+    ) -> tuple[list[TokenSample], StreamCounts]:
+        """Return the samples of rows, without those that cannot be used, and their counts.
+
+        Raises:
+            ConfigError: a row needs a kind of training that Paceline does not have.
+        """
+        samples: list[TokenSample] = []
+        counts = StreamCounts()
+        for chunk in self(rows, indices):
+            samples += self._samples(chunk)
+            counts.add(self.counts_of(chunk))
+        return samples, counts
+
+    def _samples(self, chunk: EncodedChunk) -> list[TokenSample]:
+        samples: list[TokenSample] = []
+        columns, has_sources = self.columns, self.has_sources
+        for number in range(len(chunk.lengths)):
+            sample: Any = {
+                "input_ids": np.frombuffer(chunk.columns["input_ids"][number], dtype=np.int32),
+                "labels_mask": np.frombuffer(chunk.columns["labels_mask"][number], dtype=np.bool_),
+            }
+            for column in columns:
+                if (value := chunk.columns[column.name][number]) is not None:
+                    sample[column.name] = column.as_stored(value)
+            if has_sources:
+                sample["source"] = chunk.source
+            samples.append(sample)
+        return samples
+
     @property
     def has_sources(self) -> bool:
         """Whether rows are counted by source, because there are several."""
@@ -121,22 +152,6 @@ class RowEncoder:
         return self._chunk_encoder
 
 
-def read_rows(
-    encode: RowEncoder, rows: StreamedRows, indices: Iterable[int]
-) -> tuple[list[TokenSample], StreamCounts]:
-    """Return the samples of rows, without those that cannot be used, and their counts.
-
-    Raises:
-        ConfigError: a row needs a kind of training that Paceline does not have.
-    """
-    samples: list[TokenSample] = []
-    counts = StreamCounts()
-    for chunk in encode(rows, indices):
-        samples += _samples(chunk, encode)
-        counts.add(encode.counts_of(chunk))
-    return samples, counts
-
-
 def _add(row: RawRow, chunk: Chunk, malformed: RowCounts, is_start: bool) -> ConfigError | None:
     """Add a parsed row to the chunk, or count it as malformed and return the error."""
     try:
@@ -155,20 +170,3 @@ def _add(row: RawRow, chunk: Chunk, malformed: RowCounts, is_start: bool) -> Con
 
 def _place(row: RawRow) -> Place:
     return f"line {row.first_number} of {row.path}" if isinstance(row, LineBlock) else row[0]
-
-
-def _samples(chunk: EncodedChunk, encode: RowEncoder) -> list[TokenSample]:
-    samples: list[TokenSample] = []
-    columns = encode.columns
-    for number in range(len(chunk.lengths)):
-        sample: Any = {
-            "input_ids": np.frombuffer(chunk.columns["input_ids"][number], dtype=np.int32),
-            "labels_mask": np.frombuffer(chunk.columns["labels_mask"][number], dtype=np.bool_),
-        }
-        for column in columns:
-            if (value := chunk.columns[column.name][number]) is not None:
-                sample[column.name] = column.as_stored(value)
-        if encode.has_sources:
-            sample["source"] = chunk.source
-        samples.append(sample)
-    return samples

@@ -37,7 +37,7 @@ from paceline.data.text.new_tokens import ResolveModel, config_tokenizer
 from paceline.data.text.prepare import TokenEntry, split_indices, split_notice
 from paceline.data.text.templates import template_choice
 from paceline.data.text.token_dataset import TokenWriter
-from paceline.data.text.tokenizer import load_tokenizer, tokenizer_fingerprint
+from paceline.data.text.tokenizer import tokenizer_fingerprint
 
 #: Number of rows that are encoded before the start, to report what is wrong with all of them and to
 #: estimate lengths.
@@ -81,51 +81,46 @@ def prepare_stream(config: Config, kind: str, resolve_model: ResolveModel) -> Pr
     sources = find_sources(config)
     is_windowed = uses_windows(config, sources)
     folder = config_tokenizer(config, resolve_model)
-    tokenizer, template = load_tokenizer(folder, config.trust_remote_code), template_choice(config)
     resolved = [source.resolved for source in sources]
-    setup, notices = make_setup(config, kind, folder, tokenizer, template, resolved)
+    setup, notices = make_setup(config, kind, folder, resolved)
+    assert setup.tokenizer is not None
     # Each process loads the tokenizer, because the dataset is sent to every rank.
     encode = RowEncoder(replace(setup, tokenizer=None, cuts_documents=is_windowed))
     streams = open_streams(sources, config)
     data_key = key_of([source.key() for source in sources])
     own = [] if kind in KINDS else [kind_key(kind)]
-    key = key_of([data_key, tokenizer_fingerprint(folder), template.key, *own])
-    evaluation = None
+    key = key_of([data_key, tokenizer_fingerprint(folder), template_choice(config).key, *own])
+    eval_folder, num_eval = None, 0
     if config.split_dataset_ratio > 0:
-        evaluation, streams = _hold_out(streams, encode.setup, key, notices)
-    checked = [_check_rows(rows, encode, sources, config, notices) for rows in streams]
+        eval_folder, num_eval, streams = _hold_out(streams, encode.setup, key, notices)
+    checked = [_check_rows(rows, encode, sources, notices) for rows in streams]
     marks = [["windows"]] if is_windowed else []
-    marks += [[evaluation.folder.name]] if evaluation is not None else []
-    dataset, sizes = make_dataset(streams, encode, checked, config, key, is_windowed)
+    marks += [[eval_folder.name]] if eval_folder is not None else []
+    dataset, sizes = make_dataset(streams, encode, checked, key, is_windowed)
     prepared = PreparedStream(
         dataset,
         sizes,
         fingerprint=key_of([key, *marks]) if marks else key,
         tokenizer_path=str(folder),
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=setup.tokenizer.pad_token_id,
+        eval_folder=eval_folder,
+        num_eval=num_eval,
     )
     notices.append(_summary(streams, sources, args, time.perf_counter() - started))
     if config.val_dataset is not None:
         entry = TokenEntry(config, kind, folder, validation=True)
         entry.build(None)
         notices += entry.notices
-        evaluation = _Evaluation(entry.folder, entry.samples)
-    if evaluation is not None:
-        prepared.eval_folder, prepared.num_eval = evaluation.folder, evaluation.num_samples
+        prepared.eval_folder, prepared.num_eval = entry.folder, entry.samples
     prepared.notices = list(dict.fromkeys(notices))
     return prepared
 
 
-@dataclass
-class _Evaluation:
-    folder: Path
-    num_samples: int
-
-
 def _hold_out(
     streams: Streams, setup: KindSetup, key: str, notices: list[Notice]
-) -> tuple[_Evaluation | None, Streams]:
-    """Tokenize the rows that are held out for validation. Return them, and the other rows."""
+) -> tuple[Path | None, int, Streams]:
+    """Tokenize the rows that are held out for validation. Return their folder, the number of their
+    samples, and the other rows."""
     args, ratio = setup.config.train_args, setup.config.split_dataset_ratio
     tables = [rows for rows in streams if isinstance(rows, TableRows)]
     assert len(tables) == len(streams)  # others are refused
@@ -138,7 +133,7 @@ def _hold_out(
     _, indices = split_indices(total, ratio, args.seed)
     notices.append(split_notice(len(indices), total, ratio, "row"))
     if not len(indices):
-        return None, streams
+        return None, 0, streams
     settings = [
         *(setup.kind, setup.config.system, ratio, args.seed, args.max_sample_length),
         *(args.truncation_strategy, args.train_on_inputs, args.train_on_turns),
@@ -167,15 +162,11 @@ def _hold_out(
             "no row that `split_dataset_ratio` holds out can be used",
             fix="raise `split_dataset_ratio`, or set `val_dataset`",
         )
-    return _Evaluation(folder, meta["samples"]), without_rows(tables, indices)
+    return folder, meta["samples"], without_rows(tables, indices)
 
 
 def _check_rows(
-    rows: StreamedRows,
-    encode: RowEncoder,
-    sources: list[StreamSource],
-    config: Config,
-    notices: list[Notice],
+    rows: StreamedRows, encode: RowEncoder, sources: list[StreamSource], notices: list[Notice]
 ) -> CheckedRows:
     """Encode some rows of each source. Add messages about their formats, and return the sizes of
     the samples.
@@ -183,7 +174,7 @@ def _check_rows(
     Raises:
         ConfigError: none of the rows can be used.
     """
-    checked = CheckedRows()
+    config, checked = encode.setup.config, CheckedRows()
     chunks = encode(rows, rows.checked_rows(_CHECKED_ROWS), is_start=True)
     truncated = 0
     for number in dict.fromkeys(chunk.source for chunk in chunks):
@@ -197,7 +188,7 @@ def _check_rows(
         if counts.kept == 0:
             if set(counts.dropped) == {MALFORMED} and encode.first_error is not None:
                 raise encode.first_error
-            raise nothing_kept(source, encode.kind(number), tally, counts, config)
+            raise nothing_kept(source, encode.kind(number), tally, counts)
         notices += source.notices + column_notices(source, tally)
         if dropped := counts.dropped.total():
             text = f"{source.label}: {dropped} of {counts.read} rows that were checked are dropped."

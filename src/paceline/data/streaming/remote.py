@@ -78,7 +78,8 @@ def find_remote(url: str, is_data: Callable[[Path], bool]) -> list[str] | Remote
     """
     fs, path = _filesystem(url)
     try:
-        if not any(character in path for character in _pattern_characters(url)):
+        characters = "*[" if _is_web(url) else "*?["  # in a web address `?` begins the query
+        if not any(character in path for character in characters):
             # A web server answers for a folder as for a file.
             is_named = is_data(Path(name_of(url)))
             is_file = fs.isfile(path) and (is_named or not fs.isdir(path))
@@ -90,11 +91,6 @@ def find_remote(url: str, is_data: Callable[[Path], bool]) -> list[str] | Remote
     if not files:
         raise ConfigError(f"`{url}` has no data files", fix="check the URL")
     return files
-
-
-def _pattern_characters(url: str) -> str:
-    """Return the characters of patterns; in a web address ``?`` begins the query."""
-    return "*[" if _is_web(url) else "*?["
 
 
 def _is_web(url: str) -> bool:

@@ -18,10 +18,8 @@ from paceline.core.files import cache_dir, write_atomic
 from paceline.data.sources.readers import LineBlock
 from paceline.data.sources.resolve import ResolvedSource
 from paceline.data.streaming.order import StreamShuffle
-from paceline.data.streaming.permutation import permute
 from paceline.data.streaming.remote import fetch
 from paceline.data.streaming.tables import RawRow
-from paceline.distributed.seeds import derive_seed
 
 
 @dataclass(frozen=True)
@@ -120,25 +118,20 @@ class ShardRows:
             pass
         self._rows = list(islice(self._iterator, self.shuffle.window))
         self._loaded, self._next_window = (epoch, window), window + 1
-        if self.shuffle.enabled:
-            numbers = permute(
-                np.arange(len(self._rows)), len(self._rows), self.shuffle.seed, epoch, window
-            )
-            self._rows = [self._rows[number] for number in numbers]
+        size = len(self._rows)
+        numbers = self.shuffle.in_window(epoch, window, size, np.arange(size))
+        self._rows = [self._rows[number] for number in numbers.tolist()]
 
     def _read(self, epoch: int, first: int) -> Iterator[tuple[int, RawRow]]:
         """Yield the rows of an epoch from number ``first`` on, with the indices of their sources.
         The numbers of rows of shards that were read before are known, so they are skipped."""
-        order = np.arange(len(self.shards))
-        if self.shuffle.enabled:
-            generator = np.random.PCG64(derive_seed(self.shuffle.seed, "blocks", epoch))
-            order = np.random.Generator(generator).permutation(len(self.shards))
-        for place, number in enumerate(order.tolist()):
+        order = self.shuffle.blocks(epoch, len(self.shards)).tolist()
+        for place, number in enumerate(order):
             count = self._counts.get(number)
             if count is not None and count <= first:
                 first -= count
                 continue
-            for following in order[place + 1 : place + 2].tolist():
+            for following in order[place + 1 : place + 2]:
                 self._fetch_ahead(self.shards[following])
             num_rows = 0
             for row in self.shards[number].rows():

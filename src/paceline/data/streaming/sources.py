@@ -29,9 +29,15 @@ from paceline.data.sources.splits import check_split
 from paceline.data.streaming.line_index import HASHED_BYTES
 from paceline.data.streaming.order import StreamShuffle
 from paceline.data.streaming.remote import RemoteFolder, fetch, find_remote, identity, name_of
-from paceline.data.streaming.selection import RemainingTable, SelectedTable, split_by_table
 from paceline.data.streaming.shards import Shard, ShardRows
-from paceline.data.streaming.tables import RowTable, TableRows, open_table
+from paceline.data.streaming.tables import (
+    RemainingTable,
+    RowTable,
+    SelectedTable,
+    TableRows,
+    open_table,
+    split_by_table,
+)
 
 
 @dataclass

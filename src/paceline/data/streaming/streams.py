@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +12,7 @@ from paceline.data.order.base import Order
 from paceline.data.order.mixture import Mixture, Stopping, WeightSchedule
 from paceline.data.order.row_orders import MixedOrder, RowOrder
 from paceline.data.streaming.base import Key, StreamedDataset
-from paceline.data.streaming.dataset import RowEncoder, StreamedRows, read_rows
+from paceline.data.streaming.dataset import RowEncoder, StreamedRows
 from paceline.data.streaming.order import MAX_POSITIONS, PositionRows
 from paceline.data.text.token_dataset import TokenSample
 
@@ -44,59 +43,41 @@ class SampleStream:
     def read(self, numbers: Sequence[int]) -> tuple[list[TokenSample], StreamCounts]:
         """Return the samples of the rows with these numbers, and their counts."""
         indices = self.rows.indices(np.array(numbers, dtype=np.int64))
-        return read_rows(self.encode, self.rows, indices.tolist())
+        return self.encode.read(self.rows, indices.tolist())
 
     def seek(self, anchor: tuple[int, int]) -> None:
         """Do nothing: any row is found without the ones before it."""
-
-
-@dataclass(frozen=True)
-class MixtureSettings:
-    """How streams are mixed.
-
-    Args:
-        num_rows: number of rows of each stream, or None if it is unknown.
-    """
-
-    schedule: WeightSchedule
-    stopping: Stopping
-    num_rows: tuple[int | None, ...]
-
-    def mixture(self, batch_size: int, seed: int) -> Mixture:
-        """Return the stream of each position."""
-        sizes = tuple(MAX_POSITIONS if number is None else number for number in self.num_rows)
-        return Mixture(sizes, self.schedule, self.stopping, batch_size, seed)
 
 
 class TextStreams(StreamedDataset):
     """The rows of one stream, or of several in stated proportions.
 
     Args:
-        mixture: None for a single stream.
+        schedule: weights of the streams that are mixed; None for a single stream.
     """
 
     def __init__(
         self,
         streams: Sequence[Stream],
-        mixture: MixtureSettings | None,
+        schedule: WeightSchedule | None,
+        stopping: Stopping,
         seed: int,
         filler: TokenSample,
     ) -> None:
-        self.streams, self.mixture, self.seed = streams, mixture, seed
-        self.filler = filler
+        self.streams, self.schedule, self.stopping = streams, schedule, stopping
+        self.seed, self.filler = seed, filler
 
     def order(self, batch_size: int) -> Order:
         """Return the order of the rows."""
-        if self.mixture is None:
-            num_rows = self.streams[0].num_rows
-            rows = PositionRows(num_rows or MAX_POSITIONS)
-            return RowOrder(rows, num_rows or 0, batch_size, self.seed, is_endless=not num_rows)
-        mixture = self.mixture.mixture(batch_size, self.seed)
-        steps = None
-        if None not in self.mixture.num_rows:
-            steps = -(-mixture.epoch_rows() // batch_size)
-        streams = range(len(self.streams))
-        sources = [PositionRows(first=number * MAX_POSITIONS) for number in streams]
+        numbers = [stream.num_rows for stream in self.streams]
+        if self.schedule is None:
+            rows = PositionRows(numbers[0] or MAX_POSITIONS)
+            is_endless = not numbers[0]
+            return RowOrder(rows, numbers[0] or 0, batch_size, self.seed, is_endless=is_endless)
+        sizes = tuple(MAX_POSITIONS if number is None else number for number in numbers)
+        mixture = Mixture(sizes, self.schedule, self.stopping, batch_size, self.seed)
+        steps = None if None in numbers else -(-mixture.epoch_rows() // batch_size)
+        sources = [PositionRows(first=number * MAX_POSITIONS) for number in range(len(numbers))]
         return MixedOrder(sources, mixture, 0, steps, None)
 
     def seek(self, anchors: Mapping[int, tuple[int, int]]) -> None:
@@ -110,9 +91,6 @@ class TextStreams(StreamedDataset):
         numbers: dict[int, list[int]] = {}
         for _, index in keys:
             numbers.setdefault(index // MAX_POSITIONS, []).append(index % MAX_POSITIONS)
-        if len(numbers) == 1:
-            ((number, of_stream),) = numbers.items()
-            return self.streams[number].read(sorted(of_stream))
         samples: list[TokenSample] = []
         counts = StreamCounts()
         for number in sorted(numbers):

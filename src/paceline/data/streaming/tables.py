@@ -6,13 +6,12 @@ import codecs
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 
-from paceline.core.errors import ConfigError, RunError, first_line
+from paceline.core.errors import ConfigError, RunError
 from paceline.data.sources.csv_rows import (
     NOT_CSV,
     csv_delimiter,
@@ -31,10 +30,17 @@ from paceline.data.sources.opening import (
     ends_with_returns,
     not_text,
 )
-from paceline.data.sources.readers import DOCUMENT, TEXT_SUFFIXES, LineBlock, check_schema
-from paceline.data.sources.rows import BrokenRow, struct_columns, without_added_nulls
-from paceline.data.streaming.line_index import LINE_FEED, RETURN, LineIndex, open_index
-from paceline.data.streaming.order import PermutedRows, StreamShuffle
+from paceline.data.sources.readers import (
+    DOCUMENT,
+    TEXT_SUFFIXES,
+    LineBlock,
+    arrow_errors,
+    arrow_rows,
+    check_schema,
+)
+from paceline.data.sources.rows import BrokenRow
+from paceline.data.streaming.line_index import LINE_FEED, RETURN, open_index
+from paceline.data.streaming.order import StreamShuffle
 
 #: A row that is not parsed yet, or the place and the content of one.
 RawRow = LineBlock | tuple[str, Any]
@@ -66,53 +72,39 @@ class RowTable(Protocol):
         """Return the row with this number, counted from 0."""
 
 
-@dataclass(frozen=True)
-class CsvLayout:
-    """The columns of a CSV file.
-
-    Args:
-        first_row: index of the first row after the header.
-    """
-
-    names: list[str]
-    delimiter: str
-    first_row: int
-
-
 class LineTable:
-    """A file of JSON lines, or of CSV.
+    """A file of JSON lines.
 
     Args:
         line_end: the last byte of a line.
-        csv: None for JSON lines.
     """
 
     has_fast_rows = True
 
-    def __init__(self, path: Path, index: LineIndex, line_end: int, csv: CsvLayout | None = None):
-        self.path, self.index, self.line_end, self.csv = path, index, line_end, csv
-        self._first = 0 if csv is None else csv.first_row
-        self.num_rows = max(0, index.num_rows - self._first)
-        self.block_sizes = _equal_blocks(self.num_rows)
+    def __init__(self, path: Path, line_end: int, *, quoted: bool = False) -> None:
+        self.path, self.line_end = path, line_end
+        self.index = open_index(path, quoted=quoted, line_end=line_end)
         self._handle: int | None = None
+        self._start_at(0)
+
+    def _start_at(self, first: int) -> None:
+        """Set the index of the first row after the header."""
+        self._first = first
+        self.num_rows = max(0, self.index.num_rows - first)
+        self.block_sizes = _equal_blocks(self.num_rows)
 
     def __getstate__(self) -> object:
         return {**self.__dict__, "_handle": None}
 
     def row(self, number: int) -> RawRow:
-        start, end = self.index.span(number + self._first)
+        return self._line(number + self._first)
+
+    def _line(self, number: int) -> LineBlock:
+        start, end = self.index.span(number)
         line = self._read(start, end)
         if start == 0:
             line = line.removeprefix(codecs.BOM_UTF8)
-        line_number = self.index.line_number(number + self._first)
-        if self.csv is None:
-            return LineBlock([line], line_number, self.path)
-        place = f"line {line_number} of {self.path}"
-        try:
-            fields = read_fields(line, line_number, self.path, self.csv.delimiter)
-        except ConfigError:
-            return place, BrokenRow(NOT_CSV)
-        return place, make_row(self.csv.names, fields)
+        return LineBlock([line], self.index.line_number(number), self.path)
 
     def _read(self, start: int, end: int) -> bytes:
         """Return the bytes of a row.
@@ -133,6 +125,34 @@ class LineTable:
                 " to resume",
             )
         return text[before:]
+
+
+class CsvTable(LineTable):
+    """A file of CSV.
+
+    Raises:
+        ConfigError: the header is not text or not CSV, or a name occurs twice.
+    """
+
+    def __init__(self, path: Path, line_end: int, suffix: str) -> None:
+        super().__init__(path, line_end, quoted=True)
+        lines = [self._line(number) for number in range(min(2, self.index.num_rows))]
+        first = lines[0].lines[0].decode("utf-8", errors="replace") if lines else ""
+        self.delimiter = csv_delimiter(first, suffix)
+        self._start_at(2 if stated_delimiter(first) else 1)
+        names = self._fields(lines[self._first - 1]) if len(lines) >= self._first else []
+        self.names = header_names(names, path)
+
+    def row(self, number: int) -> RawRow:
+        line = self._line(number + self._first)
+        place = f"line {line.first_number} of {self.path}"
+        try:
+            return place, make_row(self.names, self._fields(line))
+        except ConfigError:
+            return place, BrokenRow(NOT_CSV)
+
+    def _fields(self, line: LineBlock) -> list[str]:
+        return read_fields(line.lines[0], line.first_number, self.path, self.delimiter)
 
 
 class _GroupTable:
@@ -164,21 +184,16 @@ class _GroupTable:
     def row(self, number: int) -> RawRow:
         group = int(np.searchsorted(self._starts, number, side="right")) - 1
         rows = self._group(group).slice(number - int(self._starts[group]), 1)
-        row = without_added_nulls(rows.to_pylist()[0], struct_columns(rows.schema))
-        return f"row {number + 1} of {self.path}", row
+        return f"row {number + 1} of {self.path}", next(arrow_rows(rows))
 
     def _group(self, group: int) -> Any:
         if group in self._groups:
             self._groups.move_to_end(group)
             return self._groups[group]
-        import pyarrow as pa
-
-        try:
+        with arrow_errors(self.path):
             if self._file is None:
                 self._file = self._open()
             self._groups[group] = self._read(group)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise _unreadable(self.path, error) from error
         while (
             len(self._groups) > 2
             and sum(rows.nbytes for rows in self._groups.values()) > _CACHE_BYTES
@@ -191,13 +206,10 @@ class ParquetTable(_GroupTable):
     """A Parquet file; its groups are the row groups."""
 
     def __init__(self, path: Path) -> None:
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        try:
+        with arrow_errors(path):
             metadata = pq.read_metadata(path)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise _unreadable(path, error) from error
         check_schema(metadata.schema.to_arrow_schema(), path)
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         super().__init__(path, sizes)
@@ -218,16 +230,12 @@ class ArrowTable(_GroupTable):
     has_fast_rows = True
 
     def __init__(self, path: Path) -> None:
-        import pyarrow as pa
-
         self.path = path
-        try:
+        with arrow_errors(path):
             batches = self._open()
             if batches:
                 check_schema(batches[0].schema, path)
             sizes = [batch.num_rows for batch in batches]
-        except (pa.ArrowInvalid, OSError) as error:
-            raise _unreadable(path, error) from error
         super().__init__(path, sizes)
 
     def _open(self) -> Any:
@@ -242,6 +250,65 @@ class ArrowTable(_GroupTable):
 
     def _read(self, group: int) -> Any:
         return self._file[group]
+
+
+class _SelectedRows:
+    """Some of the rows of a table, in its order."""
+
+    def __init__(self, table: RowTable, rows_per_block: np.ndarray) -> None:
+        self.table = table
+        self.block_sizes = rows_per_block
+        self.num_rows = int(rows_per_block.sum())
+        self.has_fast_rows = table.has_fast_rows
+
+
+class SelectedTable(_SelectedRows):
+    """The rows of a table with these numbers.
+
+    Args:
+        numbers: increasing, int64 [rows].
+    """
+
+    def __init__(self, table: RowTable, numbers: np.ndarray) -> None:
+        super().__init__(table, _rows_per_block(table, numbers))
+        self._numbers = numbers
+
+    def row(self, number: int) -> RawRow:
+        return self.table.row(int(self._numbers[number]))
+
+
+class RemainingTable(_SelectedRows):
+    """The rows of a table without those with these numbers. Takes memory for the latter only.
+
+    Args:
+        excluded: increasing, int64 [rows].
+    """
+
+    def __init__(self, table: RowTable, excluded: np.ndarray) -> None:
+        super().__init__(table, table.block_sizes - _rows_per_block(table, excluded))
+        # The number of rows that remain before each excluded row.
+        self._remaining_before = excluded - np.arange(len(excluded))
+
+    def row(self, number: int) -> RawRow:
+        num_excluded = int(np.searchsorted(self._remaining_before, number, side="right"))
+        return self.table.row(number + num_excluded)
+
+
+def _rows_per_block(table: RowTable, numbers: np.ndarray) -> np.ndarray:
+    """Return how many of the rows are in each block of the table."""
+    ends = np.cumsum(table.block_sizes)
+    blocks = np.searchsorted(ends, numbers, side="right")
+    counts: np.ndarray = np.bincount(blocks, minlength=len(ends)).astype(np.int64)
+    return counts
+
+
+def split_by_table(numbers: np.ndarray, tables: list[RowTable]) -> list[np.ndarray]:
+    """Split increasing numbers of rows, counted through all tables, into the numbers of each
+    table's rows, counted in that table."""
+    ends = np.cumsum([table.num_rows for table in tables])
+    parts = np.split(numbers, np.searchsorted(numbers, ends[:-1]))
+    starts = [0, *ends[:-1].tolist()]
+    return [part - start for part, start in zip(parts, starts, strict=True)]
 
 
 class TableRows:
@@ -260,10 +327,9 @@ class TableRows:
         self._ends = np.cumsum([table.num_rows for table in tables])
         num_rows = int(self._ends[-1])
         self.num_rows: int | None = num_rows
-        sizes = None
+        self._block_sizes = None
         if not self.has_fast_rows:
-            sizes = np.concatenate([table.block_sizes for table in tables])
-        self._order = PermutedRows(num_rows, shuffle.seed, shuffle.enabled, sizes, shuffle.window)
+            self._block_sizes = np.concatenate([table.block_sizes for table in tables])
         self._run_positions = min(_RUN_POSITIONS, num_rows)
         self._runs: OrderedDict[int, np.ndarray] = OrderedDict()
 
@@ -281,11 +347,12 @@ class TableRows:
         few positions of a micro-batch takes almost as long."""
         if number not in self._runs:
             positions = number * self._run_positions + np.arange(self._run_positions)
-            epochs, numbers = np.divmod(positions, self._order.num_rows)
+            num_rows, blocks = int(self._ends[-1]), self._block_sizes
+            epochs, numbers = np.divmod(positions, num_rows)
             indices = np.empty(len(positions), dtype=np.int64)
             for epoch in np.unique(epochs).tolist():
                 is_inside = epochs == epoch
-                indices[is_inside] = self._order.indices(epoch, numbers[is_inside])
+                indices[is_inside] = self.shuffle.rows(epoch, num_rows, numbers[is_inside], blocks)
             self._runs[number] = indices
             if len(self._runs) > 2:
                 self._runs.popitem(last=False)
@@ -334,30 +401,8 @@ def open_table(path: Path) -> RowTable | None:
     if suffix in (".jsonl", ".ndjson"):
         if not is_head_of_lines(head, path):
             return None
-        return LineTable(path, open_index(path, line_end=line_end), line_end)
-    index = open_index(path, quoted=True, line_end=line_end)
-    return LineTable(path, index, line_end, _csv_layout(path, suffix, index))
-
-
-def _csv_layout(path: Path, suffix: str, index: LineIndex) -> CsvLayout:
-    """Read the header of a CSV file.
-
-    Raises:
-        ConfigError: it is not text or not CSV, or a name occurs twice.
-    """
-    lines = []
-    with open(path, "rb") as handle:
-        for row in range(min(2, index.num_rows)):
-            start, end = index.span(row)
-            handle.seek(start)
-            lines.append(handle.read(end - start).removeprefix(codecs.BOM_UTF8))
-    first = lines[0].decode("utf-8", errors="replace") if lines else ""
-    number = 1 if stated_delimiter(first) else 0
-    delimiter = csv_delimiter(first, suffix)
-    names = []
-    if len(lines) > number:
-        names = read_fields(lines[number], index.line_number(number), path, delimiter)
-    return CsvLayout(header_names(names, path), delimiter, number + 1)
+        return LineTable(path, line_end)
+    return CsvTable(path, line_end, suffix)
 
 
 class DocumentTable:
@@ -399,9 +444,3 @@ def _equal_blocks(num_rows: int) -> np.ndarray:
     if len(sizes):
         sizes[-1] = num_rows - _BLOCK_ROWS * (len(sizes) - 1)
     return sizes
-
-
-def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"`{path}` cannot be read: {first_line(error)}", fix="check the file or copy it again"
-    )

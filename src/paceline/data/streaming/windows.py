@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.data.cache import build_once
 from paceline.data.counts import StreamCounts
@@ -73,11 +72,11 @@ class PackedStream:
         number: int,
         rows: StreamedRows,
         encode: RowEncoder,
-        args: TrainArgs,
         folder: Path,
         window_rows: int,
     ) -> None:
-        self.number, self.rows, self.encode, self.args = number, rows, encode, args
+        self.number, self.rows, self.encode = number, rows, encode
+        self.args = encode.setup.config.train_args
         self.folder, self.window_rows = folder, window_rows
         self._anchor = (0, 0)
         self._reset()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -27,9 +27,7 @@ from paceline.data.text.encoding.chunks import (
 )
 from paceline.data.text.encoding.notices import column_notices, nothing_kept, row_notices
 from paceline.data.text.encoding.workers import encode_chunks, start_workers
-from paceline.data.text.templates import TemplateChoice
 from paceline.data.text.token_dataset import TokenWriter
-from paceline.data.text.tokenizer import load_tokenizer
 from paceline.distributed.devices import cpu_cores
 
 #: For less text, starting worker processes takes longer than encoding.
@@ -67,7 +65,6 @@ def build_entry(
     config: Config,
     kind: str,
     tokenizer_folder: Path,
-    template: TemplateChoice,
     workers: int | None = None,
 ) -> EntryMeta:
     """Tokenize ``sources`` into ``folder``.
@@ -85,10 +82,8 @@ def build_entry(
         classify = config.classify.model_copy(update={"labels": list(SIGNED_CLASSES)})
         signed = config.model_copy(update={"classify": classify})
         with suppress(_OtherLabels):
-            return _build(
-                folder, sources, signed, kind, tokenizer_folder, template, workers, is_signed=True
-            )
-    return _build(folder, sources, config, kind, tokenizer_folder, template, workers)
+            return _build(folder, sources, signed, kind, tokenizer_folder, workers, is_signed=True)
+    return _build(folder, sources, config, kind, tokenizer_folder, workers)
 
 
 class _OtherLabels(Exception):
@@ -101,7 +96,6 @@ def _build(
     config: Config,
     kind_name: str,
     tokenizer_folder: Path,
-    template: TemplateChoice,
     workers: int | None,
     *,
     is_signed: bool = False,
@@ -116,11 +110,8 @@ def _build(
     """
     num_workers = _num_workers(sources) if workers is None else workers
     with start_workers(num_workers) as pool:
-        tokenizer = load_tokenizer(tokenizer_folder, config.trust_remote_code)
-        setup, notices = make_setup(
-            config, kind_name, tokenizer_folder, tokenizer, template, sources
-        )
-        kind = load_kind(kind_name)(replace(setup, tokenizer=tokenizer))
+        setup, notices = make_setup(config, kind_name, tokenizer_folder, sources)
+        kind = load_kind(kind_name)(setup)
         encode = ChunkEncoder([kind.for_source(source) for source in sources])
         results = [_SourceResult(source, kind) for source in sources]
         chunks = (
@@ -133,11 +124,11 @@ def _build(
         progress = RowProgress(_text_bytes(sources))
         try:
             chunks_to_write = _checked(encoded) if is_signed else encoded
-            _write_all(chunks_to_write, results, config, writer, progress)
+            _write_all(chunks_to_write, results, writer, progress)
         finally:
             progress.close()
             writer.close()
-    return _entry_meta(results, notices, writer, kind, config, tokenizer.pad_token_id)
+    return _entry_meta(results, notices, writer, kind)
 
 
 def _checked(chunks: Iterable[EncodedChunk]) -> Iterator[EncodedChunk]:
@@ -190,7 +181,6 @@ class _SourceResult:
 def _write_all(
     chunks: Iterable[EncodedChunk],
     results: list[_SourceResult],
-    config: Config,
     writer: TokenWriter,
     progress: RowProgress,
 ) -> None:
@@ -205,7 +195,7 @@ def _write_all(
                 fix="check the file",
             )
         if result.counts.kept == 0:
-            raise nothing_kept(result.source, result.kind, result.tally, result.counts, config)
+            raise nothing_kept(result.source, result.kind, result.tally, result.counts)
 
     current = 0
     for encoded in chunks:
@@ -220,12 +210,7 @@ def _write_all(
 
 
 def _entry_meta(
-    results: list[_SourceResult],
-    notices: list[Notice],
-    writer: TokenWriter,
-    kind: SampleKind,
-    config: Config,
-    pad_token_id: int,
+    results: list[_SourceResult], notices: list[Notice], writer: TokenWriter, kind: SampleKind
 ) -> EntryMeta:
     total, tally = RowCounts(), Tally()
     for result in results:
@@ -236,12 +221,12 @@ def _entry_meta(
         total.add(result.counts)
         tally.add(result.tally)
         notices += column_notices(result.source, result.tally)
-    notices += row_notices(total, kind, tally, config)
+    notices += row_notices(total, kind, tally)
     return {
         "samples": len(writer.lengths),
         "tokens": sum(writer.lengths),
         "label_tokens": sum(writer.label_counts),
-        "pad_token_id": pad_token_id,
+        "pad_token_id": kind.tokenizer.pad_token_id,
         "counts": total.as_dict(),
         "notices": notices,
         "sources": [result.meta() for result in results],

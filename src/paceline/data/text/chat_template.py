@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -218,23 +218,22 @@ class ChatTemplate:
                     return rendered
                 indices = self._marked_indices(messages, tools, raw)
                 if indices is not None:
-                    return _exclude(rendered, indices, excluded)
+                    turns = zip(indices, rendered.spans, strict=True)
+                    return _separate(rendered.text, turns, rendered.unplaced, excluded)
         full = self._plain(messages, False, tools)
-        spans: list[Span] = []
-        excluded_spans: list[Span] = []
-        unplaced = 0
-        cursor = 0
+        found: dict[int, Span] = {}
+        unplaced = cursor = 0
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
                 span = self._find_turn(full, messages, index, cursor, tools)
                 if span is None:
                     unplaced += index not in excluded
                     continue
-                (excluded_spans if index in excluded else spans).append(span)
+                found[index] = span
                 cursor = span[1]
             elif (at := full.find(message["content"].strip(), cursor)) >= 0:
                 cursor = at + len(message["content"].strip())
-        return Rendered(full, spans, unplaced, excluded_spans, len(excluded))
+        return _separate(full, found.items(), unplaced, excluded)
 
     def _marked_indices(
         self, messages: list[ChatMessage], tools: Tools, raw: str
@@ -374,14 +373,14 @@ def _num_marked(raw: str) -> int:
     return len(re.findall(f"{_OPEN}[^{_CLOSE}]", raw))
 
 
-def _exclude(rendered: Rendered, indices: list[int], excluded: Collection[int]) -> Rendered:
-    """Return the rendered chat with the spans of the messages ``excluded`` separated. ``indices``:
-    the message of each span."""
-    spans: list[Span] = []
-    excluded_spans: list[Span] = []
-    for span, index in zip(rendered.spans, indices, strict=True):
-        (excluded_spans if index in excluded else spans).append(span)
-    return Rendered(rendered.text, spans, rendered.unplaced, excluded_spans, len(excluded))
+def _separate(
+    text: str, turns: Iterable[tuple[int, Span]], unplaced: int, excluded: Collection[int]
+) -> Rendered:
+    """Return a rendered chat, with the spans of the turns whose index is ``excluded`` apart."""
+    rendered = Rendered(text, [], unplaced, excluded_turns=len(excluded))
+    for index, span in turns:
+        (rendered.excluded if index in excluded else rendered.spans).append(span)
+    return rendered
 
 
 def _compile(source: str) -> tuple[Callable[..., str], frozenset[str]]:

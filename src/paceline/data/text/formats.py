@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from paceline.data.sources.readers import DOCUMENT
@@ -100,14 +101,11 @@ class RowConverter:
             role_names(self.roles, self.label),
             self.ignore_columns,
             self._supports,
-            self.tally.unused,
-            self.tally.ignored,
-            check_text=self.check_text,
+            self.tally,
+            self.check_text,
         )
         self._reads_media = bool(MEDIA & set(self.ignore_columns))
-        self._optional_columns: dict[
-            tuple[tuple[str, ...], tuple[str, ...]], list[tuple[str, tuple[str, ...]]]
-        ] = {}
+        self._optional_columns = lru_cache(maxsize=_MAX_PLANS)(self._find_optional)
 
     def __call__(self, row: Any) -> ChatSample:
         """Convert one row.
@@ -196,7 +194,6 @@ class RowConverter:
     def _make_plan(self, names: tuple[str, ...]) -> ColumnPlan:
         if len(self.plans) >= _MAX_PLANS:
             self.plans.clear()
-            self._optional_columns.clear()
         self.plans[names] = plan = ColumnPlan(
             refused=find_refused_columns(names),
             has_answer=any(name in names for name in ANSWER),
@@ -269,10 +266,7 @@ class RowConverter:
             sample.tools = [*(sample.tools or []), *read_tools(row[name])]
         if sample.tools and sample.pair is not None:
             sample.messages, sample.pair = as_chat(sample, self.system), None
-        optional = self._optional_columns.get((names, used))
-        if optional is None:
-            optional = self._optional_columns[names, used] = self._find_optional(names, used)
-        for name, synonyms in optional:
+        for name, synonyms in self._optional_columns(names, used):
             if not is_missing(row[name]) and (
                 not synonyms or any(not is_missing(row[synonym]) for synonym in synonyms)
             ):

@@ -2,7 +2,6 @@
 templates."""
 
 import json
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from paceline.core.errors import ConfigError
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing, is_missing
 from paceline.data.text.chats.tool_calls import ChatMessage, name_calls, read_calls
 from paceline.data.text.chats.turns import ANSWERS, ASKS, TurnKeys, first_value, unpack_list
+from paceline.data.text.columns import Tally
 from paceline.data.text.refused_rows import (
     MEDIA,
     TEXT_PARTS,
@@ -65,8 +65,7 @@ class MessageReader:
         roles: additional names of roles: name in the data to one of :data:`STANDARD_ROLES`.
         ignored: keys to ignore.
         supports: returns whether the chat template uses `tool_calls` or `reasoning_content`.
-        unused: counts the unused keys of messages.
-        ignored_seen: counts the ignored keys.
+        tally: counts the unused and the ignored keys of messages.
         check_text: refuses prompts with images, video or audio.
 
     Attributes:
@@ -77,8 +76,7 @@ class MessageReader:
     roles: Mapping[str, str]
     ignored: Collection[str]
     supports: Callable[[str], bool]
-    unused: Counter[str]
-    ignored_seen: Counter[str] = field(default_factory=Counter)
+    tally: Tally = field(default_factory=Tally)
     check_text: Callable[[str], None] = check_text
     _shapes: dict[tuple[str, ...], _TurnShape] = field(default_factory=dict)
 
@@ -149,7 +147,7 @@ class MessageReader:
         # `text` is the content only if there is no other content.
         used = contents if contents[1:] != ["text"] else contents[:1]
         extra = tuple(key for key in keys if key not in (*roles, *used) and key not in self.ignored)
-        self.ignored_seen.update(key for key in keys if key in self.ignored)
+        self.tally.ignored.update(key for key in keys if key in self.ignored)
         is_plain = len(roles) == len(contents) == 1 and not extra
         shape = _TurnShape(
             roles[0] if is_plain else None,
@@ -223,7 +221,7 @@ class MessageReader:
                     " row",
                     fix=f"move it to a column `tools`, or set `ignore_columns: [{key}]`",
                 )
-            self.unused[f"{key} (of messages)"] += 1
+            self.tally.unused[f"{key} (of messages)"] += 1
         return None
 
     def _require(self, name: str, key: str | None = None) -> None:
@@ -333,7 +331,7 @@ def earlier_turns(row: Row, check_text: Callable[[str], None]) -> list[ChatMessa
     messages: list[ChatMessage] = []
     for turn in history:
         if isinstance(turn, dict):
-            reader = MessageReader({}, {}, (), lambda name: False, Counter(), check_text=check_text)
+            reader = MessageReader({}, {}, (), lambda name: False, check_text=check_text)
             messages += reader([turn]).messages
         elif (
             isinstance(turn, list | tuple)

@@ -9,14 +9,13 @@ preferred chat in `messages` too. A single answer is a usual row with a `label` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from math import isfinite, nan
 from typing import Any, ClassVar
 
 from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing, is_missing
-from paceline.data.text.chat_template import ChatTemplate
 from paceline.data.text.chats.tool_calls import ChatMessage
 from paceline.data.text.chats.turns import first_value
 from paceline.data.text.columns import (
@@ -62,25 +61,13 @@ class RatedChat(ChatSample):
     margin: float = 0.0
 
 
-@dataclass
-class PreferenceConverter:
-    """What :class:`PairConverter` and :class:`AnswerConverter` have in common. The arguments are as
-    in :class:`paceline.data.text.formats.RowConverter`, which reads the rows after the columns with
-    the preference have been taken out of them.
+class PreferenceConverter(RowConverter):
+    """What :class:`PairConverter` and :class:`AnswerConverter` have in common: they take the
+    columns with the preference out of a row, and read the rest as a row with one answer.
 
     Attributes:
         formats, mapping: as in :class:`paceline.data.kinds.base.SampleKind`.
     """
-
-    label: str
-    format: str = "auto"
-    columns: dict[str, str] = field(default_factory=dict)
-    system: str | None = None
-    pretrain: bool = False
-    ignore_columns: Collection[str] = ()
-    roles: Mapping[str, str | list[str]] = field(default_factory=dict)
-    template: ChatTemplate | None = None
-    tally: Tally = field(default_factory=Tally)
 
     formats: ClassVar[dict[str, str]]
     mapping: ClassVar[dict[str, str]]
@@ -94,46 +81,18 @@ class PreferenceConverter:
         self._names = {name: self.columns.get(name, name) for name in self.own_columns}
         taken = {name: of for name, of in self.columns.items() if name in self._names}
         check_columns(self.label, taken, self.ignore_columns, self.own_columns)
-        self._check_text = TextChecks()
-        make = partial(
-            RowConverter,
-            self.label,
-            self.row_format,
-            {name: of for name, of in self.columns.items() if name not in taken},
-            self.system,
-            ignore_columns=self.ignore_columns,
-            roles=self.roles,
-            template=self.template,
-            check_text=self._check_text,
-            plans={},
-        )
-        # The second answer of a pair must not count the columns of a row again.
-        self._convert, self._convert_second = make(tally=self.tally), make()
-
-    @property
-    def row_format(self) -> str:
-        """The format of the rows without the preference."""
-        return self.format
-
-    def __call__(self, row: Any) -> RatedChat:
-        """Convert one row.
-
-        Raises:
-            MalformedRow: the row cannot be used.
-            Unsupported: the dataset needs another kind of training.
-        """
-        raise NotImplementedError
+        self.columns = {name: of for name, of in self.columns.items() if name not in taken}
+        self.check_text = self._checked_texts = TextChecks()
+        super().__post_init__()
 
     def _take(self, row: Any) -> tuple[Row, Row]:
         """Return the values of :attr:`own_columns` that are not empty, and the other columns."""
-        self._check_text.start_row()
+        self._checked_texts.start_row()
         if not isinstance(row, dict):
             raise MalformedRow("not an object with columns")
         ignored = set(self.ignore_columns)
         marks = {
-            name: row[column]
-            if name in _VALUES
-            else self._convert.turn_keys.unpack(as_text(row[column]))
+            name: row[column] if name in _VALUES else self.turn_keys.unpack(as_text(row[column]))
             for name, column in self._names.items()
             if column in row and column not in ignored and not _is_empty(row[column])
         }
@@ -161,20 +120,17 @@ class PairConverter(PreferenceConverter):
     }
     mapping = mapping_of("prompt", "chosen", "rejected")
 
-    @property
-    def row_format(self) -> str:
-        return "auto"  # the rows with one answer have their own format
+    def __post_init__(self) -> None:
+        self.format = "auto"  # the rows with one answer have their own format
+        super().__post_init__()
+        # The second answer of a pair must not count the columns of a row again.
+        settings = {item.name: getattr(self, item.name) for item in fields(self)}
+        self._second = RowConverter(**{**settings, "tally": Tally()})
 
     def __call__(self, row: Any) -> RatedChat:
-        """Convert one row.
-
-        Raises:
-            MalformedRow: the row cannot be used.
-            Unsupported: the dataset needs another kind of training.
-        """
         marks, rest = self._take(row)
-        _check_weight(self._convert.loss_weight(rest))
-        rest = self._convert.renamed(rest)
+        _check_weight(self.loss_weight(rest))
+        rest = self.renamed(rest)
         for good, bad in _PAIRS:
             if good in marks and bad in marks:
                 marks = {"chosen": marks[good], "rejected": marks[bad]}
@@ -192,9 +148,10 @@ class PairConverter(PreferenceConverter):
                 self._check_not_empty(row, marks, names)
             self.tally.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow("the row has no pair of answers")
-        preferred = _answered(self._convert.convert(chosen))
-        other = _answered(self._convert_second.convert(rejected))
+        preferred = _answered(self.convert(chosen))
+        other = _answered(self._second.convert(rejected))
         _check_prompts(preferred.messages or [], other.messages or [])
+        preferred.trailing_turns = max(preferred.trailing_turns, other.trailing_turns)
         return RatedChat(**vars(preferred), rejected=other)
 
     def _check_kind(self, marks: Row, rest: Row) -> None:
@@ -220,13 +177,13 @@ class PairConverter(PreferenceConverter):
         others = {name: value for name, value in rest.items() if name not in chats}
         has_instruction = "instruction" in rest
         question = self._question(others, has_instruction)
-        named = self._convert.columns
+        named = self.columns
         candidates = chats
         if question in named:  # `columns` names the prompt
             candidates = {name: turns for name, turns in chats.items() if name in named}
         column, prompt, is_exact = self._prompt_chat(candidates, chosen, rejected)
-        single = [] if question is None else [self._convert.turn("user", others[question])]
-        if isinstance(chosen, str) and self._convert.turn_keys.are_same(prompt or [], single):
+        single = [] if question is None else [self.turn("user", others[question])]
+        if isinstance(chosen, str) and self.turn_keys.are_same(prompt or [], single):
             is_exact = False  # the chat has only the text of the prompt
         if prompt is not None and (is_exact or (question is None and not has_instruction)):
             self._count_unused(name for name in chats if name != column)
@@ -250,17 +207,17 @@ class PairConverter(PreferenceConverter):
     def _chats(self, rest: Row) -> dict[str, list[Any]]:
         """Return the columns with chats: those that `columns` names come first."""
         names = ("prompt", *CHAT)
-        ordered = sorted(names, key=lambda name: name not in self._convert.columns)
+        ordered = sorted(names, key=lambda name: name not in self.columns)
         chats: dict[str, list[Any]] = {}
         for name in ordered:
-            value = self._convert.turn_keys.unpack(rest.get(name))
+            value = self.turn_keys.unpack(rest.get(name))
             turns = chat_turns(value) if name in CHAT else value
             if isinstance(turns, list) and turns:
                 chats[name] = turns
         return chats
 
     def _count_unused(self, names: Iterable[str]) -> None:
-        self.tally.unused.update(self._convert.columns.get(name, name) for name in names)
+        self.tally.unused.update(self.columns.get(name, name) for name in names)
 
     def _prompt_chat(
         self, chats: dict[str, list[Any]], chosen: Any, rejected: Any
@@ -272,7 +229,7 @@ class PairConverter(PreferenceConverter):
         not one of the row's. If the answers are no chats of their own, the prompt is what precedes
         its answer.
         """
-        keys, named = self._convert.turn_keys, self._convert.columns
+        keys, named = self.turn_keys, self.columns
         answers = [self._turns(chosen), self._turns(rejected)]
         shared: list[tuple[str, list[Any], bool]] = []
         for name, turns in chats.items():
@@ -288,12 +245,12 @@ class PairConverter(PreferenceConverter):
         """Return the column with the text of the prompt: the one that `columns` names comes
         first."""
         names = _QUESTIONS if has_instruction else (*_QUESTIONS, "input")
-        ordered = sorted(names, key=lambda name: name not in self._convert.columns)
+        ordered = sorted(names, key=lambda name: name not in self.columns)
         return next((name for name in ordered if _is_text(rest.get(name))), None)
 
     def _with_rejected(self, rest: Row, marks: Row) -> Row:
         """Return the row with its answer replaced by the rejected one."""
-        keys = self._convert.turn_keys
+        keys = self.turn_keys
         chats = {
             name: turns for name, turns in self._chats(rest).items() if keys.ends_with_answer(turns)
         }
@@ -314,7 +271,7 @@ class PairConverter(PreferenceConverter):
     def _turns(self, answer: Any) -> list[Any]:
         """Return an answer as turns."""
         if isinstance(answer, str):
-            return [self._convert.turn("assistant", answer)]
+            return [self.turn("assistant", answer)]
         return answer if isinstance(answer, list) else [answer]
 
     def _is_single(self, answer: Any) -> bool:
@@ -326,16 +283,16 @@ class PairConverter(PreferenceConverter):
         """Return the text of an answer that may be a single turn."""
         turn = self._turns(answer)[0]
         is_object = isinstance(turn, dict)
-        return first_value(turn, self._convert.turn_keys.content) if is_object else turn
+        return first_value(turn, self.turn_keys.content) if is_object else turn
 
     def _join(self, prompt: list[Any], answer: Any) -> list[Any]:
-        return self._convert.turn_keys.join(prompt, self._turns(answer))
+        return self.turn_keys.join(prompt, self._turns(answer))
 
     def _after_question(self, others: Row, question: str | None, answer: Any) -> Row:
         """Return a chat of the question and the answer, which may contain the question."""
         turns = self._turns(answer)
-        if question is not None and self._convert.turn_keys.are_answers(turns):
-            turns = [self._convert.turn("user", question), *turns]
+        if question is not None and self.turn_keys.are_answers(turns):
+            turns = [self.turn("user", question), *turns]
         return {**others, "messages": turns}
 
 
@@ -345,12 +302,6 @@ class MarginConverter(PairConverter):
     own_columns = (*PairConverter.own_columns, "margin")
 
     def __call__(self, row: Any) -> RatedChat:
-        """Convert one row.
-
-        Raises:
-            MalformedRow: the row cannot be used.
-            Unsupported: the dataset needs another kind of training.
-        """
         sample = super().__call__(row)
         margin: Any = self._take(row)[0].get("margin", 0.0)
         try:
@@ -374,12 +325,6 @@ class AnswerConverter(PreferenceConverter):
     mapping = mapping_of("prompt", "completion", "label")
 
     def __call__(self, row: Any) -> RatedChat:
-        """Convert one row.
-
-        Raises:
-            MalformedRow: the row cannot be used.
-            Unsupported: the dataset needs another kind of training.
-        """
         marks, rest = self._take(row)
         name = next((name for name in _LABELS if name in marks), None)
         if name is None:
@@ -398,8 +343,8 @@ class AnswerConverter(PreferenceConverter):
         mark = _mark_of(value)
         if mark is None:
             raise MalformedRow(f"`{name}` is neither true nor false")
-        _check_weight(self._convert.loss_weight(rest))
-        return RatedChat(**vars(_answered(self._convert(rest))), is_desirable=mark)
+        _check_weight(self.loss_weight(rest))
+        return RatedChat(**vars(_answered(super().__call__(rest))), is_desirable=mark)
 
 
 def _answered(sample: ChatSample) -> ChatSample:

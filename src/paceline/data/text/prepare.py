@@ -240,7 +240,6 @@ class TokenEntry:
             open_source(spec, validation=validation)
             for spec in config.sources(validation=validation)
         ]
-        self.template = template_choice(config)
         args = config.train_args
         has_shuffle = any(source.take is not None for source in self.sources)
         key = key_of(
@@ -257,7 +256,7 @@ class TokenEntry:
                 ],
                 "seed": args.seed if has_shuffle else None,
                 "tokenizer": tokenizer_fingerprint(tokenizer),
-                "template": self.template.key,
+                "template": template_choice(config).key,
                 "settings": [
                     *kind_key(kind),
                     config.system,
@@ -306,9 +305,7 @@ class TokenEntry:
         from paceline.data.text.build import build_entry
 
         num_notices = [len(source.notices) for source in self.sources]
-        meta = build_entry(
-            staging, self.sources, self.config, self.kind, self.tokenizer, self.template, workers
-        )
+        meta = build_entry(staging, self.sources, self.config, self.kind, self.tokenizer, workers)
         late: list[Notice] = []
         for source, number in zip(self.sources, num_notices, strict=True):
             late += source.notices[number:]

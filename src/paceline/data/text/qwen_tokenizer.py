@@ -8,6 +8,7 @@ tokens are as in tokenization_qwen.py in https://huggingface.co/Qwen/Qwen-7B.
 
 import base64
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +78,7 @@ def write_qwen_tokenizer(source: Path, target: Path) -> dict[str, int]:
     Raises:
         ConfigError: ``source`` has no qwen.tiktoken, or it is corrupt.
     """
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-    )
+    from tokenizers import models
 
     ranks = read_ranks(source / RANKS_FILE)
     letters = _byte_letters()
@@ -94,26 +87,11 @@ def write_qwen_tokenizer(source: Path, target: Path) -> dict[str, int]:
         return "".join(letters[byte] for byte in token)
 
     merges = [(text(left), text(right)) for left, right in recover_merges(ranks, source)]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={text(token): rank for token, rank in ranks.items()}, merges=merges)
-    )
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    special = [
-        END_OF_TEXT,
-        TURN_START,
-        TURN_END,
-        *(f"<|extra_{number}|>" for number in range(_NUM_EXTRAS)),
-    ]
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in special]
-    )
+    vocabulary = {text(token): rank for token, rank in ranks.items()}
+    tokenizer = make_qwen2_tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    extras = (f"<|extra_{number}|>" for number in range(_NUM_EXTRAS))
+    special = [END_OF_TEXT, TURN_START, TURN_END, *extras]
+    tokenizer.add_special_tokens(make_special_tokens(special))
     tokenizer.save(str(target / "tokenizer.json"))
     settings = {
         "tokenizer_class": "Qwen2Tokenizer",
@@ -128,6 +106,33 @@ def write_qwen_tokenizer(source: Path, target: Path) -> dict[str, int]:
         json.dumps(settings, indent=1, ensure_ascii=False), encoding="utf-8"
     )
     return {token: len(ranks) + number for number, token in enumerate(special)}
+
+
+def make_qwen2_tokenizer(model: Any) -> Any:
+    """Return a tokenizer that splits texts and joins tokens as Qwen2's.
+
+    Args:
+        model: byte-pair model of the package tokenizers.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+
+    tokenizer: Any = Tokenizer(model)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def make_special_tokens(texts: Iterable[str]) -> list[Any]:
+    """Return the texts as special tokens of the package tokenizers."""
+    from tokenizers import AddedToken
+
+    return [AddedToken(text, special=True, normalized=False) for text in texts]
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:

@@ -7,8 +7,9 @@ formats are those that the model families document in the `chat_template` of the
 import json
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from paceline.config.chat_names import (
     FALLBACK,
@@ -63,30 +64,43 @@ class Format:
     marks: tuple[str, ...] = ()
 
 
-def _chatml(default_system: str = "", prefers_tokenizer: bool = False) -> Format:
-    return Format(
-        user="<|im_start|>user\n{}<|im_end|>\n",
-        header="<|im_start|>assistant\n",
-        answer="{}<|im_end|>",
-        after="\n",
-        system="<|im_start|>system\n{}<|im_end|>\n",
-        tool="<|im_start|>tool\n{}<|im_end|>\n",
-        default_system=default_system,
-        prefers_tokenizer=prefers_tokenizer,
-        marks=("<|im_start|>", "<|im_end|>"),
+_TOKENS = re.compile(r"<[|\w]+>")
+
+
+def _by_role(
+    turn: str,
+    after: str = "",
+    assistant: str = "assistant",
+    system: str = "system",
+    tool: str = "",
+    **settings: Any,
+) -> Format:
+    """Return a format whose turns differ only in the name of the role.
+
+    Args:
+        turn: a turn without ``after``, with ``ROLE`` for the name of the role.
+        assistant, system, tool: names of the roles; empty for a role without turns of its own.
+        settings: further arguments of :class:`Format`.
+    """
+    user, header, system, tool = (
+        turn.replace("ROLE", role) + after if role else ""
+        for role in ("user", assistant, system, tool)
     )
+    header, end = header.removesuffix(after).split("{}")
+    marks = _TOKENS.findall(f"{user.partition('{}')[0]}{header}{end}")
+    settings = {"marks": tuple(dict.fromkeys(marks)), **settings}
+    return Format(user, header, "{}" + end, after, system, tool=tool, **settings)
+
+
+_chatml = partial(_by_role, "<|im_start|>ROLE\n{}<|im_end|>", "\n", tool="tool")
 
 
 def _bars(prefix: str = "") -> Format:
     """Return a format with ``<|user|>`` etc. on separate lines; answers end with the end-of-text
     token."""
+    system = "<|system|>\n{}\n"
     return Format(
-        "<|user|>\n{}\n",
-        "<|assistant|>\n",
-        "{}{eos}",
-        "\n",
-        system="<|system|>\n{}\n",
-        prefix=prefix,
+        "<|user|>\n{}\n", "<|assistant|>\n", "{}{eos}", "\n", system=system, prefix=prefix
     )
 
 
@@ -106,7 +120,6 @@ _ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes"
     " the request."
 )
-_LLAMA3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 _COHERE = (
     "<|START_OF_TURN_TOKEN|>",
     "<|END_OF_TURN_TOKEN|>",
@@ -116,10 +129,14 @@ _COHERE = (
 
 FORMATS: dict[str, Format] = {
     "chatml": _chatml(),
-    "qwen": _chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
-    "qwen2": _chatml("You are a helpful assistant."),
+    "qwen": _chatml(
+        default_system="You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+    ),
+    "qwen2": _chatml(default_system="You are a helpful assistant."),
     "qwen3": _chatml(prefers_tokenizer=True),
-    "smollm2": _chatml("You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
+    "smollm2": _chatml(
+        default_system="You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    ),
     "smollm3": _chatml(prefers_tokenizer=True),
     "llama2": Format(
         "[INST] {} [/INST]",
@@ -129,23 +146,11 @@ FORMATS: dict[str, Format] = {
         prefix=BOS,
         before_user=BOS,
     ),
-    "llama3": Format(
-        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>",
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        "{}<|eot_id|>",
-        system="<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>",
-        prefix=BOS,
-        tool="<|start_header_id|>ipython<|end_header_id|>\n\n{}<|eot_id|>",
-        marks=_LLAMA3,
+    "llama3": _by_role(
+        "<|start_header_id|>ROLE<|end_header_id|>\n\n{}<|eot_id|>", tool="ipython", prefix=BOS
     ),
-    "llama4": Format(
-        "<|header_start|>user<|header_end|>\n\n{}<|eot|>",
-        "<|header_start|>assistant<|header_end|>\n\n",
-        "{}<|eot|>",
-        system="<|header_start|>system<|header_end|>\n\n{}<|eot|>",
-        prefix=BOS,
-        tool="<|header_start|>ipython<|header_end|>\n\n{}<|eot|>",
-        marks=("<|header_start|>", "<|header_end|>", "<|eot|>"),
+    "llama4": _by_role(
+        "<|header_start|>ROLE<|header_end|>\n\n{}<|eot|>", tool="ipython", prefix=BOS
     ),
     "mistral": Format("[INST] {}[/INST]", "", " {}{eos}", prefix=BOS, marks=("[INST]", "[/INST]")),
     "mistral_v1": Format("[INST] {} [/INST]", "", "{}{eos}", prefix=BOS),
@@ -160,32 +165,10 @@ FORMATS: dict[str, Format] = {
         prefix=BOS,
         marks=("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
     ),
-    "gemma": Format(
-        "<start_of_turn>user\n{}<end_of_turn>\n",
-        "<start_of_turn>model\n",
-        "{}<end_of_turn>",
-        "\n",
-        prefix=BOS,
-        marks=("<start_of_turn>", "<end_of_turn>"),
-    ),
-    "phi3": Format(
-        "<|user|>\n{}<|end|>\n",
-        "<|assistant|>\n",
-        "{}<|end|>",
-        "\n",
-        system="<|system|>\n{}<|end|>\n",
-        marks=("<|user|>", "<|assistant|>", "<|end|>"),
-    ),
-    "phi4": Format(
-        "<|im_start|>user<|im_sep|>{}<|im_end|>",
-        "<|im_start|>assistant<|im_sep|>",
-        "{}<|im_end|>",
-        system="<|im_start|>system<|im_sep|>{}<|im_end|>",
-        marks=("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
-    ),
-    "zephyr": Format(
-        "<|user|>\n{}{eos}\n", "<|assistant|>\n", "{}{eos}", "\n", system="<|system|>\n{}{eos}\n"
-    ),
+    "gemma": _by_role("<start_of_turn>ROLE\n{}<end_of_turn>", "\n", "model", system="", prefix=BOS),
+    "phi3": _by_role("<|ROLE|>\n{}<|end|>", "\n"),
+    "phi4": _by_role("<|im_start|>ROLE<|im_sep|>{}<|im_end|>"),
+    "zephyr": _by_role("<|ROLE|>\n{}{eos}", "\n", marks=()),
     "vicuna": Format(
         "USER: {} ", "ASSISTANT:", " {}{eos}", system="{} ", prefix=BOS, default_system=_VICUNA
     ),
@@ -212,14 +195,7 @@ FORMATS: dict[str, Format] = {
     ),
     "tulu": _bars(),
     "olmo": _bars(BOS),
-    "granite3": Format(
-        "<|start_of_role|>user<|end_of_role|>{}<|end_of_text|>\n",
-        "<|start_of_role|>assistant<|end_of_role|>",
-        "{}<|end_of_text|>",
-        "\n",
-        system="<|start_of_role|>system<|end_of_role|>{}<|end_of_text|>\n",
-        marks=("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
-    ),
+    "granite3": _by_role("<|start_of_role|>ROLE<|end_of_role|>{}<|end_of_text|>", "\n"),
     "exaone": Format(
         "[|user|]{}\n",
         "[|assistant|]",
@@ -239,48 +215,35 @@ FORMATS: dict[str, Format] = {
 def template_source(name: str) -> str:
     """Return the Jinja source of a named template."""
     form = FORMATS[name]
-    default = ""
-    if form.default_system:
-        default = _expression(form.system, json.dumps(form.default_system, ensure_ascii=False))
-    user = _expression(form.user, "state.system + message['content']")
-    before = (
-        f"{{% if state.turns > 0 %}}{{{{ {_expression(form.before_user)} }}}}{{% endif %}}"
-        if form.before_user
-        else ""
-    )
-    if form.system:
-        system = f"{{{{ {_expression(form.system)} }}}}"
-    else:
+    before = f"{{% if state.turns > 0 %}}{_output(form.before_user)}{{% endif %}}"
+    system = _output(form.system)
+    if not form.system:
         system = f"{{% set state.system = {_expression(form.system_in_user)} %}}"
+    default = _output(form.system, json.dumps(form.default_system, ensure_ascii=False))
+    has_system = "{% if not messages or messages[0]['role'] != 'system' %}"
     lines = [
         "{% set state = namespace(system='', turns=0) %}",
-        f"{{{{ {_expression(form.prefix)} }}}}" if form.prefix else "",
-        (
-            f"{{% if not messages or messages[0]['role'] != 'system' %}}{{{{ {default} }}}}{{%"
-            " endif %}"
-            if default
-            else ""
-        ),
+        _output(form.prefix) if form.prefix else "",
+        f"{has_system}{default}{{% endif %}}" if form.default_system else "",
         "{% for message in messages %}",
         f"{{% if message['role'] == 'system' %}}{system}",
-        (
-            f"{{% elif message['role'] == 'user' %}}{before}{{{{ {user} }}}}{{% set state.system ="
-            " '' %}{% set state.turns = 1 %}"
-        ),
-        f"{{% elif message['role'] == 'tool' %}}{{{{ {_expression(form.tool or form.user)} }}}}",
-        (
-            f"{{% elif message['role'] == 'assistant' %}}{{{{ {_expression(form.header)} }}}}{{%"
-            f" generation %}}{{{{ {_expression(form.answer)} }}}}{{% endgeneration %}}{{{{"
-            f" {_expression(form.after)} }}}}"
-        ),
-        (
-            "{% else %}{{ raise_exception('the chat template does not support the role ' +"
-            " message['role']) }}{% endif %}"
-        ),
+        f"{{% elif message['role'] == 'user' %}}{before if form.before_user else ''}",
+        _output(form.user, "state.system + message['content']"),
+        "{% set state.system = '' %}{% set state.turns = 1 %}",
+        f"{{% elif message['role'] == 'tool' %}}{_output(form.tool or form.user)}",
+        f"{{% elif message['role'] == 'assistant' %}}{_output(form.header)}{{% generation %}}",
+        f"{_output(form.answer)}{{% endgeneration %}}{_output(form.after)}",
+        "{% else %}{{ raise_exception('the chat template does not support the role ' +"
+        " message['role']) }}{% endif %}",
         "{% endfor %}",
-        f"{{% if add_generation_prompt %}}{{{{ {_expression(form.header)} }}}}{{% endif %}}",
+        f"{{% if add_generation_prompt %}}{_output(form.header)}{{% endif %}}",
     ]
     return "".join(lines)
+
+
+def _output(text: str, content: str = "message['content']") -> str:
+    """Return the Jinja statement that writes a format."""
+    return f"{{{{ {_expression(text, content)} }}}}"
 
 
 def _expression(text: str, content: str = "message['content']") -> str:

@@ -8,6 +8,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -98,8 +99,10 @@ class TokenDataset:
         self._mask = np.memmap(self.folder / MASK, dtype=np.bool_, mode="r")
 
     def __reduce__(self) -> Any:
+        with_seeds, source_ends = not self.deterministic, self.source_ends
+        make = partial(TokenDataset, with_seeds=with_seeds, source_ends=source_ends)
         arguments = (self.folder, self.indices, self.columns, self.transform)
-        return _open, (arguments, not self.deterministic, self.source_ends, self.reference)
+        return make, arguments, {"reference": self.reference}
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -158,17 +161,6 @@ class TokenDataset:
         has_loss = np.array(self._mask)
         has_loss[self._starts[self.lengths > 0]] = False
         return int(self._tokens[has_loss].max(initial=0))
-
-
-def _open(
-    arguments: tuple[Any, ...],
-    with_seeds: bool,
-    source_ends: tuple[int, ...],
-    reference: np.ndarray | None,
-) -> TokenDataset:
-    dataset = TokenDataset(*arguments, with_seeds=with_seeds, source_ends=source_ends)
-    dataset.reference = reference
-    return dataset
 
 
 class TokenWriter:

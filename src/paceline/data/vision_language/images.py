@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.errors import ConfigError, RunError, first_line
-from paceline.data.pixels import decode_rgb
+from paceline.data.pixels import decode_rgb, open_image
 from paceline.data.sources.rows import MalformedRow
-from paceline.data.sources.tar import read_tar_file
 from paceline.data.text.token_columns import Blob
 from paceline.data.text.token_dataset import TokenSample
 
@@ -120,7 +119,7 @@ class ImageProcessor:
         from PIL import Image
 
         try:
-            with Image.open(_opened(source)) as opened:
+            with open_image(source) as opened:
                 image = decode_rgb(opened)
         except (OSError, ValueError, SyntaxError) as error:
             name = source if isinstance(source, str) else "in the data"
@@ -132,17 +131,12 @@ class ImageProcessor:
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
 
-def _opened(source: Blob) -> Any:
-    content = read_tar_file(source) if isinstance(source, str) else source
-    return source if content is None else io.BytesIO(content)
-
-
 def _size_of(source: Blob) -> tuple[int, int]:
     """Return the width and the height of an image, from its header."""
     from PIL import Image
 
     try:
-        with Image.open(_opened(source)) as image:
+        with open_image(source) as image:
             width, height = image.size
             is_turned = image.getexif().get(_ORIENTATION) in _TURNED
     except FileNotFoundError:

@@ -14,7 +14,7 @@ from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_not
 from paceline.data.sources.tar import IMAGE_SUFFIXES, is_tar_file
 from paceline.data.text.chats.tool_calls import ChatMessage
 from paceline.data.text.formats import RowConverter
-from paceline.data.text.sample import ChatSample
+from paceline.data.text.sample import ChatSample, exchange
 from paceline.data.text.token_columns import Blob
 
 _COLUMNS = ("images", "image")
@@ -177,12 +177,7 @@ def _place(sample: ImageChat) -> None:
         MalformedRow: there are more or fewer places than images.
     """
     if sample.pair is not None and (sample.images or IMAGE_MARK in sample.pair[0]):
-        prompt, answer = sample.pair
-        sample.messages = [
-            {"role": "user", "content": prompt},
-            {"role": "assistant", "content": answer},
-        ]
-        sample.pair = None
+        sample.messages, sample.pair = exchange(*sample.pair), None
     messages: list[ChatMessage] = sample.messages or []
     if sample.images and not messages:
         raise MalformedRow("images without a chat")

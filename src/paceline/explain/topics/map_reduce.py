@@ -187,7 +187,7 @@ def _record_rank(world: Communicator, folder: str) -> RankCount:
         for part in read_texts(shard, spec.reading, ScanStats())
         for token in part.split()
     ]
-    run = count_shards(shards, spec, Path(folder) / f"rank-{world.rank}", world.size).run
+    run, _ = count_shards(shards, spec, Path(folder) / f"rank-{world.rank}", world.size)
     runs = world.gather_objects(run)
     table = Path(folder) / f"table-{world.rank}"
     result = reduce(runs, world.rank, spec, table)

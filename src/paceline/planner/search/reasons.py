@@ -30,7 +30,7 @@ _SMALL = 0.0005
 def reason_for(
     chosen: Candidate, searched: SearchResult, memory_bytes: int, objective: Objective
 ) -> str:
-    """Return why a candidate was chosen among those of a search."""
+    """Return why a candidate was chosen among the results of a search."""
     memory = f"{human_bytes(chosen.mode.total)} of {human_bytes(memory_bytes)} per rank"
     count, superlative = searched.count, _SUPERLATIVES[objective]
     if count == 1:

@@ -21,8 +21,8 @@ from paceline.data.sources.readers import DOCUMENT, LineBlock
 from paceline.data.sources.resolve import Place, ResolvedSource, rows_of_block
 from paceline.data.sources.rows import MalformedRow
 from paceline.data.text.columns import Tally
-from paceline.data.text.templates import TemplateChoice
-from paceline.data.text.tokenizer import LoadedTokenizer
+from paceline.data.text.templates import template_choice
+from paceline.data.text.tokenizer import load_tokenizer
 
 _CHUNK_ROWS, _CHUNK_CHARS = 256, 2 << 20
 
@@ -109,25 +109,17 @@ class EncodedChunk:
 
 
 def make_setup(
-    config: Config,
-    kind: str,
-    folder: Path,
-    tokenizer: LoadedTokenizer,
-    template: TemplateChoice,
-    sources: Iterable[ResolvedSource],
+    config: Config, kind: str, folder: Path, sources: Iterable[ResolvedSource]
 ) -> tuple[KindSetup, list[Notice]]:
-    """Return what processes encode samples with, and messages about the chat template."""
+    """Return what processes encode samples with, and messages about the chat template.
+
+    Args:
+        folder: the folder of the tokenizer.
+    """
+    tokenizer, template = load_tokenizer(folder, config.trust_remote_code), template_choice(config)
     text, notices = template.choose(tokenizer)
-    setup = KindSetup(
-        config,
-        kind,
-        folder,
-        None if tokenizer.python is not None else tokenizer,
-        text,
-        template.for_tools(tokenizer),
-        tuple(source.spec for source in sources),
-    )
-    return setup, notices
+    for_tools, specs = template.for_tools(tokenizer), tuple(source.spec for source in sources)
+    return KindSetup(config, kind, folder, tokenizer, text, for_tools, specs), notices
 
 
 def make_chunks(index: int, source: ResolvedSource, seed: int) -> Iterator[Chunk]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
@@ -23,7 +22,7 @@ def drop_reasons(counts: RowCounts) -> str:
 
 
 def nothing_kept(
-    source: ResolvedSource, kind: SampleKind, tally: Tally, counts: RowCounts, config: Config
+    source: ResolvedSource, kind: SampleKind, tally: Tally, counts: RowCounts
 ) -> ConfigError:
     """Return the error for a source without usable rows."""
     dropped = counts.dropped
@@ -44,7 +43,7 @@ def nothing_kept(
         what = (
             f"every sample of `{source.label}` is too long: the shortest has"
             f" {counts.shortest_overlong:,} tokens, train_args.max_length is"
-            f" {config.train_args.max_length:,}"
+            f" {kind.config.train_args.max_length:,}"
         )
         fix = f"set `train_args.max_length` to at least {counts.shortest_overlong}"
         if TOO_LONG in dropped:
@@ -100,9 +99,10 @@ def _names(names: Iterable[str]) -> str:
     )
 
 
-def row_notices(counts: RowCounts, kind: SampleKind, tally: Tally, config: Config) -> list[Notice]:
+def row_notices(counts: RowCounts, kind: SampleKind, tally: Tally) -> list[Notice]:
     """Return messages about the rows of all sources and how they are encoded."""
-    limit, facts = config.train_args.max_length, tally.facts
+    config, facts = kind.config, tally.facts
+    limit = config.train_args.max_length
     has_answers, formats = kind.has_answers, tally.seen
     num_pairs = formats["prompt_completion"] if has_answers else 0
     has_template = kind.template is not None
