@@ -9,7 +9,7 @@ from collections.abc import Collection
 from functools import partial
 from importlib import import_module
 
-from paceline.commands.options import OptionParser, add_common
+from paceline.commands.options import OptionParser, set_up
 from paceline.core.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -96,11 +96,7 @@ def build_parser(names: Collection[str]) -> OptionParser:
         aliases = [alias for alias, target in ALIASES.items() if target == name]
         verb = parser.add_command(name, summary, aliases)
         if name in names or any(alias in names for alias in aliases):
-            module = import_module(f"paceline.commands.{name}")
-            module.add_arguments(verb)
-            if not verb.commands:  # else its subcommands have their own
-                verb.set_defaults(run=module.run)
-                add_common(verb)
+            set_up(verb, import_module(f"paceline.commands.{name}"))
     return parser
 
 

@@ -81,7 +81,7 @@ NATIVE = [
 def test_native_values_mean_the_same_to_both_readers(key: str, value: Any) -> None:
     section, _, name = key.rpartition(".")
     tree = {**BASE, **({section: {name: value}} if section else {key: value})}
-    settings, translated = read_native([collect(tree)]), translate([collect(tree)], tree, None)
+    settings, translated = read_native(collect(tree)), translate(collect(tree), tree, None)
     assert settings is not None
     assert Config.model_validate(settings.nested()) == Config.model_validate(translated.nested())
     assert settings.notices() == translated.notices()
@@ -108,7 +108,7 @@ def test_native_values_mean_the_same_to_both_readers(key: str, value: Any) -> No
 def test_values_of_other_tools_are_translated(key: str, value: Any) -> None:
     section, _, name = key.rpartition(".")
     tree = {**BASE, **({section: {name: value}} if section else {key: value})}
-    assert read_native([collect(tree)]) is None
+    assert read_native(collect(tree)) is None
 
 
 def test_null_in_an_override_resets_a_native_key(load: Load) -> None:

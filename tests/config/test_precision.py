@@ -64,6 +64,12 @@ def test_accepts_spellings_of_precision(tmp_path: Path, text: str, expected: str
     assert load(tmp_path, text).config.train_args.precision == expected
 
 
+def test_bfloat16_weights_with_lora_are_not_overridden_by_themselves(tmp_path: Path) -> None:
+    notices = load(tmp_path, "bf16: full\nadapter: lora").notices
+    (text,) = [text for _, text in notices if text.startswith("`bf16: full`")]
+    assert text.endswith("is read as `train_args.precision: bf16-mixed`")
+
+
 def test_full_fine_tuning_of_ms_swift_in_mixed_precision_is_explained(tmp_path: Path) -> None:
     hint = "ms-swift trains them in the dtype of the model's files"
     for text, is_explained in (

@@ -1,7 +1,7 @@
 """`paceline bench`: measurements on this machine."""
 
 from paceline.commands import bench_collectives, bench_scaling, bench_tuning
-from paceline.commands.options import OptionParser, add_common
+from paceline.commands.options import OptionParser, set_up
 
 _COMMANDS = {
     "collectives": (bench_collectives, "measure the latency and bandwidth of collectives"),
@@ -12,8 +12,5 @@ _COMMANDS = {
 
 def add_arguments(parser: OptionParser) -> None:
     for name, (module, summary) in _COMMANDS.items():
-        command = parser.add_command(name, summary)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-        add_common(command)
+        set_up(parser.add_command(name, summary), module)
     parser.example = "paceline bench scaling --ranks 1,2"

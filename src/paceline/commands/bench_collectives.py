@@ -52,33 +52,26 @@ class MessageSize:
 
 
 def add_arguments(parser: OptionParser) -> None:
-    parser.add_argument(
-        "--ranks",
-        type=CommaList(Integer(2, _MAX_RANKS)),
-        default="2,4",
-        metavar="N,...",
-        help="numbers of ranks",
+    parser.add_option(
+        "--ranks", CommaList(Integer(2, _MAX_RANKS)), "N,...", "numbers of ranks", default="2,4"
     )
-    parser.add_argument(
+    parser.add_option(
         "--sizes",
-        type=CommaList(MessageSize()),
+        CommaList(MessageSize()),
+        "SIZE,...",
+        "sizes of the messages",
         default="1KB,64KB,1MB,25MB",
-        metavar="SIZE,...",
-        help="sizes of the messages",
     )
     names = (NATIVE, *ALGORITHMS["all-reduce"])
-    parser.add_argument(
+    parser.add_option(
         "--algorithms",
-        type=CommaList(Choice(names)),
+        CommaList(Choice(names)),
+        "NAME,...",
+        "algorithms to compare",
         default=",".join(names),
-        metavar="NAME,...",
-        help="algorithms to compare",
     )
-    parser.add_argument(
-        "--output",
-        type=OutputFile("an HTML file"),
-        metavar="FILE",
-        help="HTML page with charts to write",
+    parser.add_option(
+        "--output", OutputFile("an HTML file"), "FILE", "HTML page with charts to write"
     )
     parser.example = "paceline bench collectives --ranks 2,4 --sizes 1KB,25MB --output bench.html"
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +20,7 @@ from paceline.commands.options import (
     load_job_config,
     write_output,
 )
+from paceline.commands.reports import print_report
 from paceline.core import formatting
 from paceline.core.errors import EXIT_DONE
 
@@ -39,32 +39,25 @@ _WIDTH = 110
 
 def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
-    parser.add_argument(
-        "--ranks",
-        type=CommaList(Integer(1, _MAX_RANKS)),
-        default="1,2,4",
-        metavar="N,...",
-        help="numbers of ranks",
+    parser.add_option(
+        "--ranks", CommaList(Integer(1, _MAX_RANKS)), "N,...", "numbers of ranks", default="1,2,4"
     )
-    parser.add_argument(
+    parser.add_option(
         "--scaling",
-        type=CommaList(Choice(("weak", "strong"))),
+        CommaList(Choice(("weak", "strong"))),
+        "KIND,...",
+        "weak: the batch of each rank stays the same; strong: the global batch does",
         default="weak,strong",
-        metavar="KIND,...",
-        help="weak: the batch of each rank stays the same; strong: the global batch does",
     )
     add_run_options(parser, repeats=3, steps=MIN_STEPS)
-    parser.add_argument(
+    parser.add_option(
         "--predict",
-        type=CommaList(Integer(2, 1 << 20)),
-        metavar="N,...",
-        help="numbers of ranks to predict (default: the next three powers of two)",
+        CommaList(Integer(2, 1 << 20)),
+        "N,...",
+        "numbers of ranks to predict (default: the next three powers of two)",
     )
-    parser.add_argument(
-        "--output",
-        type=OutputFile("an HTML file"),
-        metavar="FILE",
-        help="HTML page with charts to write",
+    parser.add_option(
+        "--output", OutputFile("an HTML file"), "FILE", "HTML page with charts to write"
     )
     parser.example = "paceline bench scaling examples/demo.yaml --ranks 1,2 --output scaling.html"
 
@@ -72,20 +65,16 @@ def add_arguments(parser: OptionParser) -> None:
 def add_run_options(parser: OptionParser, *, repeats: int, steps: int | None) -> None:
     """Add the options that set the number and the length of the runs. Without a default number of
     steps, they are as many as :data:`MEASURED_S` seconds take."""
-    parser.add_argument(
+    parser.add_option(
         "--steps",
-        type=Integer(2),
-        default=steps,
-        metavar="N",
-        help="measured steps of each run"
+        Integer(2),
+        "N",
+        "measured steps of each run"
         + ("" if steps else f" (default: for {MEASURED_S:.0f} s, at least {MIN_STEPS})"),
+        default=steps,
     )
-    parser.add_argument(
-        "--warm-up", type=Integer(1), default=3, metavar="N", help="steps before them"
-    )
-    parser.add_argument(
-        "--repeats", type=Integer(1), default=repeats, metavar="N", help="runs of each case"
-    )
+    parser.add_option("--warm-up", Integer(1), "N", "steps before them", default=3)
+    parser.add_option("--repeats", Integer(1), "N", "runs of each case", default=repeats)
 
 
 def run(args: Namespace) -> int:
@@ -96,10 +85,7 @@ def run(args: Namespace) -> int:
     report = measure_scaling(load_job_config(args, BUILTIN), make_options(args), train)
     if args.output is not None:
         write_output(args.output, render(report))
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        Console(width=_WIDTH, highlight=False).print(scaling_tables(report))
+    print_report(args, report, scaling_tables, _WIDTH)
     return EXIT_DONE
 
 

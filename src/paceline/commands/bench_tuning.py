@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -14,13 +13,14 @@ from paceline.commands.bench_scaling import MEASURED_S, MIN_STEPS, add_run_optio
 from paceline.commands.options import (
     Choice,
     CommaList,
-    InvalidValue,
+    Number,
     OptionParser,
     OutputFile,
     add_config,
     load_job_config,
     write_output,
 )
+from paceline.commands.reports import print_report
 from paceline.core import formatting
 from paceline.core.errors import EXIT_DONE
 
@@ -40,54 +40,38 @@ _COLORS = {"recommended": "green", "failed": "red", "unclear": "yellow"}
 _WIDTH = 120
 
 
-class _Share:
-    """A share from 0 to below 1."""
-
-    allowed = "0 to below 1"
-
-    def __call__(self, text: str) -> float:
-        try:
-            share = float(text)
-        except ValueError as error:
-            raise InvalidValue("is not a number", allowed=self.allowed) from error
-        if not 0 <= share < 1:
-            raise InvalidValue("is out of range", allowed=self.allowed)
-        return share
-
-
 def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
-    parser.add_argument(
+    parser.add_option(
         "--goal",
-        type=Choice(("time", "memory")),
+        Choice(("time", "memory")),
+        "GOAL",
+        "what the recommended changes improve",
         default="time",
-        metavar="GOAL",
-        help="what the recommended changes improve",
     )
-    parser.add_argument(
+    parser.add_option(
         "--techniques",
-        type=CommaList(Choice(_TECHNIQUES)),
-        metavar="NAME,...",
-        help="techniques to measure (default: all)",
+        CommaList(Choice(_TECHNIQUES)),
+        "NAME,...",
+        "techniques to measure (default: all)",
     )
-    parser.add_argument(
+    parser.add_option(
         "--margin",
-        type=_Share(),
+        Number("0 to below 1", (0, 1)),
+        "SHARE",
+        "smallest gain that counts, with its whole confidence interval",
         default=0.05,
-        metavar="SHARE",
-        help="smallest gain that counts, with its whole confidence interval",
     )
-    parser.add_argument(
+    parser.add_flag(
         "--keep-result",
-        action="store_true",
-        help="leave out changes that change the trained weights by more than the order of sums",
+        "leave out changes that change the trained weights by more than the order of sums",
     )
     add_run_options(parser, repeats=5, steps=None)
-    parser.add_argument(
+    parser.add_option(
         "--output",
-        type=OutputFile("a YAML file"),
-        metavar="FILE",
-        help="tuned config to write (default: CONFIG.tuned.yaml)",
+        OutputFile("a YAML file"),
+        "FILE",
+        "tuned config to write (default: CONFIG.tuned.yaml)",
     )
     parser.example = "paceline bench tuning examples/demo.yaml"
 
@@ -105,10 +89,7 @@ def run(args: Namespace) -> int:
     if text is not None:
         write_output(path, text)
         report["tuned_config"] = str(path)
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        Console(width=_WIDTH, highlight=False).print(tuning_tables(report))
+    print_report(args, report, tuning_tables, _WIDTH)
     return EXIT_DONE
 
 

@@ -13,9 +13,7 @@ from paceline.core.errors import EXIT_DONE
 
 
 def add_arguments(parser: OptionParser) -> None:
-    parser.add_argument(
-        "shell", type=Choice(tuple(_SCRIPTS)), metavar="SHELL", help="shell to write for"
-    )
+    parser.add_option("shell", Choice(tuple(_SCRIPTS)), "SHELL", "shell to write for")
     parser.example = 'eval "$(paceline completion bash)"   # in ~/.bashrc'
 
 

@@ -2,7 +2,7 @@
 cache."""
 
 from paceline.commands import data_cache, data_count, data_prepare, data_preview, data_stats
-from paceline.commands.options import OptionParser, add_common
+from paceline.commands.options import OptionParser, set_up
 
 _COMMANDS = {
     "count": (data_count, "count the words or tokens of files"),
@@ -15,8 +15,5 @@ _COMMANDS = {
 
 def add_arguments(parser: OptionParser) -> None:
     for name, (module, summary) in _COMMANDS.items():
-        command = parser.add_command(name, summary)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-        add_common(command)
+        set_up(parser.add_command(name, summary), module)
     parser.example = "paceline data stats examples/demo.yaml"

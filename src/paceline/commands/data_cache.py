@@ -55,22 +55,17 @@ class Amount:
 
 
 def add_arguments(parser: OptionParser) -> None:
-    parser.add_argument(
-        "--prune",
-        action="store_true",
-        help="delete the entries beyond the limits; entries that a process uses are kept",
+    parser.add_flag(
+        "--prune", "delete the entries beyond the limits; entries that a process uses are kept"
     )
-    parser.add_argument(
-        "--older-than",
-        type=Amount(_SECONDS, "30d"),
-        metavar="AGE",
-        help="limit of the time since the last use",
+    parser.add_option(
+        "--older-than", Amount(_SECONDS, "30d"), "AGE", "limit of the time since the last use"
     )
-    parser.add_argument(
+    parser.add_option(
         "--max-size",
-        type=Amount(_BYTES, "50GB"),
-        metavar="SIZE",
-        help="limit of the total size; the least recently used entries are deleted first",
+        Amount(_BYTES, "50GB"),
+        "SIZE",
+        "limit of the total size; the least recently used entries are deleted first",
     )
     parser.example = "paceline data cache --prune --older-than 30d"
 

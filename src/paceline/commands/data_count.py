@@ -87,63 +87,50 @@ class InputFile:
 
 
 def add_arguments(parser: OptionParser) -> None:
-    parser.add_argument(
-        "files", nargs="*", type=InputFile(), metavar="FILE", help="files to count in"
-    )
-    parser.add_argument(
+    parser.add_option("files", InputFile(), "FILE", "files to count in", nargs="*")
+    parser.add_option(
         "--ranks",
-        type=Integer(1, _MAX_RANKS),
+        Integer(1, _MAX_RANKS),
+        "N",
+        "number of processes; with Ray, of CPUs",
         default=min(cpu_cores(), _MAX_DEFAULT_RANKS),
-        metavar="N",
-        help="number of processes; with Ray, of CPUs",
     )
-    parser.add_argument(
-        "--unit", type=Choice(_UNITS), default="words", metavar="UNIT", help="what to count"
-    )
-    parser.add_argument(
+    parser.add_option("--unit", Choice(_UNITS), "UNIT", "what to count", default="words")
+    parser.add_option(
         "--tokenizer",
-        type=AnyText("a folder, a hub id, or builtin:qwen2-tiny"),
-        metavar="DIR",
-        help="tokenizer for --unit tokens",
+        AnyText("a folder, a hub id, or builtin:qwen2-tiny"),
+        "DIR",
+        "tokenizer for --unit tokens",
     )
-    parser.add_argument(
-        "--output",
-        type=OutputFile("a TSV file"),
-        metavar="FILE",
-        help="TSV file with all counts to write",
+    parser.add_option(
+        "--output", OutputFile("a TSV file"), "FILE", "TSV file with all counts to write"
     )
-    parser.add_argument(
+    parser.add_option(
         "--top",
-        type=Integer(0, _MAX_TOP),
+        Integer(0, _MAX_TOP),
+        "N",
+        "how many of the most frequent words to print",
         default=10,
-        metavar="N",
-        help="how many of the most frequent words to print",
     )
-    parser.add_argument(
+    parser.add_option(
         "--memory-per-rank",
-        type=MemorySize(),
-        metavar="SIZE",
-        help=f"memory of each rank (default: {DEFAULT_MEMORY_BYTES // 10**6}MB)",
+        MemorySize(),
+        "SIZE",
+        f"memory of each rank (default: {DEFAULT_MEMORY_BYTES // 10**6}MB)",
     )
-    parser.add_argument(
-        "--engine",
-        type=Choice(_ENGINES),
-        default="local",
-        metavar="NAME",
-        help="engine that counts",
-    )
-    parser.add_argument(
+    parser.add_option("--engine", Choice(_ENGINES), "NAME", "engine that counts", default="local")
+    parser.add_option(
         "--decode-errors",
-        type=Choice(_ERROR_HANDLERS),
+        Choice(_ERROR_HANDLERS),
+        "HOW",
+        "whether invalid UTF-8 is an error or is replaced",
         default="strict",
-        metavar="HOW",
-        help="whether invalid UTF-8 is an error or is replaced",
     )
-    parser.add_argument(
+    parser.add_option(
         "--field",
-        type=AnyText("a key", may_be_empty=False),
-        metavar="KEY",
-        help="key of the text in files of JSON lines",
+        AnyText("a key", may_be_empty=False),
+        "KEY",
+        "key of the text in files of JSON lines",
     )
     parser.example = "paceline data count corpus/*.txt --ranks 4 --output words.tsv"
 

@@ -37,11 +37,11 @@ class PrepareResult(TypedDict):
 
 def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
-    parser.add_argument(
+    parser.add_option(
         "--workers",
-        type=Integer(1, _MAX_WORKERS),
-        metavar="N",
-        help="number of processes that tokenize; without it, up to one per core for much text",
+        Integer(1, _MAX_WORKERS),
+        "N",
+        "number of processes that tokenize; without it, up to one per core for much text",
     )
     parser.example = "paceline data prepare examples/demo.yaml --workers 8"
 

@@ -15,7 +15,7 @@ from paceline.core.errors import EXIT_DONE
 
 def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
-    parser.add_argument("--rows", type=Integer(), metavar="N", help="number of rows")
+    parser.add_option("--rows", Integer(), "N", "number of rows")
     parser.example = "paceline data preview examples/demo.yaml --rows 3"
 
 

@@ -27,22 +27,13 @@ _DEFAULT_MODEL = "builtin:qwen2-tiny"
 
 def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
-    parser.add_argument(
-        "--output",
-        type=OutputFile("an HTML file"),
-        metavar="FILE",
-        help="HTML page with charts to write",
+    parser.add_option(
+        "--output", OutputFile("an HTML file"), "FILE", "HTML page with charts to write"
     )
-    parser.add_argument(
-        "--near-duplicates",
-        action="store_true",
-        help="also search for similar samples (needs datasketch, extra `data`)",
+    parser.add_flag(
+        "--near-duplicates", "also search for similar samples (needs datasketch, extra `data`)"
     )
-    parser.add_argument(
-        "--languages",
-        action="store_true",
-        help="also identify the languages (needs py3langid, extra `data`)",
-    )
+    parser.add_flag("--languages", "also identify the languages (needs py3langid, extra `data`)")
     parser.example = "paceline data stats examples/demo.yaml --output stats.html"
 
 

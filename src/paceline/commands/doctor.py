@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from paceline.commands.options import Integer, OptionParser, add_config, config_and_overrides
+from paceline.commands.reports import print_report
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration
@@ -29,11 +30,11 @@ _FILE_WIDTH = 120
 
 def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
-    parser.add_argument(
+    parser.add_option(
         "--ranks",
-        type=Integer(1, _MAX_RANKS),
-        metavar="N",
-        help="number of ranks (default: as many as a run with this config has)",
+        Integer(1, _MAX_RANKS),
+        "N",
+        "number of ranks (default: as many as a run with this config has)",
     )
     parser.example = "paceline doctor --ranks 2"
 
@@ -44,11 +45,9 @@ def run(args: Namespace) -> int:
     from paceline.doctor.run import doctor
 
     result = doctor(options)
-    if result.report is not None and args.json:
-        print(json.dumps(result.report, indent=2))
-    elif result.report is not None:
-        console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False)
-        console.print(report_table(result.checks, result.report))
+    if result.report is not None:
+        width = None if sys.stdout.isatty() else _FILE_WIDTH
+        print_report(args, result.report, partial(report_table, result.checks), width)
     return result.exit_code
 
 

@@ -16,39 +16,29 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: OptionParser) -> None:
-    parser.add_argument("run_dir", type=AnyPath("its output_dir"), metavar="RUN", help="run")
-    parser.add_argument(
+    parser.add_option("run_dir", AnyPath("its output_dir"), "RUN", "run")
+    parser.add_option(
         "--tasks",
-        type=CommaList(AnyText()),
-        metavar="NAMES",
-        help="tasks or groups of tasks, separated by commas (default: `evaluation.lm_eval` of the"
+        CommaList(AnyText()),
+        "NAMES",
+        "tasks or groups of tasks, separated by commas (default: `evaluation.lm_eval` of the"
         " run's config, with its other settings)",
     )
-    parser.add_argument(
-        "--include-path",
-        type=AnyText("a folder"),
-        metavar="DIR",
-        help="folder with further tasks as YAML files",
+    parser.add_option(
+        "--include-path", AnyText("a folder"), "DIR", "folder with further tasks as YAML files"
     )
-    parser.add_argument(
-        "--limit", type=Integer(1), metavar="N", help="number of rows of each task (default: all)"
-    )
-    parser.add_argument(
+    parser.add_option("--limit", Integer(1), "N", "number of rows of each task (default: all)")
+    parser.add_option(
         "--num-fewshot",
-        type=Integer(0),
-        metavar="N",
-        help="number of examples in each prompt (default: as the task defines it)",
+        Integer(0),
+        "N",
+        "number of examples in each prompt (default: as the task defines it)",
     )
-    parser.add_argument(
-        "--batch-size",
-        type=Integer(1),
-        metavar="N",
-        help="number of prompts per forward pass (default: 8)",
+    parser.add_option(
+        "--batch-size", Integer(1), "N", "number of prompts per forward pass (default: 8)"
     )
-    parser.add_argument(
-        "--apply-chat-template",
-        action="store_true",
-        help="format the prompts with the chat template of the tokenizer",
+    parser.add_flag(
+        "--apply-chat-template", "format the prompts with the chat template of the tokenizer"
     )
     parser.example = "paceline eval output/demo --tasks arc_easy,hellaswag --limit 100"
 

@@ -22,40 +22,30 @@ _MAX_ELEMENTS = 10_000
 
 
 def add_arguments(parser: OptionParser) -> None:
-    parser.add_argument(
+    parser.add_option(
         "topic",
-        type=Choice(tuple(TOPICS), renamed={"dp": "data-parallel"}),
-        metavar="TOPIC",
+        Choice(tuple(TOPICS), renamed={"dp": "data-parallel"}),
+        "TOPIC",
+        "algorithm to explain (default: list the topics)",
         nargs="?",
-        help="algorithm to explain (default: list the topics)",
     )
-    parser.add_argument(
-        "--ranks",
-        type=Integer(1, MAX_RANKS),
-        metavar="N",
-        help="number of ranks (default: depends on the topic)",
+    parser.add_option(
+        "--ranks", Integer(1, MAX_RANKS), "N", "number of ranks (default: depends on the topic)"
     )
-    parser.add_argument(
+    parser.add_option(
         "--elements",
-        type=Integer(1, _MAX_ELEMENTS),
-        metavar="N",
-        help="number of elements of a collective's tensor (default: 2 per rank)",
+        Integer(1, _MAX_ELEMENTS),
+        "N",
+        "number of elements of a collective's tensor (default: 2 per rank)",
     )
-    parser.add_argument(
+    parser.add_option(
         "--algorithm",
-        type=AnyText("; ".join(dict.fromkeys(_names(topic) for topic in TOPICS if _names(topic)))),
-        metavar="NAME",
-        help="variant of the algorithm, for topics that have several",
+        AnyText("; ".join(dict.fromkeys(_names(topic) for topic in TOPICS if _names(topic)))),
+        "NAME",
+        "variant of the algorithm, for topics that have several",
     )
-    parser.add_argument(
-        "--output",
-        type=OutputFile("an HTML file"),
-        metavar="FILE",
-        help="animated HTML page to write",
-    )
-    parser.add_argument(
-        "--svg", type=OutputFile("an SVG file"), metavar="FILE", help="static picture to write"
-    )
+    parser.add_option("--output", OutputFile("an HTML file"), "FILE", "animated HTML page to write")
+    parser.add_option("--svg", OutputFile("an SVG file"), "FILE", "static picture to write")
     parser.example = "paceline explain all-reduce --ranks 4 --algorithm tree --output tree.html"
 
 

@@ -10,33 +10,29 @@ from paceline.core.errors import EXIT_DONE, ConfigError
 
 
 def add_arguments(parser: OptionParser) -> None:
-    parser.add_argument("run_dir", type=AnyPath("its output_dir"), metavar="RUN", help="run")
-    parser.add_argument(
-        "--merge", action="store_true", help="merge the adapter into the weights of the base model"
-    )
-    parser.add_argument(
+    parser.add_option("run_dir", AnyPath("its output_dir"), "RUN", "run")
+    parser.add_flag("--merge", "merge the adapter into the weights of the base model")
+    parser.add_option(
         "--output",
-        type=AnyText("a folder that does not exist yet"),
-        metavar="DIR",
-        help="folder to write the model to (default: RUN/exported)",
+        AnyText("a folder that does not exist yet"),
+        "DIR",
+        "folder to write the model to (default: RUN/exported)",
     )
-    parser.add_argument(
+    parser.add_option(
         "--dtype",
-        type=AnyText("auto, float32, bfloat16, float16"),
+        AnyText("auto, float32, bfloat16, float16"),
+        "DTYPE",
+        "data type of the written weights",
         default="auto",
-        metavar="DTYPE",
-        help="data type of the written weights",
     )
-    parser.add_argument(
+    parser.add_option(
         "--push",
-        type=AnyText("OWNER/NAME"),
-        metavar="REPO",
-        help="upload the model with a model card to this repository of the Hugging Face hub:"
+        AnyText("OWNER/NAME"),
+        "REPO",
+        "upload the model with a model card to this repository of the Hugging Face hub:"
         " model/ as it is, or with --merge the merged model",
     )
-    parser.add_argument(
-        "--private", action="store_true", help="make a new repository private; with --push"
-    )
+    parser.add_flag("--private", "make a new repository private; with --push")
     parser.example = "paceline export output/demo --merge --output merged"
 
 

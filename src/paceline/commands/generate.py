@@ -12,40 +12,24 @@ _SAMPLING = ("max_new_tokens", "temperature", "system", "seed")
 
 
 def add_arguments(parser: OptionParser) -> None:
-    parser.add_argument("run_dir", type=AnyPath("its output_dir"), metavar="RUN", help="run")
-    parser.add_argument(
-        "question",
-        nargs="?",
-        type=AnyText(),
-        metavar="QUESTION",
-        help="question to answer; not with --serve",
+    parser.add_option("run_dir", AnyPath("its output_dir"), "RUN", "run")
+    parser.add_option(
+        "question", AnyText(), "QUESTION", "question to answer; not with --serve", nargs="?"
     )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=Integer(),
-        metavar="N",
-        help="maximum length of the answer in tokens (default: 128)",
+    parser.add_option(
+        "--max-new-tokens", Integer(), "N", "maximum length of the answer in tokens (default: 128)"
     )
-    parser.add_argument(
+    parser.add_option(
         "--temperature",
-        type=Number(),
-        metavar="T",
-        help="sampling temperature; 0, the default, selects the most likely token",
+        Number(),
+        "T",
+        "sampling temperature; 0, the default, selects the most likely token",
     )
-    parser.add_argument("--system", type=AnyText(), metavar="TEXT", help="system message")
-    parser.add_argument(
-        "--seed", type=Integer(), metavar="N", help="seed for sampling (default: 0)"
-    )
-    parser.add_argument(
-        "--serve",
-        action="store_true",
-        help="answer requests from standard input, one JSON per line",
-    )
-    parser.add_argument(
-        "--device",
-        type=AnyText("auto or cpu"),
-        metavar="NAME",
-        help="device, with --serve (default: auto)",
+    parser.add_option("--system", AnyText(), "TEXT", "system message")
+    parser.add_option("--seed", Integer(), "N", "seed for sampling (default: 0)")
+    parser.add_flag("--serve", "answer requests from standard input, one JSON per line")
+    parser.add_option(
+        "--device", AnyText("auto or cpu"), "NAME", "device, with --serve (default: auto)"
     )
     parser.example = 'paceline generate output/demo "What is a tuple?" --max-new-tokens 100'
 

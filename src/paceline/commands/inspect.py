@@ -12,11 +12,11 @@ from paceline.core.errors import EXIT_DONE
 
 
 def add_arguments(parser: OptionParser) -> None:
-    parser.add_argument(
+    parser.add_option(
         "checkpoint",
-        type=AnyText("a checkpoint, the folder of a run, or a URL"),
-        metavar="CHECKPOINT",
-        help="checkpoint",
+        AnyText("a checkpoint, the folder of a run, or a URL"),
+        "CHECKPOINT",
+        "checkpoint",
     )
     parser.example = "paceline inspect output/demo"
 

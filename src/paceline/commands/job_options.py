@@ -1,10 +1,12 @@
 """Options that the commands which write jobs for a cluster share."""
 
 import re
+from argparse import Namespace
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.commands.options import Integer, InvalidValue, OptionParser
+from paceline.core.errors import ConfigError
 
 
 class Duration(NamedTuple):
@@ -51,12 +53,20 @@ class TimeLimit:
 
 def add_hosts(parser: OptionParser) -> None:
     """Add the options for the size of a job on several hosts."""
-    parser.add_argument(
-        "--nodes", type=Integer(1, 10_000), metavar="N", help="number of hosts; required"
-    )
-    parser.add_argument(
+    parser.add_option("--nodes", Integer(1, 10_000), "N", "number of hosts; required")
+    parser.add_option(
         "--gpus-per-node",
-        type=Integer(0, 64, "0 (ranks on the CPU) to 64"),
-        metavar="N",
-        help="number of GPUs of each host; required",
+        Integer(0, 64, "0 (ranks on the CPU) to 64"),
+        "N",
+        "number of GPUs of each host; required",
     )
+
+
+def check_required(args: Namespace, *names: str) -> None:
+    """Raise ConfigError if one of these options is missing."""
+    missing = [f"`--{name}`" for name in names if getattr(args, name.replace("-", "_")) is None]
+    if missing:
+        raise ConfigError(
+            f"`{args.command.prog}` needs {', '.join(missing)}",
+            fix=f"run e.g. `{args.command.example}`",
+        )

@@ -7,7 +7,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.commands.job_options import TimeLimit, add_hosts
+from paceline.commands.job_options import TimeLimit, add_hosts, check_required
 from paceline.commands.options import (
     Choice,
     Integer,
@@ -16,7 +16,6 @@ from paceline.commands.options import (
     OutputFile,
     Pattern,
     add_config,
-    check_required,
     config_and_overrides,
     print_notices,
     write_output,
@@ -77,81 +76,52 @@ class SecretVariables:
 def add_arguments(parser: OptionParser) -> None:
     add_config(parser, only_known_keys=True)
     add_hosts(parser)
-    add = parser.add_argument
-    add("--image", type=_IMAGE, metavar="IMAGE", help="image with Paceline; required")
+    add = parser.add_option
+    add("--image", _IMAGE, "IMAGE", "image with Paceline; required")
     add(
         "--variant",
-        type=Choice(_VARIANTS),
-        metavar="NAME",
-        help="TrainJob of Kubeflow Trainer, or JobSet (default: kubeflow)",
+        Choice(_VARIANTS),
+        "NAME",
+        "TrainJob of Kubeflow Trainer, or JobSet (default: kubeflow)",
     )
-    add(
-        "--name",
-        type=JobName(),
-        metavar="NAME",
-        help="name of the job (default: name of the config file)",
-    )
-    add("--namespace", type=_LABEL, metavar="NAME", help="namespace of the objects")
-    add(
-        "--runtime",
-        type=_SUBDOMAIN,
-        metavar="NAME",
-        help="runtime of Kubeflow Trainer (default: paceline)",
-    )
-    add("--queue", type=_LABEL, metavar="NAME", help="queue of Kueue")
-    add(
-        "--time",
-        type=TimeLimit(),
-        metavar="LIMIT",
-        help="time limit of the job, which then ends with a checkpoint",
-    )
+    add("--name", JobName(), "NAME", "name of the job (default: name of the config file)")
+    add("--namespace", _LABEL, "NAME", "namespace of the objects")
+    add("--runtime", _SUBDOMAIN, "NAME", "runtime of Kubeflow Trainer (default: paceline)")
+    add("--queue", _LABEL, "NAME", "queue of Kueue")
+    add("--time", TimeLimit(), "LIMIT", "time limit of the job, which then ends with a checkpoint")
     add(
         "--ttl",
-        type=Integer(0, 31_536_000),
-        metavar="SECONDS",
-        help="delete the job this long after its end; JobSet only",
+        Integer(0, 31_536_000),
+        "SECONDS",
+        "delete the job this long after its end; JobSet only",
     )
-    add("--pvc", type=_SUBDOMAIN, metavar="NAME", help="volume with the working folder of all pods")
+    add("--pvc", _SUBDOMAIN, "NAME", "volume with the working folder of all pods")
     add(
         "--endpoint-pvc",
-        type=_SUBDOMAIN,
-        metavar="NAME",
-        help="volume with the working folder of the first pod; JobSet only",
+        _SUBDOMAIN,
+        "NAME",
+        "volume with the working folder of the first pod; JobSet only",
     )
-    add("--data-pvc", type=_SUBDOMAIN, metavar="NAME", help="volume with data, at /data")
-    add("--cache-pvc", type=_SUBDOMAIN, metavar="NAME", help="volume for caches, at /cache")
-    add("--cpus-per-node", type=Integer(1, 4096), metavar="N", help="CPU cores of each pod")
-    add("--memory-per-node", type=_QUANTITY, metavar="SIZE", help="memory of each pod")
-    add("--shm-size", type=_QUANTITY, metavar="SIZE", help="size of /dev/shm")
+    add("--data-pvc", _SUBDOMAIN, "NAME", "volume with data, at /data")
+    add("--cache-pvc", _SUBDOMAIN, "NAME", "volume for caches, at /cache")
+    add("--cpus-per-node", Integer(1, 4096), "N", "CPU cores of each pod")
+    add("--memory-per-node", _QUANTITY, "SIZE", "memory of each pod")
+    add("--shm-size", _QUANTITY, "SIZE", "size of /dev/shm")
     add(
         "--grace-period",
-        type=Integer(1, 86_400),
-        metavar="SECONDS",
-        help="time for a checkpoint before the pods are killed",
+        Integer(1, 86_400),
+        "SECONDS",
+        "time for a checkpoint before the pods are killed",
     )
-    add("--user", type=Integer(0, 65_535), metavar="UID", help="user of the pods")
-    add(
-        "--secret-env",
-        type=SecretVariables(),
-        metavar="NAME=...",
-        help="environment variables from secrets",
-    )
-    add("--image-pull-secret", type=_SUBDOMAIN, metavar="NAME", help="secret of the registry")
-    add("--service-account", type=_SUBDOMAIN, metavar="NAME", help="service account of the pods")
-    add("--scheduler", type=_SCHEDULER, metavar="NAME", help="scheduler of the runtime")
-    add(
-        "--output",
-        type=OutputFile(),
-        metavar="FILE",
-        help="manifest to write (default: standard output)",
-    )
-    add("--coscheduling", action="store_true", help="start all pods together; Kubeflow only")
-    add(
-        "--no-network-policy",
-        action="store_true",
-        help="allow other pods to connect to the pods of the job",
-    )
-    add("--runtime-manifest", action="store_true", help="write the runtime that TrainJobs need")
+    add("--user", Integer(0, 65_535), "UID", "user of the pods")
+    add("--secret-env", SecretVariables(), "NAME=...", "environment variables from secrets")
+    add("--image-pull-secret", _SUBDOMAIN, "NAME", "secret of the registry")
+    add("--service-account", _SUBDOMAIN, "NAME", "service account of the pods")
+    add("--scheduler", _SCHEDULER, "NAME", "scheduler of the runtime")
+    add("--output", OutputFile(), "FILE", "manifest to write (default: standard output)")
+    parser.add_flag("--coscheduling", "start all pods together; Kubeflow only")
+    parser.add_flag("--no-network-policy", "allow other pods to connect to the pods of the job")
+    parser.add_flag("--runtime-manifest", "write the runtime that TrainJobs need")
     parser.example = (
         "paceline kubernetes CONFIG.yaml --nodes 2 --gpus-per-node 8"
         " --image registry.example.org/paceline:1.0 --pvc runs"

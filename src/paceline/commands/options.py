@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.errors import ConfigError, did_you_mean, nearest
@@ -98,15 +99,20 @@ class Integer:
 
 @dataclass(frozen=True)
 class Number:
-    """A floating-point number."""
+    """A floating-point number. ``limits``: the lowest one, and the one that all are below."""
 
     allowed: str = "a number"
+    limits: tuple[float, float] | None = None
 
     def __call__(self, text: str) -> float:
         try:
-            return float(text)
+            number = float(text)
         except ValueError as error:
-            raise InvalidValue("is not a number") from error
+            allowed = None if self.limits is None else self.allowed
+            raise InvalidValue("is not a number", allowed=allowed) from error
+        if self.limits is not None and not self.limits[0] <= number < self.limits[1]:
+            raise InvalidValue("is out of range", allowed=self.allowed)
+        return number
 
 
 @dataclass(frozen=True)
@@ -247,6 +253,16 @@ class OptionParser(argparse.ArgumentParser):
         else:
             self.positionals.append(action)
         return action
+
+    def add_option(
+        self, name: str, kind: ArgumentType, metavar: str, description: str, **settings: Any
+    ) -> None:
+        """Add an option or an argument with a value of a kind."""
+        self.add_argument(name, type=kind, metavar=metavar, help=description, **settings)
+
+    def add_flag(self, name: str, description: str) -> None:
+        """Add an option without a value."""
+        self.add_argument(name, action="store_true", help=description)
 
     def add_command(self, name: str, summary: str, aliases: Sequence[str] = ()) -> OptionParser:
         """Add a subcommand, such as `count` of `data`."""
@@ -396,16 +412,17 @@ def _is_config_key(key: str) -> bool:
     )
 
 
-def add_common(parser: OptionParser) -> None:
-    """Add the options of every command."""
-    parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.add_argument("--quiet", action="store_true", help="print only warnings and errors")
-    parser.add_argument(
-        "--log-level",
-        type=Choice(LEVELS),
-        metavar="LEVEL",
-        help="print messages of this level and above",
+def set_up(parser: OptionParser, module: ModuleType) -> None:
+    """Add the options of the module that implements a command, and the options of every command."""
+    module.add_arguments(parser)
+    if parser.commands:
+        return  # Its subcommands have their own.
+    parser.set_defaults(run=module.run)
+    parser.add_flag("--json", "print only the result, as JSON")
+    parser.add_flag("--debug", "show the traceback of an error")
+    parser.add_flag("--quiet", "print only warnings and errors")
+    parser.add_option(
+        "--log-level", Choice(LEVELS), "LEVEL", "print messages of this level and above"
     )
 
 
@@ -461,16 +478,6 @@ def load_job_config(args: argparse.Namespace, builtin: Sequence[str] = ()) -> Lo
     loaded = load_config(path, overrides)
     hide_packages(unused_packages(loaded.config))
     return loaded
-
-
-def check_required(args: argparse.Namespace, *names: str) -> None:
-    """Raise ConfigError if one of these options is missing."""
-    missing = [f"`--{name}`" for name in names if getattr(args, name.replace("-", "_")) is None]
-    if missing:
-        raise ConfigError(
-            f"`{args.command.prog}` needs {', '.join(missing)}",
-            fix=f"run e.g. `{args.command.example}`",
-        )
 
 
 def write_output(path: Path, text: str) -> None:

@@ -24,41 +24,40 @@ _WIDTH = 100  # columns, unless a terminal has its own width
 
 def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
-    parser.add_argument(
+    parser.add_option(
         "--world-size",
-        type=Integer(),
-        metavar="N",
-        help="number of ranks (default: number of devices of this machine)",
+        Integer(),
+        "N",
+        "number of ranks (default: number of devices of this machine)",
     )
-    parser.add_argument(
+    parser.add_option(
         "--device-memory",
-        type=AnyText("a size, such as 80GB or 24GiB"),
-        metavar="SIZE",
-        help="memory of each device (default: the memory of this machine's devices)",
+        AnyText("a size, such as 80GB or 24GiB"),
+        "SIZE",
+        "memory of each device (default: the memory of this machine's devices)",
     )
-    parser.add_argument(
+    parser.add_option(
         "--device",
-        type=AnyText("a name of the device table, such as H100"),
-        metavar="NAME",
-        help="device to plan for (default: this machine's devices)",
+        AnyText("a name of the device table, such as H100"),
+        "NAME",
+        "device to plan for (default: this machine's devices)",
     )
-    parser.add_argument(
+    parser.add_flag(
         "--search",
-        action="store_true",
-        help="also list the set-ups that no other beats in both time and memory, over modes,"
+        "also list the set-ups that no other beats in both time and memory, over modes,"
         " micro-batches, recomputation and offloading",
     )
-    parser.add_argument(
+    parser.add_option(
         "--budget",
-        type=AnyText("a size, such as 24GB"),
-        metavar="SIZE",
-        help="memory of each device that the run may use (default: all of it)",
+        AnyText("a size, such as 24GB"),
+        "SIZE",
+        "memory of each device that the run may use (default: all of it)",
     )
-    parser.add_argument(
+    parser.add_option(
         "--deadline",
-        type=AnyText("a time, such as 8h, 90min or 2d"),
-        metavar="TIME",
-        help="also list the cheapest machines of the device table that finish the run in this time",
+        AnyText("a time, such as 8h, 90min or 2d"),
+        "TIME",
+        "also list the cheapest machines of the device table that finish the run in this time",
     )
     parser.add_argument(
         "--price",
@@ -68,45 +67,40 @@ def add_arguments(parser: OptionParser) -> None:
         help="price of a device per hour, for all devices or for one, such as H100-SXM=2.5;"
         " repeatable (default: device hours are compared)",
     )
-    parser.add_argument(
+    parser.add_option(
         "--network",
-        type=AnyText("a network, such as rail:32 or fat-tree:4:2"),
-        metavar="KIND[:HOSTS[:OVERSUBSCRIPTION]]",
-        help="switches between hosts: rail or fat-tree, the hosts of a group of leaf switches, and"
+        AnyText("a network, such as rail:32 or fat-tree:4:2"),
+        "KIND[:HOSTS[:OVERSUBSCRIPTION]]",
+        "switches between hosts: rail or fat-tree, the hosts of a group of leaf switches, and"
         " the oversubscription above them (default: all hosts at the same rate)",
     )
-    parser.add_argument(
+    parser.add_option(
         "--storage",
-        type=AnyText("a size per second, such as 2GB"),
-        default="2GB",
-        metavar="SIZE",
-        help="what a host writes to and reads from storage in a second, for the goodput with"
+        AnyText("a size per second, such as 2GB"),
+        "SIZE",
+        "what a host writes to and reads from storage in a second, for the goodput with"
         " recovery.mtbf_hours (default: 2GB)",
+        default="2GB",
     )
-    parser.add_argument(
+    parser.add_option(
         "--restart-time",
-        type=AnyText("a time, such as 2min"),
+        AnyText("a time, such as 2min"),
+        "TIME",
+        "from a failure to running ranks, without reading the checkpoint (default: 2min)",
         default="2min",
-        metavar="TIME",
-        help="from a failure to running ranks, without reading the checkpoint (default: 2min)",
     )
-    parser.add_argument(
+    parser.add_option(
         "--calibrate",
-        nargs="+",
-        type=AnyText("the folder of a finished run"),
-        metavar="RUN",
-        help="fit the predicted times to finished runs on this machine; later plans and `mode:"
+        AnyText("the folder of a finished run"),
+        "RUN",
+        "fit the predicted times to finished runs on this machine; later plans and `mode:"
         " auto` use the result. Needs no config, and prints no plan",
+        nargs="+",
     )
-    parser.add_argument(
-        "--no-history",
-        action="store_true",
-        help="ignore earlier runs on this machine",
-    )
-    parser.add_argument(
+    parser.add_flag("--no-history", "ignore earlier runs on this machine")
+    parser.add_flag(
         "--simulate",
-        action="store_true",
-        help="also simulate two steps of the configured mode (else of the chosen one) on fake"
+        "also simulate two steps of the configured mode (else of the chosen one) on fake"
         " tensors: memory by kind, messages, FLOPs and the least time; needs the CPU build of torch"
         " and a C++ compiler",
     )

@@ -64,51 +64,41 @@ class RayAddress:
 
 def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
-    parser.add_argument(
-        "--num-workers",
-        type=Integer(1),
-        metavar="N",
-        help="number of workers, with one rank each; required",
+    parser.add_option(
+        "--num-workers", Integer(1), "N", "number of workers, with one rank each; required"
     )
-    parser.add_argument(
+    parser.add_option(
         "--address",
-        type=RayAddress(),
-        metavar="HOST:PORT",
-        help=(
-            "cluster to use (default: RAY_ADDRESS, the cluster that runs on this machine, or a new"
-            " one for this run)"
-        ),
+        RayAddress(),
+        "HOST:PORT",
+        "cluster to use (default: RAY_ADDRESS, the cluster that runs on this machine, or a new"
+        " one for this run)",
     )
-    parser.add_argument(
+    parser.add_flag(
         "--use-gpu",
-        action="store_true",
-        help="use one GPU per worker (default: if `parallel.device` or the cluster has GPUs)",
+        "use one GPU per worker (default: if `parallel.device` or the cluster has GPUs)",
     )
-    parser.add_argument(
+    parser.add_option(
         "--cpus-per-worker",
-        type=Integer(1),
+        Integer(1),
+        "N",
+        "CPU cores that Ray reserves per worker; also the threads of a CPU worker",
         default=1,
-        metavar="N",
-        help="CPU cores that Ray reserves per worker; also the threads of a CPU worker",
     )
-    parser.add_argument(
+    parser.add_option(
         "--max-failures",
-        type=Integer(-1, range_text="-1 (unlimited) or more"),
-        metavar="N",
-        help="restarts of all workers after a failure (default: `recovery.max_restarts`)",
+        Integer(-1, range_text="-1 (unlimited) or more"),
+        "N",
+        "restarts of all workers after a failure (default: `recovery.max_restarts`)",
     )
-    parser.add_argument(
+    parser.add_option(
         "--working-dir",
-        type=ExistingFolder(),
-        metavar="DIR",
-        help=(
-            "folder that Ray copies to the nodes, for relative paths of the config (default: the"
-            " workers use the current folder, which all nodes must be able to read)"
-        ),
+        ExistingFolder(),
+        "DIR",
+        "folder that Ray copies to the nodes, for relative paths of the config (default: the"
+        " workers use the current folder, which all nodes must be able to read)",
     )
-    parser.add_argument(
-        "--allow-config-change", action="store_true", help="resume although the config has changed"
-    )
+    parser.add_flag("--allow-config-change", "resume although the config has changed")
     parser.example = "paceline ray CONFIG.yaml --num-workers 4 --address auto"
 
 

@@ -16,17 +16,12 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
-    parser.add_argument(
+    parser.add_flag(
         "--dry-run",
-        action="store_true",
-        help="check the run without training, and print the keys that differ from their defaults",
+        "check the run without training, and print the keys that differ from their defaults",
     )
-    parser.add_argument("--full", action="store_true", help="with `--dry-run`: print all keys")
-    parser.add_argument(
-        "--allow-config-change",
-        action="store_true",
-        help="resume although the config has changed",
-    )
+    parser.add_flag("--full", "with `--dry-run`: print all keys")
+    parser.add_flag("--allow-config-change", "resume although the config has changed")
     parser.example = "paceline sft model=builtin:qwen2-tiny dataset=builtin:python-docs"
 
 

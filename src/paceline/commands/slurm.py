@@ -7,14 +7,13 @@ import re
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from paceline.commands.job_options import TimeLimit, add_hosts
+from paceline.commands.job_options import TimeLimit, add_hosts, check_required
 from paceline.commands.options import (
     Integer,
     OptionParser,
     OutputFile,
     Pattern,
     add_config,
-    check_required,
     config_and_overrides,
     print_notices,
     write_output,
@@ -33,39 +32,32 @@ _MAX_GRACE_PERIOD_S = 65535  # Slurm stores it in 16 bits
 def add_arguments(parser: OptionParser) -> None:
     add_config(parser, only_known_keys=True)
     add_hosts(parser)
-    parser.add_argument(
-        "--time", type=TimeLimit(), metavar="LIMIT", help="time limit of the job; required"
-    )
-    parser.add_argument(
+    parser.add_option("--time", TimeLimit(), "LIMIT", "time limit of the job; required")
+    parser.add_option(
         "--job-name",
-        type=Pattern(r"[\w.+-]+", "letters, digits and . _ + -"),
-        metavar="NAME",
-        help="name of the job (default: name of the config file)",
+        Pattern(r"[\w.+-]+", "letters, digits and . _ + -"),
+        "NAME",
+        "name of the job (default: name of the config file)",
     )
-    parser.add_argument(
+    parser.add_option(
         "--cpus-per-node",
-        type=Integer(1, 4096),
-        metavar="N",
-        help="CPU cores per host (default: one per rank and loader process)",
+        Integer(1, 4096),
+        "N",
+        "CPU cores per host (default: one per rank and loader process)",
     )
-    parser.add_argument(
+    parser.add_option(
         "--grace-period",
-        type=Integer(),
+        Integer(),
+        "SECONDS",
+        "time before the end at which Slurm sends SIGTERM, so that a checkpoint is written",
         default=120,
-        metavar="SECONDS",
-        help="time before the end at which Slurm sends SIGTERM, so that a checkpoint is written",
     )
     for name in _SBATCH_OPTIONS:
-        parser.add_argument(
-            f"--{name}", type=_SBATCH_VALUE, metavar="VALUE", help=f"--{name} of sbatch"
-        )
-    parser.add_argument(
-        "--output",
-        type=OutputFile(),
-        metavar="FILE",
-        help="script to write (default: standard output)",
+        parser.add_option(f"--{name}", _SBATCH_VALUE, "VALUE", f"--{name} of sbatch")
+    parser.add_option(
+        "--output", OutputFile(), "FILE", "script to write (default: standard output)"
     )
-    parser.add_argument("--submit", action="store_true", help="submit the job with sbatch")
+    parser.add_flag("--submit", "submit the job with sbatch")
     parser.example = "paceline slurm CONFIG.yaml --nodes 2 --gpus-per-node 8 --time 4:00:00"
 
 

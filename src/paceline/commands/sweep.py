@@ -38,22 +38,20 @@ _WIDTH = 160
 
 def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
-    parser.add_argument(
+    parser.add_option(
         "--folder",
-        type=AnyPath("a folder"),
-        metavar="FOLDER",
-        help="folder of the sweep, with one folder per run (default: `output_dir` followed by"
-        " `-sweep`)",
+        AnyPath("a folder"),
+        "FOLDER",
+        "folder of the sweep, with one folder per run (default: `output_dir` followed by `-sweep`)",
     )
-    parser.add_argument(
+    parser.add_option(
         "--metric",
-        type=AnyText(
+        AnyText(
             "eval_loss, train_loss, tokens_per_second or a metric of the evaluations",
             may_be_empty=False,
         ),
-        metavar="NAME",
-        help="metric by which runs are compared (default: eval_loss; without evaluations,"
-        " train_loss)",
+        "NAME",
+        "metric by which runs are compared (default: eval_loss; without evaluations, train_loss)",
     )
     direction = parser.add_mutually_exclusive_group()
     direction.add_argument(
@@ -70,27 +68,17 @@ def add_arguments(parser: OptionParser) -> None:
         dest="maximize",
         help="a lower metric is better",
     )
-    parser.add_argument(
-        "--parallel",
-        type=Integer(1, 64),
-        default=1,
-        metavar="N",
-        help="runs at a time, each on devices of its own",
+    parser.add_option(
+        "--parallel", Integer(1, 64), "N", "runs at a time, each on devices of its own", default=1
     )
-    parser.add_argument(
+    parser.add_option(
         "--trials",
-        type=Integer(1, 10_000),
-        metavar="N",
-        help="search with Optuna for the best values, with N runs in all",
+        Integer(1, 10_000),
+        "N",
+        "search with Optuna for the best values, with N runs in all",
     )
-    parser.add_argument(
-        "--no-pruning", action="store_true", help="with --trials, do not stop runs early"
-    )
-    parser.add_argument(
-        "--allow-config-change",
-        action="store_true",
-        help="resume runs although the config has changed",
-    )
+    parser.add_flag("--no-pruning", "with --trials, do not stop runs early")
+    parser.add_flag("--allow-config-change", "resume runs although the config has changed")
     parser.example = (
         "paceline sweep examples/demo.yaml lora.enable=true lora.rank=8,16"
         " train_args.learning_rate=1e-3,2e-3"

@@ -30,28 +30,28 @@ DEFAULT_FOLDER = Path("output")
 
 
 def add_arguments(parser: OptionParser) -> None:
-    parser.add_argument(
+    parser.add_option(
         "folder",
+        AnyPath("a folder for runs"),
+        "FOLDER",
+        "folder with the runs (default: ./output, which is created)",
         nargs="?",
-        type=AnyPath("a folder for runs"),
-        metavar="FOLDER",
-        help="folder with the runs (default: ./output, which is created)",
     )
-    parser.add_argument(
+    parser.add_option(
         "--port",
-        type=Integer(0, 65535, "0 (any free port) to 65535"),
+        Integer(0, 65535, "0 (any free port) to 65535"),
+        "P",
+        "port, or the next free one",
         default=PORT,
-        metavar="P",
-        help="port, or the next free one",
     )
-    parser.add_argument(
+    parser.add_option(
         "--host",
-        type=AnyText("an address of this machine"),
+        AnyText("an address of this machine"),
+        "H",
+        "address to listen on",
         default="127.0.0.1",
-        metavar="H",
-        help="address to listen on",
     )
-    parser.add_argument("--no-browser", action="store_true", help="do not open a browser")
+    parser.add_flag("--no-browser", "do not open a browser")
     parser.example = "paceline ui output --port 8080"
 
 

@@ -1,9 +1,8 @@
 """`paceline verify`: certify that the parallel modes agree and cost what was estimated."""
 
-import json
 from argparse import Namespace
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text as RichText
 
@@ -15,6 +14,7 @@ from paceline.commands.options import (
     add_config,
     load_fitted_config,
 )
+from paceline.commands.reports import print_report
 from paceline.core import formatting
 from paceline.observe.report.certificate import Certificate, rows, summary
 
@@ -24,26 +24,24 @@ _COLORS = {"ok": "green", "not ok": "bold red", "refused": "yellow"}
 
 def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
-    parser.add_argument(
+    parser.add_option(
         "--modes",
-        type=AnyText("comma-separated names, all, or hybrid"),
-        metavar="NAME,...",
-        help="parallel modes (default: all that this config supports)",
+        AnyText("comma-separated names, all, or hybrid"),
+        "NAME,...",
+        "parallel modes (default: all that this config supports)",
     )
-    parser.add_argument(
+    parser.add_option(
         "--world-size",
-        type=Integer(2),
-        metavar="N",
-        help="number of ranks (default: number of GPUs, or 4 on the CPU)",
+        Integer(2),
+        "N",
+        "number of ranks (default: number of GPUs, or 4 on the CPU)",
     )
-    parser.add_argument(
-        "--steps", type=Integer(1), default=20, metavar="N", help="number of steps of each mode"
-    )
-    parser.add_argument(
+    parser.add_option("--steps", Integer(1), "N", "number of steps of each mode", default=20)
+    parser.add_option(
         "--output",
-        type=AnyPath("a folder, also of a finished run"),
-        metavar="DIR",
-        help="folder to write verify.json and verify.html to",
+        AnyPath("a folder, also of a finished run"),
+        "DIR",
+        "folder to write verify.json and verify.html to",
     )
     parser.example = "paceline verify examples/demo.yaml --modes ddp,zero3 --world-size 2"
 
@@ -55,10 +53,8 @@ def run(args: Namespace) -> int:
 
     options = VerifyOptions(args.modes, args.world_size, args.steps, args.output)
     result = verify(load_fitted_config(args), options)
-    if result.certificate is not None and args.json:
-        print(json.dumps(result.certificate, indent=2))
-    elif result.certificate is not None:
-        Console(width=_WIDTH, highlight=False).print(certificate_table(result.certificate))
+    if result.certificate is not None:
+        print_report(args, result.certificate, certificate_table, _WIDTH)
     return result.exit_code
 
 

@@ -7,8 +7,8 @@ from paceline.commands.options import AnyPath, OptionParser
 
 
 def add_arguments(parser: OptionParser) -> None:
-    parser.add_argument("run_dir", type=AnyPath("its output_dir"), metavar="RUN", help="run")
-    parser.add_argument("--once", action="store_true", help="print the current state, and exit")
+    parser.add_option("run_dir", AnyPath("its output_dir"), "RUN", "run")
+    parser.add_flag("--once", "print the current state, and exit")
     parser.example = "paceline watch output/demo"
 
 

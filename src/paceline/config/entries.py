@@ -52,6 +52,10 @@ class ConfigEntry:
     def shown(self) -> str:
         return f"`{self.token}`" if self.token else f"`{self.key}: {short(self.value)}`"
 
+    def located(self) -> str:
+        """Return the key with its value, and where it was written."""
+        return f"{self.shown()} ({self.place()})"
+
     def place(self) -> str:
         if self.source:
             return self.source

@@ -75,10 +75,6 @@ def literals(info: FieldInfo) -> list[str]:
     ]
 
 
-def takes_none(info: FieldInfo) -> bool:
-    return any(kind is type(None) for kind, _ in _parts(info.annotation))
-
-
 def takes(info: FieldInfo, *kinds: type) -> bool:
     """Return whether the field accepts one of ``kinds`` (``list`` means any list)."""
     return any(

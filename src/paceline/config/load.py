@@ -88,23 +88,25 @@ def load_text(text: str, name: str) -> Loaded:
 def _load(
     document: Document | None, file: Path | None, overrides: Sequence[str] | Mapping[str, YamlValue]
 ) -> Loaded:
-    collectors = [_collect_overrides(overrides)]
-    if document is not None:
-        collectors.insert(0, EntryCollector(FILE, document.lines))
-        collectors[0].add_tree(document.value)
-    settings = read_native(collectors)
+    collector = _collect(document, overrides)
+    settings = read_native(collector)
     if settings is None:
         from paceline.config.compat.translate import translate
 
-        settings = translate(collectors, {} if document is None else document.value, file)
+        settings = translate(collector, {} if document is None else document.value, file)
     config = _validate(settings, file)
-    extensions = [key for collector in collectors for key in collector.extensions]
-    notices = [*settings.notices(), *_summary(settings, config, extensions)]
+    notices = [*settings.notices(), *_summary(settings, config, collector.extensions)]
     return Loaded(config, list(dict.fromkeys(notices)), file)
 
 
-def _collect_overrides(overrides: Sequence[str] | Mapping[str, YamlValue]) -> EntryCollector:
-    collector = EntryCollector(OVERRIDE)
+def _collect(
+    document: Document | None, overrides: Sequence[str] | Mapping[str, YamlValue]
+) -> EntryCollector:
+    collector = EntryCollector(FILE)
+    if document is not None:
+        collector.lines = document.lines
+        collector.add_tree(document.value)
+    collector.layer, collector.lines = OVERRIDE, {}
     if isinstance(overrides, Mapping):
         collector.add_tree(overrides)
         return collector

@@ -161,11 +161,11 @@ class Mistake:
     """A single error in a config. ``key``: the native key, ``line``: counted from 1; None if
     unknown."""
 
-    key: str | None
-    line: int | None
     what: str
     allowed: str | None
     fix: str | None
+    key: str | None
+    line: int | None
 
 
 class ConfigMistakes(ConfigError):
@@ -204,12 +204,10 @@ def config_error(
 
 
 def _mistake(problem: Problem, key_of: Callable[[ConfigEntry], str | None]) -> Mistake:
-    entry, key = problem.entry, None
-    if entry is not None:
-        key = problem.target or key_of(entry)
-    return Mistake(
-        key or None, entry.line if entry else None, problem.what, problem.allowed, problem.fix
-    )
+    entry = problem.entry
+    key = (problem.target or key_of(entry) or None) if entry else None
+    line = entry.line if entry else None
+    return Mistake(problem.what, problem.allowed, problem.fix, key, line)
 
 
 def _end_sentence(text: str | None) -> str:

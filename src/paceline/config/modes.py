@@ -2,44 +2,28 @@
 
 import re
 
+#: Mode → its spellings, without separators.
 _SPELLINGS = {
-    "auto": ("auto",),
-    "single": ("single", "none", "no", "singledevice", "singlegpu", "onedevice"),
-    "dp": ("dp", "dataparallel"),
-    "ddp": (
-        "ddp",
-        "distributeddataparallel",
-        "multigpu",
-        "multicpu",
-        "multinpu",
-        "multixpu",
-        "zero0",
-        "noshard",
-    ),
-    "zero1": ("zero1", "zeroredundancyoptimizer", "shardedoptimizer", "zerostage1"),
-    "zero2": ("zero2", "shardgradop", "zerostage2"),
+    "auto": "auto",
+    "single": "single none no singledevice singlegpu onedevice",
+    "dp": "dp dataparallel",
+    "ddp": "ddp distributeddataparallel multigpu multicpu multinpu multixpu zero0 noshard",
+    "zero1": "zero1 zeroredundancyoptimizer shardedoptimizer zerostage1",
+    "zero2": "zero2 shardgradop zerostage2",
     "zero3": (
-        "zero3",
-        "zerostage3",
-        "fsdp",
-        "fsdp1",
-        "fsdp2",
-        "fullshard",
-        "fullyshard",
-        "fullyshardeddataparallel",
-        "hsdp",
-        "hybridshard",
+        "zero3 zerostage3 fsdp fsdp1 fsdp2 fullshard fullyshard fullyshardeddataparallel hsdp"
+        " hybridshard"
     ),
-    "deepspeed": ("deepspeed", "ds"),
-    "tensor": ("tensor", "tp", "tensorparallel", "tensorparallelism"),
-    "pipeline": ("pipeline", "pp", "pipelineparallel", "pipelineparallelism"),
-    "hybrid": ("hybrid", "3d", "nd"),
-    "local_sgd": ("localsgd",),
-    "diloco": ("diloco",),
-    "parameter_server": ("parameterserver", "ps", "rpc"),
+    "deepspeed": "deepspeed ds",
+    "tensor": "tensor tp tensorparallel tensorparallelism",
+    "pipeline": "pipeline pp pipelineparallel pipelineparallelism",
+    "hybrid": "hybrid 3d nd",
+    "local_sgd": "localsgd",
+    "diloco": "diloco",
+    "parameter_server": "parameterserver ps rpc",
 }
 MODES = tuple(_SPELLINGS)
-_MODES = {spelling: mode for mode, spellings in _SPELLINGS.items() for spelling in spellings}
+_MODES = {spelling: mode for mode, names in _SPELLINGS.items() for spelling in names.split()}
 #: `deepspeed_zero2`, `deepspeed-stage-3-offload`, `ds_z3`, `zero3_offload`
 _STAGE = re.compile(r"^(deepspeed|ds)?(?:zero|stage|zerostage|z)([0-3])(?:cpu)?(offload)?$")
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,13 @@ def split_cli(tokens: Sequence[str]) -> tuple[Path | None, list[str]]:
     """
     files: list[str] = []
     overrides: list[str] = []
-    rest = list(tokens)
-    while rest:
-        token = rest.pop(0)
-        if token.startswith("--"):
-            key, values = _option(token, rest)
-            if key == "config":
-                files.extend(values)
-            else:
-                overrides.append(f"{key}={_joined(values)}")
-        elif _PAIR.match(token):
-            overrides.append(token)
-        else:
+    for key, values, token in _split(tokens):
+        if not key:
             files.append(_as_file(token))
+        elif key == "config" and token.startswith("--"):
+            files.extend(values)
+        else:
+            overrides.append(f"{key}={_joined(values)}")
     if len(files) > 1:
         raise ConfigError(
             f"expected one config file, got {files[0]} and {files[1]}",
@@ -60,16 +54,8 @@ def parse_tokens(tokens: Iterable[str]) -> list[tuple[str, Any, str]]:
         ConfigError: an argument is not an override.
     """
     out: list[tuple[str, Any, str]] = []
-    rest = list(tokens)
-    while rest:
-        token = rest.pop(0)
-        if token.startswith("--"):
-            key, values = _option(token, rest)
-            joined = _joined(values)
-            out.append((key, parse_value(joined, f"--{key}"), f"{token.split('=')[0]} {joined}"))
-            continue
-        match = _PAIR.match(token)
-        if match is None:
+    for key, values, token in _split(tokens):
+        if not key:
             raise ConfigError(
                 f"`{token}` is not an override",
                 allowed="key=value, --key value and --key=value, dotted for nested keys",
@@ -79,8 +65,25 @@ def parse_tokens(tokens: Iterable[str]) -> list[tuple[str, Any, str]]:
                     else "write key=value"
                 ),
             )
-        out.append((match["key"], parse_value(match["value"], f"{match['key']}="), token))
+        text, is_option = _joined(values), token.startswith("--")
+        value = parse_value(text, f"--{key}" if is_option else f"{key}=")
+        out.append((key, value, f"{token.split('=')[0]} {text}" if is_option else token))
     return out
+
+
+def _split(tokens: Iterable[str]) -> Iterator[tuple[str, list[str], str]]:
+    """Yield the key, the values and the first argument of each override, and arguments that are not
+    an override, with an empty key."""
+    rest = list(tokens)
+    while rest:
+        token = rest.pop(0)
+        match = _PAIR.match(token)
+        if token.startswith("--"):
+            yield (*_option(token, rest), token)
+        elif match is not None:
+            yield match["key"], [match["value"]], token
+        else:
+            yield "", [], token
 
 
 def _option(token: str, rest: list[str]) -> tuple[str, list[str]]:

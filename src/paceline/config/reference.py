@@ -16,8 +16,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from paceline.config.compat.keys import TOOLS, alias_tables, ignored_tables, method_tables
-from paceline.config.compat.preference import description, is_read
+from paceline.config.compat.keys import (
+    TOOLS,
+    alias_tables,
+    ignored_tables,
+    method_tables,
+    task_of_method,
+)
+from paceline.config.compat.preference import description
 from paceline.config.entries import quoted_names, short
 from paceline.config.fields import CHINESE, KEYS, SECTIONS, chinese, describe
 from paceline.config.schema import Config
@@ -39,9 +45,8 @@ def markdown() -> str:
     for key, (_, methods) in method_tables().keys.items():
         if description(key) is None:
             refused.setdefault(methods, []).append(key)
-    unsupported = {
-        name: text for name, text in method_tables().methods.items() if not is_read(name)
-    }
+    known = method_tables().methods.items()
+    unsupported = {name: text for name, text in known if task_of_method(name) is None}
     mapped = {key: alias for key, alias in tables.aliases.items() if alias.target}
     sections = {key: alias for key, alias in tables.sections.items() if alias.target}
     return (

@@ -1,7 +1,6 @@
 """The settings of a config by native key: their precedence (file < overrides), and keys that
 exclude each other when one comes from the file and one from an override."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -19,7 +18,8 @@ from paceline.config.entries import (
     as_number,
     short,
 )
-from paceline.config.fields import KEYS, MAPPINGS, SOURCE_KEYS, literals, takes, takes_none
+from paceline.config.fields import KEYS, MAPPINGS, SOURCE_KEYS, literals, takes
+from paceline.config.metrics.evaluation import GENERATED_METRICS, LABEL_METRICS, value_names
 from paceline.config.modes import MODES
 from paceline.config.schema.base import Logger
 from paceline.config.schema.lora import ALL_LINEAR
@@ -44,20 +44,9 @@ _NAMES = {
     "parallel.mode": MODES,
     "task": TASKS,
     "train_args.metric_for_best_model": (
-        "loss",
-        "accuracy",
-        "token_accuracy",
-        "perplexity",
-        "exact_match",
-        "f1",
-        "rouge1",
-        "rouge2",
-        "rougeL",
-        "bleu",
-        "chrf",
-        "ter",
+        "loss", "accuracy", *LABEL_METRICS, *(value_names([*GENERATED_METRICS]) or ())
     ),
-}
+}  # fmt: skip
 #: (key set by an override, key of the file that it excludes, values that do not exclude it)
 _EXCLUSIVE: list[tuple[str, str, tuple[YamlValue, ...]]] = [
     ("train_args.warmup_ratio", "train_args.warmup_steps", ()),
@@ -93,7 +82,7 @@ class Settings:
 
     def add(self, entry: ConfigEntry, target: str) -> None:
         """Add an entry of a native key."""
-        if entry.value is None and target in KEYS and not takes_none(KEYS[target]):
+        if entry.value is None and target in KEYS and not takes(KEYS[target], type(None)):
             self.add_empty(entry, target)
             return
         self.assign(Assignment(target, entry.value, entry))
@@ -148,8 +137,7 @@ class Settings:
         self, first: ConfigEntry, second: ConfigEntry, why: str, target: str | None = None
     ) -> None:
         """Record the problem that two entries disagree; ``why`` is added to the message."""
-        shown = " and ".join(f"{entry.shown()} ({entry.place()})" for entry in (first, second))
-        what = f"{shown} disagree{why}"
+        what = f"{first.located()} and {second.located()} disagree{why}"
         fix = "keep one of the two"
         self.problems.append(Problem(what, "disagreement", second, fix=fix, target=target))
 
@@ -173,8 +161,7 @@ class Settings:
             if not winner.entry.layer == OVERRIDE > excluded.entry.layer:
                 continue
             if not self.is_reported(excluded.entry):
-                place = f"{excluded.entry.shown()} ({excluded.entry.place()})"
-                self._inform(f"{place} is overridden by {winner.entry.shown()}")
+                self._inform(f"{excluded.entry.located()} is overridden by {winner.entry.shown()}")
             self.set_winner(other, RESET, winner)
         self._warmup()
         self._lora()
@@ -260,25 +247,21 @@ class Settings:
         return data
 
 
-def read_native(collectors: Sequence[EntryCollector]) -> Settings | None:
+def read_native(collector: EntryCollector) -> Settings | None:
     """Return the settings of a config; None if a key or a value is not Paceline's own."""
     settings = Settings()
-    entries = [entry for collector in collectors for entry in collector.entries]
-    targets = [native_key(entry) for entry in entries]
-    has_task = all(
-        entry.value is not None
-        for entry, target in zip(entries, targets, strict=True)
-        if target == "task"
-    ) and ("task" in targets)
-    for entry, target in zip(entries, targets, strict=True):
+    bound = [(entry, native_key(entry)) for entry in collector.entries]
+    tasks = [entry.value for entry, target in bound if target == "task"]
+    has_task = bool(tasks) and None not in tasks
+    for entry, target in bound:
         if target is None or entry.section in FOREIGN_SECTIONS:
             return None
         if entry.value is not None and not _is_native(target, entry, has_task):
             return None
         settings.add(entry, target)
-    if any("_component_" in key for collector in collectors for key in collector.extensions):
+    if any("_component_" in key for key in collector.extensions):
         return None
-    settings.problems += [problem for collector in collectors for problem in collector.problems]
+    settings.problems += collector.problems
     settings.resolve_precedence()
     settings.exclude()
     return settings

@@ -130,8 +130,7 @@ def _native(text: str) -> dict[str, YamlValue]:
 
 def _target(path: tuple[str, ...]) -> str | None:
     """Return the native key that a path in the text sets, under any of its names."""
-    binding = bind_key(ConfigEntry(path, None, FILE))
-    target = binding.target or (binding.alias.target if binding.alias else None)
+    target = bind_key(ConfigEntry(path, None, FILE)).native_key
     if target is None or target in KEYS:
         return target
     return next((key for key in KEYS if target.startswith(f"{key}.")), None)
@@ -167,9 +166,11 @@ def _root(text: str) -> yaml.MappingNode | None:
     return root if isinstance(root, yaml.MappingNode) else None
 
 
-def _places(root: yaml.MappingNode, key: str) -> list[_Place]:
+def _places(text: str, key: str) -> list[_Place]:
     """Return every place that sets ``key``."""
-    places = []
+    root, places = _root(text), []
+    if root is None:
+        return []
     for name, value in root.value:
         place = _Place(name, value, root)
         path = split_key(str(name.value))
@@ -216,34 +217,27 @@ def _line_end(text: str, index: int) -> int:
 
 
 def _set(text: str, key: str, written: str) -> str:
-    root = _root(text)
-    if root is None:
-        return f"{_with_newline(text)}{_as_line(key, written)}"
-    places = _places(root, key)
+    places = _places(text, key)
     native = next((place for place in places if _is_native(place, key)), None)
     if native is None or len(places) > 1:
         keep = None if native is None else native.key.start_mark.index
-        for _ in places:
-            text = _remove_last(text, key, keep=keep)
+        text = _remove(text, key, keep)
         if native is None:
             return _insert(text, key, written)
-        return _set(text, key, written) if len(_places(_root(text) or root, key)) == 1 else text
+        return _set(text, key, written) if len(_places(text, key)) == 1 else text
     colon = text.index(":", native.key.end_mark.index)
     return f"{text[: colon + 1]} {written}{text[max(_end(text, native), colon + 1) :]}"
 
 
-def _remove(text: str, key: str) -> str:
-    root = _root(text)
-    for _ in _places(root, key) if root else []:
-        text = _remove_last(text, key)
+def _remove(text: str, key: str, keep: int | None = None) -> str:
+    """Remove all places that set ``key``, except the one that begins at ``keep``."""
+    for _ in _places(text, key):
+        text = _remove_last(text, key, keep)
     return text
 
 
-def _remove_last(text: str, key: str, keep: int | None = None) -> str:
-    """Remove the last place that sets ``key``, except the one that begins at ``keep``."""
-    root = _root(text)
-    places = _places(root, key) if root else []
-    places = [place for place in places if place.key.start_mark.index != keep]
+def _remove_last(text: str, key: str, keep: int | None) -> str:
+    places = [place for place in _places(text, key) if place.key.start_mark.index != keep]
     if not places:
         return text
     place = places[-1]
@@ -266,7 +260,8 @@ def _insert(text: str, key: str, written: str) -> str:
     root = _root(text)
     section, _, name = key.rpartition(".")
     if root is None:
-        return _set(text, key, written)
+        line = f"{section}:\n  {name}: {written}" if section else f"{name}: {written}"
+        return f"{_with_newline(text)}{line}\n"
     if not section:
         return _insert_into(text, root, name, written)
     place = next(
@@ -300,11 +295,6 @@ def _insert_into(text: str, mapping: yaml.MappingNode, name: str, written: str) 
         return f"{text[:at]}{indent}{line}\n{text[at:]}"
     at = _line_end(text, _end(text, _Place(*before[-1], mapping)))
     return f"{_with_newline(text[:at])}{indent}{line}\n{text[at:]}"
-
-
-def _as_line(key: str, written: str) -> str:
-    section, _, name = key.rpartition(".")
-    return f"{section}:\n  {name}: {written}\n" if section else f"{name}: {written}\n"
 
 
 def _with_newline(text: str) -> str:

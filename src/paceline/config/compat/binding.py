@@ -4,7 +4,7 @@ unsupported training methods."""
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -22,9 +22,15 @@ from paceline.config.compat.keys import (
     named_method,
     task_of_method,
 )
-from paceline.config.entries import FOREIGN_SECTIONS, ConfigEntry, Problem, quoted_names
+from paceline.config.entries import (
+    FOREIGN_SECTIONS,
+    ConfigEntry,
+    Notice,
+    Problem,
+    quoted_names,
+)
 from paceline.config.fields import KEYS, SECTIONS, takes_value
-from paceline.config.settings import native_key
+from paceline.config.settings import Assignment, native_key
 from paceline.core.errors import nearest
 
 _MAX_SHOWN = 4
@@ -32,11 +38,15 @@ _MAX_SHOWN = 4
 _MIN_SIMILARITY = 0.8
 
 
-@dataclass
+@dataclass(eq=False)
 class KeyBinding:
     """The binding of a key: native (``target``), an alias, ignored, or unknown (none of them).
 
-    ``methods``: the unsupported training methods that the key belongs to.
+    Args:
+        methods: the unsupported training methods that the key belongs to.
+        assigned: what the key sets.
+        notices: texts about the conversion of its value.
+        resolved: texts about its resolution together with other keys.
     """
 
     entry: ConfigEntry
@@ -44,6 +54,14 @@ class KeyBinding:
     alias: Alias | None = None
     ignored: Ignored | None = None
     methods: tuple[str, ...] = ()
+    assigned: list[Assignment] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+    resolved: list[Notice] = field(default_factory=list)
+
+    @property
+    def native_key(self) -> str | None:
+        """Return the native key that this key sets, as far as its name tells."""
+        return self.target or (self.alias.target if self.alias else None)
 
     @property
     def tools(self) -> str:
@@ -87,20 +105,15 @@ def _nearest_key(entry: ConfigEntry) -> str | None:
     """Return the known key that an unknown one may be a misspelling of: it differs in a few
     letters, takes such a value, and does not mean the opposite."""
     name = entry.path[-1]
+    fitting = [key for key, info in KEYS.items() if takes_value(info, entry.value)]
     by_last: dict[str, list[str]] = {}
-    for key, info in KEYS.items():
-        if takes_value(info, entry.value):
-            by_last.setdefault(key.rpartition(".")[2], []).append(key)
+    for key in fitting:
+        by_last.setdefault(key.rpartition(".")[2], []).append(key)
     if name in by_last:
         return "` or `".join(by_last[name])
     prefix = f"{entry.section}." if entry.section in SECTIONS else ""
-    siblings = [
-        key.removeprefix(prefix)
-        for key, info in KEYS.items()
-        if key.startswith(prefix)
-        and "." not in key.removeprefix(prefix)
-        and takes_value(info, entry.value)
-    ]
+    inside = [key.removeprefix(prefix) for key in fitting if key.startswith(prefix)]
+    siblings = [key for key in inside if "." not in key]
     if not prefix:
         siblings += [key for key in SECTIONS["train_args"].model_fields if key in by_last]
         siblings += list(SECTIONS) if isinstance(entry.value, dict) else []
@@ -186,8 +199,7 @@ def unsupported_method(bindings: Sequence[KeyBinding]) -> Problem:
     entries = [binding.entry for binding in bindings]
     shown = entries[0].shown()
     for entry in entries[1:_MAX_SHOWN]:
-        line = f" (line {entry.line})" if entry.line and not entry.token else ""
-        shown += f", {entry.shown()}{line}"
+        shown += f", {entry.located() if entry.line and not entry.token else entry.shown()}"
     if len(entries) > _MAX_SHOWN:
         shown += f" and {len(entries) - _MAX_SHOWN} more"
     methods = [method_tables().methods[name] for name in candidates]

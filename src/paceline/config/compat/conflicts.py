@@ -15,13 +15,19 @@ from paceline.config.schema.tasks import ANSWER_TASKS
 from paceline.config.schema.train_args import TrainArgs
 from paceline.config.settings import RESET, Assignment
 
+_MODULES, _PACKING = "lora.target_modules", "train_args.packing_strategy"
+_SAVE_STEPS, _EVAL_STEPS = "train_args.save_steps", "train_args.eval_steps"
 #: The keys whose value on the command line overrides an action of the file.
 _TARGETS = {
-    "_target_linear": "lora.target_modules",
-    "_target_regex": "lora.target_modules",
-    "_save_in_full": "lora.target_modules",
-    "_saves_per_epoch": "train_args.save_steps",
-    "_evals_per_epoch": "train_args.eval_steps",
+    "_target_linear": _MODULES,
+    "_target_regex": _MODULES,
+    "_save_in_full": _MODULES,
+    "_skip_attention": _MODULES,
+    "_skip_mlp": _MODULES,
+    "_saves_per_epoch": _SAVE_STEPS,
+    "_evals_per_epoch": _EVAL_STEPS,
+    "_packing_strategy": _PACKING,
+    **{f"_use_{name}": "report_to" for name in get_args(Logger)},
 }
 #: Projections of attention and of the MLP, as most models name them.
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj")
@@ -36,7 +42,8 @@ def resolve_conflicts(merge: Merge) -> None:
         winner = merge.winners.pop(name, None)
         if winner is None or winner.value is RESET:
             continue
-        notice = _run(merge, winner, act)
+        is_overridden = merge.is_overridden(_TARGETS.get(name), winner)
+        notice = _OVERRIDDEN if is_overridden else merge.attempt(act, winner)
         for line in merge.lines:
             if notice and any(assigned is winner for assigned in line.assigned):
                 line.resolved.append(notice)
@@ -44,28 +51,19 @@ def resolve_conflicts(merge: Merge) -> None:
     resolve_precision(merge)  # depends on whether LoRA is used
 
 
-def _run(merge: Merge, by: Assignment, act: Action) -> Notice | None:
-    """Run an action, unless the command line overrides what it sets."""
-    target = _TARGETS.get(by.target)
-    if target and merge.is_overridden(target, by):
-        return _OVERRIDDEN
-    return merge.attempt(act, by)
-
-
 # -- keys that act on another
 
 
 def _target_linear(merge: Merge, by: Assignment) -> Notice:
-    named = merge.value_of("lora.target_modules")
+    named = merge.value_of(_MODULES)
     ends, _ = split_beside_all(named) if isinstance(named, list) else ([], [])
-    merge.set_winner("lora.target_modules", ALL_LINEAR, by)
-    text = f"is read as `lora.target_modules: {ALL_LINEAR}`"
-    return "info", f"{text}; {_save_names(merge, ends, by)}" if ends else text
+    more = f"; {_save_names(merge, ends, by)}" if ends else ""
+    return merge.read_as(_MODULES, ALL_LINEAR, by, more)
 
 
 def _target_regex(merge: Merge, by: Assignment) -> Notice:
-    merge.set_winner("lora.target_modules", by.value, by)
-    return "info", f"is read as `lora.target_modules: {by.value}`"
+    merge.set_winner(_MODULES, by.value, by)
+    return "info", f"is read as `{_MODULES}: {by.value}`"
 
 
 def _jinja(merge: Merge, by: Assignment) -> Notice:
@@ -104,28 +102,26 @@ def _save_names(merge: Merge, names: list[str], by: Assignment) -> str:
 
 
 def _save_strategy(merge: Merge, by: Assignment) -> Notice:
-    if by.value == "no":
-        if merge.is_overridden("train_args.save_steps", by):
-            return _OVERRIDDEN
-        merge.set_winner("train_args.save_steps", 0, by)
-        return "info", "is read as `train_args.save_steps: 0`: one checkpoint, at the end"
+    is_overridden = merge.is_overridden(_SAVE_STEPS, by)
     if by.value == "steps":
         return "info", "is the default: a checkpoint every `save_steps`"
     if by.value == "best":
         merge.set_winner("train_args.save_best", True, by)
-        if not merge.is_overridden("train_args.save_steps", by):
-            merge.set_winner("train_args.save_steps", 0, by)
-        return "info", "is read as `train_args.save_best: true` and `train_args.save_steps: 0`"
-    if by.value == "epoch" and not merge.value_of("train_args.max_steps"):
-        save_steps = None
-        if merge.layer_of("train_args.save_steps") == by.entry.layer:
-            save_steps = merge.winners.pop("train_args.save_steps")
-        if merge.is_overridden("train_args.save_steps", by):
-            return _OVERRIDDEN
-        level, text = _per_epoch(merge, by, "train_args.save_steps", 1)
-        unused = f"; {save_steps.entry.shown()} has no effect" if save_steps else ""
-        return level, text + unused
-    return "warning", "checkpoints are written every `save_steps` steps, and at the end"
+        if not is_overridden:
+            merge.set_winner(_SAVE_STEPS, 0, by)
+        return "info", f"is read as `train_args.save_best: true` and `{_SAVE_STEPS}: 0`"
+    is_per_epoch = by.value == "epoch" and not merge.value_of("train_args.max_steps")
+    if by.value != "no" and not is_per_epoch:
+        return "warning", "checkpoints are written every `save_steps` steps, and at the end"
+    if is_overridden:
+        return _OVERRIDDEN
+    if by.value == "no":
+        return merge.read_as(_SAVE_STEPS, 0, by, ": one checkpoint, at the end")
+    unused = ""
+    if merge.layer_of(_SAVE_STEPS) == by.entry.layer:
+        unused = f"; {merge.winners.pop(_SAVE_STEPS).entry.shown()} has no effect"
+    level, text = _per_epoch(merge, by, _SAVE_STEPS, 1)
+    return level, text + unused
 
 
 def _per_epoch(merge: Merge, by: Assignment, target: str, count: float | None = None) -> Notice:
@@ -144,9 +140,8 @@ def _per_epoch(merge: Merge, by: Assignment, target: str, count: float | None = 
         epochs = 1 if has_max_steps else TrainArgs.model_fields["num_train_epochs"].default
     times = count * epochs
     if times <= 1 or (name == "eval_steps" and count == 1):
-        merge.set_winner(target, 0, by)
         place = "each epoch" if name == "eval_steps" else "the run"
-        return "info", f"is read as `{target}: 0`: at the end of {place}"
+        return merge.read_as(target, 0, by, f": at the end of {place}")
     merge.set_winner(target, 1 / times, by)
     fraction = f"`{target}: {short(round(1 / times, 6))}`, a fraction of all steps"
     return "info", f"is read as {fraction}: {short(count)} in each of {short(epochs)} epochs"
@@ -154,8 +149,6 @@ def _per_epoch(merge: Merge, by: Assignment, target: str, count: float | None = 
 
 def _use_logger(merge: Merge, by: Assignment, name: str) -> Notice:
     """Add a logger to `report_to`, for keys that turn on one of them."""
-    if merge.is_overridden("report_to", by):
-        return _OVERRIDDEN
     names = list(merge.value_of("report_to") or [])
     if by.value is True and name not in names:
         names.append(name)
@@ -167,47 +160,35 @@ def _eval_strategy(merge: Merge, by: Assignment) -> Notice:
     if by.value == "steps":
         return "info", "is the default: evaluation every `eval_steps`, with validation data"
     if by.value == "epoch":
-        if merge.is_overridden("train_args.eval_steps", by):
+        if merge.is_overridden(_EVAL_STEPS, by):
             return _OVERRIDDEN
-        merge.set_winner("train_args.eval_steps", 0, by)
-        return "info", "is read as `train_args.eval_steps: 0`: at the end of each epoch"
-    return _no_evaluation(merge, by)
-
-
-def _no_evaluation(merge: Merge, by: Assignment) -> Notice:
-    """Turn evaluation off, unless an override sets the validation data or the interval."""
+        return merge.read_as(_EVAL_STEPS, 0, by, ": at the end of each epoch")
+    # Turn evaluation off, unless an override sets the validation data or the interval.
     keys = [key for key in ("val_dataset", "split_dataset_ratio") if merge.value_of(key)]
     if not keys:
         return "info", "is the default without validation data"
-    if any(merge.is_overridden(key, by) for key in (*keys, "train_args.eval_steps")):
+    if any(merge.is_overridden(key, by) for key in (*keys, _EVAL_STEPS)):
         return _OVERRIDDEN
-    merge.set_winner("train_args.eval_steps", "never", by)
-    return "info", "is read as `train_args.eval_steps: never`"
+    return merge.read_as(_EVAL_STEPS, "never", by)
 
 
 def _packing_strategy(merge: Merge, by: Assignment) -> Notice:
     """Apply TRL's strategy, which has an effect only with `packing: true`."""
-    if merge.is_overridden("train_args.packing_strategy", by):
-        return _OVERRIDDEN
     if merge.value_of("train_args.packing") is not True and by.entry.layer != OVERRIDE:
         return "info", "has no effect without `packing: true`"
-    merge.set_winner("train_args.packing_strategy", by.value, by)
-    return "info", f"is read as `train_args.packing_strategy: {by.value}`"
+    return merge.read_as(_PACKING, by.value, by)
 
 
 def _skip_modules(merge: Merge, by: Assignment, names: tuple[str, ...]) -> Notice:
     """Leave the projections of attention or of the MLP out of the modules with adapters."""
-    if merge.is_overridden("lora.target_modules", by):
-        return _OVERRIDDEN
     others = _MLP if names is _ATTENTION else _ATTENTION[:4]
-    listed = merge.value_of("lora.target_modules")
+    listed = merge.value_of(_MODULES)
     if listed == ALL_LINEAR:
         return "info", f"has no effect with `target_modules: {ALL_LINEAR}`"
     kept = [name for name in listed if name not in names] if isinstance(listed, list) else others
     if not kept:
         raise UnsupportedValue("no module would be trained", "list the modules in `lora`")
-    merge.set_winner("lora.target_modules", list(kept), by)
-    return "info", f"is read as `lora.target_modules: {short(list(kept))}`"
+    return merge.read_as(_MODULES, list(kept), by)
 
 
 def _cosine_min_lr(merge: Merge, by: Assignment, name: str) -> Notice:
@@ -235,8 +216,7 @@ def _batch_size(merge: Merge, by: Assignment) -> Notice:
             "set `per_device_train_batch_size` and `gradient_accumulation_steps`; times the number"
             " of ranks, they give the global batch size",
         )
-    merge.set_winner(target, by.value, by)
-    return "info", f"is read as `{target}: {short(by.value)}`"
+    return merge.read_as(target, by.value, by)
 
 
 def _pairs(merge: Merge, by: Assignment) -> Notice:
@@ -264,8 +244,8 @@ _ACTIONS: dict[str, Action] = {
     "_skip_attention": partial(_skip_modules, names=_ATTENTION),
     "_skip_mlp": partial(_skip_modules, names=_MLP),
     "_save_strategy": _save_strategy,
-    "_saves_per_epoch": partial(_per_epoch, target="train_args.save_steps"),
-    "_evals_per_epoch": partial(_per_epoch, target="train_args.eval_steps"),
+    "_saves_per_epoch": partial(_per_epoch, target=_SAVE_STEPS),
+    "_evals_per_epoch": partial(_per_epoch, target=_EVAL_STEPS),
     **sources.ACTIONS,
     "_packing_strategy": _packing_strategy,
     "_eval_strategy": _eval_strategy,

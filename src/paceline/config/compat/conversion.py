@@ -132,7 +132,8 @@ def info(text: str, sets: dict[str, YamlValue] | None = None) -> Conversion:
 
 
 def warning(text: str, sets: dict[str, YamlValue] | None = None) -> Conversion:
-    return Conversion(sets or {}, notices=(("warning", text),))
+    """Return what a value sets, with a warning unless the text is empty."""
+    return Conversion(sets or {}, notices=(("warning", text),) if text else ())
 
 
 def is_off(value: object) -> bool:
@@ -140,6 +141,11 @@ def is_off(value: object) -> bool:
     return value in (None, False, 0, "", [], {}) or (
         isinstance(value, str) and value.lower() in ("none", "no", "false", "off")
     )
+
+
+def skips_off(convert: Convert) -> Convert:
+    """Return the converter, except that a value that turns the feature off sets nothing."""
+    return lambda value: Conversion() if is_off(value) else convert(value)
 
 
 def as_names(value: Any) -> list[str]:
@@ -180,10 +186,6 @@ def _negated(value: Any) -> Any:
 def unless_off(target: str) -> Convert:
     """Return a converter for a number that sets nothing if it is 0."""
     return lambda value: Conversion({} if is_off(value) else {target: value})
-
-
-def weakly(target: str) -> Convert:
-    return lambda value: Conversion(weak={target: value})
 
 
 def listed(target: str) -> Convert:

@@ -74,12 +74,6 @@ def train_sources(value: Any) -> Conversion:
     return _all(value, "dataset")
 
 
-def weak_train_sources(value: Any) -> Conversion:
-    """Convert TRL's name of a dataset, which a mixture of datasets overrides."""
-    result = train_sources(value)
-    return Conversion(weak=result.sets, notices=result.notices)
-
-
 def train_sources_if_any(value: Any) -> Conversion:
     """Convert one of two keys with the training data, which may be empty."""
     return Conversion() if value in ([], "") else train_sources(value)
@@ -234,10 +228,8 @@ def _mapping(item: dict[str, Any], notices: list[Notice]) -> list[Source]:
         columns |= {turns: name} if name != turns else {}
     if columns.get("role") == "from" and columns.get("content") == "value":
         source["format"] = "sharegpt"
-        turns = columns.get("messages", "conversations")
-        columns = {
-            key: name for key, name in columns.items() if key not in ("role", "content", "messages")
-        }
+        turns = columns.pop("messages", "conversations")
+        del columns["role"], columns["content"]
         columns |= {"conversations": turns} if turns != "conversations" else {}
     if columns:
         source["columns"] = {**columns, **source.get("columns", {})}
@@ -258,9 +250,7 @@ def _columns(item: dict[str, Any]) -> dict[str, str]:
             "`message_property_mappings` of a source is not a mapping",
             "write message_property_mappings: {role: from, content: value}",
         )
-    for ours, theirs in renamed.items():
-        if ours in _PROPERTIES:
-            columns[ours] = str(theirs)
+    columns |= {ours: str(theirs) for ours, theirs in renamed.items() if ours in _PROPERTIES}
     return {ours: theirs for ours, theirs in columns.items() if ours != theirs}
 
 

@@ -11,7 +11,6 @@ its trainers read.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -51,12 +50,14 @@ class Alias:
         tools: letters of :data:`TOOLS`; empty if the key is native and only some of its values
             belong to other tools.
         convert: converts the value.
+        is_weak: whether any other key that sets the same overrides what the value sets.
         meaning: for the documentation, if the conversion is more than a rename.
     """
 
     target: str
     tools: str
     convert: Convert
+    is_weak: bool = False
     meaning: str = ""
 
 
@@ -99,13 +100,21 @@ def alias_tables() -> AliasTables:
     )
 
 
-def _alias(tools: str = "", target: str = "", convert: str = "to()", meaning: str = "") -> Alias:
+def _alias(
+    tools: str = "",
+    target: str = "",
+    convert: str = "to()",
+    weak: bool = False,
+    meaning: str = "",
+) -> Alias:
     path, bracket, argument = convert.removesuffix(")").partition("(")
     module, _, name = path.rpartition(".")
-    if not module and not bracket:
-        return Alias(target, tools, by_case(name), meaning)
-    function = getattr(_CONVERTERS[module], name)
-    return Alias(target, tools, function(argument or target) if bracket else function, meaning)
+    if module or bracket:
+        function = getattr(_CONVERTERS[module], name)
+        converter = function(argument or target) if bracket else function
+    else:
+        converter = by_case(name)
+    return Alias(target, tools, converter, weak, meaning)
 
 
 @cache
@@ -149,17 +158,11 @@ def all_foreign() -> set[str]:
     return set(alias_tables().aliases) | set(ignored_tables().keys)
 
 
-def tool_scores(letters: Iterable[str]) -> dict[str, int]:
-    """Return the number of keys that each tool knows; ``letters`` are the tools of each key."""
-    counts = Counter("".join(letters))
-    return {letter: counts[letter] for letter in TOOLS}
-
-
-def tool_names(letters: str, scores: dict[str, int]) -> str:
+def tool_names(letters: str, scores: Counter[str]) -> str:
     """Return the likeliest tools of a key: at most two, or one if the other keys decide."""
-    ranked = sorted(letters, key=lambda letter: -scores.get(letter, 0))
+    ranked = sorted(letters, key=lambda letter: -scores[letter])
     best = max(scores.values(), default=0)
-    leaders = [letter for letter in TOOLS if scores.get(letter) == best]
+    leaders = [letter for letter in TOOLS if scores[letter] == best]
     if len(leaders) == 1 and leaders[0] in letters:
         return TOOLS[leaders[0]]
     return ", ".join(TOOLS[letter] for letter in ranked[:2])

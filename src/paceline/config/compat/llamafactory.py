@@ -5,6 +5,7 @@ from typing import Any
 
 from paceline.config.chat_names import CALL, ROLES
 from paceline.config.compat.conversion import UnsupportedValue, read_json_object
+from paceline.config.entries import quoted_names
 from paceline.config.schema.tasks import ANSWER_TASKS
 from paceline.config.yaml_read import YamlValue
 
@@ -84,6 +85,10 @@ class _Entry:
             raise self.unsupported(f"`{key}`: expected a mapping", "write it as {...}")
         return {str(name): str(column) for name, column in value.items() if column is not None}
 
+    def renamed(self, *names: str) -> dict[str, str]:
+        """Return the columns that do not have their default name."""
+        return {name: self.columns[name] for name in names if self.columns.get(name, name) != name}
+
     def unsupported(self, why: str, fix: str) -> UnsupportedValue:
         """Return an error that names the entry and its file."""
         return UnsupportedValue(f"`{self.name}` in {self.file}: {why}", fix)
@@ -95,9 +100,7 @@ def _from_entry(
     _check(entry, task)
     unknown = sorted(set(entry.values) - _KNOWN)
     if unknown:
-        notes.append(
-            f"`{entry.name}`: unknown keys in {FILE}: {', '.join(f'`{key}`' for key in unknown)}"
-        )
+        notes.append(f"`{entry.name}`: unknown keys in {FILE}: {quoted_names(unknown)}")
     number = entry.values.get("num_samples")
     if number is not None and not mark:
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -110,11 +113,7 @@ def _from_entry(
     form, columns = _shape(entry, pretrain=task == "pretrain")
     source["format"] = form
     if task in ANSWER_TASKS:
-        columns |= {
-            name: entry.columns[name]
-            for name in ("chosen", "rejected", "kto_tag")
-            if entry.columns.get(name, name) != name
-        }
+        columns |= entry.renamed("chosen", "rejected", "kto_tag")
     if columns:
         source["columns"] = columns
     roles = {
@@ -160,22 +159,22 @@ def _check(entry: _Entry, task: str) -> None:
 
 def _path(entry: _Entry, root: Path) -> str:
     """Return the hub id or file of an entry; as in LLaMA-Factory, the hub comes first."""
-    if entry.values.get("hf_hub_url"):
-        return str(entry.values.get("hf_hub_url"))
-    if entry.values.get("ms_hub_url"):
-        return f"modelscope:{entry.values.get('ms_hub_url')}"
-    for key in ("om_hub_url", "script_url", "cloud_file_name"):
-        if entry.values.get(key):
-            raise entry.unsupported(
-                f"`{key}: {entry.values.get(key)}` is not supported; `hf_hub_url`, `ms_hub_url` and"
-                " `file_name` are",
-                "download it and set `file_name`",
-            )
-    if not entry.values.get("file_name"):
+    names = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name")
+    key = next((name for name in names if entry.values.get(name)), None)
+    if key is None:
         raise entry.unsupported(
             "it has neither `file_name` nor `hf_hub_url` nor `ms_hub_url`", "add one of them"
         )
-    return str(root / str(entry.values.get("file_name")))
+    value = str(entry.values[key])
+    paths = {
+        "hf_hub_url": value, "ms_hub_url": f"modelscope:{value}", "file_name": str(root / value)
+    }  # fmt: skip
+    if key not in paths:
+        raise entry.unsupported(
+            f"`{key}: {value}` is not supported; `hf_hub_url`, `ms_hub_url` and `file_name` are",
+            "download it and set `file_name`",
+        )
+    return paths[key]
 
 
 def _shape(entry: _Entry, pretrain: bool) -> tuple[str, dict[str, str]]:
@@ -188,11 +187,7 @@ def _shape(entry: _Entry, pretrain: bool) -> tuple[str, dict[str, str]]:
     role = entry.tags.get("role_tag", "role" if form == "openai" else "from")
     content = entry.tags.get("content_tag", "content" if form == "openai" else "value")
     messages = entry.columns.get("messages", "messages" if form == "openai" else "conversations")
-    columns = {
-        key: entry.columns[key]
-        for key in ("system", "tools", "images")
-        if entry.columns.get(key, key) != key
-    }
+    columns = entry.renamed("system", "tools", "images")
     if (role, content) == ("role", "content"):
         return "messages", columns | ({"messages": messages} if messages != "messages" else {})
     if messages != "conversations":

@@ -15,6 +15,7 @@ from paceline.config.compat.conversion import (
     is_off,
     listed,
     to,
+    warning,
 )
 from paceline.config.compat.datasets import eval_sources, train_sources
 from paceline.config.compat.values import adapter_path, module_names, per_epoch, targets
@@ -65,7 +66,7 @@ def _dataset(value: Any, key: str, convert: Callable[[Any], Conversion]) -> Conv
         sets["_pairs"] = True
     weighted = [name for name, entry in tree.items() if entry.get("weight") not in (None, 1)]
     text = f"`weight` of {', '.join(weighted)}: every sample is used once per epoch"
-    return Conversion(sets, notices=(("warning", text),) if weighted else ())
+    return warning(text if weighted else "", sets)
 
 
 def _source(name: str, entry: Mapping[str, YamlValue], file: str) -> dict[str, YamlValue]:
@@ -113,10 +114,11 @@ def _always(number: float) -> Convert:
     return convert
 
 
-def _nothing(value: Any) -> Conversion:
-    return Conversion()
-
-
+#: Settings of adapters that have no effect.
+_WITHOUT_EFFECT = (
+    "cast_trainable_params_to_fp32", "export_dir", "export_size", "export_hub_model_id",
+    "infer_dtype", "export_legacy_format",
+)  # fmt: skip
 #: Settings of each mapping → their converters.
 _PEFT: dict[str, Convert] = {
     "name": by_case("tuner"),
@@ -133,19 +135,14 @@ _PEFT: dict[str, Convert] = {
     "freeze_trainable_layers": by_case("trained_layers"),
     "freeze_trainable_modules": by_case("freeze_modules"),
     "freeze_extra_modules": module_names,
-    "cast_trainable_params_to_fp32": _nothing,
-    "export_dir": _nothing,
-    "export_size": _nothing,
-    "export_hub_model_id": _nothing,
-    "infer_dtype": _nothing,
-    "export_legacy_format": _nothing,
+    **{name: lambda value: Conversion() for name in _WITHOUT_EFFECT},
 }
 _QUANTIZATION: dict[str, Convert] = {
     "name": by_case("quantization_method"),
     "quantization_bit": by_case("bits"),
     "quantization_type": by_case("four_bit_type"),
     "double_quantization": flag("lora.double_quant"),
-    "compute_dtype": _nothing,
+    "compute_dtype": lambda value: Conversion(),
 }
 _OPTIMIZER: dict[str, Convert] = {
     "name": by_case("optim"),

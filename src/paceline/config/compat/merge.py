@@ -1,8 +1,8 @@
 """Merge the keys of other tools into one value for each native key, and report how each was
 read."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from paceline.config.compat.binding import KeyBinding, bind_key, unknown_key
@@ -15,32 +15,26 @@ from paceline.config.settings import RESET, Assignment, Settings, agree
 _COMMAND_LINE_FORMS = ("dataset", "val_dataset", "lora.target_modules", "lora.modules_to_save")
 
 
-@dataclass(eq=False)
-class SourceLine:
-    """A key of another tool, what it sets, and the notices about it.
-
-    ``notices`` come from the conversion of its value, ``resolved`` from its resolution together
-    with other keys.
-    """
-
-    binding: KeyBinding
-    assigned: list[Assignment]
-    notices: tuple[Notice, ...] = ()
-    resolved: list[Notice] = field(default_factory=list)
-
-
 class Merge(Settings):
     """The settings of a config with keys of other tools. ``scores``: the number of keys that each
     tool knows."""
 
-    def __init__(self, foreign: bool, scores: dict[str, int]) -> None:
+    def __init__(self, foreign: bool, scores: Counter[str]) -> None:
         super().__init__()
         self.is_foreign, self.scores = foreign, scores
-        self.lines: list[SourceLine] = []
+        # The keys to report.
+        self.lines: list[KeyBinding] = []
         self.methods: list[KeyBinding] = []
         self.overridden: list[Problem] = []
         # Values of a DeepSpeed JSON, which the config overrides.
         self.below_file: list[Assignment] = []
+
+    def report(
+        self, binding: KeyBinding, assigned: list[Assignment], notices: Iterable[Notice] = ()
+    ) -> None:
+        """Record what a key sets, to be reported with notices about it."""
+        binding.assigned, binding.notices = assigned, [*notices]
+        self.lines.append(binding)
 
     def add_binding(self, binding: KeyBinding) -> None:
         """Add one entry: convert its value, or record why it has no effect or is an error."""
@@ -59,8 +53,7 @@ class Merge(Settings):
             self._convert(binding, alias)
         elif ignored is not None:
             is_silent = ignored.level == "warning" and is_off(entry.value)
-            notices = () if is_silent else ((ignored.level, ignored.reason),)
-            self.lines.append(SourceLine(binding, [], notices))
+            self.report(binding, [], [] if is_silent else [(ignored.level, ignored.reason)])
 
     def _add_native(self, binding: KeyBinding, target: str) -> None:
         entry = binding.entry
@@ -81,24 +74,25 @@ class Merge(Settings):
         try:
             result = alias.convert(entry.value)
         except UnsupportedValue as error:
-            what = f"{entry.shown()}: {error.why}"
-            self.problems.append(
-                Problem(what, "unsupported-value", entry, fix=error.fix, target=target)
-            )
+            self.refuse(entry, error.why, error.fix, target)
             return
         assigned = [
-            *(Assignment(key, _plain(key, value), entry) for key, value in result.sets.items()),
-            *(Assignment(key, value, entry, weak=True) for key, value in result.weak.items()),
+            Assignment(key, _plain(key, value), entry, is_weak)
+            for sets, is_weak in ((result.sets, alias.is_weak), (result.weak, True))
+            for key, value in sets.items()
         ]
         leaves = [leaf for assignment in assigned for leaf in self.assign(assignment)]
         values = {key: short(value) for key, value in (result.sets | result.weak).items()}
         is_unchanged = binding.target is not None and values == {target: short(entry.value)}
         if result.notices or not is_unchanged:
-            self.lines.append(SourceLine(binding, leaves, result.notices))
+            self.report(binding, leaves, result.notices)
 
-    def add_assignment(self, assignment: Assignment) -> None:
-        """Record a value for a native key that no free mapping has."""
-        self.assigned.append(assignment)
+    def refuse(
+        self, entry: ConfigEntry, why: str, fix: str | None, target: str | None = None
+    ) -> None:
+        """Record the problem that a value is not supported."""
+        what = f"{entry.shown()}: {why}"
+        self.problems.append(Problem(what, "unsupported-value", entry, fix=fix, target=target))
 
     def resolve_precedence(self) -> None:
         super().resolve_precedence()
@@ -106,16 +100,10 @@ class Merge(Settings):
 
     def drop_overridden_problems(self) -> None:
         """Move the problems of keys that an override sets from ``problems`` to ``overridden``."""
-        self.overridden += [problem for problem in self.problems if self._is_overridden(problem)]
+        self.overridden += [
+            problem for problem in self.problems if self.is_overridden(problem.target, problem)
+        ]
         self.problems = [problem for problem in self.problems if problem not in self.overridden]
-
-    def _is_overridden(self, problem: Problem) -> bool:
-        winner = self.winners.get(problem.target) if problem.target else None
-        return (
-            problem.entry is not None
-            and winner is not None
-            and winner.entry.layer > problem.entry.layer
-        )
 
     def unsupported_methods(self) -> list[KeyBinding]:
         """Return the keys that request an unsupported training method. Requires resolved
@@ -140,33 +128,37 @@ class Merge(Settings):
             elif entry.name not in DATA_KEYS:
                 methods = ", ".join(binding.methods)
                 text = f"it is a setting of {methods}, and the config sets {task.entry.shown()}"
-                self.lines.append(SourceLine(binding, [], (("warning", text),)))
+                self.report(binding, [], [("warning", text)])
         return unsupported
 
-    def layer_of(self, target: str) -> int | None:
-        winner = self.winners.get(target)
+    def layer_of(self, target: str | None) -> int | None:
+        winner = self.winners.get(target or "")
         return None if winner is None else winner.entry.layer
 
-    def is_overridden(self, target: str, by: Assignment) -> bool:
+    def is_overridden(self, target: str | None, by: Assignment | Problem) -> bool:
         """Return whether another key with higher precedence sets the target."""
         layer = self.layer_of(target)
-        return layer is not None and layer > by.entry.layer
+        return by.entry is not None and layer is not None and layer > by.entry.layer
+
+    def read_as(self, target: str, value: Any, by: Assignment, more: str = "") -> Notice:
+        """Let the key of ``by`` set a target, and return the notice about it, which ends with
+        ``more``."""
+        self.set_winner(target, value, by)
+        return "info", f"is read as `{target}: {short(value)}`{more}"
 
     def attempt(self, act: "Action", by: Assignment) -> Notice | None:
         """Apply an action. An unsupported value becomes a problem."""
         try:
             return act(self, by)
         except UnsupportedValue as error:
-            what = f"{by.entry.shown()}: {error.why}"
-            self.problems.append(Problem(what, "unsupported-value", by.entry, fix=error.fix))
+            self.refuse(by.entry, error.why, error.fix)
             return None
 
     def key_of(self, entry: ConfigEntry) -> str | None:
-        binding = bind_key(entry)
-        return binding.target or (binding.alias.target if binding.alias else None)
+        return bind_key(entry).native_key
 
     def is_reported(self, entry: ConfigEntry) -> bool:
-        return any(line.binding.entry is entry for line in self.lines)
+        return any(line.entry is entry for line in self.lines)
 
     def enables_lora(self, entry: ConfigEntry) -> bool:
         trains_lora = max(self.scores[tool] for tool in "slu") > max(
@@ -177,9 +169,7 @@ class Merge(Settings):
 
     def notices(self) -> list[Notice]:
         """Return one notice for each key of another tool, in the order of the config."""
-        lines = sorted(
-            self.lines, key=lambda line: (line.binding.entry.layer, line.binding.entry.line or 0)
-        )
+        lines = sorted(self.lines, key=lambda line: (line.entry.layer, line.entry.line or 0))
         notices = [self._notice(line) for line in lines]
         for problem in self.overridden:
             if problem.entry and problem.target:
@@ -187,11 +177,10 @@ class Merge(Settings):
                 notices.append(("info", f"{problem.entry.shown()} is overridden by {winner}"))
         return [*notices, *self.general_notices]
 
-    def _notice(self, line: SourceLine) -> Notice:
-        entry, tools = line.binding.entry, line.binding.tools
-        subject = entry.shown()
-        if tools and line.binding.target is None:
-            subject += f" ({tool_names(tools, self.scores)})"
+    def _notice(self, line: KeyBinding) -> Notice:
+        entry, subject = line.entry, line.entry.shown()
+        if line.tools and line.target is None:
+            subject += f" ({tool_names(line.tools, self.scores)})"
         layers = [self.layer_of(assigned.target) for assigned in line.assigned]
         if layers and all(layer is not None and layer > entry.layer for layer in layers):
             winner = self.winners[line.assigned[0].target].entry

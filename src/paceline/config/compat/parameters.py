@@ -2,13 +2,7 @@
 
 from paceline.config.compat.conversion import UnsupportedValue
 from paceline.config.compat.merge import Merge
-from paceline.config.compat.values import (
-    EXTRA_MODULES,
-    FROZEN_SHARE,
-    TRAINED_PATTERNS,
-    UNFROZEN,
-    embedding_group,
-)
+from paceline.config.compat.values import embedding_group
 from paceline.config.entries import Notice, short
 from paceline.config.settings import Assignment
 
@@ -21,14 +15,13 @@ def freeze_all(merge: Merge, by: Assignment) -> Notice:
     """Apply the share of frozen parameters, which is 1."""
     if merge.value_of("lora.enable") is True:
         return _NO_EFFECT
-    if not merge.value_of(TRAINED_PATTERNS):
+    patterns = merge.value_of("_trained_patterns")
+    if not patterns:
         raise UnsupportedValue(
             "no parameter would be trained", "add `trainable_parameters`, or remove it"
         )
     merge.winners.pop(_FREEZE, None)
-    patterns = merge.value_of(TRAINED_PATTERNS)
-    merge.winners[_TRAINABLE] = Assignment(_TRAINABLE, patterns, by.entry)
-    return "info", f"is read as `{_TRAINABLE}: {short(patterns)}`"
+    return merge.read_as(_TRAINABLE, patterns, by)
 
 
 def train_patterns(merge: Merge, by: Assignment) -> Notice:
@@ -43,7 +36,7 @@ def train_patterns(merge: Merge, by: Assignment) -> Notice:
     frozen = [frozen] if isinstance(frozen, str) else frozen
     excepted = rf"^(?!.*?(?:{'|'.join(by.value)}))"
     patterns = [rf"{excepted}(?=.*?(?:{pattern}))" for pattern in frozen]
-    merge.winners[_FREEZE] = Assignment(_FREEZE, patterns, merge.winners[_FREEZE].entry)
+    merge.set_winner(_FREEZE, patterns, merge.winners[_FREEZE])
     return "info", f"excepts these parameters: `{_FREEZE}: {short(patterns)}`"
 
 
@@ -68,8 +61,7 @@ def train_extra_modules(merge: Merge, by: Assignment) -> Notice:
 def _train_only(merge: Merge, by: Assignment) -> Notice:
     if merge.is_overridden(_TRAINABLE, by):
         return "info", "is overridden by the command line"
-    merge.set_winner(_TRAINABLE, by.value, by)
-    return "info", f"is read as `{_TRAINABLE}: {short(by.value)}`"
+    return merge.read_as(_TRAINABLE, by.value, by)
 
 
 def train_layers(merge: Merge, by: Assignment) -> Notice:
@@ -77,10 +69,9 @@ def train_layers(merge: Merge, by: Assignment) -> Notice:
     winner = merge.winners.get(_LAYERS)
     if winner is None or not winner.value:
         return "info", "has no effect without `finetuning_type: freeze`"
-    if winner.entry.layer > by.entry.layer:
+    if merge.is_overridden(_LAYERS, by):
         return "info", "is overridden by the command line"
-    merge.winners[_LAYERS] = Assignment(_LAYERS, by.value, by.entry)
-    return "info", f"is read as `{_LAYERS}: {short(by.value)}`"
+    return merge.read_as(_LAYERS, by.value, by)
 
 
 def embedding_lr_scale(merge: Merge, by: Assignment) -> Notice:
@@ -93,16 +84,16 @@ def embedding_lr_scale(merge: Merge, by: Assignment) -> Notice:
     groups = embedding_group(base * by.value)
     target = "train_args.parameter_groups"
     before = merge.value_of(target) or []
-    merge.winners[target] = Assignment(target, [*groups, *before], by.entry)
+    merge.set_winner(target, [*groups, *before], by)
     return "info", f"is read as `{target}: {short(groups)}`"
 
 
 #: Pseudo-target → function that applies it.
 ACTIONS = {
-    FROZEN_SHARE: freeze_all,
-    TRAINED_PATTERNS: train_patterns,
+    "_frozen_share": freeze_all,
+    "_trained_patterns": train_patterns,
     "_trainable_layers": train_layers,
-    UNFROZEN: train_unfrozen,
-    EXTRA_MODULES: train_extra_modules,
+    "_unfrozen": train_unfrozen,
+    "_extra_modules": train_extra_modules,
     "_embedding_lr_scale": embedding_lr_scale,
 }

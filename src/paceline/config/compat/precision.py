@@ -1,7 +1,6 @@
 """Resolve several keys of one config that set a precision."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 from paceline.config.compat.merge import Merge
 from paceline.config.entries import OVERRIDE, ConfigEntry
@@ -14,19 +13,6 @@ PURE = "_pure_bf16"
 #: Keys of ms-swift that select between LoRA and full fine-tuning.
 _TUNERS = ("tuner_type", "train_type", "sft_type")
 TARGETS = (TARGET, MIXED, DTYPE, BF16, FP16, PURE)
-
-
-@dataclass(frozen=True)
-class _Claim:
-    """A key that requests a precision. ``is_firm``: it overrides other claims of its layer."""
-
-    value: Any
-    by: Assignment
-    is_firm: bool
-
-    @property
-    def layer(self) -> int:
-        return self.by.entry.layer
 
 
 def resolve_precision(merge: Merge) -> None:
@@ -54,27 +40,25 @@ def resolve_precision(merge: Merge) -> None:
     }
     if PURE in present:
         present.pop(BF16, None)  # set beside it in many configs, with the same meaning
-        lora = merge.winners.get("lora.enable")
-        if lora is not None and lora.value is True:
-            pure = present[PURE]
-            present[PURE] = Assignment(PURE, "bf16-mixed", pure.entry)
+        if merge.value_of("lora.enable") is True:
+            present[PURE] = replace(present[PURE], value="bf16-mixed")
     dtype = present.get(DTYPE)
     if dtype is not None and dtype.value == "bf16-mixed" and _trains_loaded_weights(merge):
         present.pop(BF16, None)
         dtype.value = "bf16-true"
     loads_as_stored = BF16 in present and dtype is None and _trains_loaded_weights(merge)
-    claims = [claim for name, key in present.items() if (claim := _claim(name, key))]
+    claims = [claim for key in present.values() if (claim := _claim(key))]
     chosen = _choose(merge, [claim for claim in claims if not _is_turned_off(claim, off)])
     flag = _flag_of(chosen, off)
-    if chosen and flag and chosen.by.target != DTYPE and flag.entry.layer == chosen.layer:
-        _add_problem(merge, chosen.by, flag)
+    if chosen and flag and chosen.target != DTYPE and flag.entry.layer == chosen.entry.layer:
+        _add_problem(merge, chosen, flag)
         return
     if BF16 in off and (
-        chosen is None or (chosen.value == "auto" and chosen.layer <= off[BF16].entry.layer)
+        chosen is None or (chosen.value == "auto" and chosen.entry.layer <= off[BF16].entry.layer)
     ):
-        chosen = _Claim("32", off[BF16], is_firm=False)
+        chosen = replace(off[BF16], value="32")
     if chosen is not None:
-        merge.winners[TARGET] = Assignment(TARGET, chosen.value, chosen.by.entry)
+        merge.set_winner(TARGET, chosen.value, chosen)
     elif native is not None:
         merge.winners[TARGET] = native
     _report(merge, keys, chosen)
@@ -96,36 +80,40 @@ def _trains_loaded_weights(merge: Merge) -> bool:
     )
 
 
-def _claim(name: str, by: Assignment) -> _Claim | None:
-    value = by.value
-    if name in (BF16, FP16):
-        if value is False:
-            return None
-        if value != "auto":
-            value = "bf16-mixed" if name == BF16 else "fp16-mixed"
-    is_firm = value != "auto" and not (name in (DTYPE, MIXED) and value == "32")
-    return _Claim(value, by, is_firm)
+def _claim(key: Assignment) -> Assignment | None:
+    """Return the precision that a key requests."""
+    if key.target not in (BF16, FP16) or key.value == "auto":
+        return key
+    mixed = "bf16-mixed" if key.target == BF16 else "fp16-mixed"
+    return None if key.value is False else replace(key, value=mixed)
 
 
-def _flag_of(claim: _Claim | None, off: dict[str, Assignment]) -> Assignment | None:
+def is_firm(claim: Assignment) -> bool:
+    """Return whether a key overrides other keys of its layer."""
+    is_load_type = claim.target in (DTYPE, MIXED) and claim.value == "32"
+    return claim.value != "auto" and not is_load_type
+
+
+def _flag_of(claim: Assignment | None, off: dict[str, Assignment]) -> Assignment | None:
     """Return ``bf16: false`` for a claim of bf16, or ``fp16: false`` for one of fp16, if set."""
     value = str(claim.value) if claim else ""
     return off.get({"bf16-mixed": BF16, "bf16-true": BF16, "fp16-mixed": FP16}.get(value, ""))
 
 
-def _is_turned_off(claim: _Claim, off: dict[str, Assignment]) -> bool:
+def _is_turned_off(claim: Assignment, off: dict[str, Assignment]) -> bool:
     flag = _flag_of(claim, off)
-    return flag is not None and flag.entry.layer > claim.layer
+    return flag is not None and flag.entry.layer > claim.entry.layer
 
 
-def _choose(merge: Merge, claims: list[_Claim]) -> _Claim | None:
+def _choose(merge: Merge, claims: list[Assignment]) -> Assignment | None:
     if not claims:
         return None
-    top = [claim for claim in claims if claim.layer == max(claim.layer for claim in claims)]
-    firm = [claim for claim in top if claim.is_firm]
+    layer = max(claim.entry.layer for claim in claims)
+    top = [claim for claim in claims if claim.entry.layer == layer]
+    firm = [claim for claim in top if is_firm(claim)]
     for other in firm[1:]:
         if other.value != firm[0].value:
-            _add_problem(merge, firm[0].by, other.by)
+            _add_problem(merge, firm[0], other)
     return (firm or [claim for claim in top if claim.value == "auto"] or top)[0]
 
 
@@ -134,24 +122,27 @@ def _add_problem(merge: Merge, first: Assignment, second: Assignment) -> None:
     merge.add_disagreement(earlier, later, f": both set `{TARGET}`; choose one", TARGET)
 
 
-def _report(merge: Merge, keys: dict[str, Assignment | None], chosen: _Claim | None) -> None:
+def _report(merge: Merge, keys: dict[str, Assignment | None], chosen: Assignment | None) -> None:
     """Report how each key was read, except a flag that is false and has no effect."""
     for line in list(merge.lines):
         assigned = next((item for item in line.assigned if item.target in TARGETS), None)
         if assigned is None or line.assigned[0].target == TARGET:
             continue
-        claim, winner = _claim(assigned.target, assigned), _winner(keys, assigned)
-        if claim is None and (chosen is None or chosen.by is not assigned):
+        claim, other = _claim(assigned), _winner(keys, assigned)
+        is_chosen = chosen is not None and chosen.entry is assigned.entry
+        if claim is None and not is_chosen:
             merge.lines.remove(line)
             continue
-        if winner.layer > assigned.entry.layer:
-            text = f"is overridden by the command line: {winner.shown()}"
-        elif chosen is None or chosen.by is assigned or (claim and claim.value == chosen.value):
+        layer = assigned.entry.layer
+        if chosen and other.layer <= layer:
+            agrees = is_chosen or (claim is not None and claim.value == chosen.value)
+            other = assigned.entry if agrees else chosen.entry
+        if other.layer > layer:
+            text = f"is overridden by the command line: {other.shown()}"
+        elif other is assigned.entry or chosen is None:
             text = f"is read as `{TARGET}: {chosen.value if chosen else 'auto'}`"
-        elif chosen.layer > assigned.entry.layer:
-            text = f"is overridden by the command line: {chosen.by.entry.shown()}"
         else:
-            text = f"is overridden by {chosen.by.entry.shown()}"
+            text = f"is overridden by {other.shown()}"
         line.resolved.append(("info", text))
 
 

@@ -5,13 +5,14 @@ trainer. The method is then the only one that has most of the keys.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypedDict
 
 from paceline.config.compat.binding import KeyBinding, likely_methods
 from paceline.config.compat.conversion import is_off, read_table
 from paceline.config.compat.keys import DATA_KEYS, named_method
-from paceline.config.compat.merge import Merge, SourceLine
+from paceline.config.compat.merge import Merge
 from paceline.config.entries import Notice, Problem, short
 from paceline.config.schema.tasks import ANSWER_TASKS
 from paceline.config.settings import Assignment
@@ -26,6 +27,7 @@ _PACKED_PAIRS: Notice = (
     "the batch size counts samples, and the answers of a micro-batch share a row without padding",
 )
 _PADDED: Notice = ("info", "the texts of a micro-batch are padded, with the same results")
+_Sets = Mapping[str, YamlValue]
 _FIX = "remove the key, or train this file with the tool it was written for"
 
 
@@ -78,7 +80,7 @@ def read_preferences(merge: Merge) -> None:
         if len(methods) == 1 and methods <= _tables()["tasks"].keys():
             first, (method,) = merge.methods[0], methods
             task_name = _tables()["tasks"][method]["task"]
-            merge.add_assignment(Assignment("task", task_name, first.entry, weak=True))
+            merge.assigned.append(Assignment("task", task_name, first.entry, weak=True))
             _PreferenceReader(merge, task_name).read(chosen_by=first)
 
 
@@ -107,9 +109,8 @@ def description(key: str) -> tuple[str, str] | None:
         return "`preference.loss_type`", "adds `sft` with this weight; of `simpo` as `cpo_alpha`"
     if key in tables["losses"].split():
         return "`task`", "`orpo` and `simpo` as the task, others as `preference.loss_type`"
-    for group in tables["ignored"]:
-        if key in group["keys"].split():
-            return group["level"], group["reason"]
+    if (ignored := _ignored(key)) is not None:
+        return ignored
     if key in tables["reference_models"].split():
         return "info", f"no effect if it is the model that is trained: {tables['refused'][key]}"
     if key in tables["refused"]:
@@ -117,9 +118,11 @@ def description(key: str) -> tuple[str, str] | None:
     return None
 
 
-def is_read(method: str) -> bool:
-    """Return whether a method of ``methods.yaml`` is one of Paceline's tasks."""
-    return method in _tables()["tasks"]
+def _ignored(key: str) -> Notice | None:
+    for group in _tables()["ignored"]:
+        if key in group["keys"].split():
+            return group["level"], group["reason"]
+    return None
 
 
 class _PreferenceReader:
@@ -139,9 +142,14 @@ class _PreferenceReader:
                 text = f"these keys belong to {self.task}, so the task is `{self.task}`"
                 notices.append(("info", text))
             if binding.entry.name not in DATA_KEYS:
-                self._convert(binding, notices)
+                sets = self._convert(binding, notices)
+                if sets is not None:
+                    self._set(binding, sets, notices)
             if binding.entry.name in ("rl", "rlhf_type") and self.task == "simpo":
-                self._use_trl_default(binding)
+                # As the tools that train with TRL, use its default of `cpo_alpha`.
+                text = "this tool also trains the cross entropy, unless `cpo_alpha` is 0"
+                sets = {"preference.cpo_alpha": 1.0}
+                self._set(replace(binding, resolved=[]), sets, [("info", text)], weak=True)
         self._read_packing()
 
     def _read_packing(self) -> None:
@@ -158,89 +166,78 @@ class _PreferenceReader:
             ]
             if dropped:
                 line.assigned = [item for item in line.assigned if item not in dropped]
-                line.notices = (notice,)
+                line.notices = [notice]
                 for assigned in dropped:
                     self.merge.assigned.remove(assigned)
 
-    def _use_trl_default(self, binding: KeyBinding) -> None:
-        """Use TRL's default of `cpo_alpha`, as the tools do that train with TRL."""
-        weak = Assignment("preference.cpo_alpha", 1.0, binding.entry, weak=True)
-        self.merge.add_assignment(weak)
-        text = "this tool also trains the cross entropy, unless `cpo_alpha` is 0"
-        self.merge.lines.append(SourceLine(binding, [weak], (("info", text),)))
-
-    def _convert(self, binding: KeyBinding, notices: list[Notice]) -> None:
-        entry, name = binding.entry, binding.entry.name
-        if _name(binding) is not None:
-            self._set(binding, self._named(str(_name(binding))), notices)
-        elif name in self.tables["losses"].split():
-            self._convert_loss(binding, notices)
-        elif name in self.tables["cross_entropy_weights"].split():
-            self._convert_weight(binding, notices)
-        elif name in self.tables["keys"]:
-            if name == "loss_type" and self.task in ("orpo", "simpo"):
-                self.merge.lines.append(SourceLine(binding, [], (*notices, ("info", ""))))
-                return
-            self._set(binding, {self.tables["keys"][name]: entry.value}, notices)
-        elif (ignored := self._ignored(name)) is not None:
-            self.merge.lines.append(SourceLine(binding, [], (*notices, ignored)))
-        elif is_off(entry.value) or (name == "ld_alpha" and entry.value == 1):
-            self.merge.lines.append(SourceLine(binding, [], tuple(notices)))
-        elif self._is_trained_model(name, entry.value):
-            text = "the reference is the model before training"
-            self.merge.lines.append(SourceLine(binding, [], (*notices, ("info", text))))
+    def _convert(self, binding: KeyBinding, notices: list[Notice]) -> _Sets | None:
+        """Return what a key sets, and add the notices about it; None if there is nothing to report,
+        or if it is refused."""
+        name, value, method = binding.entry.name, binding.entry.value, _name(binding)
+        if method is not None:
+            return {**self.tables["tasks"][method], "task": self.task}
+        if name in self.tables["losses"].split():
+            return self._convert_loss(binding, notices)
+        if name in self.tables["cross_entropy_weights"].split():
+            return self._convert_weight(binding, notices)
+        if name in self.tables["keys"]:
+            if name != "loss_type" or self.task not in ("orpo", "simpo"):
+                return {self.tables["keys"][name]: value}
+            notices.append(("info", ""))
+        elif (ignored := _ignored(name)) is not None:
+            notices.append(ignored)
+        elif is_off(value) or (name == "ld_alpha" and value == 1):
+            pass
+        elif self._is_trained_model(name, value):
+            notices.append(("info", "the reference is the model before training"))
         else:
             reason = self.tables["refused"].get(name)
-            text = f"it is not supported with `task: {self.task}`"
-            self._refuse(binding, text if reason is None else f"{text}: {reason}")
+            return self._refuse(binding, self._unsupported + (f": {reason}" if reason else ""))
+        return {}
 
-    def _named(self, method: str) -> dict[str, str]:
-        """Return what the name of a method sets."""
-        return {**self.tables["tasks"][method], "task": self.task}
+    @property
+    def _unsupported(self) -> str:
+        return f"it is not supported with `task: {self.task}`"
 
-    def _convert_loss(self, binding: KeyBinding, notices: list[Notice]) -> None:
+    def _convert_loss(self, binding: KeyBinding, notices: list[Notice]) -> _Sets | None:
         value = str(binding.entry.value)
         if value == self.task:
-            self._set(binding, {"task": self.task}, notices)
-        elif value in ("sigmoid", "hinge", "ipo") and self.task == "dpo":
+            return {"task": self.task}
+        if value in ("sigmoid", "hinge", "ipo") and self.task == "dpo":
             if value == "ipo":
                 text = "Paceline's `ipo` divides by the number of tokens, as TRL's does"
                 notices.append(("warning", text))
-            self._set(binding, {"preference.loss_type": [value]}, notices)
-        elif not (value == "sigmoid" and self.task == "kto"):
-            target = "task" if value in ("orpo", "simpo") else None
-            self._refuse(binding, "this loss is not supported", target)
+            return {"preference.loss_type": [value]}
+        if value == "sigmoid" and self.task == "kto":
+            return None
+        target = "task" if value in ("orpo", "simpo") else None
+        return self._refuse(binding, "this loss is not supported", target)
 
-    def _convert_weight(self, binding: KeyBinding, notices: list[Notice]) -> None:
+    def _convert_weight(self, binding: KeyBinding, notices: list[Notice]) -> _Sets | None:
+        """Return the weight of the cross entropy, or add it to the loss that another key sets."""
         weight = binding.entry.value
         if is_off(weight):
-            self.merge.lines.append(SourceLine(binding, [], tuple(notices)))
-        elif self.task == "simpo":
-            self._set(binding, {"preference.cpo_alpha": weight}, [*notices, _DIFFERENT_MEAN])
-        elif self.task == "dpo" and not self.names & {"loss_type", "pref_loss", "loss_weights"}:
-            sets = {
+            return {}
+        if self.task not in ("simpo", "dpo") or (
+            self.task == "dpo" and "loss_weights" in self.names
+        ):
+            return self._refuse(binding, self._unsupported)
+        notices.append(_DIFFERENT_MEAN)
+        if self.task == "simpo":
+            return {"preference.cpo_alpha": weight}
+        if not self.names & {"loss_type", "pref_loss"}:
+            return {
                 "preference.loss_type": ["sigmoid", "sft"],
                 "preference.loss_weights": [1.0, weight],
             }
-            self._set(binding, sets, [*notices, _DIFFERENT_MEAN])
-        elif self.task == "dpo" and "loss_weights" not in self.names:
-            self._add_term(binding, weight, notices)
-        else:
-            self._refuse(binding, f"it is not supported with `task: {self.task}`")
-
-    def _add_term(self, binding: KeyBinding, weight: Any, notices: list[Notice]) -> None:
-        """Add the cross entropy to the loss that another key sets."""
         for assigned in self.merge.assigned:
             if assigned.target == "preference.loss_type":
                 losses = assigned.value if isinstance(assigned.value, list) else [assigned.value]
                 if "sft" not in losses:
                     assigned.value = [*losses, "sft"]
-                    weights = [*(1.0 for _ in losses), weight]
-                    self._set(
-                        binding, {"preference.loss_weights": weights}, [*notices, _DIFFERENT_MEAN]
-                    )
-                    return
-        self._refuse(binding, "set `preference.loss_type` and `preference.loss_weights` instead")
+                    return {"preference.loss_weights": [*(1.0 for _ in losses), weight]}
+        fix = "set `preference.loss_type` and `preference.loss_weights` instead"
+        return self._refuse(binding, fix)
 
     def _is_trained_model(self, name: str, value: Any) -> bool:
         """Return whether a key names the model that is trained as the reference model."""
@@ -249,24 +246,16 @@ class _PreferenceReader:
             for assigned in self.merge.assigned
         )
 
-    def _ignored(self, name: str) -> Notice | None:
-        for group in self.tables["ignored"]:
-            if name in group["keys"].split():
-                return group["level"], group["reason"]
-        return None
-
     def _set(
-        self, binding: KeyBinding, sets: Mapping[str, YamlValue], notices: list[Notice]
+        self, binding: KeyBinding, sets: _Sets, notices: list[Notice], weak: bool = False
     ) -> None:
-        leaves = []
-        for target, value in sets.items():
-            assigned = Assignment(target, value, binding.entry)
-            self.merge.add_assignment(assigned)
-            leaves.append(assigned)
-        self.merge.lines.append(SourceLine(binding, leaves, tuple(notices)))
+        assigned = [Assignment(*item, binding.entry, weak) for item in sets.items()]
+        self.merge.assigned += assigned
+        self.merge.report(binding, assigned, notices)
 
-    def _refuse(self, binding: KeyBinding, why: str, target: str | None = None) -> None:
+    def _refuse(self, binding: KeyBinding, why: str, target: str | None = None) -> _Sets | None:
         what = f"{binding.entry.shown()} ({short(binding.entry.value)}): {why}"
         self.merge.problems.append(
             Problem(what, "unsupported-value", binding.entry, fix=_FIX, target=target)
         )
+        return None

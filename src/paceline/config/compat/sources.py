@@ -45,7 +45,7 @@ def _change_sources(
         return False
     sources = change(as_list(data.value))
     value = sources if isinstance(data.value, list) else sources[0]
-    merge.winners[key] = Assignment(key, value, data.entry)
+    merge.set_winner(key, value, data)
     return True
 
 
@@ -153,15 +153,20 @@ def _listed_splits(merge: Merge, by: Assignment) -> Notice:
     return "info", text
 
 
+def _check_count(merge: Merge, values: list[Any], noun: str, form: str) -> None:
+    """Raise UnsupportedValue unless there is a value for each source."""
+    count = len(as_list(merge.value_of("dataset")))
+    if len(values) != count:
+        raise UnsupportedValue(
+            f"expected one {noun} for each of {count} sources, got {len(values)}",
+            f"set one {form} for each source",
+        )
+
+
 def _listed_configs(merge: Merge, by: Assignment) -> Notice:
     """Apply alignment-handbook's `dataset_configs`: one name for each source, in order."""
     names = as_list(by.value)
-    count = len(as_list(merge.value_of("dataset")))
-    if len(names) != count:
-        raise UnsupportedValue(
-            f"expected one name for each of {count} sources, got {len(names)}",
-            "set one name for each source",
-        )
+    _check_count(merge, names, "name", "name")
 
     def change(sources: list[Any]) -> list[Any]:
         pairs = zip(with_fields(sources, {}), names, strict=True)
@@ -183,12 +188,7 @@ def _interleave_probs(merge: Merge, by: Assignment) -> Notice:
         raise UnsupportedValue(
             f"{short(by.value)} are not probabilities", "set one number for each source"
         ) from None
-    count = len(as_list(merge.value_of("dataset")))
-    if len(weights) != count:
-        raise UnsupportedValue(
-            f"expected one probability for each of {count} sources, got {len(weights)}",
-            "set one number for each source",
-        )
+    _check_count(merge, weights, "probability", "number")
 
     def change(sources: list[Any]) -> list[Any]:
         pairs = zip(with_fields(sources, {}), weights, strict=True)

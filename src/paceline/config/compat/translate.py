@@ -1,11 +1,11 @@
 """Translate a config with keys or values of other tools to settings of Paceline."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.config.compat.binding import bind_key, unsupported_method
 from paceline.config.compat.conflicts import resolve_conflicts
-from paceline.config.compat.keys import tool_scores
 from paceline.config.compat.merge import Merge
 from paceline.config.compat.parallel.deepspeed import report_overridden_json
 from paceline.config.compat.parallel.deepspeed_json import interpret, looks_like_deepspeed
@@ -19,13 +19,13 @@ from paceline.core.errors import ConfigError
 
 
 def translate(
-    collectors: Sequence[EntryCollector], tree: Mapping[str, YamlValue], file: Path | None
+    collector: EntryCollector, tree: Mapping[str, YamlValue], file: Path | None
 ) -> Settings:
     """Return the settings of a config, with a notice for each key of another tool. The file and the
     overrides are translated together, as the meaning of a key may depend on another one.
 
     Args:
-        collectors: the entries of the file, if any, and the overrides.
+        collector: the entries of the file, if any, and the overrides.
         tree: the content of the file; empty if there is none.
 
     Raises:
@@ -34,14 +34,15 @@ def translate(
     """
     if file is not None:
         check_kind(tree, file)
-    bindings = [bind_key(entry) for collector in collectors for entry in collector.entries]
+    bindings = [bind_key(entry) for entry in collector.entries]
     foreign = [
         binding
         for binding in bindings
         if binding.ignored or binding.methods or (binding.alias and binding.alias.tools)
     ]
-    merge = Merge(bool(foreign), tool_scores(binding.tools for binding in foreign))
-    merge.problems.extend(problem for collector in collectors for problem in collector.problems)
+    tools = Counter(letter for binding in foreign for letter in binding.tools)
+    merge = Merge(bool(foreign), tools)
+    merge.problems += collector.problems
     for binding in bindings:
         merge.add_binding(binding)
     expand(merge, None if file is None else file.parent)

@@ -23,6 +23,7 @@ from paceline.config.compat.conversion import (
     by_case,
     info,
     is_off,
+    skips_off,
     warning,
 )
 from paceline.config.entries import as_number, quoted_names
@@ -30,11 +31,6 @@ from paceline.config.schema.base import Logger
 from paceline.config.schema.lora import ALL_LINEAR, is_regex
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import first_line
-
-#: Pseudo-targets: the share of frozen parameters, the patterns of exceptions from them, and the
-#: patterns of trained parameters of axolotl and of LLaMA-Factory.
-FROZEN_SHARE, TRAINED_PATTERNS = "_frozen_share", "_trained_patterns"
-UNFROZEN, EXTRA_MODULES = "_unfrozen", "_extra_modules"
 
 
 def adapter(value: Any) -> Conversion:
@@ -73,10 +69,9 @@ def warmup_steps(value: Any) -> Conversion:
     return Conversion({"train_args.warmup_steps": value})
 
 
+@skips_off
 def profiler_steps(value: Any) -> Conversion:
     """Convert axolotl's number of steps to profile, which it counts from the first step on."""
-    if is_off(value):
-        return Conversion()
     weak: dict[str, YamlValue] = {"train_args.profile.start_step": 1}
     return Conversion({"train_args.profile.num_steps": value}, weak)
 
@@ -87,15 +82,6 @@ def profiler_start(value: Any) -> Conversion:
     if is_off(value) or not isinstance(value, int):
         return Conversion()
     return Conversion({"train_args.profile.start_step": value + 1})
-
-
-def early_stopping(name: str) -> Convert:
-    """Return a converter for a key that sets ``name`` of `train_args.early_stopping`."""
-
-    def convert(value: Any) -> Conversion:
-        return Conversion({} if is_off(value) else {f"train_args.early_stopping.{name}": value})
-
-    return convert
 
 
 def ratio(value: Any) -> Conversion:
@@ -113,10 +99,9 @@ def percentage(value: Any) -> Conversion:
     return Conversion({"split_dataset_ratio": value / 100})
 
 
+@skips_off
 def packed_length(value: Any) -> Conversion:
     """Convert axolotl's old length of packed rows."""
-    if is_off(value):
-        return Conversion()
     weak: dict[str, YamlValue] = {
         "train_args.packing_strategy": "bfd",
         "train_args.max_length": value,
@@ -191,23 +176,16 @@ def report_to(value: Any) -> Conversion:
         return info("name the other loggers to use them", {"report_to": ["tensorboard"]})
     known = get_args(Logger)
     sets: dict[str, YamlValue] = {"report_to": [name for name in names if name in known]}
-    unsupported = [name for name in names if name not in (*known, "none")]
-    if not unsupported:
-        return Conversion(sets)
-    return warning(
-        f"{', '.join(unsupported)} is not supported; supported are {', '.join(known)}", sets
-    )
+    unsupported = ", ".join(name for name in names if name not in (*known, "none"))
+    text = f"{unsupported} is not supported; supported are {', '.join(known)}"
+    return warning(text if unsupported else "", sets)
 
 
 def tracker_project(logger: str) -> Convert:
     """Return a converter for the project of a tracker, which some tools use as a switch."""
-
-    def convert(value: Any) -> Conversion:
-        if is_off(value):
-            return Conversion()
-        return Conversion({f"_use_{logger}": True}, weak={"train_args.project": value})
-
-    return convert
+    return skips_off(
+        lambda value: Conversion({f"_use_{logger}": True}, weak={"train_args.project": value})
+    )
 
 
 #: ms-swift's names of its own callbacks.
@@ -228,25 +206,21 @@ def callbacks(value: Any) -> Conversion:
     if "activation_cpu_offload" in names:
         sets["_activation_offload"] = True
     rest = [name for name in names if name not in classes and name != "activation_cpu_offload"]
-    if not rest:
-        return Conversion(sets)
-    return warning(f"{quoted_names(rest)}: a callback is given as ./file.py:Class", sets)
+    text = f"{quoted_names(rest)}: a callback is given as ./file.py:Class"
+    return warning(text if rest else "", sets)
 
 
 def axolotl_metrics(value: Any) -> Conversion:
     """Convert axolotl's names of metrics of generated text."""
     names = ["bleu" if name == "sacrebleu" else name for name in as_names(value)]
     kept: list[YamlValue] = [name for name in names if name != "comet"]
-    sets: dict[str, YamlValue] = {"evaluation.metrics": kept}
-    if len(kept) == len(names):
-        return Conversion(sets)
-    return warning("`comet` is left out: it downloads a model of its own", sets)
+    text = "`comet` is left out: it downloads a model of its own"
+    return warning(text if len(kept) < len(names) else "", {"evaluation.metrics": kept})
 
 
+@skips_off
 def chat_template(value: Any) -> Conversion:
     """Convert a name, a file, or the text of a template."""
-    if is_off(value):
-        return Conversion()
     text = str(value)
     if text.strip().lower() == "jinja":
         return Conversion({"_jinja": True})
@@ -260,12 +234,6 @@ def chat_template(value: Any) -> Conversion:
             f" {', '.join(TEMPLATE_NAMES)}"
         )
     return Conversion({"chat_template": prefix + name})
-
-
-def template_name(value: Any) -> Conversion:
-    """Convert LLaMA-Factory's and ms-swift's `template`, which `chat_template` overrides."""
-    result = chat_template(value)
-    return Conversion(weak=result.sets, notices=result.notices)
 
 
 def variables(value: Any) -> Conversion:
@@ -322,17 +290,12 @@ def _refuse_groups(names: list[str]) -> None:
         )
 
 
-def tokens(target: str) -> Convert:
-    """Return a function that converts a list of tokens in which a `.txt` file stands for the words
-    in it."""
-
-    def convert(value: Any) -> Conversion:
-        names: list[str] = []
-        for name in as_names(value):
-            names += _read_tokens(Path(name)) if name.endswith(".txt") else [name]
-        return Conversion({target: names})
-
-    return convert
+def tokens(value: Any) -> Conversion:
+    """Convert a list of special tokens in which a `.txt` file stands for the words in it."""
+    names: list[str] = []
+    for name in as_names(value):
+        names += _read_tokens(Path(name)) if name.endswith(".txt") else [name]
+    return Conversion({"new_special_tokens": names})
 
 
 def special_tokens(value: Any) -> Conversion:
@@ -346,9 +309,8 @@ def special_tokens(value: Any) -> Conversion:
     new += [str(token) for token in sets.values() if token not in new]
     if new:
         sets["new_special_tokens"] = new
-    if not named:
-        return Conversion(sets)
-    return warning(f"{quoted_names(named)} in it: the tokenizer keeps its own", sets)
+    text = f"{quoted_names(named)} in it: the tokenizer keeps its own"
+    return warning(text if named else "", sets)
 
 
 def _read_tokens(file: Path) -> list[str]:
@@ -377,14 +339,17 @@ def _regex(target: str, text: str) -> Conversion:
     return Conversion({target: text})
 
 
+@skips_off
 def module_names(value: Any) -> Conversion:
     """Convert names of modules to patterns of the names of their parameters."""
-    return _patterns(EXTRA_MODULES, [re.escape(name) for name in _names(value)])
+    return _patterns("_extra_modules", [re.escape(name) for name in as_names(value)])
 
 
-def name_prefixes(value: Any) -> Conversion:
-    """Convert ms-swift's prefixes of the names of frozen parameters."""
-    return _patterns("train_args.freeze", [f"^{re.escape(name)}" for name in _names(value)])
+def name_prefixes(target: str) -> Convert:
+    """Return a converter for ms-swift's prefixes of the names of parameters."""
+    return skips_off(
+        lambda value: _patterns(target, [f"^{re.escape(name)}" for name in as_names(value)])
+    )
 
 
 def frozen_share(value: Any) -> Conversion:
@@ -398,35 +363,27 @@ def frozen_share(value: Any) -> Conversion:
             "set `train_args.trainable_layers: N` to train the last N layers and freeze the rest,"
             " or list the frozen parameters in `train_args.freeze`",
         )
-    return Conversion({FROZEN_SHARE: 1})
+    return Conversion({"_frozen_share": 1})
 
 
-def trained_prefixes(value: Any) -> Conversion:
-    """Convert ms-swift's prefixes of the names of parameters that are trained although others are
-    frozen."""
-    names: list[YamlValue] = [] if is_off(value) else [f"^{re.escape(n)}" for n in as_names(value)]
-    return Conversion({TRAINED_PATTERNS: names} if names else {})
-
-
+@skips_off
 def trained_regex(value: Any) -> Conversion:
-    """Convert ms-swift's regular expression for the names of such parameters."""
-    return Conversion() if is_off(value) else Conversion({TRAINED_PATTERNS: [str(value)]})
+    """Convert ms-swift's regular expression for the names of parameters that are trained although
+    others are frozen."""
+    return Conversion({"_trained_patterns": [str(value)]})
 
 
+@skips_off
 def unfrozen(value: Any) -> Conversion:
     """Convert axolotl's patterns of trained parameters, which match at the start of a name."""
-    patterns = _names(value)
+    patterns = as_names(value)
     partial = [pattern for pattern in patterns if re.search(r"\[\d*:\d*\]$", pattern)]
     if partial:
         raise UnsupportedValue(
             f"`{partial[0]}`: training a range of rows is not supported",
             "remove the range, which trains the whole parameter",
         )
-    return _patterns(UNFROZEN, [f"^(?:{pattern})" for pattern in patterns])
-
-
-def _names(value: Any) -> list[str]:
-    return [] if is_off(value) else as_names(value)
+    return _patterns("_unfrozen", [f"^(?:{pattern})" for pattern in patterns])
 
 
 def _patterns(target: str, patterns: list[str]) -> Conversion:
@@ -438,10 +395,9 @@ def embedding_group(rate: Any) -> list[YamlValue]:
     return [{"params": ["embed_tokens", "lm_head"], "learning_rate": rate, "weight_decay": 0.0}]
 
 
+@skips_off
 def lr_groups(value: Any) -> Conversion:
     """Convert axolotl's learning rates of modules."""
-    if is_off(value):
-        return Conversion()
     groups: list[YamlValue] = []
     for group in value if isinstance(value, list) else [value]:
         if not isinstance(group, dict) or "modules" not in group or "lr" not in group:
@@ -454,8 +410,7 @@ def lr_groups(value: Any) -> Conversion:
     return Conversion({"train_args.parameter_groups": groups})
 
 
+@skips_off
 def embedding_lr(value: Any) -> Conversion:
     """Convert axolotl's learning rate of the embeddings and the output layer."""
-    if is_off(value):
-        return Conversion()
     return Conversion({"train_args.parameter_groups": embedding_group(value)})

@@ -2,6 +2,7 @@
 config of a run."""
 
 import re
+from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
 
@@ -51,16 +52,7 @@ def check(text: str) -> JSONObject:
 
 def _mistakes(error: ConfigError, text: str) -> list[JsonValue]:
     if isinstance(error, ConfigMistakes):
-        return [
-            {
-                "what": mistake.what,
-                "allowed": mistake.allowed,
-                "fix": mistake.fix,
-                "key": mistake.key,
-                "line": mistake.line,
-            }
-            for mistake in error.mistakes
-        ]
+        return [asdict(mistake) for mistake in error.mistakes]
     what = error.what.removeprefix(f"{_NAME} ").removeprefix("is ")
     place = _PLACE.match(what)
     if not text.strip():
@@ -81,8 +73,7 @@ def _written(text: str, loaded: Loaded | None) -> JSONObject:
     collector.add_tree(document.value if isinstance(document.value, dict) else {})
     written: JSONObject = {}
     for entry in collector.entries:
-        binding = bind_key(entry)
-        target = binding.target or (binding.alias.target if binding.alias else None) or ""
+        target = bind_key(entry).native_key or ""
         candidates = (target, target.rpartition(".")[0], target.split(".")[0])
         key = next((key for key in candidates if key in KEYS), None)
         if key is None:

@@ -2,13 +2,12 @@
 settings."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.config.compat.binding import KeyBinding
 from paceline.config.compat.conversion import UnsupportedValue
-from paceline.config.compat.merge import Merge, SourceLine
+from paceline.config.compat.merge import Merge
 from paceline.config.compat.parallel.deepspeed_json import (
     SCHEDULE_LENGTH,
     DeepSpeedJson,
@@ -17,9 +16,9 @@ from paceline.config.compat.parallel.deepspeed_json import (
     read_json,
 )
 from paceline.config.compat.parallel.keys import BELOW_FILE, StrategyKeys, nested_entry
-from paceline.config.compat.precision import BF16, DTYPE, FP16, MIXED, TARGETS
+from paceline.config.compat.precision import BF16, FP16, TARGETS, is_firm
 from paceline.config.compat.precision import TARGET as PRECISION
-from paceline.config.entries import FILE, ConfigEntry, Problem, quoted_names, short
+from paceline.config.entries import FILE, ConfigEntry, Problem, quoted_names
 from paceline.config.modes import read_mode, stage_settings
 from paceline.config.settings import RESET, Assignment
 from paceline.config.yaml_read import YamlValue
@@ -52,7 +51,7 @@ def use_deepspeed(keys: StrategyKeys, names: list[str]) -> None:
         elif value is not True:
             settings, parsed = _deepspeed_value(keys, by, value)
     except UnsupportedValue as error:
-        keys.add_problem(by, error.why, error.fix)
+        keys.merge.refuse(by, error.why, error.fix, "parallel.mode")
         return
     except ConfigError as error:
         keys.merge.problems.append(
@@ -142,7 +141,8 @@ def _apply_json(
     is_overridden = keys.overriding_mode(by, mode) is not None
     if parsed.problems and not is_overridden:
         text = "unsupported settings:\n  " + "\n  ".join(parsed.problems)
-        keys.add_problem(by, text, "remove these settings, or set them as the lines above say")
+        fix = "remove these settings, or set them as the lines above say"
+        keys.merge.refuse(by, text, fix, "parallel.mode")
     for setting in parsed.settings:
         if setting.target in _PRECISION:
             _precision(keys, by, setting, source)
@@ -170,7 +170,7 @@ def _precision(keys: StrategyKeys, by: ConfigEntry, setting: Setting, source: st
             for assigned in keys.merge.assigned
             if assigned.target in TARGETS and assigned.entry.layer == FILE
         ]
-        if in_file and all(_leaves_precision_open(assigned) for assigned in in_file):
+        if in_file and not any(is_firm(assigned) for assigned in in_file):
             for assigned in in_file:
                 assigned.weak = True
             target, value, layer = PRECISION, precision, FILE
@@ -178,11 +178,6 @@ def _precision(keys: StrategyKeys, by: ConfigEntry, setting: Setting, source: st
     keys.merge.assigned.append(Assignment(target, value, entry))
     if setting.sets is True:
         keys.merge.below_file.append(Assignment(PRECISION, precision, entry))
-
-
-def _leaves_precision_open(assigned: Assignment) -> bool:
-    is_load_type = assigned.target in (DTYPE, MIXED) and assigned.value == "32"
-    return is_load_type or bool(assigned.value == "auto")
 
 
 def read_native_json(keys: StrategyKeys) -> None:
@@ -194,9 +189,8 @@ def read_native_json(keys: StrategyKeys) -> None:
     if by.path[-1] != "deepspeed_config" or not by.section:
         return
     if keys.line(by) is None:
-        binding = KeyBinding(by, target="parallel.deepspeed_config")
-        keys.merge.lines.append(SourceLine(binding, []))
-    mode = "deepspeed" if native is None or native.weak else native.value
+        keys.merge.report(KeyBinding(by, target="parallel.deepspeed_config"), [])
+    mode = "deepspeed" if native is None else native.value
     if mode != "deepspeed":
         keys.add_notice(
             by, f"it belongs to `parallel.mode: deepspeed`, and the mode is {mode}", "warning"
@@ -215,7 +209,7 @@ def read_native_json(keys: StrategyKeys) -> None:
     if isinstance(config.value, str):
         source = Path(config.value).name
     mode = "ddp" if parsed.stage == 0 else "deepspeed"
-    if native is None or native.weak:
+    if native is None:
         keys.assign(by, "parallel.mode", mode)
     else:
         native.value = mode
@@ -233,15 +227,13 @@ def report_overridden_json(merge: Merge) -> None:
     its schedule has no effect on another schedule."""
     length, kind = merge.winners.get(SCHEDULE_LENGTH), merge.winners.get(_SCHEDULE)
     if length and kind and length.entry.layer == BELOW_FILE and kind.entry.layer != BELOW_FILE:
-        merge.winners[SCHEDULE_LENGTH] = replace(length, value=RESET, entry=kind.entry)
-        value = f"`{length.entry.key}: {short(length.value)}` ({length.entry.source})"
-        text = f"{value} has no effect with {kind.entry.shown()}"
+        merge.set_winner(SCHEDULE_LENGTH, RESET, kind)
+        text = f"{length.entry.located()} has no effect with {kind.entry.shown()}"
         merge.general_notices.append(("warning", text))
     for assigned in merge.below_file:
         winner, entry = merge.winners.get(assigned.target), assigned.entry
         if winner is None or winner.value in (RESET, assigned.value):
             continue
         if winner.entry.layer != BELOW_FILE:
-            value = f"`{entry.key}: {short(entry.value)}` ({entry.source})"
-            text = f"{value} is overridden by {winner.entry.shown()}"
+            text = f"{entry.located()} is overridden by {winner.entry.shown()}"
             merge.general_notices.append(("warning", text))

@@ -64,6 +64,7 @@ def _rules(section: str) -> dict[str, Rule]:
 IGNORED = _rules("ignored")
 #: Keys that cannot be honored when they are on.
 REFUSED = _rules("refused")
+_ZERO = "zero_optimization"
 _SECTIONS: list[str] = read_table("parallel/deepspeed.yaml")["sections"].split()
 _SETS: dict[str, str] = read_table("parallel/deepspeed.yaml")["sets"]
 #: Keys for the dtype in which gradients are reduced or accumulated, and its names.
@@ -116,6 +117,9 @@ class DeepSpeedJson:
     def _ignore(self, name: str, reason: str) -> None:
         self.ignored.setdefault(reason, []).append(name)
 
+    def _refuse(self, name: str, why: str) -> None:
+        self.problems.append(f"{name}: {why}")
+
     def _set(self, name: str, value: Any, target: str, sets: Any = None) -> None:
         self.settings.append(Setting(name, value, target, value if sets is None else sets))
 
@@ -133,13 +137,13 @@ class DeepSpeedJson:
         elif name in _SETS:
             if value not in ("auto", None):
                 self._set(name, value, _SETS[name])
-        elif section == "zero_optimization" and SHORT_NAMES.get(key, key) in HONORED_ZERO:
+        elif section == _ZERO and SHORT_NAMES.get(key, key) in HONORED_ZERO:
             self._check_type(name, value, HONORED_ZERO[SHORT_NAMES.get(key, key)])
         elif plain in REFUSED:
             refused = REFUSED[plain]
             if not refused.is_off(value):
                 shown = f"{name}: false" if value is False else name
-                self.problems.append(f"{shown}: {refused.reason.replace('{value}', str(value))}")
+                self._refuse(shown, refused.reason.replace("{value}", str(value)))
         elif plain in IGNORED:
             if IGNORED[plain].reason and not is_off(value):
                 self._ignore(name, IGNORED[plain].reason)
@@ -160,7 +164,7 @@ class DeepSpeedJson:
             self._optimizer(section)
         elif name == "scheduler":
             self._scheduler(section)
-        elif name == "zero_optimization":
+        elif name == _ZERO:
             self._zero(section)
         for key, item in section.items():
             self.read(f"{name}.{key}", item)
@@ -173,15 +177,14 @@ class DeepSpeedJson:
             self._set(name, value, "parallel.reduce_dtype", "auto")
         elif value in _FLOAT32:
             self._set(name, value, "parallel.reduce_dtype", "float32")
-            self.problems.append(
-                f"{name}: {value}; DeepSpeed reduces and accumulates gradients in the type of"
+            self._refuse(
+                name,
+                f"{value}; DeepSpeed reduces and accumulates gradients in the type of"
                 " `train_args.precision`; `parallel.mode: zero1`, `zero2` and `zero3` do so in"
-                " float32"
+                " float32",
             )
         else:
-            self.problems.append(
-                f"{name}: {value!r} is not one of {', '.join(_FLOAT32 + _16_BITS)}"
-            )
+            self._refuse(name, f"{value!r} is not one of {', '.join(_FLOAT32 + _16_BITS)}")
 
     def _check_type(self, name: str, value: Any, kind: type) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -190,25 +193,23 @@ class DeepSpeedJson:
             is_valid = isinstance(value, bool)
         if value not in (None, "auto") and not is_valid:
             expected = "a whole number" if kind is int else "true or false"
-            self.problems.append(f"{name}: {value!r} is not {expected}")
+            self._refuse(name, f"{value!r} is not {expected}")
 
     def _report_unknown(self, section: str, name: str, key: str) -> None:
-        names = [
-            other.rpartition(".")
-            for other in (*_SECTIONS, *_REDUCTIONS, *_SETS, *IGNORED, *REFUSED)
-        ]
-        known = [last for prefix, _, last in names if prefix == section]
-        if section == "zero_optimization":
+        names = (*_SECTIONS, *_REDUCTIONS, *_SETS, *IGNORED, *REFUSED)
+        parts = [other.rpartition(".") for other in names]
+        known = [last for prefix, _, last in parts if prefix == section]
+        if section == _ZERO:
             known += [*HONORED_ZERO, *SHORT_NAMES]
         hint = did_you_mean(key, known, form="{}")
-        hint = f"; {hint}" if hint else ""
-        self.problems.append(f"{name}: not a key of DeepSpeed that Paceline knows{hint}")
+        why = "not a key of DeepSpeed that Paceline knows"
+        self._refuse(name, f"{why}; {hint}" if hint else why)
 
     def _mapping(self, name: str, value: Any) -> dict[str, YamlValue]:
         if isinstance(value, Mapping):
             return dict(value)
         if not is_off(value):
-            self.problems.append(f"{name}: {value} is not an object")
+            self._refuse(name, f"{value} is not an object")
         return {}
 
     def _optimizer(self, section: dict[str, YamlValue]) -> None:
@@ -226,10 +227,8 @@ class DeepSpeedJson:
                     name = f"optimizer.params.betas[{index}]"
                     self._set(name, beta, f"train_args.adam_beta{index + 1}")
         elif not is_off(betas):
-            self.problems.append(
-                "optimizer.params.betas: expected two numbers, as `train_args.adam_beta1` and"
-                " `adam_beta2` are"
-            )
+            why = "expected two numbers, as `train_args.adam_beta1` and `adam_beta2` are"
+            self._refuse("optimizer.params.betas", why)
 
     def _scheduler(self, section: dict[str, YamlValue]) -> None:
         """Read the type. A schedule that Paceline does not have takes its other settings along."""
@@ -243,62 +242,46 @@ class DeepSpeedJson:
         if kind == "auto":
             return
         if kind.lower() not in _SCHEDULERS:
-            self.problems.append(
-                f"scheduler.type: {kind}; set `train_args.lr_scheduler_type` and"
-                " `lr_scheduler_kwargs`"
-            )
+            why = f"{kind}; set `train_args.lr_scheduler_type` and `lr_scheduler_kwargs`"
+            self._refuse("scheduler.type", why)
             section.clear()
             return
         name = _SCHEDULERS[kind.lower()]
         self._set("scheduler.type", kind, "train_args.lr_scheduler_type", name)
         if "warmup_type" not in _params(section):
-            self._ignore(
-                "scheduler.params.warmup_type",
-                "the warm-up is linear; DeepSpeed's default is logarithmic",
-            )
+            reason = "the warm-up is linear; DeepSpeed's default is logarithmic"
+            self._ignore("scheduler.params.warmup_type", reason)
 
     def _zero(self, section: dict[str, YamlValue]) -> None:
         """Read the stage, and where the optimizer's state and the parameters are to lie."""
         stage = section.get("stage")
         if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
-            self.problems.append(
-                f"zero_optimization.stage: {stage}; there are the stages 0, 1, 2 and 3"
-            )
+            self._refuse(f"{_ZERO}.stage", f"{stage}; there are the stages 0, 1, 2 and 3")
         elif stage is not None:
             self.stage = int(stage)
-        devices = {}
-        for key, legacy in (
-            ("offload_optimizer", "cpu_offload"),
-            ("offload_param", "cpu_offload_param"),
-        ):
-            device = self._offload_device(f"zero_optimization.{key}", section.get(key))
-            devices[key] = "cpu" if section.get(legacy) is True else device
-        parameters = devices["offload_param"] == "cpu"
-        if parameters and self.stage is not None and self.stage < 3:
-            self._ignore(
-                "zero_optimization.offload_param", "parameters leave the device only at stage 3"
-            )
-            parameters = False
-        if parameters:
-            if devices["offload_optimizer"] != "cpu":
-                self._ignore(
-                    "zero_optimization.offload_optimizer",
-                    "the optimizer's state moves to the host with the parameters",
-                )
-            self._set("zero_optimization.offload_param", "cpu", "parallel.cpu_offload", "all")
-        elif devices["offload_optimizer"] == "cpu":
-            self._set(
-                "zero_optimization.offload_optimizer", "cpu", "parallel.cpu_offload", "optimizer"
-            )
+        optimizer, parameters = f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
+        optimizer_device = self._offload_device(optimizer, section.get("offload_optimizer"))
+        parameter_device = self._offload_device(parameters, section.get("offload_param"))
+        moves_optimizer = optimizer_device == "cpu" or section.get("cpu_offload") is True
+        moves_parameters = parameter_device == "cpu" or section.get("cpu_offload_param") is True
+        if moves_parameters and self.stage is not None and self.stage < 3:
+            self._ignore(parameters, "parameters leave the device only at stage 3")
+            moves_parameters = False
+        if moves_parameters:
+            if not moves_optimizer:
+                reason = "the optimizer's state moves to the host with the parameters"
+                self._ignore(optimizer, reason)
+            self._set(parameters, "cpu", "parallel.cpu_offload", "all")
+        elif moves_optimizer:
+            self._set(optimizer, "cpu", "parallel.cpu_offload", "optimizer")
 
     def _offload_device(self, name: str, value: Any) -> str:
         section = value if isinstance(value, Mapping) else {"device": value}
         device = section.get("device", "none")
         device = "none" if device in (None, "auto", False) else str(device)
         if device not in ("none", "cpu"):
-            self.problems.append(
-                f"{name}.device: {device}; Paceline offloads to the host's memory (cpu) only"
-            )
+            why = f"{device}; Paceline offloads to the host's memory (cpu) only"
+            self._refuse(f"{name}.device", why)
             return "none"
         if device == "cpu":
             for key, item in section.items():

@@ -61,6 +61,9 @@ class FsdpPlan:
     precision: str | None = None
     notes: list[str] = field(default_factory=list)
 
+    def set_strategy(self, name: str) -> None:
+        self.mode, self.hybrid = _STRATEGIES[name], "hybrid" in name
+
 
 def fsdp_plan(flags: list[str], config: Mapping[str, YamlValue]) -> FsdpPlan:
     """Read the flags of `fsdp` and the settings of `fsdp_config` (with or without the prefix
@@ -72,7 +75,7 @@ def fsdp_plan(flags: list[str], config: Mapping[str, YamlValue]) -> FsdpPlan:
     plan = FsdpPlan()
     for flag in flags:
         if flag in _STRATEGIES:
-            _set_strategy(plan, flag)
+            plan.set_strategy(flag)
         elif flag not in _OTHER_FLAGS:
             raise UnsupportedValue(
                 f"unknown FSDP flag `{flag}`",
@@ -123,10 +126,6 @@ def _is_on(value: Any) -> bool:
     return as_bool(value) is True
 
 
-def _set_strategy(plan: FsdpPlan, name: str) -> None:
-    plan.mode, plan.hybrid = _STRATEGIES[name], "hybrid" in name
-
-
 def _check_names(settings: Mapping[str, YamlValue]) -> None:
     for key, value in settings.items():
         if key not in _WITHOUT_EFFECT and key not in _READ:
@@ -170,15 +169,13 @@ def _sharding(plan: FsdpPlan, settings: Mapping[str, YamlValue]) -> None:
                 f"use {', '.join(known.upper() for known in _BY_NUMBER)}",
                 "fsdp_config",
             )
-        _set_strategy(plan, name)
+        plan.set_strategy(name)
 
 
 def _precision(settings: Mapping[str, YamlValue]) -> str | None:
     value = settings.get("mixed_precision_policy", settings.get("mixed_precision"))
     if isinstance(value, Mapping):
         value = value.get("param_dtype")
-    if is_off(value):
-        return None
     name = str(value).lower().removeprefix("torch.")
     return {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}.get(name)
 
@@ -192,7 +189,7 @@ def use_fsdp(keys: StrategyKeys, names: list[str]) -> None:
     except UnsupportedValue as error:
         if error.key is not None:
             first = keys.by_name.get(f"_{error.key}", first)
-        keys.add_problem(first.entry, error.why, error.fix)
+        keys.merge.refuse(first.entry, error.why, error.fix, "parallel.mode")
         return
     settings = _fsdp_settings(keys, by, plan)
     if settings is None:
@@ -282,15 +279,11 @@ def _fsdp_settings(
                 f"`parallel.{axis}: {size}`" for axis, size in sizes.items() if size > 1
             )
             why = f"FSDP with {axes} requires the number of shards"
-            keys.add_problem(
-                by,
-                why,
-                (
-                    "set `parallel.shard` (dp_shard_size): the number of ranks divided by the other"
-                    " sizes"
-                ),
-                target="parallel.shard",
+            fix = (
+                "set `parallel.shard` (dp_shard_size): the number of ranks divided by the other"
+                " sizes"
             )
+            keys.merge.refuse(by, why, fix, "parallel.shard")
             return None
         settings["shard"] = ranks // others
     if plan.mode == "zero2":

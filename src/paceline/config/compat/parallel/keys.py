@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.merge import Merge, SourceLine
-from paceline.config.entries import FILE, ConfigEntry, Problem, as_number
+from paceline.config.compat.binding import KeyBinding
+from paceline.config.compat.merge import Merge
+from paceline.config.entries import FILE, ConfigEntry, as_number
 from paceline.config.settings import Assignment
 from paceline.config.yaml_read import YamlValue
 
@@ -41,8 +42,8 @@ class StrategyKeys:
         assigned = self.by_name.get(name)
         return None if assigned is None else assigned.value
 
-    def line(self, entry: ConfigEntry) -> SourceLine | None:
-        return next((line for line in self.merge.lines if line.binding.entry is entry), None)
+    def line(self, entry: ConfigEntry) -> KeyBinding | None:
+        return next((line for line in self.merge.lines if line.entry is entry), None)
 
     def assign(
         self, by: ConfigEntry, target: str, value: Any, entry: ConfigEntry | None = None
@@ -61,19 +62,12 @@ class StrategyKeys:
         """Add a notice to the line of the key ``by``, unless the text is empty."""
         line = self.line(by)
         if line is not None and text:
-            line.notices = (*line.notices, (level, text))
-
-    def add_problem(
-        self, by: ConfigEntry, why: str, fix: str | None, target: str = "parallel.mode"
-    ) -> None:
-        what = f"{by.shown()}: {why}"
-        self.merge.problems.append(Problem(what, "unsupported-value", by, fix=fix, target=target))
+            line.notices.append((level, text))
 
     def native(self, target: str) -> Assignment | None:
-        """Return what sets a native key so far: an override before the file."""
-        assigned = [item for item in self.merge.assigned if item.target == target]
-        strong = [item for item in assigned if not item.weak] or assigned
-        return max(strong, key=lambda item: item.entry.layer, default=None)
+        """Return what sets a native key so far, except weakly: an override before the file."""
+        assigned = [item for item in self.merge.assigned if item.target == target and not item.weak]
+        return max(assigned, key=lambda item: item.entry.layer, default=None)
 
     def number(self, target: str, default: int = 1) -> int:
         """Return the value of a native key if it is a positive integer, else the default."""
@@ -91,9 +85,9 @@ class StrategyKeys:
     def overriding_mode(self, by: ConfigEntry, mode: object) -> Assignment | None:
         """Return the override of `parallel.mode` that replaces the strategy of the key ``by``."""
         native = self.native("parallel.mode")
-        if native is None or native.entry.layer <= by.layer or native.weak:
+        if native is None or native.entry.layer <= by.layer or native.value == mode:
             return None
-        return native if native.value != mode else None
+        return native
 
     def set_strategy(self, by: ConfigEntry, settings: Mapping[str, YamlValue]) -> None:
         """Let ``by`` set `parallel.mode` and its settings, or only the mode if an override replaces
@@ -125,7 +119,7 @@ def take_keys(merge: Merge, base: Path | None) -> StrategyKeys:
             taken = [item for item in line.assigned if item in assigned]
             line.assigned = [item for item in line.assigned if item not in assigned]
             if taken and taken[0] not in top:
-                line.notices = (*line.notices, ("info", f"is overridden by {top[0].entry.shown()}"))
+                line.notices.append(("info", f"is overridden by {top[0].entry.shown()}"))
         merge.assigned = [item for item in merge.assigned if item not in assigned]
     return keys
 

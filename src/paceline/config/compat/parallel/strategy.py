@@ -45,7 +45,7 @@ def _num_processes(keys: StrategyKeys) -> None:
         keys.assign(key.entry, "parallel.num_gpus", count)
     elif count % hosts:
         why = f"{count} processes cannot be divided evenly over {hosts} hosts"
-        keys.add_problem(key.entry, why, f"set a multiple of {hosts}", target="parallel.num_gpus")
+        keys.merge.refuse(key.entry, why, f"set a multiple of {hosts}", "parallel.num_gpus")
     else:
         keys.assign(key.entry, "parallel.num_gpus", count // hosts)
         keys.add_notice(key.entry, f"{count} processes on {hosts} hosts")
@@ -53,10 +53,8 @@ def _num_processes(keys: StrategyKeys) -> None:
 
 def _names_strategy(keys: StrategyKeys) -> bool:
     """Return whether a key besides `distributed_type` chooses a strategy."""
-    names = ("_deepspeed", "_fsdp")
-    native = keys.native("parallel.mode")
-    is_named = native is not None and not native.weak
-    return is_named or any(not is_off(keys.value(name)) for name in names)
+    values = [keys.value(name) for name in ("_deepspeed", "_fsdp")]
+    return keys.native("parallel.mode") is not None or not all(map(is_off, values))
 
 
 def _activation_offload(keys: StrategyKeys) -> None:
@@ -124,8 +122,8 @@ def _strategy(keys: StrategyKeys) -> None:
     if (deepspeed or kind == "DEEPSPEED") and (wants_fsdp or kind == "FSDP"):
         first = keys.by_name[deepspeed[0] if deepspeed else "_distributed_type"].entry
         second = keys.by_name["_fsdp" if wants_fsdp else "_distributed_type"].entry
-        why = f"{second.shown()} ({second.place()}) chooses another strategy"
-        keys.add_problem(first, why, "keep one of the two")
+        why = f"{second.located()} chooses another strategy"
+        keys.merge.refuse(first, why, "keep one of the two", "parallel.mode")
     elif deepspeed or kind == "DEEPSPEED":
         use_deepspeed(keys, [*deepspeed, *type_names])
     elif wants_fsdp or fsdp_settings or kind == "FSDP":
@@ -148,7 +146,7 @@ def _type_only(keys: StrategyKeys, kind: str) -> None:
     axes = [axis for axis in ("shard", "tensor", "pipeline") if keys.number(f"parallel.{axis}") > 1]
     if axes:
         keys.add_notice(by, f"the sizes of the axes ({', '.join(axes)}) choose the strategy")
-    elif native is None or native.weak or native.entry.layer != by.layer:
+    elif native is None or native.entry.layer != by.layer:
         keys.set_strategy(by, {"mode": {"NO": "single", "TP": "tensor"}.get(kind, "ddp")})
     else:
         keys.add_notice(by, f"is overridden by {native.entry.shown()}")

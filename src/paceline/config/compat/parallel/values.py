@@ -13,7 +13,7 @@ from paceline.config.compat.conversion import (
     UnsupportedValue,
     by_case,
     info,
-    is_off,
+    skips_off,
 )
 from paceline.config.modes import is_hsdp, read_mode
 from paceline.config.yaml_read import YamlValue
@@ -85,10 +85,9 @@ def _sizes(value: Mapping[str, YamlValue]) -> tuple[dict[str, YamlValue], list[s
     return sets, rest
 
 
+@skips_off
 def parallelism_config(value: Any) -> Conversion:
     """Accelerate's `parallelism_config`, also as `TrainingArguments` take it."""
-    if is_off(value):
-        return Conversion()
     if not isinstance(value, Mapping):
         raise UnsupportedValue(
             "expected a mapping", "write parallelism_config: {tp_size: 2}, or parallel.tensor: 2"
@@ -106,10 +105,9 @@ def parallelism_config(value: Any) -> Conversion:
     return info("all sizes in it are 1")
 
 
+@skips_off
 def dist_config(value: Any) -> Conversion:
     """LLaMA-Factory v1's `dist_config`: ``{name: fsdp2 | deepspeed, ...}``."""
-    if is_off(value):
-        return Conversion()
     if not isinstance(value, Mapping) or "name" not in value:
         raise UnsupportedValue("expected a mapping with `name`", "write dist_config: {name: fsdp2}")
     name = str(value["name"]).lower()
@@ -134,10 +132,9 @@ def dist_config(value: Any) -> Conversion:
     return Conversion({**sets, "_fsdp": "full_shard", "_fsdp_config": config})
 
 
+@skips_off
 def tp_config(value: Any) -> Conversion:
     """Accelerate's `tp_config`."""
-    if is_off(value):
-        return Conversion()
     if not isinstance(value, Mapping):
         raise UnsupportedValue("expected a mapping", "write tp_config: {tp_size: 2}")
     return size("parallel.tensor")(value.get("tp_size", 1))
