@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from raised import raises_error
 
 from paceline.config.load import Loaded
+from paceline.core.errors import ConfigError
 
 BASE = "model: m\ndataset: d\n"
 Load = Callable[..., Loaded]
@@ -407,3 +409,9 @@ def test_reads_aliases_of_shuffle(load: Load, text: str, shuffle: bool) -> None:
     loaded = load(BASE + text)
     assert loaded.config.train_args.shuffle is shuffle
     assert any(level == "warning" for level, _ in loaded.notices) == ("group_by_length" in text)
+
+
+def test_patterns_of_the_wrong_type_are_one_error(load: Load) -> None:
+    text = "freeze_parameters_regex: true\ntrainable_parameters: [lm_head]\n"
+    with raises_error(ConfigError, naming="freeze_parameters_regex"):
+        load(BASE + text)

@@ -476,3 +476,9 @@ def test_type_of_reductions_in_a_deepspeed_json_is_used_with_another_mode(
     loaded = load(f"{BASE}deepspeed: {json.dumps(content)}", ["parallel.mode=zero2"])
     expected = {"mode": "zero2"} | ({"reduce_dtype": reduce_dtype} if reduce_dtype else {})
     assert parallel_settings(loaded) == expected
+
+
+def test_reset_mode_is_named_in_the_notice_of_a_deepspeed_json(load: Load, in_folder: Path) -> None:
+    file = BASE + "parallel: {mode: deepspeed, deepspeed_config: ds_z2.json}"
+    loaded = load(file, ["parallel.mode="])
+    assert any("and the mode is auto" in text for _, text in loaded.notices)

@@ -31,7 +31,7 @@ def train_patterns(merge: Merge, by: Assignment) -> Notice:
     if merge.value_of(_TRAINABLE) == by.value:
         return "info", f"is read as `{_TRAINABLE}: {short(by.value)}`"
     frozen = merge.value_of(_FREEZE)
-    if not frozen:
+    if not frozen or not isinstance(frozen, str | list):  # the schema rejects other types
         return "info", "has no effect: no parameter is frozen"
     frozen = [frozen] if isinstance(frozen, str) else frozen
     excepted = rf"^(?!.*?(?:{'|'.join(by.value)}))"

@@ -191,6 +191,8 @@ def read_native_json(keys: StrategyKeys) -> None:
     if keys.line(by) is None:
         keys.merge.report(KeyBinding(by, target="parallel.deepspeed_config"), [])
     mode = "deepspeed" if native is None else native.value
+    if mode is RESET:
+        mode = "auto"
     if mode != "deepspeed":
         keys.add_notice(
             by, f"it belongs to `parallel.mode: deepspeed`, and the mode is {mode}", "warning"
