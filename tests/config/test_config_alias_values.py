@@ -413,5 +413,5 @@ def test_reads_aliases_of_shuffle(load: Load, text: str, shuffle: bool) -> None:
 
 def test_patterns_of_the_wrong_type_are_one_error(load: Load) -> None:
     text = "freeze_parameters_regex: true\ntrainable_parameters: [lm_head]\n"
-    with raises_error(ConfigError, naming="freeze_parameters_regex"):
+    with raises_error(ConfigError, code="wrong-type", naming="freeze_parameters_regex"):
         load(BASE + text)
