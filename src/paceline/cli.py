@@ -26,6 +26,7 @@ VERBS = {
     "plan": "estimate memory, traffic and time of each parallel mode",
     "verify": "train a few steps under each parallel mode and check that they agree",
     "doctor": "check this machine and the network between ranks",
+    "config": "explain the keys of a config",
     "watch": "follow a run from another terminal",
     "ui": "view and start runs in the browser",
     "generate": "generate text with the model of a run",

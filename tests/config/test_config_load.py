@@ -236,7 +236,7 @@ def test_merges_mappings_and_sources(load: Load) -> None:
             ["line 4", "did you mean `train_args.learning_rate`?"],
         ),
         (BASE + "finetunning_type: lora\n", ["line 3", "did you mean `finetuning_type`?"]),
-        (BASE + "xyzzy: 3\n", ["line 3", "docs/config.md"]),
+        (BASE + "xyzzy: 3\n", ["line 3", "`paceline config`"]),
         (BASE + "lora: true\n", ["line 3", "is a section", "lora: {enable: ...}"]),
         (BASE + "lora:\n  rank: 0\n", ["line 4", "`lora.rank: 0`", "out of range", "at least 1"]),
         (BASE + "lora:\n  rank: true\n", ["line 4", "true/false", "a whole number"]),

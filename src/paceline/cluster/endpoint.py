@@ -173,7 +173,7 @@ def is_listening(address: str, port: int, timeout_s: float) -> bool:
 
 _CONSEQUENCE = (
     "Anyone who reaches this port can run code on your hosts. Use a private network, or block the"
-    " port for all other addresses (docs/security.md)."
+    " port for all other addresses."
 )
 
 

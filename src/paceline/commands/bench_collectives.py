@@ -7,7 +7,6 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from paceline.bench.collectives import NATIVE, BenchOptions, fits, measure, table
-from paceline.bench.page import render
 from paceline.commands.options import (
     Choice,
     CommaList,
@@ -84,6 +83,8 @@ def run(args: Namespace) -> int:
         print(f"measuring {world_size} ranks …", file=sys.stderr, flush=True)
         results += measure(options, world_size)
     if args.output is not None:
+        from paceline.bench.page import render
+
         write_output(args.output, render(results, fits(results)))
     print(json.dumps(results, indent=2) if args.json else table(results))
     return EXIT_DONE

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _CONFIG_USAGE = "[CONFIG.yaml] [key=value ...]"
 _CONFIG_HELP = (
     "Override config keys with key=value, --key value or --key=value; nested keys have dotted"
-    " names.\nAll keys: docs/config.md."
+    " names.\nAll keys: paceline config."
 )
 
 

@@ -51,7 +51,7 @@ def edit_yaml(
     for key in [*values, *remove]:
         if key not in KEYS:
             raise ConfigError(
-                f"unknown key `{key}`", code="unknown-key", fix="docs/config.md lists all keys"
+                f"unknown key `{key}`", code="unknown-key", fix="`paceline config` lists all keys"
             )
     if not isinstance(parse_yaml(text, "the config").value, dict | None):
         raise ConfigError(

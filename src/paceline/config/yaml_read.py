@@ -50,6 +50,10 @@ class Document:
     lines: dict[KeyPath, int] = field(default_factory=dict)
 
 
+#: Names of data files end with these. A config may be JSON.
+_DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+
+
 def read_config_file(path: Path) -> Document:
     """Read and parse a config file.
 
@@ -64,6 +68,12 @@ def read_config_file(path: Path) -> Document:
             f"give a file, such as {path / inside[0]}" if inside else "give the path of a YAML file"
         )
         raise ConfigError(f"{path} is a folder, not a config file", fix=hint)
+    if path.suffix in _DATA_SUFFIXES:
+        raise ConfigError(
+            f"{path} is a data file, not a config",
+            code="not-a-training-config",
+            fix=f"name it as the data: dataset={path}",
+        )
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -90,7 +100,7 @@ def as_config(document: Document, path: Path) -> Document:
     if document.value is None:
         raise ConfigError(
             f"{path} is empty",
-            fix="write at least `model:` and `dataset:` into it; docs/config.md lists all keys",
+            fix="write at least `model:` and `dataset:` into it; `paceline config` lists all keys",
         )
     if not isinstance(document.value, dict):
         raise ConfigError(

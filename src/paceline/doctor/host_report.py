@@ -235,7 +235,7 @@ def _round_trips(probes: list[_Measured]) -> CheckResult:
         return CheckResult.warning(
             "round_trip",
             text,
-            "for hosts with such latency use `parallel.mode: local_sgd` (docs/how-to/local-sgd.md)",
+            "use `parallel.mode: local_sgd`, which exchanges weights seldom",
         )
     return CheckResult.passed("round_trip", text)
 
@@ -281,7 +281,7 @@ def _bandwidth(probes: list[_Measured]) -> CheckResult:
             "bandwidth",
             text,
             "choose a faster interface with `parallel.network_interface`, or reduce the"
-            " traffic (docs/how-to/slow-network.md)",
+            " traffic with `parallel.compression` or `parallel.mode: local_sgd`",
         )
     return CheckResult.passed("bandwidth", text)
 

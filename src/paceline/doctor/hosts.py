@@ -87,7 +87,7 @@ def inspect_endpoint_and_hosts(
         warning = public_listener_warning(endpoint.port)
     if warning is not None:
         rendezvous = CheckResult.warning(
-            "rendezvous_port", warning, "restrict access to it as docs/security.md describes"
+            "rendezvous_port", warning, "in the firewall, let only the hosts of the run reach it"
         )
     report = inspect_over_store(store, endpoint, hosts, [*checks, rendezvous], gradient_bytes)
     del store  # the launcher of the ranks opens its own on the same port

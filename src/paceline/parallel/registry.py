@@ -197,7 +197,7 @@ def get_spec(mode: str) -> StrategySpec:
             f"`parallel.mode: {mode}` is not a strategy: {where} has no StrategySpec `{attribute}`",
             code="not-a-strategy",
             allowed="the name of a paceline.parallel.spec.StrategySpec",
-            fix="docs/strategies.md shows one",
+            fix=f"set `{attribute} = StrategySpec(...)` in it",
         )
     return spec
 

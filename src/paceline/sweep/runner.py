@@ -147,7 +147,7 @@ def _check_for_sweep(loaded: Any) -> None:
         raise ConfigError(
             "`train_args.push_to_hub` is not supported in a sweep: every run would upload its model"
             " to the same repository",
-            fix="remove it, and upload the best model afterwards (see docs/how-to/publish.md)",
+            fix="remove it, and upload the best model afterwards with `hf upload`",
         )
 
 

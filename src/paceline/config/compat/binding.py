@@ -94,7 +94,7 @@ def bind_key(entry: ConfigEntry) -> KeyBinding:
 def unknown_key(entry: ConfigEntry) -> Problem:
     """Describe an unknown key, with the nearest known one."""
     guess = _nearest_key(entry)
-    fix = f"did you mean `{guess}`?" if guess else "remove it; docs/config.md lists all keys"
+    fix = f"did you mean `{guess}`?" if guess else "remove it; `paceline config` lists all keys"
     if not guess and entry.section in SECTIONS:
         fix += f", and `{entry.section}` has {quoted_names(SECTIONS[entry.section].model_fields)}"
     what = f"unknown key `{entry.key}`"

@@ -103,8 +103,8 @@ def check_kind(tree: Mapping[str, YamlValue], file: Path) -> None:
                 "a config of Paceline, LLaMA-Factory, ms-swift, axolotl, TRL or alignment-handbook"
             ),
             fix=(
-                "write a config with `model: FOLDER_OR_HUB_ID` and `dataset: ...` (docs/config.md),"
-                " or use torchtune"
+                "write a config with `model: FOLDER_OR_HUB_ID` and `dataset: ...` (`paceline"
+                " config` lists all keys), or use torchtune"
             ),
         )
     rest = [key for key in tree if not key.startswith(("_", "fsdp"))]
