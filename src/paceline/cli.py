@@ -32,6 +32,7 @@ VERBS = {
     "generate": "generate text with the model of a run",
     "eval": "evaluate the model of a run with lm-evaluation-harness",
     "export": "write the merged model of a run for use with transformers",
+    "compare": "compare the losses, configs and weights of two runs",
     "inspect": "show the tensors and the digest of a checkpoint",
     "explain": "run an algorithm on real ranks and show it step by step",
     "bench": "measure how a config scales, what each setting gains, or the collectives",

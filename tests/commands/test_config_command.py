@@ -26,9 +26,7 @@ def test_key_has_type_default_meaning_and_spellings(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("name", ["lora_r", "lora_rank"])
-def test_key_is_found_by_other_spellings(
-    capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_key_is_found_by_other_spellings(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert explain(capsys, name)["key"] == "lora.rank"
 
 

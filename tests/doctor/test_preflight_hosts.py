@@ -266,7 +266,9 @@ def test_evaluation_of_measurements() -> None:
     assert evaluate_with(bandwidth_from_bytes_s=None)["bandwidth"].fatal
     assert "duplex" in str(evaluate_with(bandwidth_from_bytes_s=1e8)["bandwidth"].advice)
     assert evaluate_with(clock_offset_s=-5.5)["clock_skew"].fatal
-    assert "b is 5.5 s behind that of a" in evaluate_with(clock_offset_s=-5.5)["clock_skew"].value
+    assert (
+        "b is 5.5 s behind the clock of a" in evaluate_with(clock_offset_s=-5.5)["clock_skew"].value
+    )
     assert not evaluate_with(clock_offset_s=2.0)["clock_skew"].ok
     # within the measurement error
     assert evaluate_with(clock_offset_s=2.0, round_trip_s=4.0)["clock_skew"].ok

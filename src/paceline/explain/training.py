@@ -2,15 +2,17 @@
 and one batch per rank."""
 
 import time
+from importlib import import_module
 
 import torch
-
-# Torch imports it when an optimizer is created. Here it is imported once, before ranks are forked.
-import torch._dynamo
 from torch import nn
 
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
+from paceline.launch.fork_server import OPTIMIZER_MODULE
+
+# Torch imports it when an optimizer is created. Here it is imported once, before ranks are forked.
+import_module(OPTIMIZER_MODULE)
 
 LAYERS = 8
 WIDTH = 512
