@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import RunError
-from paceline.core.run_dir import RunDir, clear_debris, lock_run
+from paceline.core.run_dir import RunDir, clear_debris, lock_run, propose_folder
 
 
 def test_run_dir_creates_nothing(tmp_path: Path) -> None:
@@ -97,3 +97,17 @@ def test_lock_is_released_when_its_process_ends(tmp_path: Path) -> None:
             lock_run(RunDir(tmp_path), wait_s=0.0)
         other.kill()
     lock_run(RunDir(tmp_path), wait_s=5.0).close()
+
+
+@pytest.mark.parametrize(
+    ("folder", "proposed"),
+    [("run", "run-2"), ("out/run-2", "out/run-3"), (".", "run-2"), ("out/..", "out/../run-2")],
+)
+def test_proposed_folder_is_free(
+    folder: str, proposed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert propose_folder(folder) == proposed
+    Path(proposed).mkdir(parents=True)
+    assert propose_folder(folder) != proposed
+    assert not Path(propose_folder(folder)).exists()

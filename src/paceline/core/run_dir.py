@@ -42,6 +42,8 @@ def propose_folder(folder: str) -> str:
     """Return a name for a new run beside ``folder`` that is free: ``output/run-2``, or the next
     number."""
     path = Path(folder)
+    if path.name in ("", ".."):
+        path /= "run"
     name, _, number = path.name.rpartition("-")
     stem, first = (name, int(number) + 1) if name and number.isdecimal() else (path.name, 2)
     names = (path.with_name(f"{stem}-{count}") for count in itertools.count(first))

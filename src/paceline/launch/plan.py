@@ -62,7 +62,6 @@ CHECKS: dict[Pass, tuple[Check, ...]] = {
     ),
     layout.set_accumulation: (
         layout.check_support,
-        checkpoint.check_stored_config,
         layout.check_images,
         *data.BEFORE_READING,
     ),

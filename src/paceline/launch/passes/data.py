@@ -10,7 +10,7 @@ from paceline.config.schema.schedules import schedule_problem
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
 from paceline.distributed.mesh import ParallelDims
-from paceline.launch.passes.checkpoint import check_run_folder
+from paceline.launch.passes.checkpoint import check_run_folder, check_stored_config
 from paceline.launch.passes.draft import Draft, known
 from paceline.launch.passes.model import check_model, checking_in_background
 from paceline.parallel.registry import ParallelLayout
@@ -84,6 +84,7 @@ def check_schedule(draft: Draft) -> None:
 #: The checks that precede reading, in this order.
 BEFORE_READING = (
     check_folder,
+    check_stored_config,
     check_task,
     check_user_callbacks,
     check_model_if_dry,
