@@ -61,7 +61,7 @@ def test_other_learning_rate_differs_from_the_second_step_on(
     assert main(["compare", str(runs / "one"), str(runs / "other")]) == 1
     printed = capsys.readouterr().out
     assert "from step 2 on" in printed
-    assert "weights       different" in printed
+    assert "weights       not equal bit for bit" in printed
 
 
 def test_runs_that_cannot_be_compared(

@@ -146,14 +146,18 @@ def _read_digest(folder: Path) -> str | None:
 def _print(comparison: RunComparison, tolerance: float, losses: list[dict[int, float]]) -> None:
     print(f"steps         {counted(comparison['steps'], 'step')} in both runs")
     largest = comparison["loss_max_rel_diff"]
-    bound = "infinitely" if largest is None else f"by at most {largest:.2g} of their size"
-    print(f"losses        {'equal' if largest == 0 else f'differ {bound}'}")
+    bound = "not finite" if largest is None else f"{largest:.2g}"
+    print(f"losses        {'equal' if largest == 0 else f'largest relative difference: {bound}'}")
     step = comparison["first_differing_step"]
     if step is not None:
         a, b = (loss(each[step]) for each in losses)
         print(f"              by more than {tolerance:g} from step {step} on: {a} and {b}")
     digests = comparison["model_digest"]
-    texts = {True: "the same", False: "different", None: "unknown: a run has no checkpoint"}
+    texts = {
+        True: "equal bit for bit",
+        False: "not equal bit for bit",
+        None: "unknown: a run has no checkpoint",
+    }
     print(f"weights       {texts[digests['equal']]}")
     for change in comparison["config"]:
         print(f"config        {change['key']}: {change['a']!r} and {change['b']!r}")
