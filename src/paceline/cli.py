@@ -27,6 +27,7 @@ VERBS = {
     "verify": "train a few steps under each parallel mode and check that they agree",
     "doctor": "check this machine and the network between ranks",
     "config": "explain the keys of a config",
+    "convert": "write a config of another tool with Paceline's own keys",
     "watch": "follow a run from another terminal",
     "ui": "view and start runs in the browser",
     "generate": "generate text with the model of a run",
