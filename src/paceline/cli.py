@@ -21,6 +21,7 @@ from paceline.version import __version__
 
 #: Name and summary of every command.
 VERBS = {
+    "init": "write a config for a model and a dataset",
     "sft": "train a model from a config",
     "sweep": "train every combination of some overrides, or search for the best values",
     "plan": "estimate memory, traffic and time of each parallel mode",
