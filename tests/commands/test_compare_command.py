@@ -64,6 +64,18 @@ def test_other_learning_rate_differs_from_the_second_step_on(
     assert "weights       not equal bit for bit" in printed
 
 
+def test_digests_of_a_run_are_printed_alone(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, comparison = compare(capsys, runs / "one", runs / "two")
+    assert main(["inspect", str(runs / "one"), "--digest", "--json"]) == 0
+    digests = json.loads(capsys.readouterr().out)
+    assert digests.keys() == {"digest", "model_digest"}
+    assert digests["model_digest"] == comparison["model_digest"]["a"]
+    assert main(["inspect", str(runs / "one"), "--digest"]) == 0
+    assert capsys.readouterr().out.split() == [
+        *("digest", digests["digest"], "model_digest", digests["model_digest"])
+    ]
+
+
 def test_runs_that_cannot_be_compared(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

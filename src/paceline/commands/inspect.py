@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paceline.commands.options import AnyText, OptionParser
 from paceline.core.errors import EXIT_DONE
+from paceline.core.formatting import counted
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -18,6 +19,7 @@ def add_arguments(parser: OptionParser) -> None:
         "CHECKPOINT",
         "checkpoint",
     )
+    parser.add_flag("--digest", "print only the digests of the checkpoint and of its weights")
     parser.example = "paceline inspect output/demo"
 
 
@@ -35,15 +37,16 @@ def run(args: Namespace) -> int:
         )
         contents = store.inspect(path)
     if args.json:
-        print(json.dumps(contents, indent=2))
+        digests = {"digest": contents["digest"], "model_digest": contents["model_digest"]}
+        print(json.dumps(digests if args.digest else contents, indent=2))
         return EXIT_DONE
-    print(url or path)
-    print(
-        f"step {contents['step']}, written by {contents['strategy']} on"
-        f" {contents['world_size']} ranks"
-    )
+    if not args.digest:
+        ranks = counted(contents["world_size"], "rank")
+        print(
+            f"{url or path}\nstep {contents['step']}, written by {contents['strategy']} on {ranks}"
+        )
     print(f"digest        {contents['digest']}\nmodel_digest  {contents['model_digest']}")
-    for name, tensor in contents["tensors"].items():
+    for name, tensor in ({} if args.digest else contents["tensors"]).items():
         print(f"  {tensor['sha256'][:12]}  {tensor['dtype']:<5} {tensor['shape']!s:<16} {name}")
     return EXIT_DONE
 
