@@ -57,6 +57,33 @@ def test_detail_contains_config_model_and_report(serve, tmp_path):
     assert (run["pid"], run["exact"]) == (os.getpid(), True)
 
 
+def test_time_counts_from_the_start_of_the_command(serve, tmp_path):
+    begin(tmp_path / "one", command_started_at=time.time() - 100)
+    (run,) = serve(tmp_path).get("/api/runs")["runs"]
+    assert 100 <= run["wall_s"] < 160
+    assert run["started_at"] < time.time() - 99
+
+
+@pytest.mark.parametrize(
+    ("cwd", "output_dir", "expected"),
+    [
+        ("{root}/a b", "one", ("cd '{root}/a b' && ", "one")),
+        ("{root}", "./a b/one", ("cd {root} && ", "'./a b/one'")),
+        ("/etc", "one", ("", "'{root}/a b/one'")),
+        ("a b", "one", ("", "'{root}/a b/one'")),
+        (None, "one", ("", "'{root}/a b/one'")),
+    ],
+)
+def test_commands_begin_where_the_run_was_started(serve, tmp_path, cwd, output_dir, expected):
+    """A log that names another folder is not followed."""
+    named = {} if cwd is None else {"cwd": cwd.format(root=tmp_path)}
+    begin(tmp_path / "a b" / "one", **named, output_dir=output_dir)
+    served = serve(tmp_path)
+    shell = served.get(f"/api/runs/{served.find_run_id()}")["shell"]
+    prefix, folder = (text.format(root=tmp_path) for text in expected)
+    assert shell == {"prefix": prefix, "folder": folder}
+
+
 def test_live_run_is_updated(serve, tmp_path):
     log = begin(tmp_path / "one", steps=100)
     emit_steps(log, 1, 3)

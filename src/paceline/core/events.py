@@ -77,7 +77,8 @@ class Prediction(TypedDict, total=False):
 
 class RunStartEvent(_Logged, total=False):
     """An attempt starts. ``config`` is the resolved config; ``launcher`` is the process ID of the
-    launcher."""
+    launcher; ``command_started_at`` and ``cwd`` are the time and the working directory of the
+    command."""
 
     type: Literal["run_start"]
     config: dict[str, JsonValue]
@@ -100,6 +101,8 @@ class RunStartEvent(_Logged, total=False):
     launcher: int | None
     host: str
     output_dir: str
+    cwd: str
+    command_started_at: float
     resumed_from_step: int | None
 
 

@@ -71,6 +71,8 @@ def emit_run_start(
         "launcher": spec.launcher_pid,
         "host": host_name(),
         "output_dir": str(trainer.ctx.run_dir.root),
+        "cwd": os.getcwd(),
+        "command_started_at": spec.started_at,
         "resumed_from_step": None if path is None else first_step,
     }
     if trainer.has_packed_rows:

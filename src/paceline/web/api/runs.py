@@ -1,6 +1,7 @@
 """Routes that read runs: the list, one run with its log and files, streams, and comparisons."""
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, TypedDict
@@ -101,6 +102,7 @@ def run(panel: Panel, id: str) -> StrictJSONResponse:
                 "model": (run.run_dir.root / "model").is_dir(),
                 "config": read_inside(run.run_dir.config, 1) is not None,
             },
+            "shell": _shell(run, start.get("cwd"), start.get("output_dir")),
             "pid": start.get("pid"),
             "host": start.get("host"),
             "bytes": run.summary.position,
@@ -108,6 +110,17 @@ def run(panel: Panel, id: str) -> StrictJSONResponse:
             "exact": exact,
         }
     )
+
+
+def _shell(run: Run, cwd: object, folder: object) -> dict[str, str]:
+    """Return what a command about the run begins with, and the run's folder, quoted for a shell.
+    The working directory is where relative paths of the config begin. Without a known one, the
+    folder's path is absolute."""
+    if isinstance(cwd, str) and isinstance(folder, str):
+        path = os.path.join(cwd, folder)
+        if os.path.isabs(cwd) and os.path.realpath(path) == os.path.realpath(run.root):
+            return {"prefix": f"cd {shlex.quote(cwd)} && ", "folder": shlex.quote(folder)}
+    return {"prefix": "", "folder": shlex.quote(str(run.root))}
 
 
 @router.get("/api/runs/{id}/stream", response_class=EventStream, status_code=200)

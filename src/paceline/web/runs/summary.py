@@ -190,7 +190,8 @@ class RunSummary:
         newest, report = self.newest, (self.report or {}) if self.end is not None else {}
         step = _integer(newest.get("step"))
         self._step_s, tokens_per_second = self._measure_speed()
-        started_at = finite((self.first_start or {}).get("time"))
+        first = self.first_start or {}
+        started_at = finite(first.get("command_started_at")) or finite(first.get("time"))
         wall_s = finite(report.get("wall_s")) if self.num_starts == 1 else None
         if wall_s is None and started_at is not None and self.updated_at is not None:
             wall_s = max(0.0, self.updated_at - started_at)

@@ -63,7 +63,7 @@ export async function show(root, store) {
         h("h2", {}, t("checkpoints.terminal")),
         h("p", { class: "muted" }, t("checkpoints.terminal.text")),
         command(
-          `paceline inspect ${store.run.path}/checkpoints/step-${String(checkpoints.at(-1).step).padStart(8, "0")}`,
+          `${store.run.shell.prefix}paceline inspect ${store.run.shell.folder}/checkpoints/step-${String(checkpoints.at(-1).step).padStart(8, "0")}`,
         ),
       ),
     );

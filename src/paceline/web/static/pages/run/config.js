@@ -51,7 +51,7 @@ export async function show(root, store) {
             ),
           ),
           h("p", { class: "muted" }, t("config.what")),
-          command(`paceline sft ${run.path ? `${run.path}/` : ""}config.yaml`),
+          command(`${run.shell.prefix}paceline sft ${run.shell.folder}/config.yaml`),
           h(
             "pre",
             { class: "code", tabindex: 0, role: "region", "aria-label": "config.yaml" },
