@@ -180,7 +180,7 @@ def test_stop_run_and_resume_with_config_change(form, panel):
     expect(form.locator("#verdict .good")).to_be_visible()
     form.fill("#run-name", "long")
     form.locator("#start").click()
-    expect(form.locator("#stop")).to_be_visible(timeout=LONG_MS)
+    expect(form.locator(".run-head .badge-live")).to_be_visible(timeout=LONG_MS)
     form.locator("#stop").click()
     form.locator("#stop-yes").click()
     expect(form.locator(".run-head .badge-stopped")).to_be_visible(timeout=LONG_MS)
@@ -200,6 +200,15 @@ def test_stop_run_and_resume_with_config_change(form, panel):
     expect(form.locator(".run-head .badge-done")).to_be_visible(timeout=LONG_MS)
     assert events(run, "resume")[-1]["step"] == reached
     assert events(run, "run_end")[-1]["step"] == reached + 2
+
+
+def test_run_is_stopped_while_it_starts(form, panel):
+    form.fill("#run-name", "early")
+    form.locator("#start").click()
+    form.locator("#stop").click()
+    form.locator("#stop-yes").click()
+    expect(form.locator(".run-head .badge-stopped")).to_be_visible(timeout=LONG_MS)
+    expect(form.locator(".run-head")).to_contain_text("stopped before its first event")
 
 
 @pytest.mark.soak

@@ -254,6 +254,8 @@ class RunSummary:
         is_started = self._is_launcher_alive()
         if is_started or holder_alive(self.run_dir):
             return "waiting", None
+        if is_started is False and self._read_panel_start().get("is_stopping") is True:
+            return "stopped", "the run was stopped before its first event"
         if is_started is False:
             output = tail_inside(self.run_dir.root / OUTPUT, 1 << 13) or b""
             last_line = output.decode("utf-8", errors="replace").strip().rpartition("\n")[2]
@@ -269,10 +271,13 @@ class RunSummary:
         start = stat_inside(self.run_dir.root / START)
         return start is not None and start.st_mtime > ended_at and bool(self._is_launcher_alive())
 
+    def _read_panel_start(self) -> JSONObject:
+        return json_inside(self.run_dir.root / START) or {}
+
     def _is_launcher_alive(self) -> bool | None:
         """Return whether the process that the panel started exists; None if the run was not started
         from a panel, or on another host."""
-        started = json_inside(self.run_dir.root / START) or {}
+        started = self._read_panel_start()
         return process_alive(started.get("pid"), started.get("host"), started.get("time"))
 
     def _status_without_end(self) -> tuple[str, str | None]:
