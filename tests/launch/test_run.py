@@ -47,9 +47,15 @@ def lora(tmp_path_factory):
 
 
 def test_report_is_complete(full):
-    folder, _ = full
+    folder, printed = full
     result = report(folder)
     assert set(result) >= REPORT_KEYS
+    assert (result["task"], result["model"], result["adapter"]) == (
+        *("sft", "builtin:qwen2-micro"),
+        None,
+    )
+    assert result["dataset"] == ["builtin:python-docs#240"]
+    assert "task        sft\n" in printed.stderr
     assert result["status"] == "done"
     assert result["strategy"] == "ddp"
     assert result["world_size"] == 2

@@ -205,10 +205,15 @@ class HubUpload(TypedDict):
 
 class Report(_AlwaysReported, total=False):
     """The content of ``report.json``. Figures that were not measured are None. ``communication``,
-    ``link`` and ``staleness`` depend on the strategy; ``balance`` has the shares of the ranks;
+    ``link`` and ``staleness`` depend on the strategy; ``task``, ``model`` and ``dataset`` are as in
+    the config, ``adapter`` is its method or None; ``balance`` has the shares of the ranks;
     ``best`` the best evaluation, if it is selected; ``stop_reason`` why the run ended before its
     last step."""
 
+    task: str
+    model: str
+    dataset: list[str]
+    adapter: str | None
     step_time_s: StepTime
     samples_per_second: float | None
     flops_per_device_s: float | None

@@ -178,6 +178,9 @@ def start_lines(event: RunStartEvent) -> list[tuple[str, str]]:
     lines = []
     if event.get("output_dir"):
         lines.append(("run", str(event["output_dir"])))
+    config = event.get("config") or {}
+    if config.get("task"):
+        lines.append(("task", str(config["task"])))
     if model:
         lines.append(("model", f"{model.get('name')}: {_parameters(model)}"))
     lines.append(("parallel", f"{event.get('strategy')}, {ranks}, {event.get('device')}"))

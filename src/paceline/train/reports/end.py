@@ -66,6 +66,10 @@ def build_report(trainer: Trainer, status: str, best: BestModel | None) -> Repor
     starts = sum(1 for event in events if event["type"] == "run_start")
     report: Report = {
         "status": status,
+        "task": config.task,
+        "model": config.model,
+        "dataset": [source.path for source in config.sources()],
+        "adapter": config.lora.method if config.lora.enable else None,
         "strategy": strategy.name,
         "world_size": trainer.spec.derived.world_size,
         "device": comm.device.type,
