@@ -121,6 +121,7 @@ def test_model_loads_in_transformers(full):
 
 @pytest.mark.soak
 def test_adapter_loads_in_peft_and_merges(lora, tmp_path):
+    assert report(lora)["adapter"] == "lora"
     script = (
         "import sys, torch; from transformers import AutoModelForCausalLM; from peft import"
         " AutoPeftModelForCausalLM\nadapted = AutoPeftModelForCausalLM.from_pretrained(sys.argv[1],"
