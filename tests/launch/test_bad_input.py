@@ -104,7 +104,7 @@ def assert_paragraph(text: str, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("args", "parts"),
     [
-        (["sfft"], ["`paceline sfft`", "Allowed: sft, train", "`paceline sft`"]),
+        (["sfft"], ["`paceline sfft`", "Allowed: init, sft, train", "`paceline sft`"]),
         (["sft", "model=m", "dataset=d", "--dry-rnu"], ["--dry-rnu", "--dry-run"]),
         (["sft", "no-such.yaml"], ["no-such.yaml", "there is no config file"]),
         (["sft"], ["`model` is missing"]),
