@@ -35,9 +35,9 @@ def test_all_keys_a_section_and_a_word_are_listed(capsys: pytest.CaptureFixture[
     assert set(KEYS) <= set(names)
     section = [key["key"] for key in explain(capsys, "recovery")["keys"]]
     assert section == [name for name in names if name.startswith("recovery.")]
-    found = [key["key"] for key in explain(capsys, "--search", "ACCUMULATION")["keys"]]
-    assert "train_args.gradient_accumulation_steps" in found
-    assert "seed" not in found
+    names_found = [key["key"] for key in explain(capsys, "--search", "ACCUMULATION")["keys"]]
+    assert "train_args.gradient_accumulation_steps" in names_found
+    assert "train_args.seed" not in names_found
     assert explain(capsys, "--search", "xyzzy") == {"keys": []}
 
 

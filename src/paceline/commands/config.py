@@ -63,14 +63,14 @@ def run(args: Namespace) -> int:
     if args.key is not None and args.search is not None:
         raise ConfigError("KEY and `--search` cannot be combined", fix="remove one of them")
     if args.search is not None:
-        found = [key for key in explain_keys() if _is_about(key, args.search)]
+        keys = [key for key in explain_keys() if _is_about(key, args.search)]
     else:
-        found = explain_keys() if args.key is None else find_keys(args.key)
+        keys = explain_keys() if args.key is None else find_keys(args.key)
     width = None if sys.stdout.isatty() else _FILE_WIDTH
-    if args.key is not None and len(found) == 1:
-        print_report(args, found[0], _detail, width)
+    if args.key is not None and len(keys) == 1:
+        print_report(args, keys[0], _detail, width)
     else:
-        print_report(args, KeyHelps(keys=found), _overview, width)
+        print_report(args, KeyHelps(keys=keys), _overview, width)
     return EXIT_DONE
 
 

@@ -61,8 +61,8 @@ def add_arguments(parser: OptionParser) -> None:
         default="paceline.yaml",
     )
     for name, question in _QUESTIONS.items():
-        description = question.removesuffix(": ")
-        parser.add_option(f"--{name}", AnyText(may_be_empty=False), "NAME", description.lower())
+        description = question[0].lower() + question.removesuffix(": ")[1:]
+        parser.add_option(f"--{name}", AnyText(may_be_empty=False), "NAME", description)
     parser.add_option(
         "--task", AnyText(may_be_empty=False), "TASK", "kind of training", default="sft"
     )

@@ -50,12 +50,12 @@ def run(args: Namespace) -> int:
 
 def _print_dry_run(resolved: ResolvedRun, *, as_json: bool, is_full: bool) -> None:
     """Print the config, then what follows from it, which is read most."""
-    from paceline.config.load import dump_yaml, keys_set
+    from paceline.config.load import dump_yaml, find_changed_keys
     from paceline.launch.results import log_derived
 
     config = resolved["config"]
     if as_json:
         print(json.dumps(resolved, indent=2), end="")
     else:
-        print(dump_yaml(config if is_full else keys_set(config)), flush=True)
+        print(dump_yaml(config if is_full else find_changed_keys(config)), flush=True)
     log_derived(resolved["derived"])

@@ -167,7 +167,7 @@ def to_yaml(config: Config) -> str:
     return dump_yaml(config.model_dump(mode="json"))
 
 
-def keys_set(config: Mapping[str, YamlValue]) -> YamlValue:
+def find_changed_keys(config: Mapping[str, YamlValue]) -> YamlValue:
     """Return the keys of a full config that differ from their defaults."""
     keys: YamlValue = Config.model_validate(config).model_dump(mode="json", exclude_defaults=True)
     return keys

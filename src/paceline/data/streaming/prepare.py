@@ -189,7 +189,7 @@ def _check_rows(
             if set(counts.dropped) == {MALFORMED} and encode.first_error is not None:
                 raise encode.first_error
             raise nothing_kept(source, encode.kind(number), tally, counts)
-        notices += source.notices + column_notices(source, tally)
+        notices += source.notices + column_notices(source, tally, "checked row")
         if dropped := counts.dropped.total():
             text = f"{source.label}: {dropped} of {counts.read} rows that were checked are dropped."
             notices.append(Notice("warning", f"{text} {drop_reasons(counts)}"))

@@ -266,8 +266,9 @@ def stop(run: Path, launches: RunLauncher, now: bool = False) -> int:
         launches.stop_requests[run] = pid
         if launched is not None:
             launched.is_stopping = True
-            # Its page shows why it ends if it ends before its first event.
-            write_json_atomic(run / START, {**_panel_start(run), "is_stopping": True})
+            # Its page shows this if it ends before its first event. A full disk does not matter.
+            with contextlib.suppress(OSError):
+                write_json_atomic(run / START, {**_panel_start(run), "is_stopping": True})
         if handle is None:
             os.kill(pid, signal.SIGTERM)
         else:

@@ -65,8 +65,12 @@ def nothing_kept(
     )
 
 
-def column_notices(source: ResolvedSource, tally: Tally) -> list[Notice]:
-    """Return messages about the format of a source and its unused columns."""
+def column_notices(source: ResolvedSource, tally: Tally, row: str = "row") -> list[Notice]:
+    """Return messages about the format of a source and its unused columns.
+
+    Args:
+        row: name of a row that was read: "checked row" if only some rows were.
+    """
     infos = []
     if len(tally.seen) > 1:
         counts = (f"{name} ({num_rows:,} rows)" for name, num_rows in tally.seen.most_common())
@@ -84,14 +88,14 @@ def column_notices(source: ResolvedSource, tally: Tally) -> list[Notice]:
         if name not in tally.ignored and name not in MEDIA
     ]
     if missing:
-        warnings.append(f"no row has the columns {_names(missing)} of `ignore_columns`")
+        warnings.append(f"no {row} has the columns {_names(missing)} of `ignore_columns`")
     unknown = [
         name
         for expected, name in source.spec.columns.items()
         if name and name not in tally.mapped and expected not in MESSAGE_KEYS
     ]
     if unknown:
-        warnings.append(f"no row has the columns {_names(unknown)} of `columns`")
+        warnings.append(f"no {row} has the columns {_names(unknown)} of `columns`")
     if set(tally.binary_labels) & {"0", "1"} and "other" not in tally.binary_labels:
         warnings.append(
             "`label` has only the values 0 and 1 and is not used. If it marks good and bad"

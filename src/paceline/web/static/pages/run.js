@@ -53,6 +53,7 @@ export async function show(root, params, ctx) {
   const start =
     store.run.status === "waiting" && ctx.hasToken()
       ? watchStart(starting, store.id, {
+          name: store.run.name,
           isNew: !store.run.has?.config,
           onFailure: () => put(body),
         })

@@ -5,6 +5,7 @@ import { get, post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
 import { t } from "../lib/i18n.js";
 import { announce, errorState, icon } from "../lib/ui.js";
+import { writeDraft } from "./start_draft.js";
 
 const NAME = /^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$/;
 
@@ -107,6 +108,8 @@ export function launchCard(state, ctx, { resume, changes, draft, prefix }) {
     isStarting = true;
     draw();
     put(feedback);
+    // If the run fails before its first event, the form opens with this again.
+    if (!resume) writeDraft({ yaml: state.yaml, name: name.value });
     try {
       const launched = resume
         ? await post(`api/runs/${resume}/resume`, {

@@ -5,7 +5,7 @@ import { h, put } from "../../lib/dom.js";
 import { addTexts, t } from "../../lib/i18n.js";
 import { card, errorState } from "../../lib/ui.js";
 import { texts } from "../../i18n/start.js";
-import { removeDraft } from "../start_draft.js";
+import { readDraft, removeDraft } from "../start_draft.js";
 
 addTexts(texts);
 
@@ -19,7 +19,7 @@ const SHOWN_LINES = 16;
  * If the command fails, the server removes the folder of a new run. What was typed stays in the
  * form, which the error links to.
  */
-export function watchStart(root, id, { isNew, onFailure }) {
+export function watchStart(root, id, { name, isNew, onFailure }) {
   const state = { failed: false, ended: false };
   const lines = h("pre", { class: "output", tabindex: 0, "aria-label": t("tab.log") });
   const watch = async () => {
@@ -27,7 +27,7 @@ export function watchStart(root, id, { isNew, onFailure }) {
       const launch = await get(`api/launches/${id}`);
       if (state.ended) return;
       if (launch.shows || launch.ended) {
-        removeDraft();
+        if (readDraft()?.name === name) removeDraft();
         return put(root);
       }
       put(lines, launch.output.trimEnd().split("\n").slice(-SHOWN_LINES).join("\n"));
