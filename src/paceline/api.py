@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def train(config: str | Path | Mapping[str, YamlValue], **overrides: YamlValue) -> Report:
-    """Train as ``paceline train CONFIG`` does, and return the report (the content of
+    """Train as ``paceline sft CONFIG`` does, and return the report (the content of
     ``report.json``). Under an outer launcher (``torchrun script.py``) every rank calls this
     function, and every rank gets the report.
 
@@ -77,7 +77,7 @@ def run(
     Raises:
         PacelineError: with its exit code and one paragraph of text.
     """
-    from paceline.core.log import configure_logging, recorded_notices
+    from paceline.core.log import configure_logging, recorded_notices, warnings_last
     from paceline.core.run_dir import LaunchLock
     from paceline.distributed.environment import outer_launcher
     from paceline.launch.passes.draft import Draft
@@ -104,7 +104,11 @@ def run(
     from paceline.launch.passes.early import fit_length
     from paceline.launch.plan import plan
 
-    with recorded_notices() as recorder, contextlib.ExitStack() as stack:
+    with (
+        recorded_notices() as recorder,
+        warnings_last() as print_warnings,
+        contextlib.ExitStack() as stack,
+    ):
         draft = plan(draft, last=fit_length)
         has_several_hosts = draft.config.parallel.hosts != (1, 1)
         # Of several hosts, the one with rank 0 holds the folder (cluster/member.py).
@@ -113,8 +117,9 @@ def run(
         if dry_run:
             return _dry_run(draft)
         if has_several_hosts:
+            print_warnings()
             return _run_on_hosts(draft, recorder, debug=debug)
-        return _run_on_this_host(draft, recorder, debug=debug)
+        return _run_on_this_host(draft, recorder, print_warnings, debug=debug)
 
 
 def _dry_run(draft: Draft) -> TrainResult:
@@ -166,11 +171,14 @@ def _run_on_hosts(draft: Draft, recorder: NoticeRecorder, *, debug: bool) -> Tra
     return finish_run(result, config, planned.history_key) if holds_folder else result
 
 
-def _run_on_this_host(draft: Draft, recorder: NoticeRecorder, *, debug: bool) -> TrainResult:
+def _run_on_this_host(
+    draft: Draft, recorder: NoticeRecorder, print_warnings: Callable[[], None], *, debug: bool
+) -> TrainResult:
     from paceline.launch.passes.devices import find_devices
     from paceline.launch.plan import make_spec, plan
 
     draft = plan(draft, first=find_devices)
+    print_warnings()
     # These import torch, which takes seconds.
     from paceline.core.failures import ExitRecord
     from paceline.launch.after_training.finish import finish_run

@@ -19,31 +19,42 @@ from paceline.core.errors import (
 from paceline.core.log import configure_logging
 from paceline.version import __version__
 
-#: Name and summary of every command.
-VERBS = {
-    "init": "write a config for a model and a dataset",
-    "sft": "train a model from a config",
-    "sweep": "train every combination of some overrides, or search for the best values",
-    "plan": "estimate memory, traffic and time of each parallel mode",
-    "verify": "train a few steps under each parallel mode and check that they agree",
-    "doctor": "check this machine and the network between ranks",
-    "config": "explain the keys of a config",
-    "convert": "write a config of another tool with Paceline's own keys",
-    "watch": "follow a run from another terminal",
-    "ui": "view and start runs in the browser",
-    "generate": "generate text with the model of a run",
-    "eval": "evaluate the model of a run with lm-evaluation-harness",
-    "export": "write the merged model of a run for use with transformers",
-    "compare": "compare the losses, configs and weights of two runs",
-    "inspect": "show the tensors and the digest of a checkpoint",
-    "explain": "run an algorithm on real ranks and show it step by step",
-    "bench": "measure how a config scales, what each setting gains, or the collectives",
-    "data": "preview a dataset, or show its statistics or word counts",
-    "slurm": "write a Slurm batch script",
-    "kubernetes": "write Kubernetes manifests",
-    "ray": "train on a Ray cluster",
-    "completion": "print a shell completion script",
+#: Name and summary of every command, by group.
+VERB_GROUPS = {
+    "train": {
+        "init": "write a config for a model and a dataset",
+        "sft": "train a model from a config",
+        "sweep": "train every combination of some overrides, or search for the best values",
+        "watch": "follow a run from another terminal",
+        "ui": "view and start runs in the browser",
+    },
+    "before a run": {
+        "plan": "estimate memory, traffic and time of each parallel mode",
+        "verify": "train a few steps under each parallel mode and check that they agree",
+        "doctor": "check this machine and the network between ranks",
+        "bench": "measure how a config scales, what each setting gains, or the collectives",
+        "data": "preview a dataset, or show its statistics or word counts",
+    },
+    "after a run": {
+        "generate": "generate text with the model of a run",
+        "eval": "evaluate the model of a run with lm-evaluation-harness",
+        "export": "write the merged model of a run for use with transformers",
+        "compare": "compare the losses, configs and weights of two runs",
+        "inspect": "show the tensors and the digest of a checkpoint",
+    },
+    "several machines": {
+        "slurm": "write a Slurm batch script",
+        "kubernetes": "write Kubernetes manifests",
+        "ray": "train on a Ray cluster",
+    },
+    "help": {
+        "config": "explain the keys of a config",
+        "convert": "write a config of another tool with Paceline's own keys",
+        "explain": "run an algorithm on real ranks and show it step by step",
+        "completion": "print a shell completion script",
+    },
 }
+VERBS = {name: text for group in VERB_GROUPS.values() for name, text in group.items()}
 ALIASES = {"train": "sft"}
 
 
@@ -96,11 +107,12 @@ def build_parser(names: Collection[str]) -> OptionParser:
         "--version", action="version", version=__version__, help="print the version"
     )
     parser.example = "paceline sft model=builtin:qwen2-tiny dataset=builtin:python-docs"
-    for name, summary in VERBS.items():
-        aliases = [alias for alias, target in ALIASES.items() if target == name]
-        verb = parser.add_command(name, summary, aliases)
-        if name in names or any(alias in names for alias in aliases):
-            set_up(verb, import_module(f"paceline.commands.{name}"))
+    for group, verbs in VERB_GROUPS.items():
+        for name, summary in verbs.items():
+            aliases = [alias for alias, target in ALIASES.items() if target == name]
+            verb = parser.add_command(name, summary, aliases, group)
+            if name in names or any(alias in names for alias in aliases):
+                set_up(verb, import_module(f"paceline.commands.{name}"))
     return parser
 
 

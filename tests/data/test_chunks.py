@@ -322,13 +322,14 @@ def test_interrupted_tokenization_leaves_no_cache_entry_or_process(tmp_path: Pat
 
 
 def test_progress_line() -> None:
-    progress = RowProgress(2000, io.StringIO())
+    stream = io.StringIO()
+    progress = RowProgress(2000, stream)
     progress.add(100, 500)
     assert (
         progress.text(2.0)
         == "[#####...............] 25%  tokenizing: 100 rows  50 rows/s  ETA 0:06"
     )
-    without_total = RowProgress(None, io.StringIO())
+    without_total = RowProgress(None, stream)
     without_total.add(100, 0)
     assert without_total.text(2.0) == "tokenizing: 100 rows  50 rows/s"
-    assert without_total.stream.getvalue() == ""  # type: ignore[attr-defined]  (nothing if it is fast)
+    assert stream.getvalue() == ""  # nothing if it is fast

@@ -148,7 +148,7 @@ def test_dead_run_is_reported_with_resume_hint(tmp_path):
     text = stream.getvalue()
     assert "The run died" in text
     assert "run the same command again" in text
-    assert f"paceline train {tmp_path}/config.yaml" in text
+    assert f"paceline sft {tmp_path}/config.yaml" in text
 
 
 def test_run_alive_returns_none_for_other_hosts():

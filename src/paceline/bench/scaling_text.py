@@ -7,6 +7,7 @@ from paceline.core.formatting import UNKNOWN, counted
 
 #: Labels of the parts of a step, in the order of the result of :func:`shares_of`.
 PARTS = ("computation", "communication", "waiting", "rest")
+_NOISY = 1.0  # width of an interval, as a share of its center
 
 
 def shares_of(parts: Mapping[str, float] | None) -> list[float | None]:
@@ -18,8 +19,14 @@ def shares_of(parts: Mapping[str, float] | None) -> list[float | None]:
 
 
 def interval_text(limits: Sequence[float] | None) -> str:
-    """Format a confidence interval of shares: ``94 to 97 %``."""
-    return UNKNOWN if limits is None else f"{100 * limits[0]:.0f} to {100 * limits[1]:.0f} %"
+    """Format a confidence interval of shares: ``94 to 97 %``. One that is wider than ± 50 % of its
+    center says nothing about the config."""
+    if limits is None:
+        return UNKNOWN
+    low, high = limits
+    if high - low > _NOISY * (high + low) / 2:
+        return "too noisy: more repeats"
+    return f"{100 * low:.0f} to {100 * high:.0f} %"
 
 
 def notes(report: ScalingReport) -> list[str]:

@@ -34,7 +34,6 @@ _MAX_RANKS = 64
 MIN_STEPS, MEASURED_S = 10, 3.0
 #: The config if none is named.
 BUILTIN = ("model=builtin:qwen2-tiny", "dataset=builtin:python-docs", "max_length=256")
-_WIDTH = 110
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -85,7 +84,7 @@ def run(args: Namespace) -> int:
     report = measure_scaling(load_job_config(args, BUILTIN), make_options(args), train)
     if args.output is not None:
         write_output(args.output, render(report))
-    print_report(args, report, scaling_tables, _WIDTH)
+    print_report(args, report, scaling_tables)
     return EXIT_DONE
 
 

@@ -37,7 +37,6 @@ _TECHNIQUES = (
     "compile",
 )
 _COLORS = {"recommended": "green", "failed": "red", "unclear": "yellow"}
-_WIDTH = 120
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -89,7 +88,7 @@ def run(args: Namespace) -> int:
     if text is not None:
         write_output(path, text)
         report["tuned_config"] = str(path)
-    print_report(args, report, tuning_tables, _WIDTH)
+    print_report(args, report, tuning_tables)
     return EXIT_DONE
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING, TypedDict
 
@@ -17,8 +16,6 @@ from paceline.core.errors import EXIT_DONE, ConfigError, did_you_mean
 if TYPE_CHECKING:
     from pydantic import JsonValue
     from pydantic.fields import FieldInfo
-
-_FILE_WIDTH = 120
 
 
 class KeyHelp(TypedDict):
@@ -66,11 +63,10 @@ def run(args: Namespace) -> int:
         keys = [key for key in explain_keys() if _is_about(key, args.search)]
     else:
         keys = explain_keys() if args.key is None else find_keys(args.key)
-    width = None if sys.stdout.isatty() else _FILE_WIDTH
     if args.key is not None and len(keys) == 1:
-        print_report(args, keys[0], _detail, width)
+        print_report(args, keys[0], _detail)
     else:
-        print_report(args, KeyHelps(keys=keys), _overview, width)
+        print_report(args, KeyHelps(keys=keys), _overview)
     return EXIT_DONE
 
 
@@ -81,6 +77,8 @@ def find_keys(name: str) -> list[KeyHelp]:
     Raises:
         ConfigError: there is none.
     """
+    from paceline.config.compat.keys import ignored_of
+
     keys = explain_keys()
     for matches in (
         [key for key in keys if key["key"] == name],
@@ -90,8 +88,10 @@ def find_keys(name: str) -> list[KeyHelp]:
     ):
         if matches:
             return matches
+    ignored = ignored_of(name)
     raise ConfigError(
-        f"`{name}` is not a key of the config",
+        f"`{name}` is not a key of the config"
+        + (f"; it is ignored: {ignored.reason}" if ignored else ""),
         code="unknown-key",
         fix=did_you_mean(name, [key["key"] for key in keys])
         or f"search with `paceline config --search {name}`",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 _MAX_RANKS = 64
 _PLACEHOLDER_CONFIG = ("model=builtin:qwen2-tiny", "dataset=builtin:python-docs")
-_FILE_WIDTH = 120
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -46,8 +44,7 @@ def run(args: Namespace) -> int:
 
     result = doctor(options)
     if result.report is not None:
-        width = None if sys.stdout.isatty() else _FILE_WIDTH
-        print_report(args, result.report, partial(report_table, result.checks), width)
+        print_report(args, result.report, partial(report_table, result.checks))
     return result.exit_code
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import fill
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 _CONFIG_USAGE = "[CONFIG.yaml] [key=value ...]"
 _CONFIG_HELP = (
     "Override config keys with key=value, --key value or --key=value; nested keys have dotted"
-    " names.\nAll keys: paceline config."
+    " names. `paceline config` lists all keys."
 )
 
 
@@ -230,6 +232,8 @@ class OptionParser(argparse.ArgumentParser):
         self.takes_config = False
         self.takes_only_known_keys = False
         self._command_list: Any = None
+        #: The line of each command in the help, by group.
+        self._groups: dict[str, dict[str, str]] = {}
         super().__init__(
             prog=prog,
             description=description,
@@ -244,9 +248,11 @@ class OptionParser(argparse.ArgumentParser):
         reader = settings.get("type")
         if reader is not None:
             settings["type"] = _NamedType(names[0] if names[0].startswith("-") else "", reader)
-            default = "; default: %(default)s" if settings.get("default") is not None else ""
+            text = settings.get("help", "")
+            if settings.get("default") is not None and "(default: " not in text:
+                text += " (default: %(default)s)"
             allowed = reader.allowed.replace("%", "%%")
-            settings["help"] = f"{settings.get('help', '')} [{allowed}{default}]"
+            settings["help"] = f"{text} [{allowed}]"
         action = super().add_argument(*names, **settings)
         if action.option_strings:
             self.options[action.option_strings[-1]] = action
@@ -264,20 +270,22 @@ class OptionParser(argparse.ArgumentParser):
         """Add an option without a value."""
         self.add_argument(name, action="store_true", help=description)
 
-    def add_command(self, name: str, summary: str, aliases: Sequence[str] = ()) -> OptionParser:
-        """Add a subcommand, such as `count` of `data`."""
+    def add_command(
+        self, name: str, summary: str, aliases: Sequence[str] = (), group: str = "commands"
+    ) -> OptionParser:
+        """Add a subcommand, such as `count` of `data`, which the help lists under a group."""
         if self._command_list is None:
             self._command_list = self.add_subparsers(
-                title="commands", metavar="COMMAND", parser_class=OptionParser
+                help=argparse.SUPPRESS, parser_class=OptionParser
             )
         command: OptionParser = self._command_list.add_parser(
             name,
             aliases=aliases,
-            help=summary,
             prog=f"{self.prog} {name}",
             description=f"{summary[0].upper()}{summary[1:]}.",
         )
         self.commands.update(dict.fromkeys([name, *aliases], command))
+        self._groups.setdefault(group, {})[", ".join([name, *aliases])] = summary
         return command
 
     def resolve(self, tokens: Sequence[str]) -> tuple[OptionParser, list[str]]:
@@ -340,17 +348,34 @@ class OptionParser(argparse.ArgumentParser):
 
     def usage_line(self) -> str:
         """Return the command with its arguments."""
-        names = [_CONFIG_USAGE] if self.takes_config else []
-        names += [str(action.metavar) for action in self.positionals if action.metavar]
+        names = ["COMMAND"] if self.commands else []
+        names += [_CONFIG_USAGE] if self.takes_config else []
+        names += [_usage_of(action) for action in self.positionals if action.metavar]
         return " ".join([self.prog, *names])
 
     def format_help(self) -> str:
-        if self.usage is None and not self.commands:
-            self.usage = f"{self.usage_line()} [options]"
-        notes = [_CONFIG_HELP] if self.takes_config else []
+        width = max(get_terminal_size().columns - 2, 40)
+        self.usage = f"{self.usage_line()} [options]"
+        notes = [fill(_CONFIG_HELP, width)] if self.takes_config else []
         notes += [f"example:\n  {self.example}"] if self.example else []
         self.epilog = "\n\n".join(notes) or self.epilog
-        return super().format_help()
+        usage, options, rest = super().format_help().partition("\noptions:\n")
+        return f"{usage}{self._command_lines(width)}{options}{rest}"
+
+    def _command_lines(self, width: int) -> str:
+        """Return the commands in their groups, with a blank line before each group."""
+        column = 4 + max(
+            (len(name) for group in self._groups.values() for name in group), default=0
+        )
+        lines = []
+        for group, summaries in self._groups.items():
+            lines += ["", f"{group}:"]
+            for name, summary in summaries.items():
+                label = f"  {name}".ljust(column)
+                lines.append(
+                    fill(summary, width, initial_indent=label, subsequent_indent=" " * column)
+                )
+        return "".join(f"{line}\n" for line in lines)
 
     def _with_dashes(self, token: str) -> str:
         name, equals, value = token.partition("=")
@@ -376,6 +401,12 @@ class OptionParser(argparse.ArgumentParser):
                 )
         if tokens and not self.takes_config:
             self.error("")
+
+
+def _usage_of(action: argparse.Action) -> str:
+    """Return an argument as the usage shows it: in brackets if it may be left out."""
+    name = str(action.metavar)
+    return f"[{name}{' ...' * (action.nargs == '*')}]" if action.nargs in ("?", "*") else name
 
 
 class _NamedType:

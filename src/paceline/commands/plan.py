@@ -1,7 +1,6 @@
 """`paceline plan`: estimate memory, traffic and time of each parallel mode."""
 
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +17,6 @@ from paceline.core.errors import EXIT_DONE
 
 if TYPE_CHECKING:
     from paceline.simulation.records import SimulatedPart
-
-_WIDTH = 100  # columns, unless a terminal has its own width
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -142,13 +139,11 @@ def run(args: Namespace) -> int:
         simulated: SimulatedPart = {} if simulation is None else simulation.as_dict()
         print(json.dumps({**plan.as_dict(), **simulated}, indent=2))
     else:
-        from rich.console import Console
-
+        from paceline.commands.reports import open_console
         from paceline.planner.search.tables import print_search
         from paceline.planner.table import plan_table
 
-        width = None if sys.stdout.isatty() else _WIDTH
-        console = Console(width=width, highlight=False, soft_wrap=False)
+        console = open_console()
         console.print(plan_table(plan))
         print_search(console, plan)
         if simulation is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from paceline.sweep.state import SweepRun, SweepState
 
 logger = logging.getLogger(__name__)
-
-#: Columns of the table if standard output is not a terminal.
-_WIDTH = 160
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -221,8 +217,7 @@ def _prepare(
 
 def _finish(args: Namespace, state: SweepState, runs: list[SweepRun], metric: Metric) -> None:
     """Write the page, and print the results."""
-    from rich.console import Console
-
+    from paceline.commands.reports import open_console
     from paceline.sweep.page import result_table, write_page
     from paceline.sweep.state import PAGE_FILE
 
@@ -230,9 +225,8 @@ def _finish(args: Namespace, state: SweepState, runs: list[SweepRun], metric: Me
     if args.json:
         print(json.dumps([state.as_json(run) for run in runs], indent=2))
     else:
-        width = None if sys.stdout.isatty() else _WIDTH
         print()
-        Console(width=width, highlight=False).print(result_table(runs, metric))
+        open_console().print(result_table(runs, metric))
     if runs and all(run["metric"] is None for run in runs if run["status"] == "done"):
         logger.warning("no run has reported the metric `%s`", metric.name, extra=CONSOLE_ONLY)
     for run in runs:

@@ -18,7 +18,6 @@ from paceline.commands.reports import print_report
 from paceline.core import formatting
 from paceline.observe.report.certificate import Certificate, rows, summary
 
-_WIDTH = 100
 _COLORS = {"ok": "green", "not ok": "bold red", "refused": "yellow"}
 
 
@@ -54,7 +53,7 @@ def run(args: Namespace) -> int:
     options = VerifyOptions(args.modes, args.world_size, args.steps, args.output)
     result = verify(load_fitted_config(args), options)
     if result.certificate is not None:
-        print_report(args, result.certificate, certificate_table, _WIDTH)
+        print_report(args, result.certificate, certificate_table)
     return result.exit_code
 
 

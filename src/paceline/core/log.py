@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -67,9 +67,12 @@ def configure_logging(level: str | None = None, quiet: bool = False) -> None:
 
 
 def ignore_import_warnings() -> None:
-    """Suppress warnings at the import of torch that users cannot act on."""
+    """Suppress what libraries print when they are imported and users cannot act on."""
     # Packages such as swanlab require pynvml, which warns when torch imports it.
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated")
+    warnings.filterwarnings("ignore", message=r".*_pytree")
+    for package in ("bitsandbytes", "torchao"):  # they warn about optional kernels
+        logging.getLogger(package).setLevel(logging.ERROR)
 
 
 @contextmanager
@@ -118,14 +121,34 @@ def console_limited_to(level: str) -> Iterator[None]:
         configure_logging(before)
 
 
+@contextmanager
+def warnings_last() -> Iterator[Callable[[], None]]:
+    """Within the block, print warnings after all other messages: at its end, or when the function
+    is called that the block gets. In a long list of messages, users read the last lines."""
+    console = _console_handler()
+
+    def print_held() -> None:
+        if console is not None and console.held is not None:
+            lines, console.held = console.held, None
+            for line in lines:
+                write_line(line)
+
+    if console is not None and console.held is None:
+        console.held = []
+    try:
+        yield print_held
+    finally:
+        print_held()
+
+
 def is_shown(level: str = "info") -> bool:
     """Return whether the console of this process shows messages of this level."""
     return _number_of(level) >= _number_of(os.environ.get(_LEVEL_VARIABLE, "info"))
 
 
 def log_notices(logger: logging.Logger, notices: Iterable[tuple[str, str]]) -> None:
-    """Log (level, message) pairs of a config, a dataset or another process."""
-    for level, message in notices:
+    """Log (level, message) pairs of a config, a dataset or another process, warnings last."""
+    for level, message in sorted(notices, key=lambda notice: _number_of(notice[0])):
         logger.log(_number_of(level), "%s", message)
 
 
@@ -137,6 +160,7 @@ class ConsoleHandler(logging.Handler):
         is_muted: whether only errors and records with :data:`ON_EVERY_RANK` are printed.
         is_replaced: whether notices are left to the console of a run, which listens to its event
             log.
+        held: lines of warnings that are printed later; None if they are printed at once.
     """
 
     def __init__(self) -> None:
@@ -144,6 +168,7 @@ class ConsoleHandler(logging.Handler):
         self.hidden: frozenset[str] = frozenset()
         self.is_muted = False
         self.is_replaced = False
+        self.held: list[str] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
@@ -156,7 +181,10 @@ class ConsoleHandler(logging.Handler):
         line = clean(f"{prefix}{message}")
         if prefix and _has_color():
             line = f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{line}{_RESET}"
-        write_line(line)
+        if self.held is not None and record.levelno == logging.WARNING:
+            self.held.append(line)
+        else:
+            write_line(line)
 
 
 def _has_color() -> bool:

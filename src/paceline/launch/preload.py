@@ -5,7 +5,6 @@ some of them if they are installed.
 """
 
 import gc
-import logging
 import os
 from contextlib import suppress
 from importlib import import_module
@@ -25,8 +24,6 @@ def _import_modules() -> None:
         gc.enable()
 
 
-for package in ("bitsandbytes", "torchao"):  # they warn about optional kernels
-    logging.getLogger(package).setLevel(logging.ERROR)
 ignore_import_warnings()
 hide_packages(os.environ.get("PACELINE_HIDDEN_PACKAGES", "").split())
 _import_modules()

@@ -27,7 +27,7 @@ from paceline.observe.terminal import RunProgress, SafeStream, Terminal
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-_MIN_INTERVAL_S = 1.0  # between the plain lines of a long run that logs every step
+_MIN_INTERVAL_S = 1.0  # between the lines of a long run that logs every step
 _SHORT_RUN_STEPS = 100  # a run with at most this many steps prints all logged steps
 #: The events that are printed as one sentence, and their style. Warnings are yellow.
 _STYLES = {
@@ -47,8 +47,8 @@ _STYLES = {
 
 
 class Console:
-    """Prints the events of a run: with a live progress line on a terminal, otherwise as plain lines
-    without control codes.
+    """Prints the events of a run: on a terminal as lines that stay in the scroll-back, above a live
+    progress line; otherwise as plain lines without control codes.
 
     Args:
         stream: where to print; standard error by default. With ``json_mode`` it must not be
@@ -128,7 +128,8 @@ class Console:
         elif event["type"] == "step":
             self._print_step(event, is_first_step)
         elif event["type"] == "run_end":
-            self._flush_step()
+            if not self.live:
+                self._flush_step()
             self._terminal.redraw(self.progress, force=True)
             self._terminal.close()
             styles = {"done": "bold green", "stopped": "bold yellow"}
@@ -144,22 +145,22 @@ class Console:
     def _print_step(self, event: StepEvent, is_first: bool) -> None:
         if is_first and event.get("since_start_s") is not None:
             self.print(f"first step after {formatting.duration(event['since_start_s'])}", "green")
-        if self.live:
-            self._terminal.redraw(self.progress, force=is_first)
-            return
         self._unprinted = event
         is_last = self.progress.total is not None and event["step"] >= self.progress.total
         now = formatting.finite(event.get("time")) or 0.0
         is_due = self._printed_at is None or not 0 <= now - self._printed_at < _MIN_INTERVAL_S
-        if self._prints_all_steps or is_first or is_last or is_due:
+        # The progress line shows the last step, so a terminal needs no further line about it.
+        is_wanted = not self.live and (self._prints_all_steps or is_last)
+        if is_first or is_due or is_wanted:
             self._flush_step()
+        self._terminal.redraw(self.progress, force=is_first)
 
     def _flush_step(self) -> None:
         if self._unprinted is None:
             return
         self._printed_at = formatting.finite(self._unprinted.get("time")) or 0.0
         self._unprinted = None
-        self._terminal.print("  ".join(text for _, text, _ in self.progress.fields()))
+        self._terminal.print("  ".join(text for _, text, _ in self.progress.fields()), "dim")
 
 
 def _prints_all_steps(start: RunStartEvent) -> bool:
@@ -298,7 +299,7 @@ def end_lines(progress: RunProgress, event: RunEndEvent) -> list[tuple[str, str]
 
 def resume_hint(output_dir: str, config: Mapping[str, JsonValue]) -> str:
     """Return instructions to resume a run that ended early."""
-    command = f"paceline train {shlex.quote(f'{output_dir}/config.yaml')}"
+    command = f"paceline sft {shlex.quote(f'{output_dir}/config.yaml')}"
     if config.get("resume") == "never":
         return (
             "its config has `resume: never`; to resume from the latest checkpoint, run"

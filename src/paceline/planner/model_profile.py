@@ -182,7 +182,7 @@ def _build(task: Task) -> tuple[nn.Module, bool]:
     except Exception as error:
         raise ConfigError(
             f"`task: {task.config.task}`: build_model failed: {type(error).__name__}: {error}",
-            fix="run `paceline train --debug` to see the traceback",
+            fix="run `paceline sft --debug` to see the traceback",
         ) from error
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
 _SHOWN_HYBRIDS = 6
 _MODE_WIDTH = 28
 _SHOWN_PARTS = 5
+_COLUMNS = ("mode", "weights", "grads", "optim", "activ.", "total", "sent", "step", "80 %", "smp/s",
+            "fits")  # fmt: skip
+_ANY_WIDTH = 1000
+#: Columns that a narrow terminal does without, in this order.
+_OPTIONAL = ("grads", "optim", "activ.", "weights", "80 %", "sent", "smp/s")
 
 
 def plan_table(plan: Plan) -> Group:
@@ -56,7 +63,7 @@ def plan_table(plan: Plan) -> Group:
     style = "bold green" if plan.choice.chosen else "bold red"
     notes.append(Text(f"\nauto: {plan.choice.why}", style))
     notes += [Text(f"  {line}") for line in plan.choice.remarks]
-    return Group(*lines, _table(plan, shown), *notes)
+    return Group(*lines, _ModeTable(plan, shown), *notes)
 
 
 def _configured(plan: Plan) -> list[str]:
@@ -142,20 +149,39 @@ def _is_chosen(plan: Plan, mode: ModeEstimate) -> bool:
     return chosen is not None and (chosen.layout, chosen.name) == (mode.layout, mode.name)
 
 
-def _table(plan: Plan, modes: list[ModeEstimate]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("mode", no_wrap=True)
-    sizes = ("weights", "grads", "optim", "activ.", "total", "sent")
-    ranges = ("80 %",) if _has_ranges(plan) else ()
-    for name in (*sizes, "step", *ranges, "smp/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
-    for mode in modes:
-        style = "" if mode.fits else "dim"
-        if _is_chosen(plan, mode):
-            style = "bold green"
-        table.add_row(*_row(plan, mode), style=style)
-    return table
+@dataclass(frozen=True)
+class _ModeTable:
+    """The table of modes. On a narrow terminal it leaves out columns, and says which."""
+
+    plan: Plan
+    modes: list[ModeEstimate]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for count in range(len(_OPTIONAL) + 1):
+            omitted = _OPTIONAL[:count]
+            table = self._table(omitted)
+            width = console.measure(table, options=options.update(width=_ANY_WIDTH)).maximum
+            if width <= options.max_width:
+                break
+        yield table
+        if omitted:
+            names = ", ".join(name for name in _COLUMNS if name in omitted)
+            yield Text(f"left out, because the terminal is too narrow: {names}", style="dim")
+
+    def _table(self, omitted: Sequence[str]) -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        hidden = {*omitted, *(() if _has_ranges(self.plan) else ("80 %",))}
+        shown = [name for name in _COLUMNS if name not in hidden]
+        for name in shown:
+            is_text = name in ("mode", "fits")
+            table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+        for mode in self.modes:
+            style = "" if mode.fits else "dim"
+            if _is_chosen(self.plan, mode):
+                style = "bold green"
+            cells = dict(zip(_COLUMNS, _row(self.plan, mode), strict=True))
+            table.add_row(*(cells[name] for name in shown), style=style)
+        return table
 
 
 def _row(plan: Plan, mode: ModeEstimate) -> list[str]:
@@ -183,7 +209,7 @@ def _row(plan: Plan, mode: ModeEstimate) -> list[str]:
         *(short_size(size) for size in sizes),
         ("≤" if cost.traffic_is_bound else "") + short_size(cost.traffic_per_step),
         "?" if mode.step_time_s is None else short_time(mode.step_time_s),
-        *([_range(mode.time)] if _has_ranges(plan) else []),
+        _range(mode.time),
         "?" if mode.step_time_s is None else short_count(mode.per_second),
         verdict,
     ]

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import Any
+from typing import IO, Any
 
 from paceline.core.log import write_line
 from paceline.core.processes import exit_text
@@ -19,14 +19,11 @@ _END_S = 20.0
 
 
 class RunnerProcess:
-    """A runner process. It ends with this process, and Ctrl-C in a terminal does not reach it.
-
-    Args:
-        has_prefix: whether its output is read with :meth:`read_output` instead of going to standard
-            error.
+    """A runner process. It ends with this process, and Ctrl-C in a terminal does not reach it. Its
+    output is read with :meth:`read_output`.
     """
 
-    def __init__(self, share: DeviceShare, has_prefix: bool) -> None:
+    def __init__(self, share: DeviceShare) -> None:
         self.share = share
         self.label = ""
         self._output = b""
@@ -37,7 +34,7 @@ class RunnerProcess:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "paceline.sweep.runner", str(other_end.fileno()), cores],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if has_prefix else sys.stderr.fileno(),
+                stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[other_end.fileno()],
                 env=os.environ | share.variables,
@@ -70,14 +67,18 @@ class RunnerProcess:
     def read_output(self) -> bool:
         """Print the lines that have arrived, each with the label of the run. Return False at the
         end."""
-        assert self.process.stdout is not None
-        chunk = os.read(self.process.stdout.fileno(), 1 << 16)
+        chunk = os.read(self.output.fileno(), 1 << 16)
         *lines, self._output = (self._output + chunk).split(b"\n")
         if not chunk and self._output:
             lines, self._output = [self._output], b""
         for line in lines:
             write_line(f"[{self.label}] {line.decode('utf-8', 'replace')}")
         return bool(chunk)
+
+    @property
+    def output(self) -> IO[bytes]:
+        assert self.process.stdout is not None
+        return self.process.stdout
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Ask the current run to stop after a checkpoint. A second call ends it at once."""

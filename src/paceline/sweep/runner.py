@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from paceline.core.errors import EXIT_SIGINT, ConfigError, PacelineError
+from paceline.core.log import console_limited_to, is_shown
 from paceline.core.processes import end_with_parent, process_start_time, temporary_environment
 from paceline.core.report import Report
 
@@ -109,18 +110,21 @@ class Runner:
         return reply
 
     def run(self, request: SweepRunRequest) -> RunReply:
-        """Run a combination until it ends."""
+        """Run a combination until it ends. It prints only warnings and errors, because the sweep
+        prints one line per run."""
         from paceline.api import run as train
         from paceline.config.load import load_config
 
         started_at, self._started_at = self._started_at or time.time(), None
         loaded = load_config(request["config"], request["overrides"])
-        result = train(
-            loaded,
-            started_at,
-            debug=request["debug"],
-            allow_config_change=request["allow_config_change"],
-        )
+        level = "debug" if is_shown("debug") else "warning" if is_shown() else "error"
+        with console_limited_to(level):
+            result = train(
+                loaded,
+                started_at,
+                debug=request["debug"],
+                allow_config_change=request["allow_config_change"],
+            )
         return {"exit_code": result.exit_code, "report": result.report}
 
     def _warm_up(self, loaded: list[Any]) -> None:

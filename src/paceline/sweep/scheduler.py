@@ -19,6 +19,7 @@ from paceline.core.event_log import EventReader
 from paceline.core.events import EvalEvent
 from paceline.core.formatting import counted, duration, finite, loss
 from paceline.core.log import CONSOLE_ONLY
+from paceline.core.progress_line import ProgressLine
 from paceline.sweep.devices import DeviceShare
 from paceline.sweep.metric import Metric
 from paceline.sweep.process import RunnerProcess
@@ -90,13 +91,25 @@ class SweepSettings:
 
 @dataclass
 class _ActiveRun:
-    """A run on a runner. ``started``: of the monotonic clock; ``last_step``: None if unknown."""
+    """A run on a runner.
+
+    Args:
+        title: the run's number and overrides.
+        started: time of the monotonic clock.
+        last_step: number of the run's last step; None if unknown.
+    """
 
     record: SweepRun
+    title: str
     events: EventReader
     started: float
+    step: int = 0
     last_step: int | None = None
     is_pruned: bool = False
+
+    def progress(self) -> str:
+        total = "" if self.last_step is None else f"/{self.last_step:,}"
+        return f"{self.title}: {f'step {self.step:,}{total}' if self.step else 'starting'}"
 
 
 class Scheduler:
@@ -116,11 +129,13 @@ class Scheduler:
         self._shares = shares
         self._runners: list[RunnerProcess] = []
         self._active: dict[RunnerProcess, _ActiveRun] = {}
+        self._line = ProgressLine(plain_every_s=None)
 
     def __enter__(self) -> Scheduler:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._line.clear()
         for runner, active in self._active.items():
             runner.stop()
             active.events.__exit__()
@@ -172,8 +187,10 @@ class Scheduler:
                 return
             for runner in self._ready():
                 self._receive(runner, source, metric)
-            if source.needs_values:
-                self._observe(source, metric)
+            self._observe(source, metric)
+            self._line.show(
+                lambda: "; ".join(active.progress() for active in self._active.values())
+            )
 
     @contextlib.contextmanager
     def handling_signals(self) -> Iterator[None]:
@@ -200,22 +217,19 @@ class Scheduler:
             runner.stop(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def _start_runner(self, share: DeviceShare) -> RunnerProcess:
-        has_prefix = len(self._shares) > 1
-        runner = RunnerProcess(share, has_prefix)
+        runner = RunnerProcess(share)
         runner.label = "check"
         self._runners.append(runner)
         self._selector.register(runner.socket, selectors.EVENT_READ, (runner, False))
-        if runner.process.stdout is not None:
-            self._selector.register(runner.process.stdout, selectors.EVENT_READ, (runner, True))
+        self._selector.register(runner.output, selectors.EVENT_READ, (runner, True))
         return runner
 
     def _remove(self, runner: RunnerProcess) -> None:
         """Remove a runner whose process has ended."""
         self._runners.remove(runner)
         self._selector.unregister(runner.socket)
-        output = runner.process.stdout
-        if output is not None and output in self._selector.get_map():
-            self._selector.unregister(output)
+        if runner.output in self._selector.get_map():
+            self._selector.unregister(runner.output)
         runner.close()
 
     def _ready(self) -> list[RunnerProcess]:
@@ -226,7 +240,9 @@ class Scheduler:
             runner, is_output = key.data
             if not is_output:
                 ready.append(runner)
-            elif not runner.read_output():
+                continue
+            self._line.clear()
+            if not runner.read_output():
                 self._selector.unregister(key.fileobj)
         return ready
 
@@ -242,12 +258,11 @@ class Scheduler:
     def _begin(self, runner: RunnerProcess, record: SweepRun, progress: str) -> None:
         name = record["name"]
         is_resumed = self.state.run_dir(record).checkpoints.is_dir()
-        text = f"{progress}{', resumed' if is_resumed else ''}: {', '.join(record['arguments'])}"
-        logger.info(f"\n{text} ({self.settings.folder / name})", extra=CONSOLE_ONLY)
+        title = f"{progress}{', resumed' if is_resumed else ''}: {', '.join(record['arguments'])}"
         record["status"], record["error"] = "running", None
         self.state.save()
         events = EventReader(self.state.run_dir(record).events)
-        self._active[runner] = _ActiveRun(record, events, time.monotonic())
+        self._active[runner] = _ActiveRun(record, title, events, time.monotonic())
         runner.label = name
         overrides = self.settings.overrides(record["arguments"], name)
         runner.send(self.settings.request("run", overrides=overrides))
@@ -267,7 +282,11 @@ class Scheduler:
         self._complete(active, reply, metric)
         source.finish(active.record)
         self.state.save()
-        logger.info(_ending(active.record, metric), extra=CONSOLE_ONLY)
+        self._print(f"{active.title}: {_ending(active.record, metric)}")
+
+    def _print(self, text: str) -> None:
+        self._line.clear()
+        logger.info(text, extra=CONSOLE_ONLY)
 
     def _complete(self, active: _ActiveRun, reply: Any, metric: Metric) -> None:
         """Record how a run ended."""
@@ -292,7 +311,9 @@ class Scheduler:
                 if event["type"] == "run_start":
                     steps = finite(event["derived"]["steps"])
                     active.last_step = None if steps is None else int(steps)
-                elif event["type"] == "eval" and not active.is_pruned:
+                elif event["type"] == "step":
+                    active.step = event["step"]
+                elif event["type"] == "eval" and source.needs_values and not active.is_pruned:
                     self._observe_evaluation(runner, active, event, source, metric)
 
     def _observe_evaluation(
@@ -309,18 +330,14 @@ class Scheduler:
         if step == active.last_step:  # the run ends by itself
             return
         active.is_pruned = True
-        logger.info(
-            f"{active.record['name']}: pruned at step {step}: {metric.name} {loss(value)} is worse"
-            " than the median of the other runs at that step",
-            extra=CONSOLE_ONLY,
-        )
         runner.stop()
 
 
 def _ending(record: SweepRun, metric: Metric) -> str:
     if record["status"] == "failed":
-        return f"{record['name']}: failed: {record['error']}"
-    parts = [f"{record['name']}: {record['status']}"]
+        return f"failed: {record['error']}"
+    is_pruned = record["status"] == "pruned"
+    parts: list[str] = ["pruned, worse than the median so far" if is_pruned else record["status"]]
     if record["metric"] is not None:
         parts.append(f"{metric.name} {loss(record['metric'])}")
     if record["time_to_first_step_s"] is not None:

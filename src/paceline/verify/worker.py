@@ -26,6 +26,7 @@ from paceline.core.events import Event
 from paceline.core.failures import ExitRecord
 from paceline.core.files import write_atomic
 from paceline.core.log import log_to_events
+from paceline.core.progress_line import ProgressLine
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.distributed.communicator import Communicator, init_communicator
@@ -44,6 +45,7 @@ from paceline.train.components import build_components
 from paceline.train.run_spec import RunSpec
 from paceline.train.setup import build_trainer
 from paceline.train.state import RankContext
+from paceline.train.trainer import Trainer
 from paceline.verify.certificate import RankTrialResult
 
 logger = logging.getLogger(__name__)
@@ -155,9 +157,9 @@ def _train(
         )
         components.model.train()
         watch = GradientWatch(strategy) if trial.number == 0 else None
-        for _ in range(certification.steps):
-            if trainer.run_step().stop or trainer.anomalies.is_exhausted:
-                return {"status": "stopped"}
+        is_complete = _train_steps(trainer, certification, trial, shows_progress=world.is_rank_zero)
+        if not is_complete:
+            return {"status": "stopped"}
         trainer.callbacks.before_pause(trainer.state)  # the figures of the last step
     steps = [event for event in logged if event["type"] == "step"]
     assert len(steps) == certification.steps
@@ -189,6 +191,23 @@ def _train(
             if event["type"] == "notice" and event["level"] == "warning"
         ],
     }
+
+
+def _train_steps(
+    trainer: Trainer, certification: Certification, trial: ModeTrial, *, shows_progress: bool
+) -> bool:
+    """Return whether all steps were made."""
+    progress = ProgressLine()
+    prefix, total = f"[{trial.number + 1}/{certification.total}] {trial.name}", certification.steps
+    try:
+        for number in range(total):
+            if trainer.run_step().stop or trainer.anomalies.is_exhausted:
+                return False
+            if shows_progress:
+                progress.show(lambda done=number + 1: f"{prefix}: step {done}/{total}")
+    finally:
+        progress.clear()
+    return True
 
 
 def _after_first(values: list[Any]) -> list[Any]:

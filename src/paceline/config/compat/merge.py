@@ -11,6 +11,8 @@ from paceline.config.compat.keys import DATA_KEYS, Alias, alias_tables, named_me
 from paceline.config.entries import ConfigEntry, Notice, Problem, as_bool, as_number, short
 from paceline.config.settings import RESET, Assignment, Settings, agree
 
+#: Why a key that nothing is known about is ignored.
+NOT_NEEDED = "Paceline behaves the same without it"
 #: Shared keys for which command-line text is also read in the other tools' form, as `dataset=a,b`.
 _COMMAND_LINE_FORMS = ("dataset", "val_dataset", "lora.target_modules", "lora.modules_to_save")
 
@@ -168,19 +170,45 @@ class Merge(Settings):
         return self.is_foreign and is_foreign_key and trains_lora
 
     def notices(self) -> list[Notice]:
-        """Return one notice for each key of another tool, in the order of the config."""
+        """Return one notice for each key of another tool, in the order of the config, and one for
+        all keys that are not needed."""
         lines = sorted(self.lines, key=lambda line: (line.entry.layer, line.entry.line or 0))
-        notices = [self._notice(line) for line in lines]
+        notices, unneeded = [], list[KeyBinding]()
+        for line in lines:
+            if (notice := self._notice(line)) is None:
+                unneeded.append(line)
+            else:
+                notices.append(notice)
+        notices += self._notices_of_unneeded(unneeded)
         for problem in self.overridden:
             if problem.entry and problem.target:
                 winner = self.winners[problem.target].entry.shown()
                 notices.append(("info", f"{problem.entry.shown()} is overridden by {winner}"))
         return [*notices, *self.general_notices]
 
-    def _notice(self, line: KeyBinding) -> Notice:
-        entry, subject = line.entry, line.entry.shown()
-        if line.tools and line.target is None:
-            subject += f" ({tool_names(line.tools, self.scores)})"
+    def _notices_of_unneeded(self, lines: list[KeyBinding]) -> list[Notice]:
+        if len(lines) == 1:
+            text = lines[0].notices[0][1] if lines[0].notices else NOT_NEEDED
+            return [("info", f"{self._subject(lines[0])} is ignored: {text}")]
+        if not lines:
+            return []
+        shown = ", ".join(line.entry.shown() for line in lines)
+        return [
+            (
+                "info",
+                f"{len(lines)} keys that Paceline does not need are ignored (`paceline config KEY`"
+                f" says why): {shown}",
+            )
+        ]
+
+    def _subject(self, line: KeyBinding) -> str:
+        has_tools = line.tools and line.target is None
+        tools = f" ({tool_names(line.tools, self.scores)})" if has_tools else ""
+        return f"{line.entry.shown()}{tools}"
+
+    def _notice(self, line: KeyBinding) -> Notice | None:
+        """Return the notice about a key, or None if Paceline behaves the same without it."""
+        entry, subject = line.entry, self._subject(line)
         layers = [self.layer_of(assigned.target) for assigned in line.assigned]
         if layers and all(layer is not None and layer > entry.layer for layer in layers):
             winner = self.winners[line.assigned[0].target].entry
@@ -202,7 +230,7 @@ class Merge(Settings):
             return level, f"{subject} {text}"
         if level == "warning":
             return level, f"{subject} has no effect: {text}"
-        return level, f"{subject} is ignored: {text or 'Paceline behaves the same without it'}"
+        return None
 
     def _has_lost(self, assigned: Assignment) -> bool:
         winner = self.winners[assigned.target]

@@ -1,4 +1,5 @@
-"""Built-in datasets, made from the source code of Python's standard library without a download.
+"""Built-in datasets, made without a download: small questions, and what Python's standard library
+contains.
 
 Sources are parsed, never imported, because some modules have side effects on import. The rows
 depend only on the Python version, so it is part of the name of the cached folder.
@@ -18,6 +19,7 @@ from pathlib import Path
 from paceline.core.errors import ConfigError, unknown_name
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once
+from paceline.data.sources.questions import held_out_questions, small_questions
 from paceline.data.sources.rows import Row
 
 _LAYOUT = 2
@@ -78,7 +80,8 @@ _OPENINGS = {
 
 #: Names of the built-in datasets, without the prefix ``builtin:``.
 LABELED_DATASETS = ("python-kinds",)
-BUILTIN_DATASETS = ("python-docs", "python-source", *LABELED_DATASETS)
+QUESTION_DATASETS = ("small-questions", "small-questions-held-out")
+BUILTIN_DATASETS = (*QUESTION_DATASETS, "python-docs", "python-source", *LABELED_DATASETS)
 
 
 def builtin_dataset(name: str) -> Path:
@@ -112,6 +115,8 @@ def python_version() -> str:
 
 def _write(name: str, path: Path) -> None:
     make = {
+        "small-questions": small_questions,
+        "small-questions-held-out": held_out_questions,
         "python-docs": python_docs,
         "python-source": python_source,
         "python-kinds": python_kinds,

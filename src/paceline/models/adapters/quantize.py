@@ -4,7 +4,6 @@ Efficient Finetuning of Quantized LLMs", 2023), through bitsandbytes."""
 from __future__ import annotations
 
 import importlib
-import logging
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +14,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.log import ignore_import_warnings
 from paceline.distributed.torch_compat import has_values, without_fake_tensors
 from paceline.models.adapters.quantized_store import WeightTensors, stored_weights
 from paceline.models.adapters.targets import linear_modules
@@ -300,7 +300,7 @@ def _pack_without_values(weight: torch.Tensor, lora: Lora) -> WeightTensors:
 def _bitsandbytes() -> Any:
     """Return the package, without its warnings: of optional kernels, and that int8 layers cast
     their inputs to float16."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    ignore_import_warnings()
     return importlib.import_module("bitsandbytes")
 
 

@@ -4,6 +4,7 @@ import time
 from typing import TypedDict
 
 from paceline.core.files import human_bytes
+from paceline.core.formatting import counted
 
 
 class ByteCounts(TypedDict):
@@ -128,25 +129,17 @@ def summary(certificate: Certificate) -> str:
     )
 
 
-def excluded_text(certificate: Certificate, limit: int = 6) -> str:
+def excluded_text(certificate: Certificate) -> str:
     """Return a sentence about the weights that were not compared, beginning with a space, or an
-    empty string if all were compared."""
+    empty string if all were compared. Their names are in the JSON only."""
     excluded = certificate.get("excluded", [])
     if not excluded:
         return ""
-    shown = [
-        (
-            weight["name"]
-            if weight["elements"] == weight["of"]
-            else f"{weight['name']} ({weight['elements']} of {weight['of']} elements)"
-        )
-        for weight in excluded[:limit]
-    ]
-    rest = f", and {len(excluded) - limit} more (see --json)" if len(excluded) > limit else ""
+    elements = counted(sum(weight["elements"] for weight in excluded), "weight")
     return (
-        " Weights whose gradient stayed below 1e-6 of that of the largest tensor in every step of"
-        f" {certificate['reference']}, which is rounding error, are not compared:"
-        f" {', '.join(shown)}{rest}."
+        f" {elements} in {counted(len(excluded), 'tensor')} are not compared (`--json` lists them):"
+        " in every step their gradient stayed below 1e-6 of the largest tensor's gradient, which is"
+        " rounding error."
     )
 
 
