@@ -425,8 +425,8 @@ def test_terminal_shows_step_lines_above_one_live_line():
             make_step_event(1, since_start_s=4.0),
             make_step_event(2),
             {"type": "notice", "time": 0.0, "level": "info", "text": "[bold]hello[/bold]"},
-            make_step_event(9) | {"time": 1005.0},
-            make_step_event(20) | {"time": 1005.5},
+            make_step_event(9, at=1005.0),
+            make_step_event(20, at=1005.5),
             {"type": "run_end", "time": 1006.0, "status": "done", "step": 20},
         ],
         columns=140,
@@ -436,7 +436,7 @@ def test_terminal_shows_step_lines_above_one_live_line():
     assert raw.rfind("\x1b[?25h") > raw.rfind("\x1b[?25l")  # the cursor is visible at the end
     lines = render_screen(raw)
     live = [line for line in lines if "step 20/40" in line]
-    assert len(live) == 1
+    assert len(live) == 1  # no line of its own
     assert live[0].startswith("━━━")
     assert "loss 1.5000" in live[0]
     assert "6.4k tokens/s" in live[0]

@@ -128,8 +128,7 @@ class Console:
         elif event["type"] == "step":
             self._print_step(event, is_first_step)
         elif event["type"] == "run_end":
-            if not self.live:
-                self._flush_step()
+            self._flush_step()
             self._terminal.redraw(self.progress, force=True)
             self._terminal.close()
             styles = {"done": "bold green", "stopped": "bold yellow"}
@@ -153,6 +152,8 @@ class Console:
         is_wanted = not self.live and (self._prints_all_steps or is_last)
         if is_first or is_due or is_wanted:
             self._flush_step()
+        elif self.live:
+            self._unprinted = None
         self._terminal.redraw(self.progress, force=is_first)
 
     def _flush_step(self) -> None:
