@@ -25,12 +25,13 @@ $(STAMP):
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
-demo: setup  ## Train the built-in model on two ranks, then ask it something
+demo: setup  ## Train the built-in model on two ranks, then ask it one question of each kind
 	$(BIN)/paceline sft --config examples/demo.yaml
 	@echo
 	@echo "The report: output/demo/report.html"
-	@echo "Asking the trained model: What does json.dumps do?"
-	$(BIN)/paceline generate output/demo "What does json.dumps do?"
+	@echo "Asking the trained model three questions that are not in its training data:"
+	$(BIN)/paceline generate output/demo "What is 48 + 37?" "What is 11:38 pm in 24-hour time?" \
+	  "How many milliliters are 283 l?"
 
 # The tests of the panel take the machine's Chromium, or else Playwright's own.
 browser: setup

@@ -1,4 +1,4 @@
-"""`paceline generate`: answer a question with the model of a run."""
+"""`paceline generate`: answer questions with the model of a run."""
 
 import contextlib
 import json
@@ -14,7 +14,11 @@ _SAMPLING = ("max_new_tokens", "temperature", "system", "seed")
 def add_arguments(parser: OptionParser) -> None:
     parser.add_option("run_dir", AnyPath("its output_dir"), "RUN", "run")
     parser.add_option(
-        "question", AnyText(), "QUESTION", "question to answer; not with --serve", nargs="?"
+        "questions",
+        AnyText(),
+        "QUESTION",
+        "question to answer, or several; not with --serve",
+        nargs="*",
     )
     parser.add_option(
         "--max-new-tokens", Integer(), "N", "maximum length of the answer in tokens (default: 128)"
@@ -35,35 +39,40 @@ def add_arguments(parser: OptionParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the answer."""
+    """Print the answers: one line with `--json` for each question, else the text of each answer,
+    below its question if there are several."""
     _check_combination(args)
     if args.serve:
         from paceline.inference.chat_server import serve
 
         return serve(args.run_dir, args.device or "auto")
-    from paceline.inference.generate import generate
+    from paceline.inference.generate import answer_questions
 
     settings = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     # The output of libraries during import is not part of the answer.
     with contextlib.redirect_stdout(sys.stderr):
-        answer = generate(args.run_dir, args.question, **settings)
-    result = {"question": args.question, "answer": answer}
-    print(json.dumps(result, ensure_ascii=False) if args.json else answer)
+        answers = answer_questions(args.run_dir, args.questions, **settings)
+    for question, answer in zip(args.questions, answers, strict=True):
+        if args.json:
+            print(json.dumps({"question": question, "answer": answer}, ensure_ascii=False))
+        else:
+            print(f"{question}\n  {answer}" if len(answers) > 1 else answer)
     return EXIT_DONE
 
 
 def _check_combination(args: Namespace) -> None:
     if args.serve:
-        excluded = [name for name in ("question", *_SAMPLING) if getattr(args, name) is not None]
+        excluded = [name for name in _SAMPLING if getattr(args, name) is not None]
+        excluded = ["questions", *excluded] if args.questions else excluded
     else:
         excluded = ["device"] if args.device is not None else []
-        if args.question is None:
+        if not args.questions:
             raise ConfigError(
                 "`paceline generate` needs a question",
                 allowed="paceline generate RUN QUESTION",
                 fix="write the question in quotation marks after the run",
             )
     if excluded:
-        name = "QUESTION" if excluded[0] == "question" else f"--{excluded[0].replace('_', '-')}"
+        name = "QUESTION" if excluded[0] == "questions" else f"--{excluded[0].replace('_', '-')}"
         state = "with" if args.serve else "without"
         raise ConfigError(f"`{name}` is not supported {state} `--serve`", fix="omit it")

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from paceline.config.load import Loaded
 
 _CONFIG_USAGE = "[CONFIG.yaml] [key=value ...]"
+#: Names under which other programs have `--output`.
+_NAMES_OF_OUTPUT = ("html", "out", "output-file", "save", "json-file")
 _CONFIG_HELP = (
     "Override config keys with key=value, --key value or --key=value; nested keys have dotted"
     " names. `paceline config` lists all keys."
@@ -135,7 +137,7 @@ class Choice:
                 allowed=self.allowed,
                 fix=f"use `{self.renamed[text]}`, its new name"
                 if text in self.renamed
-                else did_you_mean(text, self.values, f"use `{self.values[0]}`"),
+                else did_you_mean(text, self.values, "choose one of these"),
             )
         return text
 
@@ -390,9 +392,10 @@ class OptionParser(argparse.ArgumentParser):
             if not token.startswith("--") or (self.takes_config and _is_config_key(key)):
                 continue
             loose = self.takes_config and not self.takes_only_known_keys
-            question = did_you_mean(
-                key.replace("_", "-"), names, form="`--{}`", cutoff=0.8 if loose else 0.6
-            )
+            cutoff = 0.8 if loose else 0.6
+            question = did_you_mean(key.replace("_", "-"), names, form="`--{}`", cutoff=cutoff)
+            if key in _NAMES_OF_OUTPUT and "output" in names:
+                question = f"use `--output`: {self.options['--output'].help}"
             if question or not loose:
                 raise ConfigError(
                     f"`{self.prog}` has no option `--{key}`",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,31 +200,38 @@ def generate_tokens(
     return tokens
 
 
-def generate(
+def generate(run: Path, question: str, **settings: Any) -> str:
+    """Return the answer to one question, see :func:`answer_questions`."""
+    return answer_questions(run, [question], **settings)[0]
+
+
+def answer_questions(
     run: Path,
-    question: str,
+    questions: Sequence[str],
     *,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     system: str | None = None,
     seed: int = 0,
-) -> str:
-    """Return the answer of the model, with its chat template if it has one. ``temperature`` 0 takes
-    the most likely token each time."""
+) -> list[str]:
+    """Return the model's answer to each question, with its chat template if it has one.
+    ``temperature`` 0 takes the most likely token each time."""
     model, tokenizer = load_generator(run)
     model.to(inference_device())
-    messages = [{"role": "user", "content": question}]
-    if system and tokenizer.chat_template is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    inputs = encode_chat(tokenizer, messages).to(model.device)
-    check_trained_length(model, inputs["input_ids"].shape[1] + max_new_tokens)
-    tokens = generate_tokens(
-        model,
-        tokenizer,
-        inputs,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-    )
-    answer: str = tokenizer.decode(tokens, skip_special_tokens=True)
-    return answer.strip()
+    answers = []
+    for question in questions:
+        messages = [{"role": "user", "content": question}]
+        if system and tokenizer.chat_template is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        inputs = encode_chat(tokenizer, messages).to(model.device)
+        check_trained_length(model, inputs["input_ids"].shape[1] + max_new_tokens)
+        tokens = generate_tokens(
+            model,
+            tokenizer,
+            inputs,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+        )
+        answers.append(str(tokenizer.decode(tokens, skip_special_tokens=True)).strip())
+    return answers

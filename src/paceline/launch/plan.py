@@ -54,6 +54,7 @@ CHECKS: dict[Pass, tuple[Check, ...]] = {
     ),
     devices.find_devices: (devices.check_ranks,),
     devices.resolve_offload: (devices.check_host,),
+    devices.resolve_precision: (devices.find_slow_precision,),
     devices.resolve_tf32: (
         devices.check_kernels,
         devices.check_compilation,

@@ -35,7 +35,7 @@ from paceline.models.hub_configs import canonical_id, read_config
 if TYPE_CHECKING:
     import numpy as np
 
-_LAYOUT = 3
+_LAYOUT = 4
 _SEED = 20
 _INIT_STD = 0.02
 VOCAB_SIZE = 8192
@@ -115,7 +115,7 @@ def _write_model(folder: Path, shape: _BuiltinShape) -> None:
     ids = {"eos_token_id": 2, "pad_token_id": 0}
     _write_json(
         folder / "generation_config.json",
-        {"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": False, "repetition_penalty": 1.3},
+        {"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": False},
     )
     save_file(dict(_weights(shape)), str(folder / "model.safetensors"), metadata={"format": "pt"})
     _write_json(

@@ -104,6 +104,7 @@ class Console:
             self.progress.add(event)
         elif event["type"] == "eval":
             self.progress.eval_loss = event.get("loss")
+            self.progress.eval_metrics = event.get("metrics") or {}
 
     def close(self) -> None:
         """Leave the progress line in its last state and restore the terminal. May be called
@@ -321,4 +322,5 @@ def _result(progress: RunProgress, event: RunEndEvent) -> str:
         parts.append(f"training loss {first}{formatting.loss(progress.step.get('loss'))}")
     if progress.eval_loss is not None:
         parts.append(f"evaluation loss {formatting.loss(progress.eval_loss)}")
+    parts += [f"{name} {value:.4g}" for name, value in progress.eval_metrics.items()]
     return ", ".join(parts)

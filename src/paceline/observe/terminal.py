@@ -31,6 +31,7 @@ class RunProgress:
         self.step: StepEvent | None = None
         self.first_loss: Any = None
         self.eval_loss: Any = None
+        self.eval_metrics: dict[str, float] = {}
         self.resumed_from: int | None = self.start.get("resumed_from_step") or None
         self._step_times: deque[float] = deque(maxlen=_RECENT_STEPS)
 

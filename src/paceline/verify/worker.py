@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ def _train_steps(
             if trainer.run_step().stop or trainer.anomalies.is_exhausted:
                 return False
             if shows_progress:
-                progress.show(lambda done=number + 1: f"{prefix}: step {done}/{total}")
+                progress.show(partial("{}: step {}/{}".format, prefix, number + 1, total))
     finally:
         progress.clear()
     return True

@@ -95,13 +95,18 @@ def check_lm_eval(config: Config) -> None:
 
 
 def idle_notice(config: Config) -> str | None:
-    """Return a warning if there are metrics but no validation data."""
-    has_data = config.val_dataset is not None or config.split_dataset_ratio > 0
-    if has_data or not config.evaluation.metrics:
+    """Return a warning if there are settings of evaluations but no validation data."""
+    eval_steps = config.train_args.eval_steps
+    settings = {
+        f"`train_args.eval_steps: {eval_steps}`": eval_steps not in (0, "never"),
+        "`evaluation.metrics`": bool(config.evaluation.metrics),
+    }
+    names = [name for name, is_set in settings.items() if is_set]
+    if config.val_dataset is not None or config.split_dataset_ratio > 0 or not names:
         return None
     return (
-        "`evaluation.metrics` has no effect without validation data: set `val_dataset`, or"
-        " `split_dataset_ratio: 0.05`"
+        f"{' and '.join(names)} {'have' if len(names) > 1 else 'has'} no effect without validation"
+        " data: set `val_dataset`, or `split_dataset_ratio: 0.05`"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from paceline.core.errors import ConfigError
@@ -74,6 +74,17 @@ def resolve_precision(draft: Draft) -> Draft:
     config, text = with_precision(draft.config, draft.device_type, names)
     logger.info(text)
     return draft.with_config(config)
+
+
+def find_slow_precision(draft: Draft) -> Iterable[tuple[str, str]]:
+    """Return a warning about a precision in which these devices compute slowly."""
+    precision = draft.config.train_args.precision
+    if draft.device_type == "cpu" and precision.startswith("fp16"):
+        yield (
+            "warning",
+            f"`train_args.precision: {precision}` is slow on a CPU, which computes in float16 by"
+            " way of float32; `precision: auto` chooses float32",
+        )
 
 
 def resolve_tf32(draft: Draft) -> Draft:

@@ -40,9 +40,9 @@ def derive_sizes(draft: Draft) -> Draft:
 def find_idle_settings(draft: Draft) -> Iterable[tuple[str, str]]:
     """Return warnings about settings that have no effect or slow the run down."""
     config, layout = draft.config, known(draft.layout)
-    idle_metrics = idle_notice(config)
-    if idle_metrics is not None:
-        yield "warning", idle_metrics
+    idle_evaluation = idle_notice(config)
+    if idle_evaluation is not None:
+        yield "warning", idle_evaluation
     for name in config.preference.unused(config.task):
         yield (
             "warning",
