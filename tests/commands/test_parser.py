@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import parse
 
-from paceline.cli import VERBS, main
+from paceline.cli import VERBS, build_parser, main
 from paceline.config.load import load_config
 from paceline.config.overrides import split_cli
 from paceline.core.errors import ConfigError
@@ -37,6 +37,21 @@ def test_help_imports_no_heavy_module(verb: str) -> None:
     assert "example:" in completed.stdout
 
 
+def test_help_fits_the_terminal_and_names_each_default_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    parser = build_parser(VERBS)
+    assert "\nbefore a run:\n" in parser.format_help()
+    for command in (parser, *parser.commands.values()):
+        text = command.format_help().partition("example:")[0]
+        assert max(map(len, text.splitlines())) <= 60, command.prog
+        for option in (*command.options.values(), *command.positionals):
+            assert (option.help or "").count("default: ") <= 1, option
+    assert "paceline config [KEY] [options]" in parser.commands["config"].format_help()
+    assert "RUN [QUESTION ...]" in parser.commands["generate"].format_help()
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
@@ -51,6 +66,7 @@ def test_help_imports_no_heavy_module(verb: str) -> None:
         ),
         (["watch", "a", "b"], "`paceline watch a b` has missing or unexpected arguments"),
         (["watch", "a", "--onc"], "did you mean `--once`?"),
+        (["explain", "ddp", "--html", "a.html"], "To fix: use `--output`"),
         (["generate", "a"], "needs a question"),
         (["generate", "a", "--serve", "--seed", "1"], "`--seed` is not supported with `--serve`"),
         (["ui", "--port", "70000"], "to 65535"),

@@ -101,3 +101,22 @@ def test_control_characters_do_not_reach_the_terminal(capsys: pytest.CaptureFixt
     log.configure_logging()
     logger.info("a\x1b[2Jb")
     assert "\x1b" not in capsys.readouterr().err
+
+
+def test_warnings_are_printed_last(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure_logging()
+    with log.warnings_last() as print_warnings:
+        logging.getLogger("paceline.test").warning("the batch is large")
+        log.log_notices(logger, [("warning", "no validation data"), ("info", "two ranks")])
+        print_warnings()
+        logging.getLogger("paceline.test").warning("at once")
+        assert capsys.readouterr().err.splitlines() == [
+            "two ranks",
+            "warning: the batch is large",
+            "warning: no validation data",
+            "warning: at once",
+        ]
+    with pytest.raises(ValueError), log.warnings_last():
+        logger.warning("not lost")
+        raise ValueError
+    assert capsys.readouterr().err == "warning: not lost\n"

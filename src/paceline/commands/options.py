@@ -357,12 +357,13 @@ class OptionParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         width = max(get_terminal_size().columns - 2, 40)
-        self.usage = f"{self.usage_line()} [options]"
+        usage = fill(f"{self.usage_line()} [options]", width - 7, subsequent_indent=" " * 9)
+        self.usage, self.description = usage, fill(self.description or "", width)
         notes = [fill(_CONFIG_HELP, width)] if self.takes_config else []
         notes += [f"example:\n  {self.example}"] if self.example else []
         self.epilog = "\n\n".join(notes) or self.epilog
-        usage, options, rest = super().format_help().partition("\noptions:\n")
-        return f"{usage}{self._command_lines(width)}{options}{rest}"
+        before, title, options = super().format_help().partition("\noptions:\n")
+        return f"{before}{self._command_lines(width)}{title}{options}"
 
     def _command_lines(self, width: int) -> str:
         """Return the commands in their groups, with a blank line before each group."""

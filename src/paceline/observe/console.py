@@ -237,8 +237,14 @@ def derived_lines(derived: Mapping[str, float | None]) -> list[tuple[str, str]]:
         ("batch", batch),
         ("steps", f"{count(get('steps'))} ({steps}{epochs_text})"),
         ("rate", f"{formatting.rate(get('learning_rate'))}, {warmup}"),
-        ("evaluation", f"every {counted(every, 'step')}" if every else "none"),
+        ("evaluation", _every(every)),
     ]
+
+
+def _every(steps: float | None) -> str:
+    if not steps:
+        return "none"
+    return "every step" if steps == 1 else f"every {formatting.counted(steps, 'step')}"
 
 
 def _factors(derived: Mapping[str, float | None]) -> str:
