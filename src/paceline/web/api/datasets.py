@@ -49,6 +49,8 @@ _MAX_NAME_BYTES = 100
 
 #: Built-in datasets, and the task that each is for.
 BUILT_IN = {
+    "builtin:small-questions": "sft",
+    "builtin:small-questions-held-out": "sft",
     "builtin:python-docs": "sft",
     "builtin:python-source": "pretrain",
     "builtin:digits": "classify",
