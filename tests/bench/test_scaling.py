@@ -23,6 +23,7 @@ from paceline.bench.scaling import (
 )
 from paceline.bench.scaling_fit import Point, fit_model
 from paceline.bench.scaling_page import render
+from paceline.bench.scaling_text import interval_text
 from paceline.bench.short_runs import RunLength, StepParts, figures_of, short_config, split_step
 from paceline.commands.bench_scaling import BUILTIN, make_options, scaling_tables
 from paceline.commands.options import load_job_config
@@ -114,6 +115,13 @@ def test_interval_is_that_of_students_t() -> None:
     assert inverse.high is not None
     assert inverse.mean == pytest.approx(1 / ratio.mean)
     assert inverse.high == pytest.approx(1 / ratio.low)
+
+
+def test_wide_interval_is_called_noise() -> None:
+    assert interval_text([0.9, 0.97]) == "90 to 97 %"
+    assert interval_text([0.51, 1.49]) == "51 to 149 %"
+    assert interval_text([0.4, 1.6]) == "too noisy: more repeats"
+    assert interval_text(None) == "–"
 
 
 def test_report_leaves_oversubscribed_ranks_out_of_the_fit() -> None:

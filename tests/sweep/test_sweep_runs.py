@@ -121,7 +121,8 @@ def test_grid_runs_every_combination_and_starts_faster_the_second_time(tmp_path:
         events(Path(result["output_dir"]), "run_start")[0]["launcher"] for result in results
     }
     assert len(launchers) == 1
-    assert "run 4 of 4: lora.rank=4, learning_rate=1e-2" in err
+    assert "run 4 of 4: lora.rank=4, learning_rate=1e-2: done, eval_loss" in err
+    assert "step 1" not in err  # one line per run
 
     logs = [Path(result["output_dir"], "events.jsonl").read_bytes() for result in results]
     again, err = sweep(folder, *arguments)
@@ -251,8 +252,11 @@ def test_runs_at_the_same_time_use_separate_cores(tmp_path: Path) -> None:
         set(json.loads(Path(result["output_dir"], "cores.json").read_text())) for result in results
     ]
     assert cores[0].isdisjoint(cores[1])
-    assert "[rank-2] first step after" in err
-    assert "[rank-4] first step after" in err
+    lines = [line for line in err.splitlines() if line.startswith("run ")]
+    assert sorted(line.partition(", eval_loss")[0] for line in lines) == [
+        "run 1 of 2: lora.rank=2: done",
+        "run 2 of 2: lora.rank=4: done",
+    ]
 
 
 def test_search_prunes_runs_that_are_worse(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from paceline.core.errors import EXIT_SIGINT, ConfigError, PacelineError
-from paceline.core.log import console_limited_to, is_shown
+from paceline.core.log import configure_logging, is_shown
 from paceline.core.processes import end_with_parent, process_start_time, temporary_environment
 from paceline.core.report import Report
 
@@ -110,21 +110,18 @@ class Runner:
         return reply
 
     def run(self, request: SweepRunRequest) -> RunReply:
-        """Run a combination until it ends. It prints only warnings and errors, because the sweep
-        prints one line per run."""
+        """Run a combination until it ends."""
         from paceline.api import run as train
         from paceline.config.load import load_config
 
         started_at, self._started_at = self._started_at or time.time(), None
         loaded = load_config(request["config"], request["overrides"])
-        level = "debug" if is_shown("debug") else "warning" if is_shown() else "error"
-        with console_limited_to(level):
-            result = train(
-                loaded,
-                started_at,
-                debug=request["debug"],
-                allow_config_change=request["allow_config_change"],
-            )
+        result = train(
+            loaded,
+            started_at,
+            debug=request["debug"],
+            allow_config_change=request["allow_config_change"],
+        )
         return {"exit_code": result.exit_code, "report": result.report}
 
     def _warm_up(self, loaded: list[Any]) -> None:
@@ -208,15 +205,15 @@ def _carry_out(handler: Callable[[Any], Any], request: Any) -> Any:
 
 def main(descriptor: str, cores: str) -> None:
     """Run as a process of its own."""
-    from paceline.core.log import configure_logging
-
     end_with_parent()
     if cores:
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the sweep asks the run to stop
-    configure_logging()
+    # The sweep prints one line per run, so this process and the ranks print only what is wrong.
+    is_verbose = is_shown("debug") or not is_shown()
+    configure_logging(None if is_verbose else "warning")
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError, ConnectionResetError):
         serve(socket.socket(fileno=int(descriptor)))
 
