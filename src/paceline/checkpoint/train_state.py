@@ -93,19 +93,24 @@ def check_same_model(
     if differences:
         rest = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
         raise ConfigError(
-            f"{path} is a checkpoint of another model: {'; '.join(sorted(differences)[:3])}{rest}",
-            allowed=f"a checkpoint with the {len(trained)} trained weights of this model",
-            fix=("restore `model`, `lora` and the task, or set another `output_dir` for a new run"),
+            "{path} is a checkpoint of another model: {differences}{rest}",
+            code="checkpoint-of-another-model",
+            allowed="a checkpoint with the {num_trained} trained weights of this model",
+            fix="restore `model`, `lora` and the task, or set another `output_dir` for a new run",
+            path=path,
+            differences="; ".join(sorted(differences)[:3]),
+            rest=rest,
+            num_trained=len(trained),
         )
     stored_digest = opened.meta.get("frozen")
     if None not in (stored_digest, frozen) and stored_digest != frozen:
         raise ConfigError(
-            f"{path} was trained with other frozen weights: the model's weights, which checkpoints"
+            "{path} was trained with other frozen weights: the model's weights, which checkpoints"
             " do not contain, have changed",
-            fix=(
-                "restore the files of `model` (of a hub model, the same revision), or set another"
-                " `output_dir` for a new run"
-            ),
+            code="changed-frozen-weights",
+            fix="restore the files of `model` (of a hub model, the same revision), or set another"
+            " `output_dir` for a new run",
+            path=path,
         )
 
 

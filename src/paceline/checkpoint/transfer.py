@@ -251,8 +251,10 @@ class _RemoteCheckpoint:
             raise _error_from(*ending["error"])
         if ending.get("sha256") != digest.hexdigest():
             raise RunError(
-                f"{request.name} of the checkpoint arrived from rank {self.side.root} with a"
-                " different SHA-256"
+                "{request} of the checkpoint arrived from rank {root} with a different SHA-256",
+                code="damaged-transfer",
+                request=request.name,
+                root=self.side.root,
             )
         return values
 
@@ -265,7 +267,10 @@ class _RemoteCheckpoint:
             return transfer()
         except TransferError as error:
             raise RunError(
-                f"the checkpoint cannot be read through rank {self.side.root}: {error}"
+                "the checkpoint cannot be read through rank {root}: {reason}",
+                code="checkpoint-unreadable",
+                root=self.side.root,
+                reason=error,
             ) from error
 
 

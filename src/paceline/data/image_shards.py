@@ -114,10 +114,12 @@ def open_image_shards(name: str, validation: bool = False) -> ImageIndex:
                 class_names.append(class_name)
     if not names:
         raise ConfigError(
-            f"`{name}` has no images with classes ({reasons_of(dropped)})",
-            code="no-images",
+            "`{name}` has no images with classes ({reasons_of})",
+            code="no-images-in-shards",
             allowed="samples of an image and a file with its class, e.g. 0001.jpg and 0001.cls, or"
             " a JSON file with the key `label`",
+            name=name,
+            reasons_of=reasons_of(dropped),
         )
     classes = sorted(set(class_names), key=_class_order)
     number = {class_name: index for index, class_name in enumerate(classes)}
@@ -153,9 +155,10 @@ def _find_shards(name: str, validation: bool) -> tuple[list[Path], list[Notice]]
             matches = sorted([path] if path.is_file() else map(Path, glob.glob(str(path))))
         if not matches:
             raise ConfigError(
-                f"`{pattern}` does not exist",
-                code="missing-file",
+                "`{pattern}` does not exist",
+                code="missing-shards",
                 fix="check the path of the tar shards",
+                pattern=pattern,
             )
         shards += matches
     return [shard.absolute() for shard in shards], notices
@@ -167,7 +170,10 @@ def _shards_of_split(folder: DataFolder, validation: bool) -> tuple[list[str], l
     names = [name for name in folder.names() if _is_shard(Path(name))]
     if not names:
         raise ConfigError(
-            f"`{folder.label}` has no tar shards", fix="check the path of the tar shards"
+            "`{folder}` has no tar shards",
+            code="no-tar-shards",
+            fix="check the path of the tar shards",
+            folder=folder.label,
         )
     spec = DatasetSource(path=folder.label)
     if validation:

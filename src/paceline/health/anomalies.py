@@ -246,19 +246,20 @@ class AnomalyDetector:
         if in_row < self.settings.max_consecutive_skips or self.error is not None:
             return
         self.error = RunError(
-            f"{in_row} consecutive {'step' if in_row == 1 else 'steps'} (up to step {step}) had"
-            f" non-finite gradients{origin} and were skipped. The last good weights are saved",
-            allowed=(
-                "fewer than `recovery.max_consecutive_skips:"
-                f" {self.settings.max_consecutive_skips}`"
-            ),
-            fix=(
-                "check the samples of these steps and what the task computes (a division by zero,"
-                " the logarithm of zero, an empty target); lower `learning_rate`; replace"
-                " `precision: fp16-mixed` by `bf16-mixed` or `32`. The same command continues after"
-                " these steps (with --allow-config-change after a change of the config);"
-                " `resume=RUN/checkpoints/step-…` returns to an earlier checkpoint"
-            ),
+            "{in_row} consecutive {steps} (up to step {step}) had non-finite gradients{origin}"
+            " and were skipped. The last good weights are saved",
+            code="too-many-nonfinite-gradients",
+            allowed="fewer than `recovery.max_consecutive_skips: {max_consecutive_skips}`",
+            fix="check the samples of these steps and what the task computes (a division by zero,"
+            " the logarithm of zero, an empty target); lower `learning_rate`; replace"
+            " `precision: fp16-mixed` by `bf16-mixed` or `32`. The same command continues"
+            " after these steps (with --allow-config-change after a change of the config);"
+            " `resume=RUN/checkpoints/step-…` returns to an earlier checkpoint",
+            in_row=in_row,
+            steps="step" if in_row == 1 else "steps",
+            step=step,
+            origin=origin,
+            max_consecutive_skips=self.settings.max_consecutive_skips,
         )
 
 

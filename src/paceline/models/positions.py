@@ -134,15 +134,14 @@ def check_length(config: Config, content: JsonObject) -> None:
 
 def _too_long(config: Config, limit: PositionLimit) -> ConfigError:
     return ConfigError(
-        f"`train_args.max_length: {config.train_args.max_length}` exceeds the {limit.tokens}"
-        f" positions of the model (`{limit.key}` in its config.json)",
+        "`train_args.max_length: {max_length}` exceeds the {tokens} positions of the model"
+        " (`{limit}` in its config.json)",
         code="too-long",
-        allowed=(
-            f"at most {limit.tokens}; a model with rotary positions can be extended by"
-            " `rope_scaling` in its config.json"
-        ),
-        fix=(
-            f"set `train_args.max_length: {limit.tokens}`; what happens to longer samples is set by"
-            " `train_args.truncation_strategy`"
-        ),
+        allowed="at most {tokens}; a model with rotary positions can be extended by `rope_scaling`"
+        " in its config.json",
+        fix="set `train_args.max_length: {tokens}`; what happens to longer samples is set by"
+        " `train_args.truncation_strategy`",
+        max_length=config.train_args.max_length,
+        tokens=limit.tokens,
+        limit=limit.key,
     )

@@ -46,28 +46,32 @@ def check_balance(
     whole_replicas = axes.shard == axes.tensor == axes.pipeline == 1
     if not (unequal_shares and whole_replicas):
         raise ConfigError(
-            f"{setting} is not supported with `parallel.mode: {mode}`: {reason}",
+            "{setting} is not supported with `parallel.mode: {mode}`: {reason}",
+            code="balance-with-mode",
             allowed="`parallel.mode: ddp` and `zero1`",
             fix="set `parallel.mode: ddp` or `zero1`, or `parallel.balance: equal`",
+            setting=setting,
+            mode=mode,
+            reason=reason,
         )
     if config.compression.chain[:1] == ("signsgd",):
         raise ConfigError(
-            f"{setting} is not supported with `compression.method: signsgd`: every rank has one"
+            "{setting} is not supported with `compression.method: signsgd`: every rank has one"
             " vote, whatever its share",
-            code="not-supported",
-            allowed=(
-                "bf16, fp16, int8, powersgd, and topk or randomk with `compression.local_moments:"
-                " false`"
-            ),
+            code="balance-with-signsgd",
+            allowed="bf16, fp16, int8, powersgd, and topk or randomk with"
+            " `compression.local_moments: false`",
             fix="set another `compression.method`, or `parallel.balance: equal`",
+            setting=setting,
         )
     if uses_local_moments(config):
         raise ConfigError(
-            f"{setting} is not supported with `compression.local_moments`: the direction of every"
+            "{setting} is not supported with `compression.local_moments`: the direction of every"
             " rank counts equally, whatever its share",
-            code="not-supported",
+            code="balance-with-local-moments",
             allowed="`compression.local_moments: false`",
             fix="set `compression.local_moments: false`, or `parallel.balance: equal`",
+            setting=setting,
         )
     if isinstance(balance, list):
         _check_number_of_weights(config, setting, len(balance), axes.size)
@@ -79,11 +83,13 @@ def _check_number_of_weights(
     min_hosts, max_hosts = config.parallel.hosts
     if min_hosts != max_hosts:
         raise ConfigError(
-            f"{setting} is not supported with `parallel.nnodes: {config.parallel.nnodes}`: its"
-            " weights are fixed, and the number of hosts may change",
-            code="not-supported",
+            "{setting} is not supported with `parallel.nnodes: {nnodes}`: its weights are fixed,"
+            " and the number of hosts may change",
+            code="balance-with-changing-hosts",
             allowed="`parallel.balance: speed`, or a fixed `parallel.nnodes`",
             fix="set `parallel.balance: speed`",
+            setting=setting,
+            nnodes=config.parallel.nnodes,
         )
     from paceline.distributed.environment import outer_launcher
 
@@ -98,12 +104,14 @@ def _wrong_number(setting: str, num_weights: int, num_ranks: int, num_hosts: int
     if num_hosts > 1:
         allowed += f" or one per host ({num_hosts})"
     return ConfigError(
-        f"{setting} has {counted(num_weights, 'weight')}, and the run has"
-        f" {counted(num_ranks, 'rank')}"
-        + (f" on {counted(num_hosts, 'host')}" if num_hosts > 1 else ""),
+        "{setting} has {num_weights:weight}, and the run has {num_ranks:rank} on {num_hosts:host}",
         code="wrong-number-of-weights",
         allowed=allowed,
         fix="give one weight per rank, or set `parallel.balance: speed`",
+        setting=setting,
+        num_weights=num_weights,
+        num_ranks=num_ranks,
+        num_hosts=num_hosts,
     )
 
 

@@ -123,6 +123,7 @@ class Plan:
         if self.batch.num_rows is None:
             raise ConfigError(
                 "the length of the run is not known: the data is not tokenized yet",
+                code="unknown-run-length",
                 fix="set `train_args.max_steps`, or run `paceline sft … --dry-run` once",
             )
         return round(args.num_train_epochs * self.batch.num_rows)
@@ -371,8 +372,11 @@ def make_plan(
     options = options or SearchOptions()
     if world_size is not None and not 1 <= world_size <= _MAX_DEVICES:
         raise ConfigError(
-            f"`--world-size {world_size}` is out of range",
-            allowed=f"an integer between 1 and {_MAX_DEVICES:,}",
+            "`--world-size {world_size}` is out of range",
+            code="world-size-out-of-range",
+            allowed="an integer between 1 and {max_devices}",
+            world_size=world_size,
+            max_devices=f"{_MAX_DEVICES:,}",
         )
     memory = parse_size(device_memory) if isinstance(device_memory, str) else device_memory
     if config.task not in (*CAUSAL_TASKS, "reward", "classify"):
@@ -444,10 +448,10 @@ def _machine(
     except ConfigError as error:
         raise ConfigError(
             error.what,
+            code="no-device-to-plan-for",
             allowed=error.allowed,
-            fix=(
-                "to plan for another machine, name its devices: `--world-size 8 --device A100-80GB`"
-            ),
+            fix="to plan for another machine, name its devices: `--world-size 8 --device"
+            " A100-80GB`",
         ) from error
     count = world_size or devices.count
     machine = local_machine(count, devices.type == "cpu", dtype)

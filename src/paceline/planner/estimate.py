@@ -8,7 +8,6 @@ from paceline.config.derive import accumulation_of
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
-from paceline.core.formatting import counted
 from paceline.models.kernels.attention_choice import joins_samples
 from paceline.models.shape.activations import Activations, WeightPrecision, language_activations
 from paceline.models.shape.adapter_memory import merged_experts
@@ -276,22 +275,27 @@ def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfi
     stages = num_stages(layout, config)
     if axes.pipeline > 1 and stages > len(blocks):
         raise ConfigError(
-            f"{stages} pipeline stages are not possible: the model has"
-            f" {counted(len(blocks), 'block')}"
+            "{stages} pipeline stages are not possible: the model has {num_blocks:block}",
+            code="pipeline-too-many-stages",
+            stages=stages,
+            num_blocks=len(blocks),
         )
     if axes.pipeline > 1 and merged_experts(profile.shape).saved:
         raise ConfigError(
-            "pipeline parallelism is not supported with adapters on fused experts: peft changes the"
-            " weights of such a model in each forward"
+            "pipeline parallelism is not supported with adapters on fused experts: peft changes"
+            " the weights of such a model in each forward",
+            code="pipeline-with-expert-adapters",
         )
     if axes.pipeline > 1 and config.task == "recommend":
         raise ConfigError(
             "pipeline parallelism is not supported with `task: recommend`: a click model has no"
-            " sequence of blocks"
+            " sequence of blocks",
+            code="pipeline-with-recommend",
         )
     if axes.tensor > 1 and not profile.shape.tensor_plan:
         raise ConfigError(
-            "there is no tensor-parallel plan for this model: set `parallel.tensor_plan`"
+            "there is no tensor-parallel plan for this model: set `parallel.tensor_plan`",
+            code="missing-tensor-plan",
         )
     if (
         axes.tensor > 1
@@ -299,8 +303,12 @@ def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfi
         and (dims.heads % axes.tensor or dims.key_heads % axes.tensor)
     ):
         raise ConfigError(
-            f"{dims.heads} attention heads and {dims.key_heads} key-value heads are not divisible"
-            f" by {axes.tensor} tensor-parallel ranks"
+            "{heads} attention heads and {key_heads} key-value heads are not divisible by {tensor}"
+            " tensor-parallel ranks",
+            code="heads-not-divisible",
+            heads=dims.heads,
+            key_heads=dims.key_heads,
+            tensor=axes.tensor,
         )
 
 

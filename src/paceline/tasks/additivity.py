@@ -169,18 +169,17 @@ def _check_quantity(
             raise _is_a_mean(label, method, split)
         elif method == "loss":
             raise ConfigError(
-                f"{label} is not additive: {split.text}. The result of training would depend on"
-                " the micro-batch size and on the number of ranks",
+                "{label} is not additive: {split}. The result of training would depend on the"
+                " micro-batch size and on the number of ranks",
                 code="not-additive",
-                allowed=(
-                    "a loss whose value on a batch is the sum of its values on the parts of the"
-                    " batch"
-                ),
-                fix=(
-                    "multiply a term that does not depend on the samples (such as a weight penalty)"
-                    " by self.count(batch); if the loss compares samples of a micro-batch with each"
-                    " other (such as a contrastive loss), set `additive = False` in the class"
-                ),
+                allowed="a loss whose value on a batch is the sum of its values on the parts of"
+                " the batch",
+                fix="multiply a term that does not depend on the samples (such as a weight"
+                " penalty) by self.count(batch); if the loss compares samples of a micro-batch"
+                " with each other (such as a contrastive loss), set `additive = False` in the"
+                " class",
+                label=label,
+                split=split.text,
             )
     return notices
 
@@ -193,11 +192,15 @@ def _is_a_mean(name: str, method: str, split: _Split) -> ConfigError:
     )
     effect = ", and the gradient would shrink with the batch size" if method == "loss" else ""
     return ConfigError(
-        f"{name} returns the mean over the batch: {split.text}. Paceline divides by the global"
-        f" count itself, so a mean would be divided twice{effect}",
+        "{name} returns the mean over the batch: {split}. Paceline divides by the global count"
+        " itself, so a mean would be divided twice{effect}",
         code="mean-instead-of-sum",
         allowed="the sum over the batch",
-        fix=f"return {remedy} instead of the mean, or multiply the result by self.count(batch)",
+        fix="return {remedy} instead of the mean, or multiply the result by self.count(batch)",
+        name=name,
+        split=split.text,
+        effect=effect,
+        remedy=remedy,
     )
 
 

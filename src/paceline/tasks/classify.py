@@ -54,15 +54,16 @@ class ClassifyTask(Task):
             raise ConfigError(
                 "`lora.enable: true` is not supported with `task: classify`: image models are"
                 " trained in full",
-                code="not-supported",
+                code="lora-with-task",
                 fix="remove it",
             )
         for key in ("dataset", "val_dataset"):
             if len(self.config.sources(validation=key == "val_dataset")) > 1:
                 raise ConfigError(
-                    f"several sources in `{key}` are not supported with `task: classify`",
+                    "several sources in `{key}` are not supported with `task: classify`",
                     code="several-sources",
                     fix="put the images into one folder, with one subfolder per class",
+                    key=key,
                 )
         image_models.check_image_model(self.config)
 
@@ -79,9 +80,11 @@ class ClassifyTask(Task):
         notices += index.notices
         if len(index.classes) < 2:
             raise ConfigError(
-                f"`dataset: {source}` has a single class, {index.classes[0]}",
+                "`dataset: {source}` has a single class, {classes}",
                 code="single-class",
                 allowed="at least two subfolders with images, one per class",
+                source=source,
+                classes=index.classes[0],
             )
         form, form_notices = image_models.find_form(self.config, digits=index.source == DIGITS)
         notices += form_notices
@@ -116,17 +119,21 @@ class ClassifyTask(Task):
         index = open_images(source, seed, validation=True)
         if (index.source == DIGITS) != (train.source == DIGITS):
             raise ConfigError(
-                f"`val_dataset: {source}` and `dataset` are not of the same kind",
+                "`val_dataset: {source}` and `dataset` are not of the same kind",
+                code="different-validation-kind",
                 fix="give folders for both",
+                source=source,
             )
         unknown = [name for name in index.classes if name not in train.classes]
         if unknown:
             raise ConfigError(
-                f"`val_dataset: {source}` has classes that training does not have:"
-                f" {', '.join(unknown[:5])}",
-                code="unknown-class",
-                allowed=f"the classes of `dataset`: {', '.join(train.classes[:20])}",
+                "`val_dataset: {source}` has classes that training does not have: {unknown}",
+                code="unknown-validation-class",
+                allowed="the classes of `dataset`: {classes}",
                 fix="give the subfolders the same names",
+                source=source,
+                unknown=", ".join(unknown[:5]),
+                classes=", ".join(train.classes[:20]),
             )
         missing = [name for name in train.classes if name not in index.classes]
         if missing:

@@ -195,17 +195,15 @@ class LanguageTask(Task):
         args = self.config.train_args
         if args.packs_rows or args.packing is True:
             setting = (
-                f"packing_strategy: {args.packing_strategy}"
-                if args.packs_rows
-                else ("packing: true")
+                f"packing_strategy: {args.packing_strategy}" if args.packs_rows else "packing: true"
             )
             raise ConfigError(
-                f"`train_args.{setting}` is not supported with this model: it mixes samples that"
+                "`train_args.{setting}` is not supported with this model: it mixes samples that"
                 " share a row",
-                fix=(
-                    "set `train_args.packing: auto` or `false` without `packing_strategy`: rows are"
-                    " padded"
-                ),
+                code="packing-mixes-samples",
+                fix="set `train_args.packing: auto` or `false` without `packing_strategy`: rows"
+                " are padded",
+                setting=setting,
             )
         self.packed = False
         text = (

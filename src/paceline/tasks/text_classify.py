@@ -101,6 +101,7 @@ class TextClassifyTask(SequenceClassifierTask):
         if evaluation.is_multi != stored.is_multi:
             raise ConfigError(
                 "`val_dataset` and `dataset` differ: only one of them has lists of labels",
+                code="different-label-lists",
                 fix="give each row a list of labels in both",
             )
         texts = LabeledTexts(

@@ -38,12 +38,17 @@ def check_token_ids(config: Config, tokens: PreparedTokens) -> None:
         if limit is not None and largest >= limit:
             tokenizer = load_tokenizer(Path(tokens.tokenizer_path), config.trust_remote_code)
             raise ConfigError(
-                f"`{key}` has the token {largest} (`{tokenizer.token(largest)}`), but `model:"
-                f" {config.model}` has {what} for tokens 0 to {limit - 1} only",
-                fix=(
-                    "use the tokenizer of this model: leave `tokenizer` out. To add the token to"
-                    " the model, list it in `new_tokens` or `new_special_tokens`"
-                ),
+                "`{key}` has the token {largest} (`{token}`), but `model: {model}` has {subject}"
+                " for tokens 0 to {last_limit} only",
+                code="token-beyond-embeddings",
+                fix="use the tokenizer of this model: leave `tokenizer` out. To add the token to"
+                " the model, list it in `new_tokens` or `new_special_tokens`",
+                key=key,
+                largest=largest,
+                token=tokenizer.token(largest),
+                model=config.model,
+                subject=what,
+                last_limit=limit - 1,
             )
 
 

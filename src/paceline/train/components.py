@@ -104,6 +104,7 @@ def build_components(
     if not any(param.requires_grad for param in model.parameters()):
         raise RunError(
             "the model has no trainable parameters: every parameter is frozen",
+            code="no-trainable-parameters",
             fix="set requires_grad of the parameters to train",
         )
     if strategy.rank0_has_full_model:

@@ -48,7 +48,7 @@ def check_ray() -> None:
     if find_spec("ray") is None or find_spec("pyarrow") is None:
         raise ConfigError(
             "`--engine ray` requires Ray, which is not installed",
-            code="missing-package",
+            code="missing-ray-for-count",
             allowed="local, or ray if it is installed",
             fix='install it with `pip install "paceline[ray]"`, or remove --engine',
         )
@@ -77,7 +77,11 @@ def count_on_ray(spec: CountSpec, num_cpus: int, output: Path | None) -> CountRe
             raise
         except Exception as error:  # Ray wraps the errors of its tasks in many types
             text = str(error).strip().splitlines()
-            raise RunError(f"Ray failed: {text[-1] if text else type(error).__name__}") from error
+            raise RunError(
+                "Ray failed: {text}",
+                code="ray-failed",
+                text=text[-1] if text else type(error).__name__,
+            ) from error
         result.seconds = {"all": time.perf_counter() - started}
     return result
 

@@ -47,10 +47,13 @@ class CardConfig:
         for pattern in patterns:
             if "://" in pattern or pattern.startswith("/") or ".." in pattern.split("/"):
                 raise ConfigError(
-                    f"the configuration `{self.name}` of the dataset card names `{pattern}`, which"
-                    " is not a file in its folder",
+                    "the configuration `{name}` of the dataset card names `{pattern}`, which is"
+                    " not a file in its folder",
+                    code="card-file-missing",
                     allowed="patterns relative to the folder",
                     fix="name the files in the config instead: `dataset: [FILE, ...]`",
+                    name=self.name,
+                    pattern=pattern,
                 )
         return [PurePosixPath(self.data_dir, pattern).as_posix() for pattern in patterns]
 
@@ -128,17 +131,22 @@ def choose_config(configs: list[CardConfig], name: str | None, folder: str) -> C
     if len(configs) == 1 or len(defaults) == 1:
         return (defaults or configs)[0]
     raise ConfigError(
-        f"the dataset `{folder}` has several configurations, and no single default",
+        "the dataset `{folder}` has several configurations, and no single default",
+        code="several-configurations",
         allowed=", ".join(names),
-        fix=f"name one: `dataset: {{path: {folder}, name: {names[0]}}}`",
+        fix="name one: `dataset: {path: {folder}, name: {names}}`",
+        folder=folder,
+        names=names[0],
     )
 
 
 def unknown_name(folder: str, name: str, names: list[str]) -> ConfigError:
     """Return the error for a configuration that a dataset does not have."""
     return ConfigError(
-        f"the dataset `{folder}` has no configuration `{name}`",
-        code="unknown-name",
+        "the dataset `{folder}` has no configuration `{name}`",
+        code="unknown-configuration",
         allowed=", ".join(names) or "none: leave `name` out",
         fix=did_you_mean(name, names, "correct `name` of the dataset"),
+        folder=folder,
+        name=name,
     )

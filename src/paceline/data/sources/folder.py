@@ -110,10 +110,12 @@ def find_files(
         fix = next(filter(None, (conversion_fix(Path(name)) for name in below)), "")
         where = "/".join([folder.label.rstrip("/"), *([root.rstrip("/")] if root else [])])
         raise ConfigError(
-            f"no data files in the folder `{where}` (it has {shown})",
+            "no data files in the folder `{where}` (it has {shown})",
             code="no-data-files",
             allowed=KINDS,
             fix=fix,
+            where=where,
+            shown=shown,
         )
     if validation:
         spec = for_validation(spec, map(split_of_file, data))
@@ -185,10 +187,14 @@ def _files_of_card(
         of_kind = of_kind or (splits if is_only else [])
         if len(of_kind) != 1:
             raise ConfigError(
-                f"the configuration `{config.name}` of `{folder.label}` has no split `{wanted}`",
-                code="unknown-name",
+                "the configuration `{config}` of `{folder}` has no split `{wanted}`",
+                code="unknown-split",
                 allowed=", ".join(splits),
-                fix=f"select one: `dataset: {{path: {folder.label}, split: {splits[0]}}}`",
+                fix="select one: `dataset: {path: {folder}, split: {splits}}`",
+                config=config.name,
+                folder=folder.label,
+                wanted=wanted,
+                splits=splits[0],
             )
         name = of_kind[0]
     matches = [path for pattern in config.patterns_of(name) for path in folder.matches(pattern)]
@@ -196,10 +202,15 @@ def _files_of_card(
     if not files:
         patterns = ", ".join(config.patterns[name])
         raise ConfigError(
-            f"the folder `{folder.label}` has no data files of the split `{name}` of the"
-            f" configuration `{config.name}` (patterns of its card: {patterns})",
+            "the folder `{folder}` has no data files of the split `{name}` of the configuration"
+            " `{config}` (patterns of its card: {patterns})",
+            code="no-files-of-split",
             allowed=KINDS,
             fix="download the files, or select another configuration with `name`",
+            folder=folder.label,
+            name=name,
+            config=config.name,
+            patterns=patterns,
         )
     others = [each for each in splits if each != name]
     unused = f"; not used: {', '.join(others)}" if others else ""

@@ -192,7 +192,7 @@ def open_source(spec: DatasetSource, *, validation: bool = False) -> ResolvedSou
             downloaded.
     """
     if not spec.path.strip():
-        raise ConfigError("`dataset` is empty", allowed=_ALLOWED)
+        raise ConfigError("`dataset` is empty", code="empty-dataset-setting", allowed=_ALLOWED)
     name, take = take_count(spec.path)
     path = Path(name).expanduser()
     notices: list[Notice] = []
@@ -203,11 +203,12 @@ def open_source(spec: DatasetSource, *, validation: bool = False) -> ResolvedSou
         path = Path(hub.download_from_modelscope(name, "dataset"))
     if is_url(name) and not path.exists():
         raise ConfigError(
-            f"`{name}` is a URL, which is supported only for `dataset` of a run that streams its"
+            "`{name}` is a URL, which is supported only for `dataset` of a run that streams its"
             " data, and for a preview",
-            code="not-supported",
+            code="url-without-streaming",
             allowed="a file or a folder of this host, or a hub id",
             fix="copy the files to this host, or for `dataset` set `streaming: true`",
+            name=name,
         )
     if path.exists() or is_pattern(name):
         check_split(spec)
@@ -225,7 +226,12 @@ def open_source(spec: DatasetSource, *, validation: bool = False) -> ResolvedSou
         return _hub_source(spec, name, path, take)
     for file in files:
         if not os.access(file, os.R_OK):
-            raise ConfigError(f"`{file}`: permission denied", fix=f"run `chmod u+r {file}`")
+            raise ConfigError(
+                "`{file}`: permission denied",
+                code="permission-denied",
+                fix="run `chmod u+r {file}`",
+                file=file,
+            )
     return ResolvedSource(spec, files=files, take=take, notices=notices)
 
 
@@ -257,17 +263,26 @@ def _matching_files(pattern: str) -> tuple[list[Path], list[Notice]]:
     for part in expand_braces(os.path.expanduser(pattern)):
         paths = sorted(map(Path, glob.glob(part, recursive=True)))
         if not paths and part != os.path.expanduser(pattern):
-            raise ConfigError(f"`{part}` does not exist", fix=f"check the pattern `{pattern}`")
+            raise ConfigError(
+                "`{part}` does not exist",
+                code="missing-pattern-folder",
+                fix="check the pattern `{pattern}`",
+                part=part,
+                pattern=pattern,
+            )
         matches += paths
     files = [path for path in matches if path.is_file()]
     data = tables_or_texts(files)
     if not data:
         matched = shorten([path.name for path in files]) if files else "nothing"
         raise ConfigError(
-            f"`{pattern}` matches no data files (it matches {matched}; working directory"
-            f" {Path.cwd()})",
+            "`{pattern}` matches no data files (it matches {matched}; working directory {cwd})",
+            code="no-matching-files",
             allowed=KINDS,
             fix="check the pattern; `**` also matches nested folders",
+            pattern=pattern,
+            matched=matched,
+            cwd=Path.cwd(),
         )
     notices = [Notice("info", f"{pattern}: {len(data)} data files")]
     root = os.path.dirname(re.split(r"[*?[{]", os.path.expanduser(pattern))[0])
@@ -378,4 +393,4 @@ def _not_found(name: str, path: Path) -> ConfigError:
     fix = windows_fix(name) or fix
     shown = printable(name, _MAX_NAME_CHARS)
     what = f"`{shown}` is not a file, a folder or a known dataset (working directory {Path.cwd()})"
-    return ConfigError(what, allowed=_ALLOWED, fix=fix)
+    return ConfigError(what, code="missing-dataset-file", allowed=_ALLOWED, fix=fix)

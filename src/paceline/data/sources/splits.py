@@ -128,9 +128,14 @@ def _unknown_split(label: str, wanted: str, names: Sequence[str]) -> ConfigError
     known = {split_of_file(name) or "train" for name in names}
     known |= {numbered[1] for name in names if (numbered := _NUMBERED.match(_base(name)))}
     return ConfigError(
-        f"`{label}` has no split `{wanted}` (files: {shorten(names)})",
+        "`{label}` has no split `{wanted}` (files: {shorten})",
+        code="unknown-split-of-dataset",
         allowed=", ".join(sorted(known)),
-        fix=f"select one: `dataset: {{path: {label}, split: {min(known)}}}`, or list the files",
+        fix="select one: `dataset: {path: {label}, split: {known}}`, or list the files",
+        label=label,
+        wanted=wanted,
+        shorten=shorten(names),
+        known=min(known),
     )
 
 
@@ -150,9 +155,12 @@ def check_split(spec: DatasetSource) -> None:
         fix = f"use `{path}#{share[1] if share else 'N'}`, which selects rows by a seeded shuffle"
         fix += f", with `split: {base}`"
     raise ConfigError(
-        f"`split: {spec.split}` of `{path}` is supported only for datasets on the hub",
+        "`split: {split}` of `{path}` is supported only for datasets on the hub",
+        code="split-of-local-file",
         allowed="the name of one split",
         fix=fix,
+        split=spec.split,
+        path=path,
     )
 
 

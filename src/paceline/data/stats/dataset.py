@@ -265,11 +265,12 @@ def _kind_of(config: Config, has_images: bool) -> str:
     if config.task == "classify":
         return "classify"
     raise ConfigError(
-        f"statistics are not supported with `task: {config.task}`: only the task knows the form of"
-        " its samples",
-        code="not-supported",
+        "statistics are not supported with `task: {task}`: only the task knows the form of its"
+        " samples",
+        code="statistics-with-task",
         allowed=", ".join((*CAUSAL_TASKS, "reward", "classify", "recommend")),
         fix="use a config with one of these tasks",
+        task=config.task,
     )
 
 

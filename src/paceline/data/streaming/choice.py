@@ -40,7 +40,13 @@ def try_stream(
     try:
         if conflict := config.streaming_conflict():
             setting, reason, fix = conflict
-            raise NotStreamable(f"{setting} is not supported with streaming: {reason}", fix=fix)
+            raise NotStreamable(
+                "{setting} is not supported with streaming: {reason}",
+                code="not-streamable",
+                fix=fix,
+                setting=setting,
+                reason=reason,
+            )
         return prepare_stream(config, kind, resolve_model), []
     except NotStreamable as error:
         if has_urls or not is_auto:

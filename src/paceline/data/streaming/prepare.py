@@ -160,6 +160,7 @@ def _hold_out(
     if not meta["samples"]:
         raise ConfigError(
             "no row that `split_dataset_ratio` holds out can be used",
+            code="no-validation-rows",
             fix="raise `split_dataset_ratio`, or set `val_dataset`",
         )
     return folder, meta["samples"], without_rows(tables, indices)

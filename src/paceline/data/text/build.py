@@ -190,9 +190,10 @@ def _write_all(
     def finish(result: _SourceResult) -> None:
         if result.counts.read == 0:
             raise ConfigError(
-                f"the dataset `{result.source.label}` has no rows",
-                code="no-rows",
+                "the dataset `{source}` has no rows",
+                code="no-rows-in-source",
                 fix="check the file",
+                source=result.source.label,
             )
         if result.counts.kept == 0:
             raise nothing_kept(result.source, result.kind, result.tally, result.counts)

@@ -179,13 +179,15 @@ def split_indices(num_samples: int, ratio: float, seed: int) -> tuple[np.ndarray
     """
     if ratio >= max(1, num_samples):
         raise ConfigError(
-            f"`split_dataset_ratio: {ratio:g}` holds out {ratio:,g} samples, and the data has"
-            f" {num_samples:,}",
+            "`split_dataset_ratio: {ratio}` holds out {held_out} samples, and the data has"
+            " {num_samples}",
             code="split-too-large",
-            allowed=(
-                f"a share below 1, or a number of samples from 1 to {max(1, num_samples - 1):,}"
-            ),
+            allowed="a share below 1, or a number of samples from 1 to {most}",
             fix="use a share such as `split_dataset_ratio: 0.1`",
+            ratio=f"{ratio:g}",
+            held_out=f"{ratio:,g}",
+            num_samples=f"{num_samples:,}",
+            most=f"{max(1, num_samples - 1):,}",
         )
     held_out = min(max(1, round(num_samples * ratio if ratio < 1 else ratio)), num_samples - 1)
     order = np.random.default_rng([seed, 0x5B117]).permutation(num_samples)
@@ -354,8 +356,10 @@ class TokenEntry:
         for size in sizes:
             if not size.num_samples:
                 raise ConfigError(
-                    f"`split_dataset_ratio`: no sample of `{size.name}` is left for training",
+                    "`split_dataset_ratio`: no sample of `{size}` is left for training",
+                    code="split-leaves-no-samples",
                     fix="add rows to it, or set `val_dataset` instead of `split_dataset_ratio`",
+                    size=size.name,
                 )
         return sizes
 

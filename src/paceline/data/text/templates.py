@@ -391,25 +391,27 @@ def _read(value: str, path: Path) -> str:
             else f"is neither the name of a template nor a file ({reason})"
         )
         raise ConfigError(
-            f"`chat_template: {value}` {what}",
+            "`chat_template: {value}` {subject}",
             code="unknown-template",
-            allowed=(
-                f"{', '.join(TEMPLATE_NAMES)}, {TOKENIZER_DEFAULT}, a file with a Jinja template,"
-                " or the template itself"
-            ),
+            allowed="{template_names}, {tokenizer_default}, a file with a Jinja template, or the"
+            " template itself",
             fix=did_you_mean(
                 value.lower(),
                 [] if is_path(value) else TEMPLATE_NAMES,
                 "check the name or the path, or remove the key to use the tokenizer's template",
             ),
+            value=value,
+            subject=what,
+            template_names=", ".join(TEMPLATE_NAMES),
+            tokenizer_default=TOKENIZER_DEFAULT,
         ) from error
     if template is None:
         raise ConfigError(
-            f"`chat_template: {value}`: no chat template in this folder",
-            allowed=(
-                "a folder with chat_template.jinja, or with a `chat_template` in"
-                " tokenizer_config.json"
-            ),
+            "`chat_template: {value}`: no chat template in this folder",
+            code="no-template-in-folder",
+            allowed="a folder with chat_template.jinja, or with a `chat_template` in"
+            " tokenizer_config.json",
+            value=value,
         )
     return template
 

@@ -56,7 +56,11 @@ def check_host(draft: Draft) -> Sequence[Notice]:
     for check in quick_checks(draft.config, draft.device_type, known(draft.host).devices.count):
         if check.fatal:
             raise ConfigError(
-                f"this host cannot run the config: {check.name}: {check.value}", fix=check.advice
+                "this host cannot run the config: {check}: {result}",
+                code="host-check-failed",
+                fix=check.advice,
+                check=check.name,
+                result=check.value,
             )
         notices.append(Notice("warning", f"{check.name}: {check.value}; {check.advice}"))
     if expands_segments(draft.device_type):

@@ -61,8 +61,10 @@ def choose_layout(draft: Draft) -> Draft:
         num_devices -= get_spec(name).extra_ranks(draft.config)
     if num_devices < 1:
         raise ConfigError(
-            f"`parallel.mode: {name}` has no worker: all ranks are servers",
+            "`parallel.mode: {name}` has no worker: all ranks are servers",
+            code="no-worker",
             fix="start more ranks, or lower `parameter_server.num_servers`",
+            name=name,
         )
     chosen = layout(draft.config.parallel, num_devices, name)
     _log_strategy(chosen.text())
@@ -159,7 +161,9 @@ def check_vision_language(config: Config, dims: ParallelDims) -> None:
     if names and reads_images(config):
         setting = f"`parallel.{names[0]}: {getattr(dims, names[0])}`"
         raise ConfigError(
-            f"{setting} is not supported with the vision-language model `{config.model}`",
-            code="not-supported",
+            "{setting} is not supported with the vision-language model `{model}`",
+            code="vision-language-layout",
             fix="set `parallel.mode: ddp`, `zero1`, `zero2` or `zero3`",
+            setting=setting,
+            model=config.model,
         )

@@ -128,7 +128,7 @@ class _BackgroundCheck:
         outcome = self._scratch.path / "refused.json"
         if outcome.exists():
             what, allowed, fix = json.loads(outcome.read_text())
-            raise ConfigError(what, allowed=allowed, fix=fix)
+            raise ConfigError(what, code="model-not-usable", allowed=allowed, fix=fix)
 
     def _start(self) -> None:
         self._scratch = Scratch()

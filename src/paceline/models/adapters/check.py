@@ -82,19 +82,27 @@ def check_adapters(config: Config) -> None:
     if not lora.enable:
         if lora.quantize != "none":
             raise ConfigError(
-                f"`lora.quantize: {lora.quantize}` requires `lora.enable: true`: quantized weights"
+                "`lora.quantize: {quantize}` requires `lora.enable: true`: quantized weights"
                 " cannot be trained, only adapters on them",
                 code="needs-lora",
                 fix="set `lora.enable: true`, or leave `lora.quantize` out",
+                quantize=lora.quantize,
             )
         return
     for setting, reason, fix in _conflicts(config):
-        raise ConfigError(f"{setting} is not supported: {reason}", code="not-supported", fix=fix)
+        raise ConfigError(
+            "{setting} is not supported: {reason}",
+            code="quantize-not-supported",
+            fix=fix,
+            setting=setting,
+            reason=reason,
+        )
     if lora.quantize != "none" and find_spec("bitsandbytes") is None:
         raise ConfigError(
-            f"`lora.quantize: {lora.quantize}` requires the package bitsandbytes, which is not"
-            " installed",
+            "`lora.quantize: {quantize}` requires the package bitsandbytes, which is not installed",
+            code="missing-bitsandbytes",
             fix='run `pip install "paceline[bitsandbytes]"`',
+            quantize=lora.quantize,
         )
 
 

@@ -77,9 +77,11 @@ def _load_adapters(model: Any, config: Config, read_weights: bool) -> Any:
         settings = PeftConfig.from_pretrained(folder)
         if settings.peft_type not in ("LORA", "VERA"):
             raise ConfigError(
-                f"{key} is an adapter of the type {str(settings.peft_type).rpartition('.')[2]}",
+                "{key} is an adapter of the type {peft_type}",
                 code="unknown-adapter-type",
                 allowed="an adapter of LoRA, with or without DoRA, or of VeRA",
+                key=key,
+                peft_type=str(settings.peft_type).rpartition(".")[2],
             )
         settings.inference_mode = False
         with warnings.catch_warnings():
@@ -91,11 +93,19 @@ def _load_adapters(model: Any, config: Config, read_weights: bool) -> Any:
             result = adapted.load_adapter(folder, _ADAPTER, is_trainable=True, torch_device="cpu")
             absent = list(result.missing_keys)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{key} cannot be loaded: {first_line(error)}") from error
+        raise ConfigError(
+            "{key} cannot be loaded: {reason}",
+            code="adapter-not-loaded",
+            key=key,
+            reason=first_line(error),
+        ) from error
     if absent:
         raise ConfigError(
-            f"{key} does not fit the model: its file has no weights for {short_names(absent)}",
+            "{key} does not fit the model: its file has no weights for {short_names}",
+            code="adapter-without-weights",
             fix="give the adapter of this model",
+            key=key,
+            short_names=short_names(absent),
         )
     if any(not _supports_dropout(layer) for _, layer in adapter_layers(adapted)):
         # Such an adapter is saved without its dropout, because peft would not load it otherwise.
@@ -128,17 +138,19 @@ def _create_adapters(model: Any, config: Config) -> Any:
         RuntimeError,
     ) as error:
         raise ConfigError(
-            f"`lora.target_modules: {targets}` does not fit this model: {first_line(error)}",
-            code="unfit-adapter",
+            "`lora.target_modules: {targets}` does not fit this model: {reason}",
+            code="unfit-target-modules",
             allowed=allowed,
             fix=(
                 "leave `lora.use_dora` out, or list modules of `lora.target_modules` that are not"
                 " experts"
-                if "use_dora" in str(error)
-                else None
-                if selects_all
-                else "set `lora.target_modules: all-linear`, which selects the modules that fit"
-            ),
+            )
+            if "use_dora" in str(error)
+            else None
+            if selects_all
+            else "set `lora.target_modules: all-linear`, which selects the modules that fit",
+            targets=targets,
+            reason=first_line(error),
         ) from error
     set_dropout(adapted, config.lora.dropout)
     if config.lora.subtracts_adapter:

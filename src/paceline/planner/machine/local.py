@@ -49,11 +49,11 @@ def local_machine(
     name = names[0] if names else (kind or "accelerator")
     if not memory:
         raise ConfigError(
-            f"{name} does not report its memory",
-            fix=(
-                "set it with `--device-memory 24GB`, or name the device if it is in the table:"
-                " `--device NAME`"
-            ),
+            "{name} does not report its memory",
+            code="device-memory-unknown",
+            fix="set it with `--device-memory 24GB`, or name the device if it is in the table:"
+            " `--device NAME`",
+            name=name,
         )
     known = recognize(name, memory)
     if known is None:

@@ -292,12 +292,13 @@ def _check_types(model: nn.Module, low_dtype: torch.dtype | None) -> None:
     if low_dtype is not None and norms:
         kind = type(norms[0]).__name__
         raise ConfigError(
-            f"mixed precision with `parallel.mode: deepspeed` is not supported with {kind}:"
+            "mixed precision with `parallel.mode: deepspeed` is not supported with {kind}:"
             " DeepSpeed converts its weights to half precision, which cannot be combined with"
             " float32 running statistics",
-            code="not-supported",
+            code="deepspeed-with-running-statistics",
             allowed="models without running statistics, or float32",
             fix="set `parallel.mode: ddp`, or `train_args.precision: 32`",
+            kind=kind,
         )
 
 

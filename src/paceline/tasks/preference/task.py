@@ -92,10 +92,13 @@ class PreferenceTask(LanguageTask):
         ):  # fmt: skip
             if is_set:
                 raise ConfigError(
-                    f"`train_args.{setting}` is not supported with `task: {self.config.task}`:"
-                    f" {reason}",
-                    code="not-supported",
-                    fix=f"leave `train_args.{setting.partition(':')[0]}` out",
+                    "`train_args.{setting}` is not supported with `task: {task}`: {reason}",
+                    code="setting-with-preference",
+                    fix="leave `train_args.{key}` out",
+                    setting=setting,
+                    task=self.config.task,
+                    reason=reason,
+                    key=setting.partition(":")[0],
                 )
 
     def check_batch(self, global_batch_size: int) -> None:
@@ -104,12 +107,11 @@ class PreferenceTask(LanguageTask):
             raise ConfigError(
                 "`task: kto` with a global batch of 1 sample cannot train: the divergence from the"
                 " reference is estimated on the answers to other prompts of the batch",
+                code="kto-batch-too-small",
                 allowed="a global batch of at least 2 samples",
-                fix=(
-                    "raise `train_args.per_device_train_batch_size` or"
-                    " `train_args.gradient_accumulation_steps`, or set"
-                    " `preference.loss_type: apo_zero_unpaired`"
-                ),
+                fix="raise `train_args.per_device_train_batch_size` or"
+                " `train_args.gradient_accumulation_steps`, or set `preference.loss_type:"
+                " apo_zero_unpaired`",
             )
 
     def prepare(self) -> Prepared:

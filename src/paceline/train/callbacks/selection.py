@@ -122,10 +122,11 @@ class ModelSelection(Callback):
         names, value = self.comm.broadcast_object((list(metrics), metrics.get(self.metric)))
         if value is None:
             raise RunError(
-                f"`train_args.metric_for_best_model: {self.metric}`: the evaluation has no such"
-                " metric",
+                "`train_args.metric_for_best_model: {metric}`: the evaluation has no such metric",
+                code="missing-best-metric",
                 allowed=", ".join(names),
                 fix=did_you_mean(self.metric, names, "set one of these"),
+                metric=self.metric,
             )
         return float(value)
 
@@ -142,13 +143,15 @@ class ModelSelection(Callback):
         best = self._selection.best_step
         saved = f"; the best evaluation was at step {best}" if best is not None else ""
         return RunError(
-            f"early stopping: {self.metric} is {value} at step {step}, so training has"
-            f" diverged{saved}",
-            fix=(
-                "lower `train_args.learning_rate` or warm it up for longer, and resume an earlier"
-                " checkpoint with `resume: RUN/checkpoints/…`; with `fp16-mixed`, set"
-                " `train_args.precision: bf16-mixed`"
-            ),
+            "early stopping: {metric} is {value} at step {step}, so training has diverged{saved}",
+            code="early-stopping-diverged",
+            fix="lower `train_args.learning_rate` or warm it up for longer, and resume an earlier"
+            " checkpoint with `resume: RUN/checkpoints/…`; with `fp16-mixed`, set"
+            " `train_args.precision: bf16-mixed`",
+            metric=self.metric,
+            value=value,
+            step=step,
+            saved=saved,
         )
 
     def on_train_end(self, state: TrainState) -> None:

@@ -49,7 +49,10 @@ def _load(text: str, config: Config) -> Callback:
     location, _, class_name = text.strip().rpartition(":")
     if not location or class_name.endswith(".py"):
         raise ConfigError(
-            f"`callbacks: [{text}]` names no class", code="missing-class", allowed=_FORM
+            "`callbacks: [{text}]` names no class",
+            code="callback-without-class",
+            allowed=_FORM,
+            text=text,
         )
     module = import_user_module(location, f"callbacks: [{text}]", _FORM)
     classes = sorted(name for name, value in vars(module).items() if _is_callback(value))
@@ -60,10 +63,12 @@ def _load(text: str, config: Config) -> Callback:
         if callback_class is not None:
             problem = f"{class_name} is not a subclass of paceline.Callback"
         raise ConfigError(
-            f"`callbacks: [{text}]`: {problem}",
-            code="unknown-class-name",
+            "`callbacks: [{text}]`: {problem}",
+            code="unknown-callback-class",
             allowed=listing,
             fix=did_you_mean(class_name, classes, "derive it from paceline.Callback"),
+            text=text,
+            problem=problem,
         )
     return _create(cast("type[Callback]", callback_class), text, config)
 

@@ -95,7 +95,11 @@ def differences(run: Path, text: str) -> list[JsonValue]:
         old = load_config(RunDir(run).config, overrides).config
     except PacelineError as error:
         raise ConfigError(
-            f"cannot read the config of {run.name}: {error.what}", fix="start a new run"
+            "cannot read the config of {run}: {reason}",
+            code="panel-config-unreadable",
+            fix="start a new run",
+            run=run.name,
+            reason=error.what,
         ) from error
     if new.parallel.mode == "auto":  # the run's config has what was chosen
         new.parallel.mode = old.parallel.mode

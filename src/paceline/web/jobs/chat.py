@@ -48,7 +48,9 @@ class ChatModel:
         """
         if self._turn.locked():
             raise ConfigError(
-                "the model is answering another question", fix="wait for that answer, or stop it"
+                "the model is answering another question",
+                code="model-busy",
+                fix="wait for that answer, or stop it",
             )
         async with self._turn:
             self._stop_timer()

@@ -64,8 +64,12 @@ class CommandRunner:
             except TimeoutError:
                 command = " ".join(args).replace("CONFIG", _CONFIG)
                 raise RunError(
-                    f"`paceline {args[0]}` was ended because it took longer than {timeout_s:.0f} s",
-                    fix=f"run `paceline {command}` in a terminal",
+                    "`paceline {args}` was ended because it took longer than {timeout_s} s",
+                    code="command-too-slow",
+                    fix="run `paceline {command}` in a terminal",
+                    args=args[0],
+                    timeout_s=f"{timeout_s:.0f}",
+                    command=command,
                 ) from None
             finally:
                 is_superseded = self._running.get(kind) is not process
@@ -74,7 +78,9 @@ class CommandRunner:
                 end(process)
         if is_superseded:
             raise Superseded(
-                "a newer request has replaced this one", fix="wait for the result of the newer one"
+                "a newer request has replaced this one",
+                code="superseded",
+                fix="wait for the result of the newer one",
             )
         if process.returncode == 0:
             with contextlib.suppress(ValueError):

@@ -73,15 +73,19 @@ def check_name(folder: Path, name: str) -> Path:
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"`{name[:120]}` is not a valid name for a run",
+            "`{name}` is not a valid name for a run",
+            code="invalid-run-name",
             allowed="1 to 100 letters, digits, `-`, `_` and `.`; the first a letter or a digit",
+            name=name[:120],
         )
     run = folder / name
     if os.path.lexists(run):
         raise ConfigError(
-            f"`{name}` already exists in {folder}",
-            code="already-exists",
+            "`{name}` already exists in {folder}",
+            code="run-exists",
             fix="choose another name, or resume that run",
+            name=name,
+            folder=folder,
         )
     return run
 
@@ -109,15 +113,21 @@ class RunLauncher:
         except OSError as error:
             _remove(run)
             raise RunError(
-                f"cannot write {run}: {error.strerror}",
+                "cannot write {run}: {reason}",
+                code="run-not-written",
                 fix="free some disk space, or serve another folder",
+                run=run,
+                reason=error.strerror,
             ) from error
 
     def resume(self, run: Path, yaml: str | None, allow_config_change: bool) -> Launched:
         """Resume a run from its latest checkpoint, with the config ``yaml`` if it is given."""
         if is_locked(run):
             raise ConfigError(
-                f"{run.name} is already running", fix="wait until it ends, or stop it first"
+                "{run} is already running",
+                code="already-running",
+                fix="wait until it ends, or stop it first",
+                run=run.name,
             )
         config, cwd = run / CONFIG, started_from(run, self.folder)
         config_before = None
@@ -127,7 +137,12 @@ class RunLauncher:
         elif stat_inside(config) is None:
             config = RunDir(run).config
         if stat_inside(config) is None:
-            raise ConfigError(f"{run} has no config to resume with", fix="start a new run")
+            raise ConfigError(
+                "{run} has no config to resume with",
+                code="no-config-to-resume",
+                fix="start a new run",
+                run=run,
+            )
         args = [str(config), f"output_dir={run}", "resume=auto"]
         if allow_config_change:
             args.append("--allow-config-change")
@@ -255,13 +270,18 @@ def stop(run: Path, launches: RunLauncher, now: bool = False) -> int:
     try:
         if not (pid_alive(pid, seen_at) and _may_be_run(pid)):
             raise ConfigError(
-                f"{run.name} is not running: its process {pid} no longer exists",
+                "{run} is not running: its process {pid} no longer exists",
                 code="not-running",
                 fix="resume it",
+                run=run.name,
+                pid=pid,
             )
         if launches.stop_requests.get(run) == pid and not now:
             raise Conflict(
-                f"{run.name} is already stopping", fix="wait for its checkpoint, or end it now"
+                "{run} is already stopping",
+                code="already-stopping",
+                fix="wait for its checkpoint, or end it now",
+                run=run.name,
             )
         launches.stop_requests[run] = pid
         if launched is not None:
@@ -275,8 +295,12 @@ def stop(run: Path, launches: RunLauncher, now: bool = False) -> int:
             signal.pidfd_send_signal(handle, signal.SIGTERM)
     except OSError as error:
         raise RunError(
-            f"cannot stop {run.name} (process {pid}): {error.strerror}",
+            "cannot stop {run} (process {pid}): {reason}",
+            code="not-stoppable",
             fix="stop it as the user who started it",
+            run=run.name,
+            pid=pid,
+            reason=error.strerror,
         ) from error
     finally:
         if handle is not None:
@@ -294,9 +318,11 @@ def _launcher(run: Path, launched: Launched | None) -> tuple[int, float]:
         pid, host = start.get("launcher") or start.get("pid"), start.get("host")
         if host != host_name():
             raise ConfigError(
-                f"{run.name} runs on host {host}, not on this one",
+                "{run} runs on host {host}, not on this one",
                 code="on-another-host",
-                fix=f"stop it on {host}, for example with Ctrl-C",
+                fix="stop it on {host}, for example with Ctrl-C",
+                run=run.name,
+                host=host,
             )
         if isinstance(pid, int) and pid > 1 and is_locked(run):
             return pid, started_at
@@ -305,10 +331,11 @@ def _launcher(run: Path, launched: Launched | None) -> tuple[int, float]:
         if isinstance(launcher, int) and launcher > 1 and panel_start.get("host") == host_name():
             return launcher, launched_at
     raise ConfigError(
-        f"{run.name} is not running on this host",
+        "{run} is not running on this host",
         code="not-on-this-host",
         fix="reload the page. A run that is still starting in a terminal can be stopped there with"
         " Ctrl-C",
+        run=run.name,
     )
 
 

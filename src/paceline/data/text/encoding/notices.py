@@ -53,15 +53,29 @@ def nothing_kept(
         )
         fix = f"set `train_args.max_length` to at least {counts.shortest_overlong}"
         if TOO_LONG in dropped:
-            return ConfigError(what, fix=f"{fix}, or `train_args.truncation_strategy: truncate`")
-        return ConfigError(f"{what}, and no answer starts before that", fix=fix)
+            return ConfigError(
+                what,
+                code="samples-too-long",
+                fix="{advice}, or `train_args.truncation_strategy: truncate`",
+                advice=fix,
+            )
+        return ConfigError(
+            "{subject}, and no answer starts before that",
+            code="no-answer-before-limit",
+            fix=fix,
+            subject=what,
+        )
     refusals = tally.refusals.most_common(1)
     refusal = f". Error of the chat template: {refusals[0][0]}" if refusals else ""
     return ConfigError(
-        f"no row of `{source.label}` can be used. {drop_reasons(counts)}{refusal}",
+        "no row of `{source}` can be used. {drop_reasons}{refusal}",
         code="no-usable-rows",
         allowed=formats,
-        fix=f"correct the rows, or {columns_fix(kind.mapping)}",
+        fix="correct the rows, or {columns_fix}",
+        source=source.label,
+        drop_reasons=drop_reasons(counts),
+        refusal=refusal,
+        columns_fix=columns_fix(kind.mapping),
     )
 
 
