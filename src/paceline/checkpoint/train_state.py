@@ -8,6 +8,7 @@ from torch import nn
 
 from paceline.checkpoint.transfer import OpenCheckpoint
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.data.order.base import Order
 from paceline.models.shape.record import ModelShape
 from paceline.models.weights import final_dtype
@@ -126,9 +127,10 @@ def load_train_state(strategy: Strategy, source: StateReader, scaler: LossScaler
         scaler.load(scale, growth_tracker)
     load_state(strategy, source)
     if not strategy.replicas_diverge and any(name.startswith("local/") for name in names):
-        text = (
-            "the checkpoint is of a run whose workers had diverged: training continues from the"
-            " mean of their parameters and the optimizer state of the first worker; the rest of"
-            " their state is dropped"
+        text = UserText(
+            "the checkpoint is of a run whose workers had diverged: training continues from"
+            " the mean of their parameters and the optimizer state of the first worker; the"
+            " rest of their state is dropped",
+            code="diverged-workers-averaged",
         )
         strategy.notices.append(("warning", text))

@@ -25,6 +25,7 @@ from paceline.config.schema.base import Logger
 from paceline.config.schema.lora import ALL_LINEAR
 from paceline.config.schema.tasks import TASKS
 from paceline.config.yaml_read import YamlValue
+from paceline.core.texts import UserText
 
 #: The value of a key that an override resets to its default.
 RESET: Any = object()
@@ -196,7 +197,11 @@ class Settings:
                 " the config was written for"
             )
         else:
-            text = f"{entry.shown()} is set but `lora.enable` is not true: all weights are trained"
+            text = UserText(
+                "{shown} is set but `lora.enable` is not true: all weights are trained",
+                code="lora-not-enabled",
+                shown=entry.shown(),
+            )
             self.general_notices.append(("warning", text))
 
     def enables_lora(self, entry: ConfigEntry) -> bool:

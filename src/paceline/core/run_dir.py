@@ -27,6 +27,7 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.event_log import tail_events
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import pid_alive
+from paceline.core.texts import UserText
 
 logger = logging.getLogger(__name__)
 
@@ -276,10 +277,13 @@ class LaunchLock:
             if not is_unsupported(error):
                 return False
             logger.warning(
-                "the file system of %s does not support locks (%s): Paceline cannot prevent a"
-                " second run in this folder",
-                self.run_dir.root,
-                error.strerror,
+                UserText(
+                    "the file system of {root} does not support locks ({reason}): Paceline cannot"
+                    " prevent a second run in this folder",
+                    code="no-file-locks",
+                    root=self.run_dir.root,
+                    reason=error.strerror,
+                ),
             )
         return True
 

@@ -68,9 +68,6 @@ class UserText(str):
     def __reduce__(self) -> Any:
         return UserText.of, (str(self), self.code, self.values)
 
-    def __str__(self) -> str:
-        return str.__str__(self)
-
 
 def translatable(text: str) -> dict[str, Any]:
     """Return the fields ``code`` and ``values`` of a text, for a record; none of a plain string."""

@@ -12,8 +12,8 @@ import numpy as np
 
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
-from paceline.core.formatting import counted
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.cache import key_of
 from paceline.data.sources.folder import DataFolder, LocalFolder
 from paceline.data.sources.opening import expand_braces, is_url
@@ -124,7 +124,17 @@ def open_image_shards(name: str, validation: bool = False) -> ImageIndex:
     classes = sorted(set(class_names), key=_class_order)
     number = {class_name: index for index, class_name in enumerate(classes)}
     labels = np.array([number[class_name] for class_name in class_names], dtype=np.int64)
-    notices.append(Notice("info", f"{name}: {counted(len(shards), 'tar shard')}"))
+    notices.append(
+        Notice(
+            "info",
+            UserText(
+                "{name}: {num_shards:tar shard}",
+                code="tar-shards",
+                name=name,
+                num_shards=len(shards),
+            ),
+        )
+    )
     return ImageIndex(source, names, None, labels, classes, dict(dropped), notices, sizes)
 
 

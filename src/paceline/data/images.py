@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline.core.errors import ConfigError, RunError, did_you_mean, first_line
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.image_shards import ImageIndex, names_shards, open_image_shards, reasons_of
 from paceline.data.pixels import decode_rgb, open_image
 from paceline.data.sources.opening import number_to_take, similar_path, take_count
@@ -76,7 +77,12 @@ def open_images(path: str, seed: int, *, validation: bool = False) -> ImageIndex
         return index
     count, notices = number_to_take(take, len(index)), index.notices
     if count > len(index):
-        text = f"{path}: the dataset has {len(index):,} images; using all of them"
+        text = UserText(
+            "{path}: the dataset has {num_index} images; using all of them",
+            code="fewer-images-than-requested",
+            path=path,
+            num_index=f"{len(index):,}",
+        )
         notices = [*notices, Notice("warning", text)]
     chosen = np.random.default_rng(derive_seed(seed, "take")).permutation(len(index))[:count]
     return replace(index.take(np.sort(chosen)), dropped=index.dropped, notices=notices)
@@ -146,7 +152,12 @@ def _folder_index(folder: Path) -> ImageIndex:
         if len(names) > before:
             classes.append(subfolder.name)
         else:
-            text = f"{folder}: skipped `{subfolder.name}`, which has no readable images"
+            text = UserText(
+                "{folder}: skipped `{subfolder}`, which has no readable images",
+                code="image-folder-skipped",
+                folder=folder,
+                subfolder=subfolder.name,
+            )
             notices.append(Notice("warning", text))
     if not names:
         raise ConfigError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError
-from paceline.core.formatting import counted
+from paceline.core.texts import UserText
 
 if TYPE_CHECKING:
     from paceline.config.schema import Config
@@ -45,9 +45,11 @@ def without_idle_offload(
     notices as (level, text)."""
     if device_type != "cpu" or parallel.cpu_offload == "none":
         return parallel, []
-    text = (
-        f"`parallel.cpu_offload: {parallel.offload_text}` has no effect on a CPU: everything is"
-        " already in the host's memory"
+    text = UserText(
+        "`parallel.cpu_offload: {offload_text}` has no effect on a CPU: everything is already"
+        " in the host's memory",
+        code="offload-without-effect",
+        offload_text=parallel.offload_text,
     )
     return parallel.model_copy(update={"cpu_offload": "none"}), [("info", text)]
 
@@ -228,16 +230,44 @@ def choose_devices(
         )
     chosen = names[: count or len(names)]
     listing = ", ".join(f"{kind}:{index} {name}" for index, name in enumerate(chosen))
-    notices = [("info", f"devices: {len(chosen)} of {len(names)} visible{limited}: {listing}")]
+    notices = [
+        (
+            "info",
+            UserText(
+                "devices: {num_chosen} of {num_names} visible{limited}: {listing}",
+                code="devices",
+                num_chosen=len(chosen),
+                num_names=len(names),
+                limited=limited,
+                listing=listing,
+            ),
+        )
+    ]
     return Devices(kind, len(chosen), chosen, notices)
 
 
 def _cpu(requested: int | None, reason: str) -> Devices:
     cores = cpu_cores()
     count = requested if requested is not None else min(2, cores)
-    notices = [("info", f"devices: CPU ({reason}), {counted(count, 'rank')} on {cores} cores")]
+    notices = [
+        (
+            "info",
+            UserText(
+                "devices: CPU ({reason}), {count:rank} on {cores} cores",
+                code="devices-cpu",
+                reason=reason,
+                count=count,
+                cores=cores,
+            ),
+        )
+    ]
     if count > cores:
-        text = f"{count} CPU ranks share {cores} cores: slower than {cores} ranks"
+        text = UserText(
+            "{count} CPU ranks share {cores} cores: slower than {cores} ranks",
+            code="cpu-ranks-share-cores",
+            count=count,
+            cores=cores,
+        )
         notices.append(("warning", text))
     return Devices("cpu", count, ["cpu"] * count, notices)
 

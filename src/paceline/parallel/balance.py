@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.core.formatting import counted, weighted_shares
+from paceline.core.formatting import weighted_shares
+from paceline.core.texts import UserText
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.limits.compression import uses_local_moments
 
@@ -154,16 +155,27 @@ def equal_notice(config: Config, derived: ResolvedValues) -> tuple[str, str] | N
         return None
     setting = f"`parallel.balance: {text_of(config)}`"
     if replicas == 1:
-        return "info", f"{setting} has no effect with one rank"
+        return "info", UserText(
+            "{setting} has no effect with one rank",
+            code="setting-without-effect-on-one-rank",
+            setting=setting,
+        )
     needed = max(2, -(-MIN_MICRO_BATCHES // replicas))
     return (
         "warning",
         (
-            f"{setting} has no effect: it needs at least {max(MIN_MICRO_BATCHES, 2 * replicas)}"
-            f" micro-batches per step on {counted(replicas, 'rank')}, and this run has"
-            f" {micro_batches}. All ranks get equal shares. To change that, set"
-            f" `train_args.gradient_accumulation_steps: {needed}` or more, with a smaller"
-            " `per_device_train_batch_size` to keep the global batch"
+            UserText(
+                "{setting} has no effect: it needs at least {min_micro_batches} micro-batches per"
+                " step on {replicas:rank}, and this run has {micro_batches}. All ranks get equal"
+                " shares. To change that, set `train_args.gradient_accumulation_steps: {needed}`"
+                " or more, with a smaller `per_device_train_batch_size` to keep the global batch",
+                code="balance-without-effect",
+                setting=setting,
+                min_micro_batches=max(MIN_MICRO_BATCHES, 2 * replicas),
+                replicas=replicas,
+                micro_batches=micro_batches,
+                needed=needed,
+            )
         ),
     )
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted, rank_names
+from paceline.core.texts import UserText
 from paceline.distributed.devices import cpu_cores
 from paceline.models.kinds import reads_images
 from paceline.parallel.registry import ParallelLayout
@@ -88,7 +89,15 @@ def simulate(
     check_simulated(config, layout, machine)
     size = layout.axes.size
     ranks = sorted({0, size // 2, size - 1})
-    logger.info(f"simulating two steps of {rank_names(ranks)} of {size}: {layout.text()}")
+    logger.info(
+        UserText(
+            "simulating two steps of {rank_names} of {size}: {layout}",
+            code="simulation-starts",
+            rank_names=rank_names(ranks),
+            size=size,
+            layout=layout.text(),
+        )
+    )
     reports = run_jobs([job_of(config, layout, batch, machine, rank) for rank in ranks])
     peak = max(report["peak_memory_bytes"] for report in reports)
     return SimulationReport(

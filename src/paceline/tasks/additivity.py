@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.core.user_code import error_summary
 from paceline.data.collate import map_tensors
 from paceline.distributed.seeds import seed_everything
@@ -99,9 +100,10 @@ def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> lis
         except ConfigError:
             raise
         except Exception as error:  # such as a detection model, which has no loss in eval mode
-            text = (
-                "the loss was not checked to be a sum, because it failed in eval mode:"
-                f" {error_summary(error)}"
+            text = UserText(
+                "the loss was not checked to be a sum, because it failed in eval mode: {reason}",
+                code="loss-not-checked",
+                reason=error_summary(error),
             )
             return [("warning", text)]
     return notices
@@ -156,12 +158,21 @@ def _check_quantity(
         if method == "evaluate":
             label += f" ({name})"
         if split.is_zero or not np.isfinite([total, left, right]).all():
-            text = f"{label} was not checked to be a sum: it is {total:g} on the first samples"
+            text = UserText(
+                "{label} was not checked to be a sum: it is {total} on the first samples",
+                code="loss-not-finite-in-check",
+                label=label,
+                total=f"{total:g}",
+            )
             notices.append(("info", text))
         elif is_stochastic:
             if split.is_mean(_STOCHASTIC_TOLERANCE) and not split.is_sum(_STOCHASTIC_TOLERANCE):
                 raise _is_a_mean(label, method, split)
-            text = f"{label} draws random numbers, so it was only roughly checked to be a sum"
+            text = UserText(
+                "{label} draws random numbers, so it was only roughly checked to be a sum",
+                code="loss-roughly-checked",
+                label=label,
+            )
             notices.append(("info", text))
         elif split.is_sum(tolerance):
             continue

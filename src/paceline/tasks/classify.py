@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.data.cache import key_of
 from paceline.data.clicks.log import exact_auc
 from paceline.data.counts import DataCounts
@@ -138,7 +139,13 @@ class ClassifyTask(Task):
         missing = [name for name in train.classes if name not in index.classes]
         if missing:
             names = ", ".join(missing[:5])
-            text = f"validation: {source} has no images of {len(missing)} class(es): {names}"
+            text = UserText(
+                "validation: {source} has no images of {num_missing} class(es): {names}",
+                code="classes-missing-in-validation",
+                source=source,
+                num_missing=len(missing),
+                names=names,
+            )
             notices.append(("warning", text))
         notices += index.notices + _summary(source, index)
         number = np.array([train.classes.index(name) for name in index.classes], dtype=np.int64)
@@ -162,10 +169,12 @@ class ClassifyTask(Task):
         )
         if not num_norms:
             return []
-        text = (
-            f"the model has {num_norms} batch normalizations: their statistics are over a"
+        text = UserText(
+            "the model has {num_norms} batch normalizations: their statistics are over a"
             " micro-batch of one rank, so the result depends on the number of ranks and on"
-            " accumulation"
+            " accumulation",
+            code="batch-normalization",
+            num_norms=num_norms,
         )
         return [("warning", text)]
 
@@ -232,7 +241,18 @@ def _mean_auc(labels: torch.Tensor, probabilities: torch.Tensor) -> float:
 
 
 def _summary(name: str, index: ImageIndex) -> list[Notice]:
-    notices = [("info", f"{name}: {len(index):,} images of {len(index.classes)} classes")]
+    notices = [
+        (
+            "info",
+            UserText(
+                "{name}: {num_index} images of {num_classes} classes",
+                code="images-and-classes",
+                name=name,
+                num_index=f"{len(index):,}",
+                num_classes=len(index.classes),
+            ),
+        )
+    ]
     if index.dropped:
         notices.append(dropped_notice(name, index.dropped, "files"))
     return notices

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.parallel.capabilities import get_setting
 from paceline.parallel.registry import get_spec
 
@@ -79,9 +80,11 @@ def mixed_devices_notices(world: Communicator) -> list[tuple[str, str]]:
     if not world.mixes_devices:
         return []
     types = " and ".join(sorted(world.device_types))
-    text = (
-        f"devices: {types} ranks in one run, over Gloo; with `ddp`, rank 0's weights and optimizer"
-        " state are broadcast instead of compared (`recovery.replica_check_steps`), because"
-        " devices of different types round differently"
+    text = UserText(
+        "devices: {types} ranks in one run, over Gloo; with `ddp`, rank 0's weights and"
+        " optimizer state are broadcast instead of compared (`recovery.replica_check_steps`),"
+        " because devices of different types round differently",
+        code="mixed-devices",
+        types=types,
     )
     return [("info", text)]

@@ -27,6 +27,7 @@ from paceline.core.event_log import EventLog
 from paceline.core.events import StepFigures
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
+from paceline.core.texts import UserText
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS, ProgressTracker
 from paceline.distributed.rank_zero import rank_zero_phase
@@ -180,8 +181,14 @@ def _find_target(run_dir: RunDir, step: int, resumed_from: str | None) -> Rollba
 def report_no_rollback(step: int, target: RollbackTarget, settings: RecoveryConfig) -> None:
     """Warn that the batch of a loss spike is kept. ``step`` is the step of the spike, from 0."""
     logger.warning(
-        f"step {step + 1}: the loss spiked again, but {settings.max_restarts} batches have already"
-        f" been skipped since step {target.step} (`recovery.max_restarts`), so this one is kept"
+        UserText(
+            "step {next_step}: the loss spiked again, but {max_restarts} batches have already been"
+            " skipped since step {step} (`recovery.max_restarts`), so this one is kept",
+            code="loss-spikes-again",
+            next_step=step + 1,
+            max_restarts=settings.max_restarts,
+            step=target.step,
+        )
     )
 
 
@@ -262,9 +269,15 @@ def claim_store(spec: RunSpec, ctx: RankContext) -> CheckpointStore | None:
     before = store.claim(ctx.run_dir.root)
     if before is not None:
         logger.warning(
-            f"`checkpoint_dir: {store.url}` was last written by the run in {before.output_dir} on"
-            f" host {before.host}; this run takes it over, and the other one ends at its next"
-            " checkpoint if it is still running"
+            UserText(
+                "`checkpoint_dir: {url}` was last written by the run in {output_dir} on host"
+                " {host}; this run takes it over, and the other one ends at its next checkpoint if"
+                " it is still running",
+                code="checkpoint-dir-taken-over",
+                url=store.url,
+                output_dir=before.output_dir,
+                host=before.host,
+            )
         )
     return store
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, did_you_mean, first_line
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 
 #: The name of the card.
 CARD = "README.md"
@@ -79,7 +80,12 @@ def read_card(text: str | None, label: str) -> tuple[list[CardConfig], list[Noti
         return [_read_config(entry) for entry in entries or []], []
     except (yaml.YAMLError, LookupError, ValueError, TypeError, AttributeError) as error:
         place = f"{label.rstrip('/')}/{CARD}"
-        text = f"{place}: `configs` cannot be read and is not used ({first_line(error)})"
+        text = UserText(
+            "{place}: `configs` cannot be read and is not used ({reason})",
+            code="card-not-used",
+            place=place,
+            reason=first_line(error),
+        )
         return [], [Notice("warning", text)]
 
 

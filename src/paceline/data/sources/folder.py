@@ -11,6 +11,7 @@ from typing import Protocol
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.sources.card import CARD, CardConfig, choose_config, read_card, unknown_name
 from paceline.data.sources.readers import KINDS, conversion_fix, is_table, is_text
 from paceline.data.sources.splits import (
@@ -122,7 +123,13 @@ def find_files(
     chosen, split_notices = choose_files(data, spec, folder.label)
     skipped = [name for name in below if name not in data]
     if skipped:
-        text = f"{folder.label}: {len(chosen)} data files; skipped {shorten(skipped)}"
+        text = UserText(
+            "{folder}: {num_chosen} data files; skipped {files}",
+            code="folder-files-skipped",
+            folder=folder.label,
+            num_chosen=len(chosen),
+            files=shorten(skipped),
+        )
         split_notices.append(Notice("info", text))
     return [root + name for name in chosen], [*notices, *split_notices]
 
@@ -216,5 +223,16 @@ def _files_of_card(
     unused = f"; not used: {', '.join(others)}" if others else ""
     level = "info" if name == wanted else "warning"
     if others or level == "warning":
-        return files, [Notice(level, f"{folder.label}: using split `{name}`{unused}")]
+        return files, [
+            Notice(
+                level,
+                UserText(
+                    "{folder}: using split `{name}`{unused}",
+                    code="split-chosen",
+                    folder=folder.label,
+                    name=name,
+                    unused=unused,
+                ),
+            )
+        ]
     return files, []

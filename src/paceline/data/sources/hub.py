@@ -13,6 +13,7 @@ from paceline.core.errors import ConfigError, first_line
 from paceline.core.files import cache_dir, write_json_atomic
 from paceline.core.hub import FIX, go_offline, unreachable
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.sources.rows import Row, struct_columns, without_added_nulls
 
 MODELSCOPE_PREFIX = "modelscope:"
@@ -77,7 +78,17 @@ class HubDataset:
             self.revision = json.loads(self._record().read_text())["revision"]
         except (OSError, ValueError, KeyError):
             raise self._error(reason, FIX) from error
-        return [Notice("warning", f"{self.repo}: {reason}; using the downloaded copy")]
+        return [
+            Notice(
+                "warning",
+                UserText(
+                    "{repo}: {reason}; using the downloaded copy",
+                    code="downloaded-copy-used",
+                    repo=self.repo,
+                    reason=reason,
+                ),
+            )
+        ]
 
     def _record(self) -> Path:
         """Return the path of the file that records the last known commit."""

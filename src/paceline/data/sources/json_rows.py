@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.sources.opening import (
     HEAD_BYTES,
     Position,
@@ -214,7 +215,12 @@ def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[
     columns, an object of pandas, or a single row."""
     if isinstance(value, list):
         if split_kind(split) not in ("train", split_of_file(path.name)):
-            text = f"{path}: `split: {split}` has no effect, because the file has no splits"
+            text = UserText(
+                "{path}: `split: {split}` has no effect, because the file has no splits",
+                code="split-without-effect",
+                path=path,
+                split=split,
+            )
             notices.append(Notice("warning", text))
         return value
     if not isinstance(value, dict):
@@ -316,7 +322,18 @@ def _rows_of_split(
     if others or not wanted:
         unused = f"; not used: {', '.join(others)}" if others else ""
         level = "info" if wanted else "warning"
-        notices.append(Notice(level, f"{path}: using split `{name}`{unused}"))
+        notices.append(
+            Notice(
+                level,
+                UserText(
+                    "{path}: using split `{name}`{unused}",
+                    code="split-chosen",
+                    path=path,
+                    name=name,
+                    unused=unused,
+                ),
+            )
+        )
     rows = splits[name]
     return rows if isinstance(rows, list) else _rows_of(rows, path, split, notices)
 

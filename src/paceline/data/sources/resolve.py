@@ -16,6 +16,7 @@ from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.core.formatting import printable
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.cache import fingerprint
 from paceline.data.sources import hub
 from paceline.data.sources.builtin import builtin_dataset, check_builtin_dataset
@@ -114,9 +115,13 @@ class ResolvedSource:
         total = sum(1 for _ in self._all_rows())
         num_taken, number = number_to_take(self.take, total), 0
         if total < num_taken:
-            text = (
-                f"{self.label}: {num_taken:,} rows requested, but the dataset has {total:,}; using"
-                " all of them"
+            text = UserText(
+                "{label}: {num_taken} rows requested, but the dataset has {total}; using all"
+                " of them",
+                code="fewer-rows-than-requested",
+                label=self.label,
+                num_taken=f"{num_taken:,}",
+                total=f"{total:,}",
             )
             self.notices.append(Notice("warning", text))
         chosen = set(np.random.default_rng(seed).permutation(total)[:num_taken].tolist())
@@ -239,12 +244,22 @@ def unused_settings(spec: DatasetSource, files: list[Path]) -> list[Notice]:
     """Return messages about `name` and `split` where the config names the files itself."""
     notices = []
     if spec.name not in (None, "default"):
-        text = f"{spec.path}: `name: {spec.name}` has no effect, because `dataset` names files"
+        text = UserText(
+            "{spec}: `name: {name}` has no effect, because `dataset` names files",
+            code="name-without-effect",
+            spec=spec.path,
+            name=spec.name,
+        )
         notices.append(Notice("warning", text))
     kind = split_kind(spec.split)
     others = [path for path in files if data_suffix(path) != ".json"]
     if kind != "train" and any(split_of_file(path.name) != kind for path in others):
-        text = f"{spec.path}: `split: {spec.split}` has no effect, because `dataset` names files"
+        text = UserText(
+            "{spec}: `split: {split}` has no effect, because `dataset` names files",
+            code="split-with-files",
+            spec=spec.path,
+            split=spec.split,
+        )
         notices.append(Notice("warning", text))
     return notices
 
@@ -284,7 +299,17 @@ def _matching_files(pattern: str) -> tuple[list[Path], list[Notice]]:
             matched=matched,
             cwd=Path.cwd(),
         )
-    notices = [Notice("info", f"{pattern}: {len(data)} data files")]
+    notices = [
+        Notice(
+            "info",
+            UserText(
+                "{pattern}: {num_data} data files",
+                code="pattern-files",
+                pattern=pattern,
+                num_data=len(data),
+            ),
+        )
+    ]
     root = os.path.dirname(re.split(r"[*?[{]", os.path.expanduser(pattern))[0])
     held_out = [
         path.name
@@ -292,11 +317,26 @@ def _matching_files(pattern: str) -> tuple[list[Path], list[Notice]]:
         if split_of_file(os.path.relpath(path, root or ".")) not in (None, "train")
     ]
     if 0 < len(held_out) < len(data):
-        text = f"{pattern}: also matches held-out files by their names: {shorten(held_out)}"
+        text = UserText(
+            "{pattern}: also matches held-out files by their names: {files}",
+            code="held-out-files-matched",
+            pattern=pattern,
+            files=shorten(held_out),
+        )
         notices.append(Notice("warning", text))
     skipped = [path.name for path in files if path not in data]
     if skipped:
-        notices.append(Notice("info", f"{pattern}: skipped {shorten(skipped)}"))
+        notices.append(
+            Notice(
+                "info",
+                UserText(
+                    "{pattern}: skipped {files}",
+                    code="pattern-files-skipped",
+                    pattern=pattern,
+                    files=shorten(skipped),
+                ),
+            )
+        )
     return data, notices
 
 
@@ -365,7 +405,13 @@ def _hub_source(spec: DatasetSource, name: str, path: Path, take: Take | None) -
         raise _not_found(name, path)
     notices = []
     if name != dataset.repo:
-        text = f"{name} is {dataset.repo} on the Hugging Face hub (split {dataset.split})"
+        text = UserText(
+            "{name} is {repo} on the Hugging Face hub (split {split})",
+            code="dataset-on-hub",
+            name=name,
+            repo=dataset.repo,
+            split=dataset.split,
+        )
         notices.append(Notice("info", text))
     return ResolvedSource(spec, hub=dataset, take=take, notices=[*notices, *dataset.find()])
 

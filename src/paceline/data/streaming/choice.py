@@ -8,6 +8,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import NotStreamable
 from paceline.core.files import human_bytes
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.sources.opening import is_url, take_count
 from paceline.data.sources.resolve import is_local, open_source
 
@@ -51,9 +52,12 @@ def try_stream(
     except NotStreamable as error:
         if has_urls or not is_auto:
             raise
-        text = (
-            f"streaming: off for {human_bytes(size or 0)} of text (`streaming: auto`), so all rows"
-            f" are tokenized before training starts. {error.what}"
+        text = UserText(
+            "streaming: off for {size} of text (`streaming: auto`), so all rows are tokenized"
+            " before training starts. {reason}",
+            code="streaming-off",
+            size=human_bytes(size or 0),
+            reason=error.what,
         )
         return None, [Notice("info", text)]
 

@@ -11,8 +11,8 @@ import numpy as np
 from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError, NotStreamable
-from paceline.core.formatting import counted
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.cache import fingerprint, key_of
 from paceline.data.sources.folder import find_files
 from paceline.data.sources.opening import (
@@ -106,7 +106,12 @@ def _find(number: int, spec: DatasetSource) -> StreamSource:
                 resolved=resolved.label,
             )
         locations = dataset.files()
-        text = f"{resolved.label}: {counted(len(locations), 'file')} on the hub, read when needed"
+        text = UserText(
+            "{resolved}: {num_locations:file} on the hub, read when needed",
+            code="hub-files",
+            resolved=resolved.label,
+            num_locations=len(locations),
+        )
         resolved.notices.append(Notice("info", text))
     return StreamSource(number, resolved, locations, resolved.take)
 
@@ -124,7 +129,12 @@ def open_first_file(spec: DatasetSource) -> ResolvedSource:
     first, *others = source.locations
     source.resolved.files = [fetch(first)]
     if others:
-        text = f"{source.label}: rows of the first of {counted(len(source.locations), 'file')}"
+        text = UserText(
+            "{source}: rows of the first of {num_locations:file}",
+            code="rows-of-first-files",
+            source=source.label,
+            num_locations=len(source.locations),
+        )
         source.resolved.notices.append(Notice("info", text))
     return source.resolved
 
@@ -196,7 +206,12 @@ def _take(source: StreamSource, take: Take, tables: list[RowTable], seed: int) -
     number = number_to_take(take, total)
     if number >= total:
         if number > total:
-            text = f"{source.label}: the dataset has only {total:,} rows; using all of them"
+            text = UserText(
+                "{source}: the dataset has only {total} rows; using all of them",
+                code="dataset-smaller-than-selection",
+                source=source.label,
+                total=f"{total:,}",
+            )
             source.resolved.notices.append(Notice("warning", text))
         return tables
     numbers = np.sort(np.random.default_rng(seed).permutation(total)[:number])

@@ -17,6 +17,7 @@ from paceline.core.files import cache_dir
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.core.report import SourceFigures
+from paceline.core.texts import UserText
 from paceline.data.cache import build_once, fingerprint, key_of
 from paceline.data.counts import DataCounts
 from paceline.data.kinds.registry import kind_key
@@ -200,8 +201,12 @@ def split_notice(held_out: int, total: int, ratio: float, noun: str = "sample") 
     if held_out == 0:
         return Notice(
             "warning",
-            f"no validation: `split_dataset_ratio: {ratio:g}` of {counted(total, noun)} leaves none"
-            " to hold out",
+            UserText(
+                "no validation: `split_dataset_ratio: {ratio}` of {total} leaves none to hold out",
+                code="no-validation-rows-left",
+                ratio=f"{ratio:g}",
+                total=counted(total, noun),
+            ),
         )
     text = (
         f"validation: {held_out:,} of {counted(total, noun)} held out (split_dataset_ratio:"
@@ -291,13 +296,22 @@ class TokenEntry:
         self.notices = [
             *source_notices,
             *self.meta["notices"],
-            Notice("info", f"{label}: {size}; {origin}"),
+            Notice(
+                "info",
+                UserText(
+                    "{label}: {size}; {origin}",
+                    code="dataset-size",
+                    label=label,
+                    size=size,
+                    origin=origin,
+                ),
+            ),
         ]
 
     def _name_sources(self) -> None:
         """Use the current names of the sources, which may be copies of the files of the entry."""
         current = names_of(self.sources)
-        notices = [Notice(level, text) for level, text in self.meta["notices"]]
+        notices = [Notice.from_json(record) for record in self.meta["notices"]]
         self.meta["notices"] = with_names(notices, self.meta.get("names", current), current)
         for figures, source in zip(self.meta.get("sources", []), self.sources, strict=False):
             figures["dataset"] = source.label
@@ -311,7 +325,7 @@ class TokenEntry:
         late: list[Notice] = []
         for source, number in zip(self.sources, num_notices, strict=True):
             late += source.notices[number:]
-        meta["notices"] = [*late, *meta["notices"]]
+        meta["notices"] = [notice.as_json() for notice in (*late, *meta["notices"])]
         meta["names"] = names_of(self.sources)
         (staging / _META).write_text(
             json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"

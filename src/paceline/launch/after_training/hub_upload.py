@@ -7,6 +7,7 @@ from pathlib import Path
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError, first_line
 from paceline.core.hub import endpoint, unreachable
+from paceline.core.texts import UserText
 from paceline.launch.after_training.model_card import model_card
 
 _LOGIN = (
@@ -27,7 +28,12 @@ def check_hub_upload(config: Config) -> None:
     token, the hub cannot be reached, or the repository's name is invalid."""
     if not config.train_args.push_to_hub:
         if config.train_args.hub_model_id is not None:
-            logger.warning("`train_args.hub_model_id` has no effect without `push_to_hub: true`")
+            logger.warning(
+                UserText(
+                    "`train_args.hub_model_id` has no effect without `push_to_hub: true`",
+                    code="hub-id-without-effect",
+                )
+            )
         return
     setting = "`train_args.push_to_hub: true`"
     if config.use_modelscope:

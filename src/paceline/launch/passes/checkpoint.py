@@ -22,6 +22,7 @@ from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.report import Report
 from paceline.core.run_dir import RunDir, lock_run, propose_folder
+from paceline.core.texts import UserText
 from paceline.launch.passes.draft import Draft, known
 from paceline.parallel.registry import check_stored
 from paceline.tasks.base import Prepared
@@ -160,14 +161,17 @@ def _log_foreign_files(path: Path) -> None:
     foreign = foreign_files(path)
     if foreign:
         logger.warning(
-            "ignoring files in %s that do not belong to the checkpoint: %s",
-            path,
-            ", ".join(foreign),
+            UserText(
+                "ignoring files in {path} that do not belong to the checkpoint: {foreign}",
+                code="foreign-files-ignored",
+                path=path,
+                foreign=", ".join(foreign),
+            ),
         )
 
 
 def _log_skipped(text: str) -> None:
-    logger.warning("skipping a checkpoint: %s", text)
+    logger.warning(UserText("skipping a checkpoint: {text}", code="checkpoint-skipped", text=text))
 
 
 def checkpoint_after_restart(config: Config, run_dir: RunDir) -> Path | None:

@@ -13,6 +13,7 @@ from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.run_dir import RunDir
+from paceline.core.texts import UserText
 from paceline.distributed.mesh import ParallelDims
 from paceline.launch.passes.data import read_data_early
 from paceline.launch.passes.draft import Draft, known
@@ -88,7 +89,7 @@ def _choose_mode(draft: Draft) -> Draft:
         choice = pick(config, num_devices, free_bytes, device_type=draft.device_type)
     _log_strategy(f"{choice.layout.text()}, chosen by `mode: auto`: {choice.why}")
     for remark in choice.remarks:
-        logger.info("auto: %s", remark)
+        logger.info(UserText("auto: {remark}", code="auto-remark", remark=remark))
     settings = {**kept, **choice.settings}
     draft = draft.with_config(with_settings(draft.config, settings))
     return _with_layout(replace(draft, settings=settings), choice.layout)

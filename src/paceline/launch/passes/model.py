@@ -44,9 +44,9 @@ def check_model(config: Config, layout: ParallelLayout) -> list[Notice]:
         return []
     stored = _stored(config, layout)
     if (result := stored.read()) is not None:
-        return [Notice(*entry) for entry in result]
+        return [Notice.from_json(entry) for entry in result]
     notices = _build_and_check(config, layout)
-    stored.write([[*notice] for notice in notices])
+    stored.write([notice.as_json() for notice in notices])
     return notices
 
 

@@ -14,6 +14,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.distributed.devices import cpu_cores
 from paceline.launch.passes.draft import Draft, known
 from paceline.parallel.balance import equal_notice
@@ -46,7 +47,12 @@ def find_idle_settings(draft: Draft) -> Iterable[tuple[str, str]]:
     for name in config.preference.unused(config.task):
         yield (
             "warning",
-            f"`preference.{name}` has no effect with the loss of `task: {config.task}`",
+            UserText(
+                "`preference.{name}` has no effect with the loss of `task: {task}`",
+                code="preference-without-effect",
+                name=name,
+                task=config.task,
+            ),
         )
     num_ranks = layout.num_processes
     if draft.host is not None:
@@ -55,8 +61,13 @@ def find_idle_settings(draft: Draft) -> Iterable[tuple[str, str]]:
     if loaders != "auto" and loaders * num_ranks > cores:
         yield (
             "warning",
-            f"{loaders * num_ranks} loader processes on {cores} cores: fewer"
-            " (`dataloader_num_workers`) may be faster",
+            UserText(
+                "{loaders} loader processes on {cores} cores: fewer (`dataloader_num_workers`) may"
+                " be faster",
+                code="many-loader-processes",
+                loaders=loaders * num_ranks,
+                cores=cores,
+            ),
         )
     wasted = notice_of_compression(layout.strategy, config, layout.axes)
     if wasted is not None:
@@ -111,7 +122,14 @@ def check_selection(draft: Draft) -> Iterable[tuple[str, str]]:
             advice=fix,
         )
     if args.metric_for_best_model is not None:
-        yield "warning", f"`train_args.metric_for_best_model` has no effect: {why}"
+        yield (
+            "warning",
+            UserText(
+                "`train_args.metric_for_best_model` has no effect: {why}",
+                code="best-metric-without-effect",
+                why=why,
+            ),
+        )
 
 
 def check_profile(draft: Draft) -> None:
@@ -219,9 +237,14 @@ def _warm_up_notices(derived: ResolvedValues) -> list[Notice]:
     if warmup <= steps:
         return []
     last = derived.learning_rate * (steps - 1) / warmup  # the first step of a warm-up has rate 0
-    text = (
-        f"the warm-up of {warmup:,} steps is longer than the training of {counted(steps, 'step')},"
-        f" so the learning rate only reaches about {last:.2g} of {derived.learning_rate:g}; lower"
-        " `train_args.warmup_steps`, or train longer"
+    text = UserText(
+        "the warm-up of {warmup} steps is longer than the training of {steps:step}, so the"
+        " learning rate only reaches about {last} of {learning_rate}; lower"
+        " `train_args.warmup_steps`, or train longer",
+        code="warmup-too-long",
+        warmup=f"{warmup:,}",
+        steps=steps,
+        last=f"{last:.2g}",
+        learning_rate=f"{derived.learning_rate:g}",
     )
     return [Notice("warning", text)]

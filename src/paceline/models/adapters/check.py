@@ -8,6 +8,7 @@ from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.sources.opening import with_slashes
 from paceline.models.json_config import JsonObject, read_object
 
@@ -46,10 +47,19 @@ def fit_adapter(loaded: Loaded) -> Loaded:
         listed = ", ".join(
             f"`lora.{name}: {now[name]}` (it has {values[name]})" for name in ignored
         )
-        text = f"lora.adapter: it keeps its own settings, so these are not used: {listed}"
+        text = UserText(
+            "lora.adapter: it keeps its own settings, so these are not used: {listed}",
+            code="adapter-keeps-settings",
+            listed=listed,
+        )
         notices.append(Notice("warning", text))
     if "rank" in values:
-        text = f"lora.adapter: rank {values['rank']}, alpha {values.get('alpha', 'none')}"
+        text = UserText(
+            "lora.adapter: rank {rank}, alpha {alpha}",
+            code="adapter-settings",
+            rank=values["rank"],
+            alpha=values.get("alpha", "none"),
+        )
         notices.append(Notice("info", text))
     config = loaded.config.model_copy(update={"lora": lora.model_copy(update=changed)})
     return replace(loaded, config=config, notices=[*loaded.notices, *notices])

@@ -14,6 +14,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, first_line, unknown_name
 from paceline.core.files import write_json_atomic
 from paceline.core.hub import go_offline_if_unreachable
+from paceline.core.texts import UserText
 from paceline.data.images import ImageForm
 from paceline.models.hub_configs import find_file
 from paceline.models.json_config import read_object
@@ -163,12 +164,30 @@ def find_form(config: Config, *, digits: bool) -> tuple[ImageForm, list[tuple[st
     height, width = image_size if isinstance(image_size, list | tuple) else (image_size, image_size)
     if (height, width) != (size, size):
         notices.append(
-            ("info", f"images are resized to {height} × {width}, the size of {config.model}")
+            (
+                "info",
+                UserText(
+                    "images are resized to {height} × {width}, the size of {model}",
+                    code="images-resized",
+                    height=height,
+                    width=width,
+                    model=config.model,
+                ),
+            )
         )
     channels = int(getattr(model_config, "num_channels", 3))
     mean, std = _normalization(config.model)
     if mean is None or std is None:
-        notices.append(("info", f"{config.model} does not normalize pixels: they stay in [0, 1]"))
+        notices.append(
+            (
+                "info",
+                UserText(
+                    "{model} does not normalize pixels: they stay in [0, 1]",
+                    code="pixels-not-normalized",
+                    model=config.model,
+                ),
+            )
+        )
     elif len(mean) != channels or len(std) != channels:
         raise ConfigError(
             "{preprocessor} of {model} has {num_mean} means for {channels} channels",

@@ -25,6 +25,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.models.blocks import BATCH_NORMS
@@ -87,9 +88,10 @@ class DeepSpeedStrategy(Strategy):
         self._num_steps = 0
         is_set = "reduce_dtype" in config.parallel.model_fields_set
         if is_set and low_dtype(config) and config.parallel.reduce_dtype == "float32":
-            text = (
+            text = UserText(
                 "`parallel.reduce_dtype: float32` has no effect with DeepSpeed, which reduces"
-                " gradients in the type of `train_args.precision`"
+                " gradients in the type of `train_args.precision`",
+                code="reduce-dtype-without-effect",
             )
             self.notices.append(("warning", text))
 

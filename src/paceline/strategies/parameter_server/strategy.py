@@ -27,6 +27,7 @@ from torch.distributed import rpc
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.models.recommend import (
@@ -231,9 +232,10 @@ class ParameterServerStrategy(Strategy):
             # and which breaks when a worker exits.
             self.changing_buffers = buffers
         elif buffers:
-            text = (
-                "each worker computes running statistics of normalization layers from its share of"
-                " the batch; the first worker's are saved"
+            text = UserText(
+                "each worker computes running statistics of normalization layers from its"
+                " share of the batch; the first worker's are saved",
+                code="running-statistics-of-workers",
             )
             self.notices.append(("warning", text))
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 from paceline.models.blocks import base_model, wrap_forward
@@ -286,9 +287,11 @@ class TensorParallelizer:
                 if isinstance(module, nn.Dropout) and "lora_" not in name
             ]
             if any(isinstance(rate, float) and rate > 0 for rate in rates):
-                text = (
-                    f"tensor: {parent} has dropout, and each rank draws the masks of its part of"
-                    " the layer, so losses differ slightly from a run on one rank"
+                text = UserText(
+                    "tensor: {parent} has dropout, and each rank draws the masks of its part"
+                    " of the layer, so losses differ slightly from a run on one rank",
+                    code="dropout-differs-with-tensor",
+                    parent=parent,
                 )
                 self.notices.append(("warning", text))
                 return

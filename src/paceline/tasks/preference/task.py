@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.data.collate import MetricSums, TokenBatch, collate_packed, collate_padded
 from paceline.data.kinds.pair import PairKind, PreferenceSample, PreferenceTransform
 from paceline.data.text.prepare import PreparedTokens, prepare_tokens, text_kind
@@ -140,7 +141,7 @@ class PreferenceTask(LanguageTask):
             what = "off (`preference.disable_dropout`)"
             if not self.config.preference.disable_dropout:
                 what = "on in training, and off for the reference log-probabilities"
-            notices.append(("info", f"dropout: {what}"))
+            notices.append(("info", UserText("dropout: {subject}", code="dropout", subject=what)))
         return notices
 
     # -- batches

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from paceline.core.errors import ConfigError, did_you_mean
+from paceline.core.texts import UserText
 from paceline.core.user_code import import_user_module, user_error
 from paceline.train.callbacks.base import Callback
 
@@ -41,7 +42,14 @@ def check_callbacks(config: Config) -> None:
             if name.startswith(("on_", "before_", "after_")) and name not in known:
                 question = did_you_mean(name, known, f"known are {', '.join(known)}")
                 logger.warning(
-                    f"the callback {text} defines {name}, which Paceline does not call; {question}"
+                    UserText(
+                        "the callback {text} defines {name}, which Paceline does not call;"
+                        " {question}",
+                        code="unknown-callback-method",
+                        text=text,
+                        name=name,
+                        question=question,
+                    )
                 )
 
 
