@@ -355,8 +355,8 @@ class CheckpointManager:
         self._has_warned_unpinned = True
         logger.warning(
             UserText(
-                "the staging buffer of rank {staging_ranks} is in pageable memory, because pinning it failed"
-                " ({reason}): each save pauses training for longer",
+                "the staging buffer of rank {staging_ranks} is in pageable memory, because pinning"
+                " it failed ({reason}): each save pauses training for longer",
                 code="pageable-staging-buffer",
                 staging_ranks=", ".join(map(str, reasons)),
                 reason=next(iter(reasons.values())),

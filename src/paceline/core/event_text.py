@@ -38,9 +38,9 @@ def event_text(event: Event) -> tuple[str, str]:
     except (TypeError, ValueError, AttributeError, KeyError, IndexError):
         level, text = _other(event)  # another version wrote it, with other fields
     shown = clean(text)[:_MAX_CHARS]
-    return level, UserText.of(shown, text.code, text.values) if isinstance(
-        text, UserText
-    ) else shown
+    if isinstance(text, UserText):
+        shown = UserText.of(shown, text.code, text.values)
+    return level, shown
 
 
 def text_of_event(event: Event, key: str = "text") -> str:

@@ -230,7 +230,7 @@ def choose_devices(
         )
     chosen = names[: count or len(names)]
     listing = ", ".join(f"{kind}:{index} {name}" for index, name in enumerate(chosen))
-    notices = [
+    notices: list[tuple[str, str]] = [
         (
             "info",
             UserText(
@@ -249,7 +249,7 @@ def choose_devices(
 def _cpu(requested: int | None, reason: str) -> Devices:
     cores = cpu_cores()
     count = requested if requested is not None else min(2, cores)
-    notices = [
+    notices: list[tuple[str, str]] = [
         (
             "info",
             UserText(

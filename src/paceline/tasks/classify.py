@@ -241,7 +241,7 @@ def _mean_auc(labels: torch.Tensor, probabilities: torch.Tensor) -> float:
 
 
 def _summary(name: str, index: ImageIndex) -> list[Notice]:
-    notices = [
+    notices: list[Notice] = [
         (
             "info",
             UserText(

@@ -150,8 +150,8 @@ class LanguageTask(Task):
                 code="first-generation-qwen",
             )
             notices.append(("info", text))
-            if self.config.lora.enable and (text := module_notice(self.config)):
-                notices.append(("info", text))
+            if self.config.lora.enable and (of_modules := module_notice(self.config)):
+                notices.append(("info", of_modules))
         notices += self._choose_loss(model, base)
         reason = "rows are padded"
         if self.packed:

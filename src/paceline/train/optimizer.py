@@ -195,7 +195,7 @@ def optimizer_notices(
     Args:
         memory: size of the optimizer's state.
     """
-    notices = []
+    notices: list[tuple[str, str]] = []
     if args.optim == "schedule_free_adamw" and args.lr_scheduler_type != "constant":
         text = UserText(
             "`optim: schedule_free_adamw` replaces the learning rate schedule: after the"
@@ -219,8 +219,8 @@ def optimizer_notices(
         if memory.quantizes_whole_blocks:
             reason += f", or not a multiple of {QUANTIZED_BLOCK}"
         text = UserText(
-            "`optim: {optim}`: {num_wide_elements} of {total} elements on rank 0 have state in 32 bit"
-            " ({num_wide:tensor} with {reason})",
+            "`optim: {optim}`: {num_wide_elements} of {total} elements on rank 0 have state in"
+            " 32 bit ({num_wide:tensor} with {reason})",
             code="state-not-quantized",
             optim=args.optim,
             num_wide_elements=f"{sum(wide):,}",

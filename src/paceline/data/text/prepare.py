@@ -325,10 +325,11 @@ class TokenEntry:
         late: list[Notice] = []
         for source, number in zip(self.sources, num_notices, strict=True):
             late += source.notices[number:]
-        meta["notices"] = [notice.as_json() for notice in (*late, *meta["notices"])]
+        records = [notice.as_json() for notice in (*late, *meta["notices"])]
         meta["names"] = names_of(self.sources)
         (staging / _META).write_text(
-            json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            json.dumps({**meta, "notices": records}, indent=2, ensure_ascii=False) + "\n",
+            encoding="utf-8",
         )
 
     @property
