@@ -138,9 +138,15 @@ class Settings:
         self, first: ConfigEntry, second: ConfigEntry, why: str, target: str | None = None
     ) -> None:
         """Record the problem that two entries disagree; ``why`` is added to the message."""
-        what = f"{first.located()} and {second.located()} disagree{why}"
+        what = UserText(
+            "{first} and {second} disagree{why}",
+            code="disagreement",
+            first=first.located(),
+            second=second.located(),
+            why=why,
+        )
         fix = "keep one of the two"
-        self.problems.append(Problem(what, "disagreement", second, fix=fix, target=target))
+        self.problems.append(Problem(what, second, fix=fix, target=target))
 
     def value_of(self, target: str) -> Any:
         winner = self.winners.get(target)

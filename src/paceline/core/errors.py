@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
-from paceline.core.texts import fill, plain_values
+from paceline.core.texts import UserText, fill, plain_values
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -70,6 +70,10 @@ class PacelineError(Exception):
     def printed(self) -> str:
         """Return the message as commands print it, with the code for ``paceline help``."""
         return f"{self.paragraph()} [{self.code}]"
+
+    def text(self) -> UserText:
+        """Return what failed, as a text with the code and the values of the error."""
+        return UserText.of(self.what, self.code, self.values)
 
     def record(self) -> dict[str, Any]:
         """Return the error for another process, as :meth:`from_record` reads it."""

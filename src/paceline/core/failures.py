@@ -106,6 +106,11 @@ class Failure:
         """Whether the failure only reports that a peer no longer answers."""
         return self.kind in _CONSEQUENCES and self.scope is not FailureScope.RUN
 
+    def record(self, message: str) -> dict[str, Any]:
+        """Return the failure as the record of an error with a message of one paragraph."""
+        values = dict(self.values)
+        return {"code": self.code, "what": message, "allowed": None, "fix": None, "values": values}
+
     @property
     def reason(self) -> str:
         """The cause, to be continued as a sentence."""

@@ -118,10 +118,13 @@ def serve(run: Path, device: str = "auto") -> int:
                 if is_out_of_memory(error):
                     fix = "request fewer new tokens, or clear the chat"
                 failure = RunError(
-                    f"{type(error).__name__}: {error}"[:500], code="answer-failed", fix=fix
+                    "{kind}: {reason}",
+                    code="answer-failed",
+                    fix=fix,
+                    kind=type(error).__name__,
+                    reason=str(error)[:500],
                 )
-            fields = {"what": failure.what, "allowed": failure.allowed, "fix": failure.fix}
-            _send(out, id=request.id, error=fields)
+            _send(out, id=request.id, error=failure.record())
 
 
 def _read(lines: IO[bytes], requests: queue.Queue[ChatRequest], stopped: set[int]) -> None:

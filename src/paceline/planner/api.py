@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from paceline.config.chosen import open_settings, read_chosen
 from paceline.config.load import load_config
@@ -54,8 +54,8 @@ _MAX_DEVICES = 65536
 
 
 class PlanReport(TypedDict):
-    """The JSON of a plan. ``layout_error``: ``what``, ``allowed`` and ``fix`` of the error in the
-    layout that the config names."""
+    """The JSON of a plan. ``layout_error``: the record of the error in the layout that the config
+    names."""
 
     run: RunEstimate
     world_size: int
@@ -68,7 +68,7 @@ class PlanReport(TypedDict):
     changes: list[ChangeReport] | None
     smallest_change: ChangeReport | None
     precision: str
-    layout_error: dict[str, str | None] | None
+    layout_error: dict[str, Any] | None
     device: str
     tokens_per_micro_batch: float | None
     notes: list[str]
@@ -285,11 +285,7 @@ class Plan:
             ),
             smallest_change=None if smallest is None else smallest.as_dict(count),
             precision=self.config.train_args.precision,
-            layout_error=(
-                None
-                if error is None
-                else {"what": error.what, "allowed": error.allowed, "fix": error.fix}
-            ),
+            layout_error=(None if error is None else error.record()),
             device=self.machine.name,
             tokens_per_micro_batch=self.batch.positions if self.batch.has_tokens else None,
             notes=self.notes(),
@@ -447,8 +443,9 @@ def _machine(
         )
     except ConfigError as error:
         raise ConfigError(
-            error.what,
+            "{reason}",
             code="no-device-to-plan-for",
+            reason=error.what,
             allowed=error.allowed,
             fix="to plan for another machine, name its devices: `--world-size 8 --device"
             " A100-80GB`",

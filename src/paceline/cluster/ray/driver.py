@@ -234,8 +234,8 @@ def _results(
     failed = ray.get(record.final_failure.remote())
     if failed is not None:
         if failed.exit_code == EXIT_USAGE:
-            raise ConfigError(failed.message, code="worker-refused")
-        raise ReportedError(failed.cause.text, failed.exit_code)
+            raise ConfigError.from_record(failed.cause.record(failed.message))
+        raise ReportedError(failed.cause.text, failed.exit_code, failed.cause)
     if error is not None:
         raise _failure(error, ray.get(record.last_fault.remote()), max_failures) from error
     ended = ray.get(record.results.remote())

@@ -10,6 +10,7 @@ from paceline.config.compat.conversion import UnsupportedValue, is_off
 from paceline.config.compat.keys import DATA_KEYS, Alias, alias_tables, named_method, tool_names
 from paceline.config.entries import ConfigEntry, Notice, Problem, as_bool, as_number, short
 from paceline.config.settings import RESET, Assignment, Settings, agree
+from paceline.core.texts import UserText
 
 #: Shared keys for which command-line text is also read in the other tools' form, as `dataset=a,b`.
 _COMMAND_LINE_FORMS = ("dataset", "val_dataset", "lora.target_modules", "lora.modules_to_save")
@@ -91,8 +92,8 @@ class Merge(Settings):
         self, entry: ConfigEntry, why: str, fix: str | None, target: str | None = None
     ) -> None:
         """Record the problem that a value is not supported."""
-        what = f"{entry.shown()}: {why}"
-        self.problems.append(Problem(what, "unsupported-value", entry, fix=fix, target=target))
+        what = UserText("{shown}: {why}", code="unsupported-value", shown=entry.shown(), why=why)
+        self.problems.append(Problem(what, entry, fix=fix, target=target))
 
     def resolve_precedence(self) -> None:
         super().resolve_precedence()

@@ -16,6 +16,7 @@ from paceline.config.messages import config_error
 from paceline.config.settings import RESET, Settings
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 
 
 def translate(
@@ -124,9 +125,12 @@ def accelerate_problem(file: Path, merge: Merge) -> Problem:
         if winner.value is not RESET
     )
     return Problem(
-        "this is an Accelerate config: it describes how to start processes, and has no model and"
-        " no dataset" + (f". It is read as {settings}" if settings else ""),
-        "not-a-training-config",
+        UserText(
+            "this is an Accelerate config: it describes how to start processes, and has no model"
+            " and no dataset{meaning}",
+            code="accelerate-config",
+            meaning=f". It is read as {settings}" if settings else "",
+        ),
         fix=(
             f"pass the model and the dataset with it (`paceline sft {file} model=... dataset=...`),"
             " or copy its keys into your own config"

@@ -127,8 +127,7 @@ class _BackgroundCheck:
         assert self._scratch is not None
         outcome = self._scratch.path / "refused.json"
         if outcome.exists():
-            what, allowed, fix = json.loads(outcome.read_text())
-            raise ConfigError(what, code="model-not-usable", allowed=allowed, fix=fix)
+            raise ConfigError.from_record(json.loads(outcome.read_text()))
 
     def _start(self) -> None:
         self._scratch = Scratch()
@@ -154,4 +153,4 @@ def _check_in_process(config: Config, layout: ParallelLayout, outcome: str) -> N
     try:
         check_model(config, layout)
     except ConfigError as error:
-        write_json_atomic(Path(outcome), [error.what, error.allowed, error.fix])
+        write_json_atomic(Path(outcome), error.record())

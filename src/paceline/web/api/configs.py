@@ -18,6 +18,7 @@ from paceline.config.yaml_edit import edit_yaml
 from paceline.config.yaml_read import parse_yaml
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.run_dir import RunDir
+from paceline.core.texts import translatable
 from paceline.web.files import JSONObject
 
 _PLACE = re.compile(r"line (\d+)(?:, column \d+)?: ")
@@ -45,7 +46,9 @@ def check(text: str) -> JSONObject:
         "ok": loaded is not None,
         "error": mistakes[0] if mistakes else None,
         "errors": mistakes,
-        "notices": [{"level": level, "text": notice} for level, notice in notices],
+        "notices": [
+            {"level": level, "text": notice, **translatable(notice)} for level, notice in notices
+        ],
         "values": _written(text, loaded),
     }
 
@@ -60,7 +63,7 @@ def _mistakes(error: ConfigError, text: str) -> list[JsonValue]:
     elif place:  # the page shows the line separately
         what = what[place.end() :]
     line = int(place[1]) if place else None
-    return [{"what": what, "allowed": error.allowed, "fix": error.fix, "key": None, "line": line}]
+    return [{**error.record(), "what": what, "key": None, "line": line}]
 
 
 def _written(text: str, loaded: Loaded | None) -> JSONObject:

@@ -137,7 +137,7 @@ async def upload(request: Request, panel: Panel) -> dict[str, str | int] | Respo
     try:
         path, size_bytes = await take_upload(request, panel.folder / _UPLOADS)
     except TooLarge as error:
-        return problem(413, error.what, error.allowed, error.fix)
+        return problem(413, error)
     return {"path": f"./{_UPLOADS}/{path.name}", "size_bytes": size_bytes}
 
 

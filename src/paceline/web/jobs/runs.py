@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from paceline.core.errors import EXIT_DONE, ConfigError, RunError
+from paceline.core.errors import ERROR_FILE, EXIT_DONE, ConfigError, RunError
 from paceline.core.event_log import parse_event, tail_events
 from paceline.core.events import RunStartEvent
 from paceline.core.files import write_atomic, write_json_atomic
@@ -37,6 +39,7 @@ class Launched:
     Args:
         log_start: the size of its output file before this start.
         events_before: the size of its event log before this start.
+        error_file: the file for the record of its error.
         is_new: the run's folder was created for this start.
         config_before: the config that a resume has replaced; None if it replaced none.
         is_stopping: the run was asked to stop.
@@ -46,6 +49,7 @@ class Launched:
     process: subprocess.Popen[bytes]
     log_start: int
     events_before: int
+    error_file: Path
     is_new: bool
     config_before: str | None = None
     is_stopping: bool = False
@@ -102,6 +106,18 @@ class RunLauncher:
         self.folder = folder
         self.stop_requests: dict[Path, int] = {}
         self.by_folder: dict[Path, Launched] = {}
+        self._scratch: TemporaryDirectory[str] | None = None
+
+    def close(self) -> None:
+        """Remove the files of this server. Runs continue."""
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def _error_file(self) -> Path:
+        """Return the path of a new file for the record of an error."""
+        if self._scratch is None:
+            self._scratch = TemporaryDirectory(prefix="paceline-panel-")
+        return Path(self._scratch.name) / f"{secrets.token_hex(8)}.json"
 
     def start(self, name: str, yaml: str) -> Launched:
         """Start a new run in its own folder, which also gets the config as it was typed."""
@@ -151,15 +167,15 @@ class RunLauncher:
         return launched
 
     def _launch(self, run: Path, args: Sequence[str], cwd: Path, is_new: bool) -> Launched:
-        events = RunDir(run).events
+        events, error_file = RunDir(run).events, self._error_file()
+        env = {"NO_COLOR": "1", "PYTHONUNBUFFERED": "1", ERROR_FILE: str(error_file)}
         # A symbolic link in place of the output file is not followed.
         with open(run / OUTPUT, "ab", opener=_open_no_follow) as output:
             log_start = os.fstat(output.fileno()).st_size
             process = subprocess.Popen(
                 [sys.executable, "-m", "paceline", "sft", "--config", *args],
                 cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env={**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
+                env={**os.environ, **env}, start_new_session=True,
             )  # fmt: skip
         # Waiting for the process keeps it from becoming a zombie.
         threading.Thread(target=process.wait, name=f"wait-{run.name}", daemon=True).start()
@@ -168,7 +184,7 @@ class RunLauncher:
             {"pid": process.pid, "host": host_name(), "cwd": str(cwd), "time": time.time()},
         )
         events_before = events.stat().st_size if events.exists() else 0
-        launched = Launched(run, process, log_start, events_before, is_new)
+        launched = Launched(run, process, log_start, events_before, error_file, is_new)
         self.by_folder[run] = launched
         return launched
 
@@ -195,9 +211,8 @@ class RunLauncher:
         if code in (None, EXIT_DONE) or launched.has_events() or launched.is_stopping:
             return
         self.by_folder.pop(launched.folder, None)
-        error = error_of(
-            launched.output(), code, f"the run ended with exit code {code} before its first event"
-        )
+        otherwise = f"the run ended with exit code {code} before its first event"
+        error = error_of(launched.error_file, code, otherwise, launched.output())
         if launched.is_new and not RunDir(launched.folder).is_run():
             _remove(launched.folder)
         if launched.config_before:
