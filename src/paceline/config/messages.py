@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from paceline.config.entries import OVERRIDE, ConfigEntry, Problem, short
-from paceline.config.fields import KEYS, SECTIONS, SOURCE_KEYS, describe, literals, takes
+from paceline.config.fields import CHINESE, KEYS, SECTIONS, SOURCE_KEYS, describe, literals, takes
 from paceline.config.schema.base import CombinationError
 from paceline.config.schema.data import DatasetSource
 from paceline.config.yaml_read import YamlValue, kind_of
-from paceline.core.errors import ConfigError, did_you_mean
+from paceline.core.errors import ConfigError, did_you_mean, nearest
 from paceline.core.texts import UserText, Values
 
 Find = Callable[[str], ConfigEntry | None]
@@ -65,9 +65,13 @@ def _describe(
 
 def reject(key: str, value: Any, entry: ConfigEntry | None, what: UserText) -> Problem:
     """Describe a value that a native key does not accept."""
-    info = KEYS[key]
-    fix = did_you_mean(value.lower(), literals(info)) if isinstance(value, str) else None
-    return Problem(what, entry, allowed=describe(info), fix=fix)
+    similar = _similar(key, value)
+    fix = f"did you mean `{similar}`?" if similar else None
+    return Problem(what, entry, allowed=describe(KEYS[key]), fix=fix)
+
+
+def _similar(key: str, value: Any) -> str:
+    return (nearest(value.lower(), literals(KEYS[key])) or "") if isinstance(value, str) else ""
 
 
 def shown_key(key: str, value: Any, entry: ConfigEntry | None) -> str:
@@ -80,25 +84,54 @@ def shown_key(key: str, value: Any, entry: ConfigEntry | None) -> str:
 
 def _reason(key: str, shown: str, value: Any, types: list[str]) -> UserText:
     """Describe why a value is not accepted."""
+    accepted = describe(KEYS[key], CHINESE)
     if any(name.startswith(("greater_than", "less_than")) for name in types):
-        return UserText("{shown} is out of range", code="out-of-range", shown=shown, key=key)
+        return UserText(
+            "{shown} is out of range",
+            code="out-of-range",
+            shown=shown,
+            accepted_in_chinese=accepted,
+        )
     if set(types) <= {"literal_error", "list_type"} and isinstance(value, str | list):
-        text = "{shown} is not one of the accepted values"
-        return UserText(text, code="unknown-value", shown=shown, key=key)
+        return UserText(
+            "{shown} is not one of the accepted values",
+            code="unknown-value",
+            shown=shown,
+            similar=_similar(key, value),
+            accepted_in_chinese=accepted,
+        )
     if "finite_number" in types:
         return _not_finite(key, shown)
     if "int_from_float" in types:
-        return UserText("{shown} is not a whole number", code="not-whole", shown=shown, key=key)
+        return UserText(
+            "{shown} is not a whole number",
+            code="not-whole",
+            shown=shown,
+            accepted_in_chinese=accepted,
+        )
     if isinstance(value, list | dict):
-        text = "{shown} contains an unsupported value"
-        return UserText(text, code="invalid-value", shown=shown, key=key)
-    kind = kind_of(value)
-    text = "{shown} is {kind}, which is not accepted"
-    return UserText(text, code="wrong-type", shown=shown, kind=kind, key=key)
+        return UserText(
+            "{shown} contains an unsupported value",
+            code="invalid-value",
+            shown=shown,
+            accepted_in_chinese=accepted,
+        )
+    return UserText(
+        "{shown} is {kind}, which is not accepted",
+        code="wrong-type",
+        shown=shown,
+        kind=kind_of(value),
+        accepted_in_chinese=accepted,
+    )
 
 
 def _not_finite(key: str, shown: str) -> UserText:
-    return UserText("{shown} is not a finite number", code="not-finite", shown=shown, key=key)
+    return UserText(
+        "{shown} is not a finite number",
+        code="not-finite",
+        shown=shown,
+        accepted_in_chinese=describe(KEYS[key], CHINESE),
+    )
 
 
 def _source(key: str, value: Any, errors: list[ErrorDetails], entry: ConfigEntry | None) -> Problem:
@@ -182,16 +215,24 @@ def strict_problems(data: dict[str, YamlValue], find: Find) -> list[Problem]:
             and not (isinstance(value, str) and value in literals(info))
             and not (isinstance(value, int) and takes(info, int))
         ):
-            text = "{shown} is {kind}, not true or false"
-            kind = kind_of(value)
-            what = UserText(text, code="not-true-or-false", shown=shown, kind=kind, key=key)
+            what = UserText(
+                "{shown} is {kind}, not true or false",
+                code="not-true-or-false",
+                shown=shown,
+                kind=kind_of(value),
+                accepted_in_chinese=describe(info, CHINESE),
+            )
             out.append(reject(key, value, entry, what))
     return out
 
 
 def _not_a_number(key: str, shown: str) -> UserText:
-    text = "{shown} is true/false, not a number"
-    return UserText(text, code="not-a-number", shown=shown, key=key)
+    return UserText(
+        "{shown} is true/false, not a number",
+        code="not-a-number",
+        shown=shown,
+        accepted_in_chinese=describe(KEYS[key], CHINESE),
+    )
 
 
 # -- one error for all mistakes

@@ -22,6 +22,10 @@ _KINDS = {
 _OTHER = "…"
 
 
+#: Modules of ``config`` whose texts are notices. The texts of the others are problems of a config.
+_WITH_NOTICES = ("settings.py", "load.py")
+
+
 class Site:
     """A call that creates an error or a notice with codes known from the source.
 
@@ -32,6 +36,8 @@ class Site:
     """
 
     def __init__(self, call: ast.Call, path: Path, kind: str, names: dict[str, ast.expr]) -> None:
+        is_problem = path.is_relative_to(SOURCE / "config") and path.name not in _WITH_NOTICES
+        kind = "usage" if kind == "notice" and is_problem else kind
         self.place = f"{path.relative_to(SOURCE)}:{call.lineno}"
         self.area = path.relative_to(SOURCE).parts[0].removesuffix(".py")
         self.kind = kind
@@ -138,11 +144,16 @@ def sites() -> Iterator[Site]:
             for target in node.targets
             if isinstance(target, ast.Name)
         }
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
-            kind = _kind_of(call.func.id, bases) if isinstance(call.func, ast.Name) else None
-            if kind is not None and any(word.arg == "code" for word in call.keywords):
-                yield Site(call, path, kind, names)
+        local: dict[str, ast.expr] = {}  # the latest assignments before a call
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call | ast.Assign)]
+        for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
+            if isinstance(node, ast.Assign):
+                if isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Constant):
+                    local[node.targets[0].id] = node.value
+                continue
+            kind = _kind_of(node.func.id, bases) if isinstance(node.func, ast.Name) else None
+            if kind is not None and any(word.arg == "code" for word in node.keywords):
+                yield Site(node, path, kind, names | local)
 
 
 def _kind_of(name: str, bases: dict[str, list[str]]) -> str | None:
