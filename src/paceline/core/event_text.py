@@ -12,6 +12,9 @@ from paceline.core.events import (
     EvalEvent,
     Event,
     FaultEvent,
+    HangEndEvent,
+    HangEvent,
+    LinkEvent,
     MemoryEvent,
     MemoryFallbackEvent,
     ProfileEvent,
@@ -21,6 +24,8 @@ from paceline.core.events import (
     RunStartEvent,
     SampleEvent,
     SkippedEvent,
+    StragglerEndEvent,
+    StragglerEvent,
     WorkerLostEvent,
 )
 from paceline.core.formatting import clean, count, counted, duration, loss, rank_names, ranks, size
@@ -232,6 +237,55 @@ def _worker_lost(event: WorkerLostEvent) -> tuple[str, str]:
     )
 
 
+def _hang(event: HangEvent) -> tuple[str, str]:
+    rank, step = event.get("rank"), event.get("step")
+    return ERROR, UserText(
+        "{text}",
+        code="event-all-ranks-hang" if rank is None else "event-hang",
+        text=event["text"],
+        rank=rank,
+        host=event.get("host"),
+        phase=event.get("phase"),
+        step=None if step is None else count(step),
+        seconds=count(event.get("since_s")),
+    )
+
+
+def _hang_end(event: HangEndEvent) -> tuple[str, str]:
+    seconds = count(event.get("since_s"))
+    return INFO, UserText("{text}", code="event-hang-end", text=event["text"], seconds=seconds)
+
+
+def _straggler(event: StragglerEvent) -> tuple[str, str]:
+    slower_by_s = event.get("slower_by_s")
+    return WARNING, UserText(
+        "{text}",
+        code="event-straggler",
+        text=event["text"],
+        rank=event.get("rank"),
+        host=event.get("host"),
+        step=count(event.get("step")),
+        slower_by_ms=None if slower_by_s is None else count(round(1000 * slower_by_s)),
+    )
+
+
+def _straggler_end(event: StragglerEndEvent) -> tuple[str, str]:
+    rank, host = event.get("rank"), event.get("host")
+    text = event["text"]
+    return INFO, UserText("{text}", code="event-straggler-end", text=text, rank=rank, host=host)
+
+
+def _link(event: LinkEvent) -> tuple[str, str]:
+    is_end = event["type"] == "link_end"
+    return INFO if is_end else WARNING, UserText(
+        "{text}",
+        code="event-link-end" if is_end else "event-link",
+        text=event["text"],
+        rank=event.get("rank"),
+        host=event.get("host"),
+    )
+
+
 def _sample(event: SampleEvent) -> tuple[str, str]:
     step = count(event.get("step"))
     return INFO, UserText("samples generated at step {step}", code="event-sample", step=step)
@@ -274,6 +328,12 @@ _DESCRIPTIONS: dict[str, _Describe] = {
     "drift": _drift,
     "rollback": _rollback,
     "worker_lost": _worker_lost,
+    "hang": _hang,
+    "hang_end": _hang_end,
+    "straggler": _straggler,
+    "straggler_end": _straggler_end,
+    "link": _link,
+    "link_end": _link,
     "eval": _eval,
     "checkpoint": _checkpoint,
     "data": _data,

@@ -195,15 +195,23 @@ def report_no_rollback(step: int, target: RollbackTarget, settings: RecoveryConf
 def report_rollback(events: EventLog, step: int, spike: LossSpike, target: RollbackTarget) -> None:
     """Emit the ``rollback`` event and its notice. ``step`` is the step of the spike, from 0."""
     to_step = step if target.path is None else target.step
-    text = f"step {step + 1}: the loss spiked to {spike.loss:.4g}"
-    median = None
+    median, compared = None, ""
     if not math.isnan(spike.median):
         median = spike.median
-        text += f" (median of the last {spike.num_compared} steps: {median:.4g})"
-    if target.path is None:
-        text += "; there is no earlier checkpoint, so only the batch of this step is skipped"
-    else:
-        text += f"; rolling back to step {to_step} and skipping the batch of this step"
+        compared = f" (median of the last {spike.num_compared} steps: {median:.4g})"
+    is_first = target.path is None
+    text = UserText(
+        "step {next_step}: the loss spiked to {loss}{compared}; there is no earlier checkpoint, so"
+        " only the batch of this step is skipped"
+        if is_first
+        else "step {next_step}: the loss spiked to {loss}{compared}; rolling back to step {to_step}"
+        " and skipping the batch of this step",
+        code="loss-spike-skipped" if is_first else "loss-spike-rolled-back",
+        next_step=step + 1,
+        loss=f"{spike.loss:.4g}",
+        compared=compared,
+        to_step=to_step,
+    )
     events.emit(
         {
             "type": "rollback",

@@ -437,6 +437,11 @@ def _not_found(name: str, path: Path) -> ConfigError:
         question = did_you_mean(missing.name, siblings, form=f"`{missing.parent / '{}'}`")
         fix = f"the folder `{missing}` does not exist" + (f"; {question}" if question else "")
     fix = windows_fix(name) or fix
-    shown = printable(name, _MAX_NAME_CHARS)
-    what = f"`{shown}` is not a file, a folder or a known dataset (working directory {Path.cwd()})"
-    return ConfigError(what, code="missing-dataset-file", allowed=_ALLOWED, fix=fix)
+    return ConfigError(
+        "`{name}` is not a file, a folder or a known dataset (working directory {cwd})",
+        code="missing-dataset-file",
+        allowed=_ALLOWED,
+        fix=fix,
+        name=printable(name, _MAX_NAME_CHARS),
+        cwd=Path.cwd(),
+    )

@@ -3,13 +3,12 @@
 from fastapi import APIRouter
 
 from paceline.messages.catalogue import chinese
-from paceline.web.files import JSONObject
 
 router = APIRouter()
 
 
 @router.get("/api/messages/zh")
-def messages() -> JSONObject:
+def messages() -> dict[str, dict[str, str | list[str]]]:
     """Return the Chinese templates by code: ``{code: {what, allowed, fix}}``. Each is a text with
     fields such as ``{name}``, or a list, of which the first is used whose values are present."""
-    return {code: dict(texts) for code, texts in chinese().items()}
+    return chinese()
