@@ -138,7 +138,7 @@ def test_rejects_text_that_is_not_a_config():
         edit_yaml("model: [a", {"model": "b"})
     with raises_error(ConfigError, code="not-a-mapping"):
         edit_yaml("- a\n- b\n", {"model": "b"})
-    with raises_error(ConfigError, code="unknown-key", naming="trian"):
+    with raises_error(ConfigError, code="unknown-config-key", naming="trian"):
         edit_yaml("model: a", {"trian": 1})
 
 

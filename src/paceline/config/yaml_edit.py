@@ -51,10 +51,10 @@ def edit_yaml(
     for key in [*values, *remove]:
         if key not in KEYS:
             raise ConfigError(
-                "unknown key `{key}`",
-                code="unknown-key",
+                "`{name}` is not a key of the config",
+                code="unknown-config-key",
                 fix="`paceline config` lists all keys",
-                key=key,
+                name=key,
             )
     if not isinstance(parse_yaml(text, "the config").value, dict | None):
         raise ConfigError(

@@ -85,12 +85,12 @@ def _data(event: DataEvent) -> tuple[str, str]:
 def _run_start(event: RunStartEvent) -> tuple[str, str]:
     step = event.get("resumed_from_step")
     return INFO, UserText(
-        "run starts{resumed}: {strategy}, {ranks}, {device}",
+        "run starts{resumed}: {strategy}, {on_ranks}, {device}",
         code="event-run-resumes" if step else "event-run-starts",
         resumed=f" from step {count(step)}" if step else "",
         step=count(step),
         strategy=event.get("strategy"),
-        ranks=ranks(event.get("world_size")),
+        on_ranks=ranks(event.get("world_size")),
         world_size=event.get("world_size"),
         device=event.get("device"),
     )

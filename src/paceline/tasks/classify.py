@@ -53,10 +53,11 @@ class ClassifyTask(Task):
     def check(self) -> None:
         if self.config.lora.enable:
             raise ConfigError(
-                "`lora.enable: true` is not supported with `task: classify`: image models are"
+                "`lora.enable: true` is not supported with `task: {task}`: image models are"
                 " trained in full",
                 code="lora-with-task",
                 fix="remove it",
+                task="classify",
             )
         for key in ("dataset", "val_dataset"):
             if len(self.config.sources(validation=key == "val_dataset")) > 1:

@@ -73,10 +73,11 @@ class RecommendTask(Task):
         config = self.config
         if config.lora.enable:
             raise ConfigError(
-                "`lora.enable: true` is not supported with `task: recommend`: click models are"
+                "`lora.enable: true` is not supported with `task: {task}`: click models are"
                 " trained in full",
                 code="lora-with-task",
                 fix="remove it",
+                task="recommend",
             )
         for key in ("dataset", "val_dataset"):
             sources = config.sources(validation=key == "val_dataset")
@@ -134,10 +135,10 @@ class RecommendTask(Task):
             val_name, take_validation = take_count(config.sources(validation=True)[0].path)
             if (val_name.startswith("builtin:")) != (name.startswith("builtin:")):
                 raise ConfigError(
-                    "`val_dataset: {val_name}` and `dataset` are not of the same kind",
+                    "`val_dataset: {source}` and `dataset` are not of the same kind",
                     code="different-validation-kind",
                     fix="give files for both",
-                    val_name=val_name,
+                    source=val_name,
                 )
             validation = self._read(val_name, train)
         empty: Any = None

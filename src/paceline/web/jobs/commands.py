@@ -130,14 +130,14 @@ def error_of(path: Path, code: int | None, otherwise: str, output: str) -> Pacel
     if error is not None:
         return error
     last_lines = "\n".join(output.strip().splitlines()[-3:])
-    kind = ConfigError if code == EXIT_USAGE else RunError
-    return kind(
+    ended = RunError(
         "{otherwise}: {lines}" if last_lines else "{otherwise}",
         code="ended-without-error",
         fix="run the same command in a terminal with --debug",
         otherwise=otherwise,
         lines=last_lines,
     )
+    return ConfigError.from_record(ended.record()) if code == EXIT_USAGE else ended
 
 
 def _without(path: Path, error: PacelineError) -> PacelineError:
