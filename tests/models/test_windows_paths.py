@@ -54,8 +54,8 @@ def test_paths_with_backslashes_that_do_not_exist() -> None:
     config = Config(model=r"models\absent", dataset="a.jsonl")
     with raises_error(ConfigError, code="missing-model"):
         check_files(config)
-    with raises_error(ConfigError, code="missing-tokenizer-folder"):
+    with raises_error(ConfigError, code="missing-model"):
         check_files(Config(model="models\new", dataset="a.jsonl"))
     check_hub(Config(model=MICRO, tokenizer=r"D:\tokens", dataset="a.jsonl"))  # no hub id
-    with raises_error(ConfigError, code="missing-model"):
+    with raises_error(ConfigError, code="missing-tokenizer-folder"):
         find_tokenizer(r"models\absent")

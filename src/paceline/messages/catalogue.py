@@ -53,10 +53,11 @@ def chinese() -> dict[str, dict[str, str | list[str]]]:
     """Return the Chinese templates by code: ``what``, and ``allowed`` and ``fix`` where they
     differ from the English ones. A list has several templates: the first one whose values are all
     present is used. ``{name}`` is replaced by a value."""
-    texts: dict[str, str | dict[str, str | list[str]]] = yaml.safe_load(
-        CHINESE.read_text(encoding="utf-8")
-    )
-    return {code: {"what": text} if isinstance(text, str) else text for code, text in texts.items()}
+    texts: dict[str, str | list[str] | dict[str, str | list[str]]]
+    texts = yaml.safe_load(CHINESE.read_text(encoding="utf-8"))
+    return {
+        code: text if isinstance(text, dict) else {"what": text} for code, text in texts.items()
+    }
 
 
 #: Why an error of an area occurs, for codes whose text does not say it.

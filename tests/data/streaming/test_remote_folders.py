@@ -98,9 +98,9 @@ def test_configurations_of_a_remote_card(folder: str) -> None:
     assert names(folder, split="test") == ["held.jsonl", "x.jsonl"]
     assert names(folder, name="other") == ["rows.jsonl"]
     assert names(folder, name="other", split="test") == ["test.jsonl"]
-    with raises_error(ConfigError, code="unknown-split", naming="absent"):
+    with raises_error(ConfigError, code="unknown-configuration", naming="absent"):
         find(folder, name="absent")
-    with raises_error(ConfigError, code="unknown-configuration", naming="dev"):
+    with raises_error(ConfigError, code="unknown-split", naming="dev"):
         find(folder, split="dev")
 
 

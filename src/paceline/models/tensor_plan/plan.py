@@ -72,9 +72,9 @@ def find_tensor_plan(model: nn.Module, configured: Mapping[str, str]) -> dict[st
             "`parallel.tensor` is not supported with {class_name}: it has no plan for splitting"
             " its layers",
             code="no-tensor-plan",
-            allowed="models of transformers with a base_model_tp_plan; the families of"
-            " models/tensor_plan/families.py (GPT-2, OPT, BLOOM, Falcon, MPT, …); an"
-            " nn.Sequential with Linear → activation → Linear; or a plan in the config",
+            allowed="models of transformers with a base_model_tp_plan; GPT-2, OPT, BLOOM, Falcon,"
+            " MPT and similar families; an nn.Sequential with Linear → activation → Linear; or a"
+            " plan in the config",
             fix="list pairs of layers, the first split by rows of its weight, the second by"
             " columns: `parallel.tensor_plan: {layers.*.up: colwise, layers.*.down: rowwise}`",
             class_name=_class_name(model),
