@@ -109,7 +109,6 @@ def _run_end(event: RunEndEvent) -> tuple[str, str]:
         at="" if step is None else f" at step {count(step)}",
         step=None if step is None else count(step),
         after="" if wall_s is None else f" after {duration(wall_s)}",
-        wall_s=wall_s,
         because=f": {event['reason']}" if event.get("reason") else "",
         reason=event.get("reason"),
     )

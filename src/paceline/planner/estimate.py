@@ -8,6 +8,7 @@ from paceline.config.derive import accumulation_of
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
+from paceline.core.texts import UserText
 from paceline.models.kernels.attention_choice import joins_samples
 from paceline.models.shape.activations import Activations, WeightPrecision, language_activations
 from paceline.models.shape.adapter_memory import merged_experts
@@ -182,7 +183,12 @@ def estimate(
     replicas, samples = layout.axes.replicas, config.train_args.global_batch_size
     if samples is not None:
         if replicas > samples:
-            reason = f"{replicas} replicas cannot share the global batch of {samples:,} samples"
+            reason = UserText(
+                "{replicas} replicas cannot share the global batch of {samples:sample}",
+                code="replicas-cannot-share-batch",
+                replicas=replicas,
+                samples=samples,
+            )
             return ModeEstimate(name, layout, settings, False, reason)
         config = with_accumulation(config, replicas)
     work = workload(config, profile, batch, layout, machine.is_cpu)
@@ -191,7 +197,7 @@ def estimate(
         _check_divisible(layout, config, profile)
         cost = estimate_cost(layout.strategy, profile.shape, layout.axes, work, config)
     except ConfigError as error:
-        return ModeEstimate(name, layout, settings, False, error.what)
+        return ModeEstimate(name, layout, settings, False, error.text())
     if cost.on_accelerator is not None and not machine.is_cpu:
         cost = cost.on_accelerator
     cost = _with_host_activations(cost, work)
@@ -214,10 +220,15 @@ def estimate(
     )
     usable = USABLE * machine.memory_bytes
     if mode.total <= usable:
-        return replace(mode, reason=f"{mode.total / machine.memory_bytes:.0%} of the memory")
-    reason = (
-        f"needs {human_bytes(mode.total)}; {human_bytes(usable)} of"
-        f" {human_bytes(machine.memory_bytes)} can be used"
+        share = f"{mode.total / machine.memory_bytes:.0%}"
+        reason = UserText("{share} of the memory", code="mode-fits", share=share)
+        return replace(mode, reason=reason)
+    reason = UserText(
+        "needs {needed}; {usable} of {memory} can be used",
+        code="mode-needs-more-memory",
+        needed=human_bytes(mode.total),
+        usable=human_bytes(usable),
+        memory=human_bytes(machine.memory_bytes),
     )
     return replace(mode, fits=False, reason=reason)
 

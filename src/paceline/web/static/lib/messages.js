@@ -19,33 +19,42 @@ export async function loadMessages(get) {
 
 /**
  * A reviver for `JSON.parse`: texts of objects with `code` and `values` are read in the language of
- * the panel, also after the language has changed.
+ * the panel, also after the language has changed; and so are those that an object names in
+ * `translations`: {key: {code, values}, or a list of them for a list of texts}.
  */
 export function reviveTexts(_, value) {
-  if (value === null || typeof value !== "object" || !("code" in value && "values" in value))
-    return value;
-  const english = { ...value };
-  for (const part of PARTS)
-    if (typeof value[part] === "string" && value[part])
-      Object.defineProperty(value, part, {
-        enumerable: true,
-        configurable: true,
-        get: () => translation(english, part),
-      });
+  if (value === null || typeof value !== "object") return value;
+  if ("code" in value && "values" in value)
+    for (const part of PARTS)
+      define(value, part, { ...value }, part === "text" ? "what" : part);
+  for (const [key, of] of Object.entries(value.translations ?? {})) {
+    if (!Array.isArray(of)) define(value, key, { ...of, [key]: value[key] }, "what");
+    else
+      for (const [index, each] of of.entries())
+        define(value[key], index, { ...each, [index]: value[key][index] }, "what");
+  }
   return value;
 }
 
-function translation(english, part) {
-  if (getLanguage() === "en") return english[part];
-  const isKnown = templates !== null && Object.hasOwn(templates, english.code);
-  const texts = isKnown ? templates[english.code][part === "text" ? "what" : part] : [];
-  const values = { ...english.values };
-  if (english.reason?.code)
-    values.reason = translation({ ...english.reason, text: values.reason }, "text");
-  const template = [texts ?? []].flat().find((text) => hasValues(text, values));
+function define(object, key, english, part) {
+  if (typeof object[key] === "string" && object[key])
+    Object.defineProperty(object, key, {
+      enumerable: true,
+      configurable: true,
+      get: () => translation(english, english[key], part),
+    });
+}
+
+function translation({ code, values, reason }, text, part) {
+  if (getLanguage() === "en") return text;
+  const isKnown = templates !== null && Object.hasOwn(templates, code);
+  const found = [isKnown ? (templates[code][part] ?? []) : []].flat();
+  const filled = { ...values };
+  if (reason?.code) filled.reason = translation(reason, filled.reason, "what");
+  const template = found.find((each) => hasValues(each, filled));
   return template === undefined
-    ? t("message.english", { text: english[part] })
-    : template.replace(/\{(\w+)\}/g, (_, name) => String(values[name]));
+    ? t("message.english", { text })
+    : template.replace(/\{(\w+)\}/g, (_, name) => String(filled[name]));
 }
 
 const hasValues = (template, values) =>
