@@ -78,6 +78,7 @@ lint: setup  ## Style, types, layers, and whether the generated docs are fresh
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m paceline.config.reference --check
+	$(BIN)/python -m paceline.messages.reference --check
 
 format: setup  ## Let ruff put the style right
 	$(BIN)/ruff check --fix .

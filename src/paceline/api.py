@@ -46,12 +46,16 @@ def train(config: str | Path | Mapping[str, YamlValue], **overrides: YamlValue) 
         result = run(loaded, time.time())
     if result.report is None:
         raise StoppedError(
-            "the run was stopped by a signal before the training began", result.exit_code
+            "the run was stopped by a signal before the training began",
+            result.exit_code,
+            code="stopped",
         )
     if result.exit_code != EXIT_DONE:
         raise StoppedError(
-            f"the run was stopped by a signal; a checkpoint is in {loaded.config.output_dir}",
+            "the run was stopped by a signal; a checkpoint is in {output_dir}",
             result.exit_code,
+            code="stopped",
+            output_dir=loaded.config.output_dir,
         )
     return result.report
 

@@ -11,10 +11,13 @@ from importlib import import_module
 
 from paceline.commands.options import OptionParser, set_up
 from paceline.core.errors import (
+    ERROR_FILE,
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_SIGINT,
     PacelineError,
+    RunError,
+    write_error,
 )
 from paceline.core.log import configure_logging
 from paceline.version import __version__
@@ -52,6 +55,7 @@ VERB_GROUPS = {
         "convert": "write a config of another tool with Paceline's own keys",
         "explain": "run an algorithm on real ranks and show it step by step",
         "completion": "print a shell completion script",
+        "help": "explain the code of an error, or a command",
     },
 }
 VERBS = {name: text for group in VERB_GROUPS.values() for name, text in group.items()}
@@ -63,10 +67,12 @@ def main(argv: list[str] | None = None) -> int:
     143 stopped by a signal."""
     tokens = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in tokens
+    error_file = os.environ.pop(ERROR_FILE, None)  # commands that this one starts do not write it
     try:
         return _dispatch(tokens)
     except PacelineError as error:
-        _print_error(error.paragraph())
+        _print_error(error.printed())
+        write_error(error, error_file)
         if debug:
             raise
         return error.exit_code
@@ -79,10 +85,15 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        _print_error(
-            f"{type(error).__name__}: {error}. This is unexpected. Run again with --debug for the"
-            " full traceback."
+        unexpected = RunError(
+            "{kind}: {reason}. This is unexpected",
+            code="unexpected",
+            fix="run again with --debug for the full traceback",
+            kind=type(error).__name__,
+            reason=error,
         )
+        _print_error(unexpected.printed())
+        write_error(unexpected, error_file)
         return EXIT_FAILED
 
 
@@ -120,7 +131,7 @@ def _dispatch(tokens: list[str]) -> int:
     if tokens[:1] == ["--version"]:
         print(__version__)
         return EXIT_DONE
-    if not tokens or tokens[0] == "help":
+    if not tokens or tokens == ["help"]:
         tokens = ["--help"]
     verb = next((token for token in tokens if not token.startswith("-")), "")
     parser, rest = build_parser([verb]).resolve(tokens)

@@ -168,7 +168,7 @@ def test_sizes_that_do_not_allow_a_number_of_ranks_are_refused_before_the_first_
     def train(loaded: Loaded) -> TrainResult:
         raise AssertionError("a run was started")
 
-    with raises_error(ConfigError, code="not-divisible"):
+    with raises_error(ConfigError, code="ranks-not-divisible"):
         measure_scaling(Loaded(config), options, train)
 
 

@@ -375,9 +375,9 @@ def test_tuned_config_keeps_other_keys_and_comments(tmp_path: Path) -> None:
     expected = with_values(loaded.config, _BF16.values)
     assert config == expected
     check_path(written)
-    with raises_error(ConfigError, code="already-exists"):
+    with raises_error(ConfigError, code="tuned-config-exists"):
         check_path(path)
-    with raises_error(ConfigError, code="not-writable"):
+    with raises_error(ConfigError, code="tuned-config-not-writable"):
         check_path(tmp_path / "missing" / "tuned.yaml")
     assert tuned_text(loaded, _report([best], None)) is None
 

@@ -72,7 +72,7 @@ def test_rejects_the_rendezvous_of_another_job(monkeypatch: pytest.MonkeyPatch) 
         assert first.find(10.0, 10.0) == endpoint
         first.check_run(endpoint)
         store_of(job=7, host=1, port=port).check_run(endpoint)
-        with raises_error(ConfigError, code="in-use"):
+        with raises_error(ConfigError, code="port-in-use"):
             store_of(job=10007, host=1, port=port).check_run(endpoint)
         for name in ("JOB_ID", "STEP_NUM_NODES"):
             monkeypatch.delenv(f"SLURM_{name}")

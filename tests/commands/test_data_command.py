@@ -105,7 +105,7 @@ def test_missing_ray_is_an_error_with_the_install_command(
 ) -> None:
     monkeypatch.setattr("paceline.data.count.ray_engine.find_spec", lambda name: None)
     (tmp_path / "a.txt").touch()
-    with raises_error(ConfigError, code="missing-package"):
+    with raises_error(ConfigError, code="missing-ray-for-count"):
         make_spec(parse("data", "count", str(tmp_path / "a.txt"), "--engine", "ray"))
 
 
@@ -153,7 +153,7 @@ def test_invalid_input_exits_with_2(tmp_path: Path) -> None:
     )
     assert f"`{path}` is not UTF-8 text: byte 0xff at offset 11" in completed.stderr
     assert not output.exists()
-    with raises_error(ConfigError, code="unknown-name"):
+    with raises_error(ConfigError, code="unknown-command"):
         parse("data", "cont")
     with raises_error(ConfigError, code="missing-command"):
         parse("data")

@@ -113,7 +113,7 @@ def test_invalid_overrides_have_the_error_of_the_config(
     with pytest.raises(ConfigError) as caught:
         load_config(*split_cli(tokens))
     assert main(["plan", *tokens]) == 2
-    assert capsys.readouterr().err == f"error: {caught.value}\n"
+    assert capsys.readouterr().err == f"error: {caught.value.printed()}\n"
 
 
 @pytest.mark.parametrize(

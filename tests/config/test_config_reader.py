@@ -81,7 +81,7 @@ def test_rejects_unsafe_or_invalid_yaml(text: str, fragments: list[str]) -> None
 def test_rejects_anchor_bomb() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
-    with raises_error(ConfigError, code="too-large"):
+    with raises_error(ConfigError, code="too-many-values"):
         parse_yaml("\n".join(lines), "c.yaml")
 
 

@@ -136,9 +136,9 @@ def test_edits_an_alias_without_changing_its_anchor():
 def test_rejects_text_that_is_not_a_config():
     with raises_error(ConfigError, code="invalid-yaml"):
         edit_yaml("model: [a", {"model": "b"})
-    with raises_error(ConfigError, code="wrong-type"):
+    with raises_error(ConfigError, code="not-a-mapping"):
         edit_yaml("- a\n- b\n", {"model": "b"})
-    with raises_error(ConfigError, code="unknown-key", naming="trian"):
+    with raises_error(ConfigError, code="unknown-config-key", naming="trian"):
         edit_yaml("model: a", {"trian": 1})
 
 

@@ -459,13 +459,13 @@ def test_accelerate_config_needs_model_and_dataset(
 def test_recognizes_a_deepspeed_json(tmp_path: Path, overrides: list[str]) -> None:
     path = tmp_path / "ds_z3.json"
     path.write_text('{"train_batch_size": "auto", "zero_optimization": {"stage": 3}}')
-    with raises_error(ConfigError, code="not-a-training-config") as caught:
+    with raises_error(ConfigError, code="deepspeed-config-as-config") as caught:
         load_config(path, overrides)
     assert f"deepspeed: {path}" in caught.value.paragraph()
 
 
 def test_recognizes_an_fsdp_json(in_folder: Path) -> None:
-    with raises_error(ConfigError, code="not-a-training-config"):
+    with raises_error(ConfigError, code="fsdp-config-as-config"):
         load_config(Path("fsdp2.json"))
 
 

@@ -191,7 +191,7 @@ def test_rejects_dataset_without_rows(tmp_path: Path, content: bytes) -> None:
         save(tmp_path / "c.jsonl", make_rows(20)),
     )
     (tmp_path / "b.jsonl").write_bytes(content)
-    with raises_error(ConfigError, code="no-rows"):
+    with raises_error(ConfigError, code="no-rows-in-source"):
         build_tokens(tmp_path / "out", config_of(first, str(tmp_path / "b.jsonl"), last), 1)
 
 

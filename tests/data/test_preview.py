@@ -94,9 +94,9 @@ def test_document_is_split_without_losing_tokens(tmp_path):
 
 
 def test_rejects_custom_task_and_row_count_out_of_range():
-    with raises_error(ConfigError, code="not-supported", naming="task"):
+    with raises_error(ConfigError, code="preview-with-task", naming="task"):
         preview(config_of("rows.csv", task="./examples/my_task.py:Task"))
-    with raises_error(ConfigError, code="out-of-range"):
+    with raises_error(ConfigError, code="rows-out-of-range"):
         preview(config_of("builtin:python-docs"), rows=0)
 
 

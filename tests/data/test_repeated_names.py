@@ -61,7 +61,7 @@ def test_key_of_json_that_occurs_twice(tmp_path: Path, name: str, row: str, text
     message = error_of(tmp_path / name)
     assert f"{place} has the key {text}" in message
     assert "keep one of the values" in message
-    with raises_error(ConfigError, code="repeated-name"):
+    with raises_error(ConfigError, code="repeated-json-key"):
         list(open_source(DatasetSource(path=str(tmp_path / name))).rows(0))
 
 
@@ -98,7 +98,7 @@ def test_column_of_csv_that_occurs_twice(
     path = tmp_path / ("a.tsv" if delimiter == "\t" else "a.csv")
     path.write_text(f"{line}\n{delimiter.join('x' * len(names))}\n")
     assert f"`{path}` has two columns with the name `prompt`" in error_of(path)
-    with raises_error(ConfigError, code="repeated-name", naming="prompt"):
+    with raises_error(ConfigError, code="repeated-column", naming="prompt"):
         open_table(path)
 
 
@@ -129,12 +129,19 @@ def test_column_of_arrow_that_occurs_twice(tmp_path: Path, name: str, kind: str)
         with new(path, table.schema) as writer:
             writer.write_table(table)
     assert f"two columns with the name {name}" in error_of(path)
-    with raises_error(ConfigError, code="repeated-name"):
+    with raises_error(ConfigError, code="repeated-column"):
         open_table(path)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
-def test_streams_refuse_repeated_names(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("a.jsonl", "repeated-json-key"),
+        ("a.csv", "repeated-column"),
+        ("a.parquet", "repeated-column"),
+    ],
+)
+def test_streams_refuse_repeated_names(tmp_path: Path, name: str, code: str) -> None:
     path = tmp_path / name
     if name == "a.jsonl":
         path.write_text(f"{GOOD}\n{REPEATED[0][0]}\n")
@@ -145,7 +152,7 @@ def test_streams_refuse_repeated_names(tmp_path: Path, name: str) -> None:
     config = Config(
         model="builtin:qwen2-micro", dataset=str(path), streaming=True, train_args={"max_steps": 1}
     )
-    with raises_error(ConfigError, code="repeated-name", naming="prompt"):
+    with raises_error(ConfigError, code=code, naming="prompt"):
         prepare_stream(config, "sft", resolve_model)
 
 

@@ -184,7 +184,9 @@ def test_variables_that_limit_devices_are_named(
 def test_several_ranks_on_mps_are_refused() -> None:
     check_several_ranks("mps", 1)
     check_several_ranks("xpu", 8)
-    with raises_error(ConfigError, code="not-supported", naming="parallel.device") as caught:
+    with raises_error(
+        ConfigError, code="mps-with-several-ranks", naming="parallel.device"
+    ) as caught:
         check_several_ranks("mps", 2)
     assert "`parallel.device: mps` is not supported with 2 ranks" in caught.value.what
 

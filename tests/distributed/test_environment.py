@@ -57,7 +57,7 @@ def test_missing_local_world_size_means_one_host(monkeypatch: pytest.MonkeyPatch
     for name, value in TORCHRUN.items():
         if name != "LOCAL_WORLD_SIZE":
             monkeypatch.setenv(name, value)
-    with raises_error(ConfigError, code="incomplete-environment", naming="LOCAL_WORLD_SIZE"):
+    with raises_error(ConfigError, code="missing-local-world-size", naming="LOCAL_WORLD_SIZE"):
         outer_launcher()
     monkeypatch.setenv("LOCAL_SIZE", "2")
     assert outer_launcher() == RankEnv(rank=3, world_size=4, local_rank=1, local_world_size=2)
@@ -157,8 +157,11 @@ def test_first_host_of_a_node_list(names: str, first: str) -> None:
     [
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "16"}, ("wrong-number-of-tasks", "")),
         ({**SLURM, "SLURM_NODEID": "x"}, ("invalid-environment", "SLURM_NODEID")),
-        ({**TRAINER, "PET_NNODES": "4:1"}, ("invalid-environment", "PET_NNODES")),
-        ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, ("incomplete-environment", "PET_MASTER_ADDR")),
+        ({**TRAINER, "PET_NNODES": "4:1"}, ("invalid-pet-nnodes", "PET_NNODES")),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0"},
+            ("unknown-rendezvous-address", "PET_MASTER_ADDR"),
+        ),
     ],
 )
 def test_rejects_inconsistent_scheduler_variables(
@@ -194,7 +197,7 @@ def test_scheduler_fills_unset_settings() -> None:
         ),
         (
             Parallel(node_rank=0),
-            ("contradicts-launcher", "parallel.node_rank"),
+            ("node-rank-contradicts-launcher", "parallel.node_rank"),
         ),
     ],
 )

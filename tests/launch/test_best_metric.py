@@ -29,7 +29,7 @@ def test_unknown_metric_is_refused(metrics: str, metric: str, allowed: str, tmp_
         "train_args.max_steps": 2,
         "train_args.metric_for_best_model": metric,
     }
-    with raises_error(ConfigError, code="unknown-metric", naming=metric) as error:
+    with raises_error(ConfigError, code="unknown-best-metric", naming=metric) as error:
         prepare(config)
     assert error.value.allowed == allowed
     assert not (tmp_path / "run").exists()

@@ -150,7 +150,7 @@ def test_routers_that_return_a_tuple_get_no_adapter(kind: str, method: str, tmp_
     for targets in (["q_proj", "router"], r".*\.router"):
         lora = {"enable": True, "target_modules": targets}
         named = small_config(folder, lora=lora)
-        with raises_error(ConfigError, code="unfit-adapter"):
+        with raises_error(ConfigError, code="special-target-modules"):
             language_model_on_meta(named)
 
 
@@ -160,7 +160,7 @@ def test_dry_run_checks_the_adapters_of_classifiers(task: str, tmp_path: Path) -
     save_file({}, folder / "model.safetensors")
     lora = {"enable": True, "target_modules": ["wq"]}
     config = small_config(folder, task=task, lora=lora)
-    with raises_error(ConfigError, code="unknown-module", naming="wq"):
+    with raises_error(ConfigError, code="unknown-target-modules", naming="wq"):
         model_check.check_model(config, ParallelLayout("single", ParallelDims(), 1))
 
 
@@ -212,7 +212,9 @@ def test_result_without_sequence_parallel_is_not_used_with_it(tmp_path: Path) ->
     layout = ParallelLayout("tensor", ParallelDims(tensor=2), 2)
     model_check.check_model(small_config(folder), layout)
     parallel = {"tensor": 2, "sequence_parallel": True}
-    with raises_error(ConfigError, code="not-supported", naming="parallel.sequence_parallel"):
+    with raises_error(
+        ConfigError, code="sequence-parallel-not-supported", naming="parallel.sequence_parallel"
+    ):
         model_check.check_model(small_config(folder, parallel=parallel), layout)
 
 

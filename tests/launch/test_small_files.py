@@ -76,7 +76,7 @@ def test_warns_about_replicas_without_samples() -> None:
 
 
 def test_rejects_empty_dataset() -> None:
-    with raises_error(ConfigError, code="no-rows"):
+    with raises_error(ConfigError, code="no-training-samples"):
         sizes(0, 2)
 
 

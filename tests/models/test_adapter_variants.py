@@ -175,7 +175,7 @@ def test_quantizes_linear_layers_of_a_mixture_only(tmp_path: Path) -> None:
     notices = " ".join(text for _, text in adapter_notices(language_model_on_meta(config), config))
     assert "lora.quantize: nf4 does not apply to mlp.experts" in notices
     config = config_for(write_config("gpt2", tmp_path / "gpt2"), lora={"quantize": "nf4"})
-    with raises_error(ConfigError, code="not-supported", naming="lora.quantize"):
+    with raises_error(ConfigError, code="quantize-without-linear-layers", naming="lora.quantize"):
         language_model_on_meta(config)
 
 
@@ -236,22 +236,25 @@ def test_lora_plus_has_two_learning_rates(tmp_path: Path) -> None:
     ("lora", "error"),
     [
         ({"enable": False, "quantize": "nf4"}, ("needs-lora", "")),
-        ({"method": "vera", "use_dora": True}, ("not-supported", "lora.use_dora")),
-        ({"init_lora_weights": "pissa", "quantize": "nf4"}, ("not-supported", "lora.quantize")),
-        ({"init_lora_weights": "loftq"}, ("not-supported", "lora.init_lora_weights")),
+        ({"method": "vera", "use_dora": True}, ("quantize-not-supported", "lora.use_dora")),
+        (
+            {"init_lora_weights": "pissa", "quantize": "nf4"},
+            ("quantize-not-supported", "lora.quantize"),
+        ),
+        ({"init_lora_weights": "loftq"}, ("quantize-not-supported", "lora.init_lora_weights")),
         (
             {"init_lora_weights": "loftq", "quantize": "nf4", "use_dora": True},
-            ("not-supported", "lora.init_lora_weights"),
+            ("quantize-not-supported", "lora.init_lora_weights"),
         ),
         (
             {"init_lora_weights": "olora", "use_dora": True},
-            ("not-supported", "lora.init_lora_weights"),
+            ("quantize-not-supported", "lora.init_lora_weights"),
         ),
         (
             {"init_lora_weights": "orthogonal", "rank": 3},
-            ("not-supported", "lora.init_lora_weights"),
+            ("quantize-not-supported", "lora.init_lora_weights"),
         ),
-        ({"quantize": "int8", "use_dora": True}, ("not-supported", "lora.quantize")),
+        ({"quantize": "int8", "use_dora": True}, ("quantize-not-supported", "lora.quantize")),
     ],
 )
 def test_refuses_combinations(lora: dict[str, Any], error: tuple[str, str], tmp_path: Path) -> None:
@@ -262,11 +265,11 @@ def test_refuses_combinations(lora: dict[str, Any], error: tuple[str, str], tmp_
 @pytest.mark.parametrize(
     ("lora", "error"),
     [
-        ({"init_lora_weights": "pissa"}, ("not-supported", "lora.init_lora_weights")),
-        ({"use_dora": True}, ("unfit-adapter", "use_dora")),
+        ({"init_lora_weights": "pissa"}, ("dora-without-linear-layers", "lora.init_lora_weights")),
+        ({"use_dora": True}, ("unfit-target-modules", "use_dora")),
         (
             {"init_lora_weights": "pissa", "rank": 24, "target_modules": ["k_proj"]},
-            ("not-supported", "lora.init_lora_weights"),
+            ("rank-too-large-for-initialization", "lora.init_lora_weights"),
         ),
         (
             {
@@ -275,7 +278,7 @@ def test_refuses_combinations(lora: dict[str, Any], error: tuple[str, str], tmp_
                 "rank": 24,
                 "target_modules": ["k_proj"],
             },
-            ("not-supported", "lora.init_lora_weights"),
+            ("rank-too-large-for-initialization", "lora.init_lora_weights"),
         ),
     ],
 )

@@ -195,7 +195,7 @@ def test_errors_list_modules_of_the_model(
 def test_accepts_matching_target_modules(target_modules: list[str] | str, tmp_path: Path) -> None:
     config = config_for(write_config("mixtral", tmp_path), lora={"target_modules": target_modules})
     if target_modules == ["experts"]:
-        with raises_error(ConfigError, code="unfit-adapter", naming="MixtralExperts"):
+        with raises_error(ConfigError, code="unfit-target-modules", naming="MixtralExperts"):
             language_model_on_meta(config)
     else:
         assert list(adapter_layers(language_model_on_meta(config)))

@@ -20,7 +20,7 @@ from paceline.models.builtin import resolve_model
     "name", ["modelscope:", "modelscope:owner", "modelscope:a/b/c", "modelscope:a b/c"]
 )
 def test_rejects_malformed_id(name: str) -> None:
-    with raises_error(ConfigError, code="invalid-name"):
+    with raises_error(ConfigError, code="invalid-modelscope-name"):
         resolve_model(name)
 
 
@@ -28,7 +28,7 @@ def test_missing_package_error_names_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "modelscope", None)
     assert not is_hub_id("modelscope:a/b")
     for resolve in (resolve_model, lambda name: open_source(DatasetSource(path=name))):
-        with raises_error(ConfigError, code="missing-package", naming="modelscope"):
+        with raises_error(ConfigError, code="missing-modelscope", naming="modelscope"):
             resolve("modelscope:a/b")
 
 

@@ -171,7 +171,7 @@ def test_rejects_damaged_tokenizer(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", "some text")
     lines = (folder / "qwen.tiktoken").read_text().split("\n")
     (folder / "qwen.tiktoken").write_text("\n".join(lines[:100] + lines[101:]))
-    with raises_error(ConfigError, code="damaged-file", naming="qwen.tiktoken"):
+    with raises_error(ConfigError, code="tokenizer-unreadable", naming="qwen.tiktoken"):
         find_tokenizer(str(folder))
 
 
@@ -201,7 +201,7 @@ def test_adapters_save_generate_and_merge_as_qwen2(checkpoint: Path, tmp_path: P
     with torch.no_grad():
         torch.testing.assert_close(original(input_ids=ids).logits[0], base, rtol=1e-4, atol=1e-4)
     assert isinstance(generate(run, "Hello", max_new_tokens=3), str)
-    with raises_error(ConfigError, code="too-long"):
+    with raises_error(ConfigError, code="answer-too-long"):
         generate(run, "Hello", max_new_tokens=SEQ_LENGTH)
 
 

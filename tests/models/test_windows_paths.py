@@ -41,8 +41,9 @@ def test_drives_of_windows_are_refused(name: str) -> None:
     assert not is_hub_id(name)
     rest = name[3:].replace("\\", "/")
     expected = f"this is a path of Windows.*/mnt/c/{rest}`"
-    for settings in ({"model": name}, {"model": MICRO, "lora": {"enable": True, "adapter": name}}):
-        with raises_error(ConfigError, code="missing-file") as caught:
+    adapter = {"model": MICRO, "lora": {"enable": True, "adapter": name}}
+    for settings, code in (({"model": name}, "missing-model"), (adapter, "missing-adapter")):
+        with raises_error(ConfigError, code=code) as caught:
             check_files(Config(dataset="a.jsonl", **settings))
         caught.match(expected)
     with pytest.raises(ConfigError, match=expected):
@@ -51,10 +52,10 @@ def test_drives_of_windows_are_refused(name: str) -> None:
 
 def test_paths_with_backslashes_that_do_not_exist() -> None:
     config = Config(model=r"models\absent", dataset="a.jsonl")
-    with raises_error(ConfigError, code="missing-file"):
+    with raises_error(ConfigError, code="missing-model"):
         check_files(config)
-    with raises_error(ConfigError, code="missing-file"):
+    with raises_error(ConfigError, code="missing-model"):
         check_files(Config(model="models\new", dataset="a.jsonl"))
     check_hub(Config(model=MICRO, tokenizer=r"D:\tokens", dataset="a.jsonl"))  # no hub id
-    with raises_error(ConfigError, code="missing-file"):
+    with raises_error(ConfigError, code="missing-tokenizer-folder"):
         find_tokenizer(r"models\absent")

@@ -182,7 +182,7 @@ def test_missing_run_error_lists_existing_runs(tmp_path, monkeypatch):
 
 def test_missing_run_error_without_other_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with raises_error(ConfigError, code="missing-file", naming="nothing"):
+    with raises_error(ConfigError, code="no-run-to-watch", naming="nothing"):
         watch(Path("nothing"))
 
 

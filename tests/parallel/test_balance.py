@@ -101,14 +101,22 @@ def test_rejects_unsupported_strategies(mode: str, axes: ParallelDims, reason: s
 @pytest.mark.parametrize(
     ("balance", "settings", "error"),
     [
-        ("speed", {"compression": {"method": "signsgd"}}, ("not-supported", "parallel.balance")),
+        (
+            "speed",
+            {"compression": {"method": "signsgd"}},
+            ("balance-with-signsgd", "parallel.balance"),
+        ),
         (
             "speed",
             {"compression": {"method": "topk"}, "train_args": {"optim": "adamw"}},
-            ("not-supported", "parallel.balance"),
+            ("balance-with-local-moments", "parallel.balance"),
         ),
         ([3, 1, 1], {}, ("wrong-number-of-weights", "")),
-        ([3, 1], {"parallel": {"nnodes": "1:2"}}, ("not-supported", "parallel.balance")),
+        (
+            [3, 1],
+            {"parallel": {"nnodes": "1:2"}},
+            ("balance-with-changing-hosts", "parallel.balance"),
+        ),
     ],
 )
 def test_rejects_conflicting_settings(

@@ -98,7 +98,7 @@ def test_registered_modes_and_strategy_specs() -> None:
         get_spec("no_such_package:SPEC")
     with raises_error(ConfigError, code="not-a-strategy"):
         get_spec("collections:OrderedDict")
-    with raises_error(ConfigError, code="missing-file"):
+    with raises_error(ConfigError, code="missing-user-file"):
         get_spec("./no_such_file.py:SPEC")
 
 

@@ -71,7 +71,7 @@ def make_config(offload: str, mode: str = "ddp", **settings: Any) -> Config:
             "zero3",
             "activations",
             {"parallel": {"device": "cpu"}},
-            ("not-supported", "parallel.cpu_offload"),
+            ("offload-on-cpu", "parallel.cpu_offload"),
         ),
     ],
 )

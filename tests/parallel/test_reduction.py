@@ -132,7 +132,7 @@ def test_comm_thread_runs_in_order_and_propagates_errors():
 def test_rejects_unsupported_modes(mode, axes):
     config = Config(model="m", dataset="d", parallel={"mode": mode, "all_reduce_algorithm": "ring"})
     with raises_error(
-        ConfigError, code="not-supported", naming="parallel.all_reduce_algorithm"
+        ConfigError, code="all-reduce-with-mode", naming="parallel.all_reduce_algorithm"
     ) as caught:
         check_strategy(mode, config, axes)
     assert "ddp" in caught.value.allowed

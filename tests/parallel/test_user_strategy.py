@@ -85,7 +85,7 @@ def test_class_that_is_no_strategy_is_refused(incomplete: Path) -> None:
     for spec in ("OTHER", "ABSENT"):
         mode = f"{incomplete}:{spec}"
         config = Config(model="m", dataset="d", parallel={"mode": mode})
-        with raises_error(ConfigError, code="not-a-strategy"):
+        with raises_error(ConfigError, code="implementation-not-a-strategy"):
             check_strategy(mode, config, ParallelDims(data=2))
 
 

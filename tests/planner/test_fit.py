@@ -102,7 +102,7 @@ def test_refused_above_110_percent_and_warned_above_90(model: str) -> None:
         fitted = fit_memory(tried, where)
         assert fitted is not None
         if expected == "refused":
-            with raises_error(ConfigError, code="does-not-fit") as error:
+            with raises_error(ConfigError, code="run-does-not-fit") as error:
                 check_fits(fitted, tried, round(size), "A100-40GB")
             assert "set `" in str(error.value)
             continue

@@ -467,5 +467,5 @@ def test_float8_is_faster_where_the_device_has_it(tmp_path: Path) -> None:
         result = paceline.plan({**job, "train_args": args}, device="H100", world_size=1)
         times.append(result["modes"][0]["step_time_s"])
     assert times[0] > times[1]
-    with raises_error(ConfigError, code="not-supported", naming="train_args.fp8"):
+    with raises_error(ConfigError, code="fp8-on-device", naming="train_args.fp8"):
         paceline.plan({**job, "train_args": args}, device="A100", world_size=1)

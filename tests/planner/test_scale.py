@@ -107,7 +107,7 @@ def test_parses_networks() -> None:
     assert (network.hosts_per_switch, network.oversubscription) == (16, 2.5)
     assert "1/2.5" in network.text()
     for text in ("ring", "rail:0", "rail:x", "fat-tree:4:0.5", "rail:1:2:3", "fat-tree:4:nan"):
-        with raises_error(ConfigError, code="invalid-option"):
+        with raises_error(ConfigError, code="invalid-network"):
             parse_network(text)
 
 

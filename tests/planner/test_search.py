@@ -189,10 +189,10 @@ def test_finds_the_cheapest_machine(model: str) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"deadline": "8"}, ("invalid-option", "--deadline 8")),
-        ({"deadline": "0h"}, ("invalid-option", "--deadline 0h")),
+        ({"deadline": "8"}, ("invalid-time", "--deadline 8")),
+        ({"deadline": "0h"}, ("invalid-time", "--deadline 0h")),
         ({"budget": "24"}, ("missing-unit", "")),
-        ({"prices": ["-1"]}, ("invalid-option", "--price -1")),
+        ({"prices": ["-1"]}, ("invalid-price", "--price -1")),
         ({"prices": ["H1000=2"]}, ("unknown-device", "")),
     ],
 )

@@ -107,7 +107,7 @@ def test_verdict_leaves_room_for_what_the_allocator_reserves() -> None:
 
 def test_reports_an_interpreter_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(run.PYTHON_VARIABLE, "/none/python")
-    with raises_error(ConfigError, code="missing-file", naming="/none/python"):
+    with raises_error(ConfigError, code="simulation-python-missing", naming="/none/python"):
         run.run_jobs([job(1)])
 
 

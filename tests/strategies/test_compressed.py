@@ -227,7 +227,10 @@ def test_hybrid_compresses_along_the_data_dimension():
 )
 def test_rejects_unsupported_modes_and_names_supported_ones(mode, axes, method, allowed):
     config = Config(model="m", dataset="d", parallel={"mode": mode}, compression={"method": method})
-    with raises_error(ConfigError, code="not-supported", naming="compression.method") as caught:
+    code = {"powersgd": "compression-with-axes", "two ranks": "compression-with-one-rank"}.get(
+        allowed, "compression-with-mode"
+    )
+    with raises_error(ConfigError, code=code, naming="compression.method") as caught:
         check_strategy(mode, config, axes)
     assert allowed in caught.value.allowed
 
@@ -235,14 +238,17 @@ def test_rejects_unsupported_modes_and_names_supported_ones(mode, axes, method, 
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"parallel": {"all_reduce_algorithm": "ring"}}, ("not-supported", "compression.method")),
+        (
+            {"parallel": {"all_reduce_algorithm": "ring"}},
+            ("compression-with-all-reduce", "compression.method"),
+        ),
         (
             {"train_args": {"optim": "adagrad"}, "compression": {"local_moments": True}},
-            ("not-supported", "compression.local_moments"),
+            ("local-moments-not-supported", "compression.local_moments"),
         ),
         (
             {"compression": {"momentum_correction": True}},
-            ("not-supported", "compression.momentum_correction"),
+            ("momentum-correction-not-supported", "compression.momentum_correction"),
         ),
     ],
 )

@@ -315,7 +315,8 @@ def test_rejects_running_statistics_in_half_precision(precision):
     config = Config(
         model="m", dataset="d", parallel={"mode": "deepspeed"}, train_args={"precision": precision}
     )
-    with raises_error(ConfigError, code="not-supported", naming="parallel.mode"):
+    code = "deepspeed-with-running-statistics"
+    with raises_error(ConfigError, code=code, naming="parallel.mode"):
         DeepSpeedStrategy(config, world).setup(Net(statistics=True))
 
 
@@ -331,7 +332,7 @@ def test_rejects_running_statistics_in_half_precision(precision):
         (
             {"cpu_offload": "optimizer", "device": "cpu"},
             {},
-            ("not-supported", "parallel.cpu_offload"),
+            ("offload-on-cpu", "parallel.cpu_offload"),
         ),
         (
             {"cpu_offload": "all", "deepspeed_stage": 1},

@@ -307,7 +307,7 @@ def test_cost_matches_the_zero_paper(strategy, gigabytes, volume):
         ({"parallel": {"cpu_offload": "optimizer"}}, ("not-supported", "parallel.cpu_offload")),
         (
             {"parallel": {"cpu_offload": "all", "device": "cpu"}},
-            ("not-supported", "parallel.cpu_offload"),
+            ("offload-on-cpu", "parallel.cpu_offload"),
         ),
     ],
 )

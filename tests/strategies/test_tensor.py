@@ -107,10 +107,10 @@ def test_rejects_indivisible_sizes_and_names_allowed_ones():
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=6, num_key_value_heads=2))
     plan = find_tensor_plan(model, {})
     check_plan_sizes(model, plan, 2)
-    with raises_error(ConfigError, code="not-divisible"):
+    with raises_error(ConfigError, code="tensor-not-divisible"):
         check_plan_sizes(model, plan, 3)
     chain = NETS["chain"][0]()
-    with raises_error(ConfigError, code="not-divisible"):
+    with raises_error(ConfigError, code="tensor-not-divisible"):
         check_plan_sizes(chain, find_tensor_plan(chain, {}), 5)
 
 

@@ -234,7 +234,7 @@ def test_ranges_of_fused_weights_cover_them_once() -> None:
 def test_rejects_unsupported_family_settings() -> None:
     model = make_model("bloom")
     model.config.slow_but_exact, model.config.pretraining_tp = True, 2
-    with raises_error(ConfigError, code="not-supported", naming="parallel.tensor"):
+    with raises_error(ConfigError, code="tensor-with-model", naming="parallel.tensor"):
         find_tensor_plan(model, {})
     experts = make_model("mixtral")
     del (

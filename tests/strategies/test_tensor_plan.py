@@ -92,7 +92,7 @@ def test_chain_is_sharded_in_pairs_and_ambiguous_models_are_rejected():
 @pytest.mark.parametrize(
     ("plan", "error"),
     [
-        ({"layers.*.upp": "colwise"}, ("unknown-module", "")),
+        ({"layers.*.upp": "colwise"}, ("tensor-plan-matches-nothing", "")),
         ({"layers.*.up": "packed_colwise"}, ("incomplete-tensor-plan", "packed_colwise")),
         ({"layers.*.up": "colwise"}, ("incomplete-tensor-plan", "layers.0.up")),
     ],
@@ -138,7 +138,7 @@ def test_rejects_indivisible_sizes_before_loading():
     sizes = {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 4096}
     check_sizes(sizes, 4)
     check_sizes({}, 3)
-    with raises_error(ConfigError, code="not-divisible") as error:
+    with raises_error(ConfigError, code="tensor-not-divisible") as error:
         check_sizes({"text_config": sizes}, 8)
     assert "1, 2, 4" in str(error.value)
     assert "`parallel.tensor: 4`" in str(error.value)

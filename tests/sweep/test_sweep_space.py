@@ -73,11 +73,11 @@ def test_paths_with_dots_are_values() -> None:
 @pytest.mark.parametrize(
     ("overrides", "code"),
     [
-        (["x=8,"], "missing-value"),
+        (["x=8,"], "empty-sweep-value"),
         (["x=8,8"], "repeated-value"),
         (["x=1e-4,0.0001"], "repeated-value"),
-        (["x=1,2", "x=3,4"], "repeated-name"),
-        (["x=1,2", "x=3"], "repeated-name"),
+        (["x=1,2", "x=3,4"], "repeated-sweep-key"),
+        (["x=1,2", "x=3"], "repeated-sweep-key"),
         (["output_dir=a,b"], "fixed-in-sweep"),
         (["x=1..2:fast"], "invalid-range"),
         (["x=2..1"], "reversed-range"),

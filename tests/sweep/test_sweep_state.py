@@ -43,7 +43,7 @@ def test_state_is_the_same_after_a_restart(tmp_path: Path) -> None:
 )
 def test_unusable_state_is_reported(tmp_path: Path, content: str) -> None:
     (tmp_path / "sweep.json").write_text(content)
-    with raises_error(ConfigError, code="damaged-file"):
+    with raises_error(ConfigError, code="sweep-state-unreadable"):
         load_state(tmp_path)
 
 
@@ -51,7 +51,7 @@ def test_state_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
     state = SweepState(tmp_path)
     state.add(("lora.rank=8",), "../other")
     state.save()
-    with raises_error(ConfigError, code="damaged-file"):
+    with raises_error(ConfigError, code="sweep-state-unreadable"):
         load_state(tmp_path)
 
 
@@ -88,7 +88,7 @@ def test_metrics_of_the_evaluations_are_accepted(name: str) -> None:
 
 
 def test_unknown_metric_is_refused() -> None:
-    with raises_error(ConfigError, code="unknown-metric") as error:
+    with raises_error(ConfigError, code="unknown-sweep-metric") as error:
         check_metric(Metric("eval_f2", True), True, ["loss", "f1"])
     assert "eval_loss, eval_f1, train_loss, tokens_per_second" in error.value.paragraph()
     assert "did you mean `eval_f1`?" in error.value.paragraph()

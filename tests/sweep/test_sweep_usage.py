@@ -13,9 +13,9 @@ from paceline.core.errors import ConfigError
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["lora.rank=8"], ("missing-value", "")),
+        (["lora.rank=8"], ("missing-sweep-values", "")),
         (["learning_rate=1e-5..1e-3:log"], ("range-without-search", "")),
-        (["lora.rank=8,16", "--no-pruning"], ("missing-option", "")),
+        (["lora.rank=8,16", "--no-pruning"], ("no-pruning-without-trials", "")),
         (["lora.rnk=8,16"], ("unknown-key", "")),
         (["lora.rank=many,16"], ("wrong-type", "lora.rank")),
         (["lora.rank=8,16", "--parallel", "0"], ("invalid-option", "--parallel 0")),
@@ -23,8 +23,8 @@ from paceline.core.errors import ConfigError
         (["lora.rank=8,16", "--metric", ""], ("invalid-option", "--metric")),
         (["lora.rank=8,16", "--folder", ""], ("invalid-option", "--folder")),
         (["lora.rank=8,16", "--folder", "/dev/null/x"], ("not-writable", "")),
-        (["lora.rank=8,16", "--maximize", "--minimize"], ("exclusive-options", "")),
-        (["lora.rank=8,16", "--folder", "used"], ("already-exists", "")),
+        (["lora.rank=8,16", "--maximize", "--minimize"], ("invalid-arguments", "")),
+        (["lora.rank=8,16", "--folder", "used"], ("folder-contains-run", "")),
     ],
 )
 def test_wrong_usage_is_refused(

@@ -292,9 +292,9 @@ def test_images_in_tar_shards_are_those_of_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "files", "error"),
     [
-        ("a.tar", {"1.png": b"x", "2.png": b""}, ("no-images", "")),
-        ("a.tar", {}, ("no-images", "")),
-        ("b-{0..1}.tar", {}, ("missing-file", "b-0.tar")),
+        ("a.tar", {"1.png": b"x", "2.png": b""}, ("no-images-in-shards", "")),
+        ("a.tar", {}, ("no-images-in-shards", "")),
+        ("b-{0..1}.tar", {}, ("missing-shards", "b-0.tar")),
     ],
 )
 def test_unusable_tar_shards_are_refused(
@@ -314,7 +314,7 @@ def test_validation_folder_uses_training_class_indices(tmp_path: Path) -> None:
     assert task.prepared is not None
     assert any("no images of 1 class" in text for _, text in task.prepared.notices)
     make_folder(tmp_path / "val2", {"cat": 1, "dog": 1})
-    with raises_error(ConfigError, code="unknown-class"):
+    with raises_error(ConfigError, code="unknown-validation-class"):
         prepare_task(dataset=str(folder), val_dataset=str(tmp_path / "val2"))
 
 
@@ -403,12 +403,12 @@ def test_warns_about_language_model_settings() -> None:
     [
         ({"model": "builtin:qwen2-tiny"}, ("unknown-name", "builtin:qwen2-tiny")),
         ({"model": "builtin:small-cn"}, ("unknown-name", "builtin:small-cn")),
-        ({"model": "./no/such/folder"}, ("missing-file", "")),
-        ({"dataset": "builtin:python-docs"}, ("no-images", "")),
-        ({"dataset": "no-such-folder"}, ("missing-file", "")),
-        ({"dataset": "builtin:digits#0"}, ("out-of-range", "")),
+        ({"model": "./no/such/folder"}, ("missing-image-model", "")),
+        ({"dataset": "builtin:python-docs"}, ("unknown-image-dataset", "")),
+        ({"dataset": "no-such-folder"}, ("missing-image-folder", "")),
+        ({"dataset": "builtin:digits#0"}, ("selects-no-rows", "")),
         ({"dataset": ["builtin:digits", "builtin:digits"]}, ("several-sources", "")),
-        ({"lora": {"enable": True}}, ("not-supported", "lora.enable")),
+        ({"lora": {"enable": True}}, ("lora-with-task", "lora.enable")),
     ],
 )
 def test_rejects_invalid_settings(keys: dict[str, Any], error: tuple[str, str]) -> None:
@@ -422,14 +422,14 @@ def test_rejects_invalid_folders(tmp_path: Path) -> None:
     Image.new("RGB", (4, 4)).save(flat / "image.png")
     with raises_error(ConfigError, code="no-classes"):
         prepare_task(dataset=str(flat))
-    with raises_error(ConfigError, code="missing-file"):
+    with raises_error(ConfigError, code="missing-image-folder"):
         prepare_task(dataset=str(flat / "image.png"))
     with raises_error(ConfigError, code="single-class"):
         prepare_task(dataset=str(make_folder(tmp_path / "single", {"cat": 3})))
     with pytest.raises(ConfigError, match=r"did you mean.*single"):
         prepare_task(dataset=str(tmp_path / "singel"))
     (tmp_path / "empty" / "cat").mkdir(parents=True)
-    with raises_error(ConfigError, code="no-images"):
+    with raises_error(ConfigError, code="no-readable-images"):
         prepare_task(dataset=str(tmp_path / "empty"))
     for part in ("train", "val"):
         make_folder(tmp_path / "splits" / part, {"cat": 1, "dog": 1})
@@ -441,10 +441,10 @@ def test_rejects_language_model_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"})
     )
-    with raises_error(ConfigError, code="wrong-kind-of-model", naming="task"):
+    with raises_error(ConfigError, code="not-an-image-classifier", naming="task"):
         prepare_task(model=str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    with raises_error(ConfigError, code="wrong-kind-of-model"):
+    with raises_error(ConfigError, code="not-an-image-classifier"):
         prepare_task(model=str(tmp_path))
     (tmp_path / "empty").mkdir()
     with raises_error(ConfigError, code="no-model-config"):

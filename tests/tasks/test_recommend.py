@@ -150,17 +150,17 @@ def test_auc_over_ranks_matches_full_dataset(world_size: int, mode: str) -> None
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        ({"lora": {"enable": True}}, ("not-supported", "lora.enable")),
-        ({"model": "builtin:small-cnn"}, ("wrong-kind-of-model", "model")),
-        ({"dataset": "log.csv"}, ("missing-value", "recommend.sparse_features")),
-        ({"dataset": ["builtin:clicks", "builtin:clicks"]}, ("several-sources", "")),
+        ({"lora": {"enable": True}}, ("lora-with-task", "lora.enable")),
+        ({"model": "builtin:small-cnn"}, ("not-a-click-model", "model")),
+        ({"dataset": "log.csv"}, ("missing-sparse-features", "recommend.sparse_features")),
+        ({"dataset": ["builtin:clicks", "builtin:clicks"]}, ("several-files", "")),
         (
             {"dataset": "log.csv", "recommend": {"sparse_features": ["label"]}},
-            ("repeated-name", ""),
+            ("repeated-feature", ""),
         ),
         (
             {"dataset": "log.csv", "recommend": {"sparse_features": ["a"], "table_size": {"b": 3}}},
-            ("unknown-column", ""),
+            ("unknown-feature", ""),
         ),
     ],
 )

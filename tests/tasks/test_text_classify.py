@@ -194,7 +194,7 @@ def test_metrics_and_classes_of_a_saved_model(tmp_path: Path) -> None:
     again = prepare_task(named, model=str(tmp_path / "model"))
     assert [int(row["classes"][0]) for row in again.build_datasets()[0]] == [2, 0]
     torch.testing.assert_close(again.build_model().eval()(ids).logits, model(ids).logits)
-    with raises_error(ConfigError, code="wrong-kind-of-model"):
+    with raises_error(ConfigError, code="not-a-language-model"):
         generate(tmp_path, "hello")
     assert "label good" in as_text(preview(make_config(named), rows=1))
 
@@ -225,10 +225,10 @@ def test_adapters_are_exported_with_the_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "keys", "error"),
     [
-        ([1, 1], {"classify": {"labels": ["only"]}}, ("unknown-class", "")),
-        (["x", "x"], {}, ("single-class", "")),
+        ([1, 1], {"classify": {"labels": ["only"]}}, ("unknown-label", "")),
+        (["x", "x"], {}, ("single-label", "")),
         ([0, 10**9], {}, ("invalid-label", "")),
-        ([0, 1], {"train_args": {"packing": True}}, ("not-supported", "train_args.packing")),
+        ([0, 1], {"train_args": {"packing": True}}, ("packing-with-task", "train_args.packing")),
     ],
 )
 def test_refused(

@@ -128,9 +128,9 @@ def test_task_and_data_can_be_pickled_for_loader_processes() -> None:
 @pytest.mark.parametrize(
     ("task", "error"),
     [
-        ("./my_lime.py:Line", ("missing-file", "my_lime.py")),
-        ("./my_line.py:Lime", ("unknown-class-name", "my_line.py")),
-        ("./my_line.py", ("missing-class", "")),
+        ("./my_lime.py:Line", ("missing-user-file", "my_lime.py")),
+        ("./my_line.py:Lime", ("unknown-task-class", "my_line.py")),
+        ("./my_line.py", ("task-without-class", "")),
         ("./my_line.py:NotATask", ("not-a-task", "paceline.Task")),
         ("./my_line.py:number", ("not-a-task", "task")),
         ("no_such_package.tasks:Line", ("missing-module", "")),

@@ -257,7 +257,7 @@ def test_frozen_parts_and_adapters(family: str, models: dict[str, Path], tmp_pat
         rtol=1e-4,
         atol=1e-4,
     )
-    with raises_error(ConfigError, code="wrong-kind-of-model"):
+    with raises_error(ConfigError, code="not-a-language-model"):
         generate(tmp_path / "run", "hello")
 
 
@@ -299,8 +299,11 @@ def test_batches_without_images_give_gradients_to_every_part(
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        ({"evaluation": {"metrics": ["bleu"]}}, ("not-supported", "evaluation.metrics")),
-        ({"tokenizer": "builtin:qwen2-micro"}, ("not-supported", "tokenizer")),
+        (
+            {"evaluation": {"metrics": ["bleu"]}},
+            ("setting-with-vision-language", "evaluation.metrics"),
+        ),
+        ({"tokenizer": "builtin:qwen2-micro"}, ("setting-with-vision-language", "tokenizer")),
     ],
 )
 def test_refused(
@@ -372,8 +375,8 @@ def test_images_do_not_share_a_row(
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        ({"parallel": {"mode": "tensor"}}, ("not-supported", "parallel.tensor")),
-        ({"parallel": {"pipeline": 2}}, ("not-supported", "parallel.pipeline")),
+        ({"parallel": {"mode": "tensor"}}, ("vision-language-layout", "parallel.tensor")),
+        ({"parallel": {"pipeline": 2}}, ("vision-language-layout", "parallel.pipeline")),
     ],
 )
 def test_strategies_refused(
@@ -398,5 +401,5 @@ def test_statistics_count_the_tokens_of_images(models: dict[str, Path], tmp_path
 def test_verify_leaves_out_division_of_the_model(models: dict[str, Path]) -> None:
     config = make_config(models["llava"], "d")
     for name in ("tensor", "pipeline"):
-        with raises_error(ConfigError, code="not-supported", naming=name):
+        with raises_error(ConfigError, code="vision-language-layout", naming=name):
             _check_mode(make_mode(name, config, 2), config)

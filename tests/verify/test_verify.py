@@ -230,7 +230,7 @@ def test_parses_names_of_modes() -> None:
     ]
     tensor = make_mode("shard2-tensor2", config, 4).parallel
     assert (tensor.data, tensor.shard, tensor.tensor, tensor.mode) == (None, 2, 2, "hybrid")
-    with raises_error(ConfigError, code="repeated-name"):
+    with raises_error(ConfigError, code="repeated-axis"):
         split_names("data2-data2", config, 4)
 
 

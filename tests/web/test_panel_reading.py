@@ -285,7 +285,7 @@ def test_deleted_run_is_not_found(serve, tmp_path):
     ):
         response = served.client.get(f"/api/runs/{id}{route}")
         assert response.status_code == 404, route
-        assert set(response.json()["error"]) == {"what", "allowed", "fix"}
+        assert set(response.json()["error"]) == {"code", "what", "allowed", "fix", "values"}
     time.sleep(1)
     assert served.get("/api/runs")["runs"] == []
 

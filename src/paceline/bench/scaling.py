@@ -170,11 +170,13 @@ def _check(config: Config) -> None:
     if outer_launcher() is not None or config.parallel.hosts != (1, 1):
         raise ConfigError(
             "`paceline bench scaling` starts its own ranks on one host",
+            code="starts-its-own-ranks",
             fix="run it without torchrun, and without `parallel.nnodes`",
         )
     if config.parallel.mode == "single":
         raise ConfigError(
             "`parallel.mode: single` trains on one device, so there is nothing to compare",
+            code="nothing-to-compare",
             fix="set `parallel.mode: ddp`",
         )
 
@@ -185,10 +187,11 @@ def _check_layout(config: Config, num_ranks: int) -> None:
         layout(config.parallel, num_ranks)
     except ConfigError as error:
         raise ConfigError(
-            f"`--ranks`: {error.what}",
-            code="not-divisible",
+            "`--ranks`: {reason}",
+            code="ranks-not-divisible",
             allowed=error.allowed,
             fix="leave these sizes out of the config, or change `--ranks`",
+            reason=error.what,
         ) from error
 
 

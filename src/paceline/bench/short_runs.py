@@ -130,7 +130,9 @@ def run_short(loaded: Loaded, train: Train, length: RunLength) -> ShortRun:
         with console_limited_to("error"):
             result = train(replace(loaded, config=config, notices=[]))
         if result.exit_code != EXIT_DONE or result.report is None:
-            raise StoppedError("the measurement was stopped by a signal", result.exit_code)
+            raise StoppedError(
+                "the measurement was stopped by a signal", result.exit_code, code="stopped"
+            )
         run_dir = RunDir(folder / "run")
         peaks = result.report["peak_memory_bytes"]
         assert isinstance(peaks, list)
@@ -190,7 +192,7 @@ def figures_of(events: Sequence[Event], warm_up: int, peak_memory_bytes: int | N
     starts: list[RunStartEvent] = [event for event in events if event["type"] == "run_start"]
     steps = effective_steps(events)
     if not starts or not steps:
-        raise RunError("the event log of a short run is incomplete")
+        raise RunError("the event log of a short run is incomplete", code="incomplete-event-log")
     start = starts[-1]
     derived = start["derived"]
     batch_size, per_epoch = int(derived["global_batch_size"] or 0), derived.get("steps_per_epoch")
@@ -198,10 +200,10 @@ def figures_of(events: Sequence[Event], warm_up: int, peak_memory_bytes: int | N
     measured = [step for step in steps[warm_up:] if packs_rows or step["samples"] == batch_size]
     if not measured:
         raise ConfigError(
-            "the dataset is too small to measure: no step has a full batch of"
-            f" {batch_size} samples",
+            "the dataset is too small to measure: no step has a full batch of {batch_size} samples",
             code="dataset-too-small",
             fix="use a larger dataset, or lower `per_device_train_batch_size`",
+            batch_size=batch_size,
         )
     has_tokens = measured[0]["tokens"] is not None
     work = [(step["tokens"] or 0) if has_tokens else step["samples"] for step in measured]

@@ -30,9 +30,10 @@ def check_path(path: Path) -> None:
     not written."""
     if not os.access(path.absolute().parent, os.W_OK):
         raise ConfigError(
-            f"the tuned config `{path}` cannot be written",
-            code="not-writable",
+            "the tuned config `{path}` cannot be written",
+            code="tuned-config-not-writable",
             fix="name another file with `--output`",
+            path=path,
         )
     try:
         is_own = path.read_text(encoding="utf-8").startswith(_HEADER)
@@ -42,9 +43,10 @@ def check_path(path: Path) -> None:
         is_own = False
     if not is_own:
         raise ConfigError(
-            f"{path} exists, and `paceline bench tuning` has not written it",
-            code="already-exists",
+            "{path} exists, and `paceline bench tuning` has not written it",
+            code="tuned-config-exists",
             fix="name another file with `--output`",
+            path=path,
         )
 
 

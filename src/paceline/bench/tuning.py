@@ -166,6 +166,7 @@ def _check(config: Config, options: TuningOptions) -> None:
     if outer_launcher() is not None or config.parallel.hosts != (1, 1):
         raise ConfigError(
             "`paceline bench tuning` starts its own ranks on one host",
+            code="starts-its-own-ranks",
             fix="run it without torchrun, and without `parallel.nnodes`",
         )
     # The precision and the number of ranks are not known before the first run. With several ranks

@@ -147,9 +147,12 @@ class CheckpointReader:
         entry = self.entries.get(name)
         if entry is None:
             raise ConfigError(
-                f"the checkpoint {self.path} does not contain the tensor {name!r}: it was written"
-                " with another model or other settings",
+                "the checkpoint {path} does not contain the tensor {name}: it was written with"
+                " another model or other settings",
+                code="tensor-not-in-checkpoint",
                 fix="resume with the config that wrote it, or set another `output_dir`",
+                path=self.path,
+                name=f"{name!r}",
             )
         return entry
 
@@ -308,9 +311,14 @@ def _check_inside(
     fits = len(shape) == len(offset) == len(size)
     if not fits or any(a < 0 or a + n > m for a, n, m in zip(offset, size, shape, strict=True)):
         raise ConfigError(
-            f"{name} has shape {list(shape)} in the checkpoint: a box of shape {list(size)} at"
-            f" offset {list(offset)} exceeds it",
+            "{name} has shape {shape} in the checkpoint: a box of shape {size} at offset {offset}"
+            " exceeds it",
+            code="tensor-shape-mismatch",
             fix="resume with the model that wrote the checkpoint, or set another `output_dir`",
+            name=name,
+            shape=list(shape),
+            size=list(size),
+            offset=list(offset),
         )
 
 
@@ -356,14 +364,21 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
 
 def _damaged(path: Path, reason: str) -> ConfigError:
     return ConfigError(
-        f"the checkpoint {path} is damaged: {reason}",
+        "the checkpoint {path} is damaged: {reason}",
+        code="damaged-checkpoint",
         fix="use an earlier one, or `resume: auto`, which does",
+        path=path,
+        reason=reason,
     )
 
 
 def _not_a_checkpoint(path: Path, reason: str) -> ConfigError:
     return ConfigError(
-        f"{path} is not a checkpoint: {reason}",
-        allowed=f"a folder such as RUN/checkpoints/{name_of(40)}",
+        "{path} is not a checkpoint: {reason}",
+        code="not-a-checkpoint",
+        allowed="a folder such as RUN/checkpoints/{example}",
         fix="list them with `ls RUN/checkpoints`",
+        path=path,
+        reason=reason,
+        example=name_of(40),
     )

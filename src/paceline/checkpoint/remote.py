@@ -85,27 +85,44 @@ def check_url(key: str, text: str) -> None:
     parts = urlsplit(text)
     if "@" in parts.netloc:
         raise ConfigError(
-            f"`{key}` contains credentials, which would be written to config.yaml",
-            fix=(
-                "remove them from the URL and set them in the environment (`AWS_ACCESS_KEY_ID`,"
-                " `AWS_SECRET_ACCESS_KEY`, a profile or a role)"
-            ),
+            "`{key}` contains credentials, which would be written to config.yaml",
+            code="credentials-in-url",
+            fix="remove them from the URL and set them in the environment (`AWS_ACCESS_KEY_ID`,"
+            " `AWS_SECRET_ACCESS_KEY`, a profile or a role)",
+            key=key,
         )
     if parts.scheme not in _PACKAGES:
         raise ConfigError(
-            f"`{key}: {text}`: unsupported URL scheme {parts.scheme!r}",
-            allowed="a folder, or a URL that begins with "
-            + ", ".join(f"{scheme}://" for scheme in _PACKAGES),
+            "`{key}: {text}`: unsupported URL scheme {scheme}",
+            code="unsupported-url-scheme",
+            allowed=(
+                "a folder, or a URL that begins with "
+                + ", ".join(f"{scheme}://" for scheme in _PACKAGES)
+            ),
+            key=key,
+            text=text,
+            scheme=f"{parts.scheme!r}",
         )
     if not parts.netloc:
         raise ConfigError(
-            f"`{key}: {text}` has no bucket name", allowed=f"{parts.scheme}://BUCKET/PREFIX"
+            "`{key}: {text}` has no bucket name",
+            code="missing-bucket",
+            allowed="{scheme}://BUCKET/PREFIX",
+            key=key,
+            text=text,
+            scheme=parts.scheme,
         )
     package, extra = _PACKAGES[parts.scheme]
     if importlib.util.find_spec(package) is None:
         install = f"paceline[{extra}]" if extra else package
         raise ConfigError(
-            f"`{key}: {text}` requires the package {package}", fix=f"`pip install '{install}'`"
+            "`{key}: {text}` requires the package {package}",
+            code="missing-storage-package",
+            fix="`pip install '{install}'`",
+            key=key,
+            text=text,
+            package=package,
+            install=install,
         )
 
 
@@ -160,12 +177,14 @@ class CheckpointStore:
             raise
         except Exception as error:
             raise ConfigError(
-                f"`{self.key}: {self.url}` cannot be used: {first_line(error)}",
-                fix=(
-                    "check the name of the bucket and the credentials in the environment (for S3:"
-                    " `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`, `AWS_PROFILE` or a role;"
-                    " `AWS_ENDPOINT_URL` for services other than AWS)"
-                ),
+                "`{key}: {url}` cannot be used: {reason}",
+                code="storage-unusable",
+                fix="check the name of the bucket and the credentials in the environment (for S3:"
+                " `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`, `AWS_PROFILE` or a role;"
+                " `AWS_ENDPOINT_URL` for services other than AWS)",
+                key=self.key,
+                url=self.url,
+                reason=first_line(error),
             ) from error
 
     # -- reading
@@ -192,7 +211,11 @@ class CheckpointStore:
         with self._as_config_error():
             problem = self._fetch(name, folder)
         if problem is not None:
-            raise ConfigError(problem, fix="use an earlier one, or `resume: auto`, which does")
+            raise ConfigError(
+                problem,
+                code="invalid-checkpoint",
+                fix="use an earlier one, or `resume: auto`, which does",
+            )
         return folder / name
 
     def _fetch(self, name: str, folder: Path) -> str | None:
@@ -312,11 +335,13 @@ class CheckpointStore:
             raise
         except Exception as error:
             raise SaveError(
-                f"the checkpoint {path} could not be uploaded to {self.url}: {first_line(error)}",
-                fix=(
-                    "check the connection and the credentials; earlier checkpoints are untouched,"
-                    " and the same command resumes from the local one"
-                ),
+                "the checkpoint {path} could not be uploaded to {url}: {reason}",
+                code="upload-failed",
+                fix="check the connection and the credentials; earlier checkpoints are untouched,"
+                " and the same command resumes from the local one",
+                path=path,
+                url=self.url,
+                reason=first_line(error),
             ) from error
         try:
             self.prune(keep, superseded, best_steps)
@@ -399,9 +424,12 @@ class CheckpointStore:
                 f" {since})"
             )
         return ClaimLostError(
-            f"`{self.key}: {self.url}` now belongs to {owner}, so this run writes no more"
-            " checkpoints there",
+            "`{key}: {url}` now belongs to {owner}, so this run writes no more checkpoints there",
+            code="storage-taken-over",
             fix="stop one of the two runs, or set another `checkpoint_dir` for this one",
+            key=self.key,
+            url=self.url,
+            owner=owner,
         )
 
     # -- objects
@@ -468,8 +496,12 @@ def fetch_checkpoint(text: str, folder: Path, warn: Warn, key: str = "resume") -
         except ConfigError as error:
             warn(error.what)
     raise ConfigError(
-        f"`{key}: {text}` contains no valid checkpoint",
-        allowed=f"a location with checkpoints, or a checkpoint such as {text}/{name_of(40)}",
+        "`{key}: {text}` contains no valid checkpoint",
+        code="no-checkpoint-in-storage",
+        allowed="a location with checkpoints, or a checkpoint such as {text}/{example}",
+        key=key,
+        text=text,
+        example=name_of(40),
     )
 
 

@@ -17,6 +17,7 @@ from paceline.checkpoint.staging import StagingBuffer
 from paceline.checkpoint.store import committed
 from paceline.core.event_log import EventLog
 from paceline.core.events import CheckpointEvent
+from paceline.core.texts import UserText
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.rank_zero import rank_zero_phase
@@ -177,15 +178,25 @@ class CheckpointManager:
         last_error: Failure | None = error
         if self.world.is_rank_zero and not self.stop():
             logger.warning(
-                f"training is paused at step {step} (`recovery.on_save_error: pause`) until the"
-                f" checkpoint can be written: {error.what}"
+                UserText(
+                    "training is paused at step {step} (`recovery.on_save_error: pause`) until the"
+                    " checkpoint can be written: {reason}",
+                    code="saving-paused",
+                    step=step,
+                    reason=error.what,
+                )
             )
         while last_error is not None and not self._wait_for_retry():
             last_error = self._begin(step, collect, meta, background=False, is_retry=True)
         if last_error is None and self.world.is_rank_zero:
             logger.info(
-                f"the checkpoint of step {step} is written: training continues after a pause of"
-                f" {time.monotonic() - start:.0f} s"
+                UserText(
+                    "the checkpoint of step {step} is written: training continues after a pause of"
+                    " {pause_s} s",
+                    code="saving-continues",
+                    step=step,
+                    pause_s=f"{time.monotonic() - start:.0f}",
+                )
             )
         return last_error
 
@@ -328,8 +339,13 @@ class CheckpointManager:
             self._report(save)
         if waited_s > _LONG_WAIT_S and self.world.is_rank_zero:
             logger.warning(
-                f"training waited {waited_s:.0f} s for the checkpoint of step {save.step} to be"
-                " written; raise `save_steps` to save less often"
+                UserText(
+                    "training waited {waited_s} s for the checkpoint of step {step} to be written;"
+                    " raise `save_steps` to save less often",
+                    code="waited-for-checkpoint",
+                    waited_s=f"{waited_s:.0f}",
+                    step=save.step,
+                )
             )
 
     def _warn_unpinned(self, statuses: dict[int, writer.RankSaveStatus]) -> None:
@@ -338,9 +354,13 @@ class CheckpointManager:
             return
         self._has_warned_unpinned = True
         logger.warning(
-            f"the staging buffer of rank {', '.join(map(str, reasons))} is in pageable memory,"
-            f" because pinning it failed ({next(iter(reasons.values()))}): each save pauses"
-            " training for longer"
+            UserText(
+                "the staging buffer of rank {staging_ranks} is in pageable memory, because pinning"
+                " it failed ({reason}): each save pauses training for longer",
+                code="pageable-staging-buffer",
+                staging_ranks=", ".join(map(str, reasons)),
+                reason=next(iter(reasons.values())),
+            )
         )
 
     def _report(self, save: PendingSave) -> None:

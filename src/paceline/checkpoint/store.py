@@ -166,8 +166,11 @@ def inspect(path: Path) -> CheckpointContents:
     meta = read_meta(path)
     if problem is not None:
         raise ConfigError(
-            f"the checkpoint {path} is not valid: {problem}",
+            "the checkpoint {path} is not valid: {problem}",
+            code="invalid-checkpoint",
             fix="use an earlier one, or `resume: auto`, which does",
+            path=path,
+            problem=problem,
         )
     with CheckpointReader(path) as reader:
         tensors = {name: reader.describe(name) for name in sorted(reader.entries)}
@@ -211,9 +214,17 @@ def find(path: Path, warn: Callable[[str], None] = lambda text: None) -> Path:
     allowed = f"the folder of a run, or a checkpoint such as RUN/checkpoints/{name_of(40)}"
     if not path.exists():
         raise ConfigError(
-            f"{path} does not exist", code="missing-file", allowed=allowed, fix="check the path"
+            "{path} does not exist",
+            code="missing-checkpoint",
+            allowed=allowed,
+            fix="check the path",
+            path=path,
         )
     reason = f": {'; '.join(problems)}" if problems else ""
     raise ConfigError(
-        f"{path} contains no valid checkpoint{reason}", code="no-checkpoint", allowed=allowed
+        "{path} contains no valid checkpoint{reason}",
+        code="no-checkpoint",
+        allowed=allowed,
+        path=path,
+        reason=reason,
     )

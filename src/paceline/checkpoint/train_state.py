@@ -8,6 +8,7 @@ from torch import nn
 
 from paceline.checkpoint.transfer import OpenCheckpoint
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.data.order.base import Order
 from paceline.models.shape.record import ModelShape
 from paceline.models.weights import final_dtype
@@ -93,19 +94,24 @@ def check_same_model(
     if differences:
         rest = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
         raise ConfigError(
-            f"{path} is a checkpoint of another model: {'; '.join(sorted(differences)[:3])}{rest}",
-            allowed=f"a checkpoint with the {len(trained)} trained weights of this model",
-            fix=("restore `model`, `lora` and the task, or set another `output_dir` for a new run"),
+            "{path} is a checkpoint of another model: {differences}{rest}",
+            code="checkpoint-of-another-model",
+            allowed="a checkpoint with the {num_trained} trained weights of this model",
+            fix="restore `model`, `lora` and the task, or set another `output_dir` for a new run",
+            path=path,
+            differences="; ".join(sorted(differences)[:3]),
+            rest=rest,
+            num_trained=len(trained),
         )
     stored_digest = opened.meta.get("frozen")
     if None not in (stored_digest, frozen) and stored_digest != frozen:
         raise ConfigError(
-            f"{path} was trained with other frozen weights: the model's weights, which checkpoints"
+            "{path} was trained with other frozen weights: the model's weights, which checkpoints"
             " do not contain, have changed",
-            fix=(
-                "restore the files of `model` (of a hub model, the same revision), or set another"
-                " `output_dir` for a new run"
-            ),
+            code="changed-frozen-weights",
+            fix="restore the files of `model` (of a hub model, the same revision), or set another"
+            " `output_dir` for a new run",
+            path=path,
         )
 
 
@@ -121,9 +127,10 @@ def load_train_state(strategy: Strategy, source: StateReader, scaler: LossScaler
         scaler.load(scale, growth_tracker)
     load_state(strategy, source)
     if not strategy.replicas_diverge and any(name.startswith("local/") for name in names):
-        text = (
-            "the checkpoint is of a run whose workers had diverged: training continues from the"
-            " mean of their parameters and the optimizer state of the first worker; the rest of"
-            " their state is dropped"
+        text = UserText(
+            "the checkpoint is of a run whose workers had diverged: training continues from"
+            " the mean of their parameters and the optimizer state of the first worker; the"
+            " rest of their state is dropped",
+            code="diverged-workers-averaged",
         )
         strategy.notices.append(("warning", text))

@@ -31,7 +31,7 @@ from paceline.checkpoint.writer import (
     write_and_report,
     write_shards,
 )
-from paceline.core.errors import ConfigError, RunError
+from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.files import human_bytes
 from paceline.core.log import ON_EVERY_RANK
 from paceline.distributed.progress import PROGRESS
@@ -251,8 +251,10 @@ class _RemoteCheckpoint:
             raise _error_from(*ending["error"])
         if ending.get("sha256") != digest.hexdigest():
             raise RunError(
-                f"{request.name} of the checkpoint arrived from rank {self.side.root} with a"
-                " different SHA-256"
+                "{request} of the checkpoint arrived from rank {root} with a different SHA-256",
+                code="damaged-transfer",
+                request=request.name,
+                root=self.side.root,
             )
         return values
 
@@ -265,7 +267,10 @@ class _RemoteCheckpoint:
             return transfer()
         except TransferError as error:
             raise RunError(
-                f"the checkpoint cannot be read through rank {self.side.root}: {error}"
+                "the checkpoint cannot be read through rank {root}: {reason}",
+                code="checkpoint-unreadable",
+                root=self.side.root,
+                reason=error,
             ) from error
 
 
@@ -321,17 +326,16 @@ def _blocks(reader: CheckpointReader, request: ReadRequest) -> Iterator[memoryvi
     return reader.box_blocks(name, offset, shape, CHUNK_BYTES)
 
 
-def _error_to(error: Exception) -> tuple[bool, str, str | None, str | None]:
+def _error_to(error: Exception) -> tuple[bool, dict[str, Any]]:
     """Return the arguments of :func:`_error_from`."""
-    if isinstance(error, ConfigError):
-        return True, error.what, error.allowed, error.fix
-    return False, str(error) or type(error).__name__, None, None
+    if not isinstance(error, PacelineError):
+        text = str(error) or type(error).__name__
+        error = RunError("{reason}", code="checkpoint-read-failed", reason=text)
+    return isinstance(error, ConfigError), error.record()
 
 
-def _error_from(
-    is_config: bool, what: str, allowed: str | None, fix: str | None
-) -> ConfigError | RunError:
-    return (ConfigError if is_config else RunError)(what, allowed=allowed, fix=fix)
+def _error_from(is_config: bool, record: dict[str, Any]) -> PacelineError:
+    return (ConfigError if is_config else RunError).from_record(record)
 
 
 # -- cost

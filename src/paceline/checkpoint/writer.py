@@ -430,12 +430,14 @@ def not_written(folder: Path, step: int, size_bytes: int, reason: str) -> SaveEr
         if free < size_bytes:
             room += f"; missing: {size_bytes - free:,} bytes"
     return SaveError(
-        f"the checkpoint of step {step} could not be written to {folder / name_of(step)}: {reason}"
-        f" ({room})",
-        fix=(
-            "free some space, or set another `output_dir`; earlier checkpoints are untouched, and"
-            " the same command resumes from the latest one"
-        ),
+        "the checkpoint of step {step} could not be written to {folder}: {reason} ({room})",
+        code="checkpoint-not-written",
+        fix="free some space, or set another `output_dir`; earlier checkpoints are untouched, and"
+        " the same command resumes from the latest one",
+        step=step,
+        folder=folder / name_of(step),
+        reason=reason,
+        room=room,
     )
 
 

@@ -166,7 +166,8 @@ def _round_trip(store: Store, clock: Clock, timeout_s: float) -> ClockSkew:
     endpoint_time = finite(answer.get("time"))
     if endpoint_time is None:
         raise RunError(
-            "the rendezvous store contains an answer that is not from Paceline's clock server"
+            "the rendezvous store contains an answer that is not from Paceline's clock server",
+            code="unexpected-rendezvous-answer",
         )
     return ClockSkew(
         host_name(),
@@ -186,11 +187,11 @@ def _ask(store: Store, request: dict[str, JsonValue], timeout_s: float) -> dict[
     except DistStoreError as error:  # the timeout; a lost connection is a DistNetworkError
         raise RunError(
             "the rendezvous store accepted a connection, but no clock server answered within"
-            f" {timeout_s:g} s",
-            fix=(
-                "check that the host at `parallel.rdzv_endpoint` runs the same version of Paceline,"
-                " and that no other program uses that port"
-            ),
+            " {timeout_s} s",
+            code="no-clock-server",
+            fix="check that the host at `parallel.rdzv_endpoint` runs the same version of"
+            " Paceline, and that no other program uses that port",
+            timeout_s=f"{timeout_s:g}",
         ) from error
 
 
@@ -214,13 +215,16 @@ def _too_far(
     direction = "ahead of" if skew_s > 0 else "behind"
     whose = "the rendezvous endpoint's host" if endpoint else "host"
     return ConfigError(
-        f"the clock of host {host} is {abs(skew_s):.1f} s {direction} the clock of {whose} {other}",
-        allowed=(
-            f"at most {limit_s:g} s, because the hosts detect a lost host by comparing heartbeat"
-            " times"
-        ),
-        fix=(
-            "synchronize the clocks of all hosts with NTP (chrony or systemd-timesyncd); `chronyc"
-            " makestep` corrects a clock at once"
-        ),
+        "the clock of host {host} is {skew_s} s {direction} the clock of {whose} {other}",
+        code="clock-skew",
+        allowed="at most {limit_s} s, because the hosts detect a lost host by comparing heartbeat"
+        " times",
+        fix="synchronize the clocks of all hosts with NTP (chrony or systemd-timesyncd); `chronyc"
+        " makestep` corrects a clock at once",
+        host=host,
+        skew_s=f"{abs(skew_s):.1f}",
+        direction=direction,
+        whose=whose,
+        other=other,
+        limit_s=f"{limit_s:g}",
     )

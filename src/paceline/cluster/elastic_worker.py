@@ -18,6 +18,7 @@ from paceline.core.failures import ExitRecord, FailureKind, classify
 from paceline.core.log import configure_logging
 from paceline.core.processes import end_with_starter
 from paceline.core.stop import StopFlag
+from paceline.core.texts import UserText
 from paceline.launch.ranks.folder import STOP_FILE
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,13 @@ def _not_joined(folder: AgentFolder, error: Exception) -> ExitRecord | None:
     failure = replace(classify(error), kind=FailureKind.UNKNOWN)
     if failures < _JOIN_ATTEMPTS:
         logger.warning(
-            "%s. Starting a new round (attempt %d of %d)", failure.text, failures, _JOIN_ATTEMPTS
+            UserText(
+                "{failure}. Starting a new round (attempt {failures} of {join_attempts})",
+                code="new-round",
+                failure=failure.text,
+                failures=failures,
+                join_attempts=_JOIN_ATTEMPTS,
+            )
         )
         return None
     return ExitRecord.failed(failure)

@@ -72,26 +72,31 @@ def check_endpoint(parallel: Parallel) -> None:
     """
     if parallel.rdzv_endpoint is None:
         raise ConfigError(
-            f"`parallel.nnodes: {parallel.nnodes}` requires `parallel.rdzv_endpoint`",
-            fix=(
-                "set `parallel.rdzv_endpoint` to an address of one of the hosts, the same on every"
-                " host, e.g. `parallel.rdzv_endpoint=10.0.0.1`"
-            ),
+            "`parallel.nnodes: {nnodes}` requires `parallel.rdzv_endpoint`",
+            code="missing-endpoint",
+            fix="set `parallel.rdzv_endpoint` to an address of one of the hosts, the same on every"
+            " host, e.g. `parallel.rdzv_endpoint=10.0.0.1`",
+            nnodes=parallel.nnodes,
         )
     parse_endpoint(parallel.rdzv_endpoint)
     node_rank = parallel.node_rank
     if node_rank != "auto" and int(node_rank) >= parallel.hosts[1]:
         raise ConfigError(
-            f"`parallel.node_rank: {node_rank}` does not exist with `parallel.nnodes:"
-            f" {parallel.nnodes}`",
-            allowed=f"0 to {parallel.hosts[1] - 1}, or auto",
+            "`parallel.node_rank: {node_rank}` does not exist with `parallel.nnodes: {nnodes}`",
+            code="node-rank-out-of-range",
+            allowed="0 to {last_hosts}, or auto",
+            node_rank=node_rank,
+            nnodes=parallel.nnodes,
+            last_hosts=parallel.hosts[1] - 1,
         )
     names = [name for _, name in socket.if_nameindex()]
     if parallel.network_interface is not None and parallel.network_interface not in names:
         raise ConfigError(
-            f"`parallel.network_interface: {parallel.network_interface}`: this host has no such"
-            " network interface",
+            "`parallel.network_interface: {network_interface}`: this host has no such network"
+            " interface",
+            code="unknown-network-interface",
             allowed=", ".join(names),
+            network_interface=parallel.network_interface,
         )
 
 
@@ -106,8 +111,11 @@ def parse_endpoint(text: str) -> tuple[str, int]:
         return text.strip("[]"), DEFAULT_PORT
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(
-            f"`parallel.rdzv_endpoint: {text}`: invalid port {port!r}",
+            "`parallel.rdzv_endpoint: {text}`: invalid port {port}",
+            code="invalid-port",
             allowed="HOST or HOST:PORT, with a port from 1 to 65535",
+            text=text,
+            port=f"{port!r}",
         )
     return name.strip("[]"), int(port)
 
@@ -134,12 +142,12 @@ def resolve_endpoint(config: Config) -> Endpoint:
             # one for a while.
             raise OSError(f"{name} is {address}, not an address of this host, which is node 0")
         raise ConfigError(
-            "this host is `parallel.node_rank: 0`, but `parallel.rdzv_endpoint:"
-            f" {parallel.rdzv_endpoint}` is the address of another host",
-            fix=(
-                "set `parallel.rdzv_endpoint` to an address of node 0, or remove"
-                " `parallel.node_rank`"
-            ),
+            "this host is `parallel.node_rank: 0`, but `parallel.rdzv_endpoint: {rdzv_endpoint}`"
+            " is the address of another host",
+            code="endpoint-of-another-host",
+            fix="set `parallel.rdzv_endpoint` to an address of node 0, or remove"
+            " `parallel.node_rank`",
+            rdzv_endpoint=parallel.rdzv_endpoint,
         )
     interface = parallel.network_interface or interface_of(local_address)
     if interface is None:
@@ -431,10 +439,13 @@ def _job() -> str:
 
 def _in_use(endpoint: Endpoint, user: str = "another run or program") -> ConfigError:
     return ConfigError(
-        f"port {endpoint.port} of {endpoint.address} is already in use by {user}",
-        code="in-use",
-        fix=(
-            "set another port, the same on every host:"
-            f" `parallel.rdzv_endpoint={endpoint.name}:{endpoint.port + 1}`"
-        ),
+        "port {port} of {address} is already in use by {user}",
+        code="port-in-use",
+        fix="set another port, the same on every host:"
+        " `parallel.rdzv_endpoint={endpoint}:{next_port}`",
+        port=endpoint.port,
+        address=endpoint.address,
+        user=user,
+        endpoint=endpoint.name,
+        next_port=endpoint.port + 1,
     )

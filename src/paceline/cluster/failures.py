@@ -23,6 +23,7 @@ from typing import Any, TypedDict, cast
 from paceline.core.failures import ExitRecord, first_cause
 from paceline.core.files import write_json_atomic
 from paceline.core.processes import exit_text, pid_alive
+from paceline.core.texts import UserText
 from paceline.launch.ranks.folder import RankFolder, StartRecord
 from paceline.launch.restart import PolicyState
 from paceline.planner.search.trials import Setting
@@ -184,11 +185,25 @@ def failure_of(record: Record) -> ExitRecord | None:
         return None  # its agent terminated it after another failure
     code = None if exit_ is None else exit_["code"]
     text = exit_text(code) if code else "was killed: it left no message"
-    reason = f"rank {rank} on host {host} (process {start['pid']}) {text}"
+    reason = UserText(
+        "rank {rank_numbers} on host {host} (process {pid}) {exits}",
+        code="rank-on-host-killed",
+        rank_numbers=rank,
+        host=host,
+        pid=start["pid"],
+        exits=text,
+    )
     return ExitRecord.killed([rank], [host], reason, ended_at)
 
 
 def _lost_host(host: str, ranks: Sequence[int], came_back: bool) -> ExitRecord:
     name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-    reason = f"host {host} with {name} was lost{' and has come back' if came_back else ''}"
+    reason = UserText(
+        "host {host} with {name} was lost{and_back}",
+        code="host-lost",
+        host=host,
+        name=name,
+        rank_numbers=", ".join(map(str, ranks)),
+        and_back=" and has come back" if came_back else "",
+    )
     return ExitRecord.killed(ranks, [host], reason)

@@ -270,7 +270,9 @@ def _compare(round_: Any, name: str, values: dict[str, JsonValue]) -> None:
     for rank, rank_values in enumerate(by_rank):
         text = difference(by_rank[0], rank_values, round_.hosts[0], round_.hosts[rank])
         if text is not None:
-            raise _Rejected(replace(problem_of(ConfigError(text)), is_final=True))
+            raise _Rejected(
+                replace(problem_of(ConfigError(text, code="joining-refused")), is_final=True)
+            )
 
 
 # -- the run's folder
@@ -288,7 +290,12 @@ def _sees_run_folder(member: Membership, output_dir: Path) -> bool:
             token = f"error: {error.strerror or error}"
     token = round_.broadcast("folder", token)
     if token.startswith("error: "):
-        refusal = ConfigError(f"`output_dir: {output_dir}` is not writable: {token[7:]}")
+        refusal = ConfigError(
+            "`output_dir: {output_dir}` is not writable: {token}",
+            code="output-dir-not-writable-on-host",
+            output_dir=output_dir,
+            token=token[7:],
+        )
         raise _Rejected(replace(problem_of(refusal), is_final=True))
     is_visible = round_.is_first or _is_visible(file, token)
     round_.gather("sees folder", is_visible)

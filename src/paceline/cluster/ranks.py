@@ -170,9 +170,12 @@ def _open_store(call: int) -> Any:
         client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except (DistError, OSError, RuntimeError) as error:
         raise RunError(
-            f"the ranks cannot reach the store of this round at {address}:{port}:"
-            f" {first_line(error)}",
+            "the ranks cannot reach the store of this round at {address}:{port}: {reason}",
+            code="store-unreachable",
             fix="check the ports between the hosts with `paceline doctor`",
+            address=address,
+            port=port,
+            reason=first_line(error),
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if not is_served:

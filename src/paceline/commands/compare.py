@@ -73,8 +73,11 @@ def run(args: Namespace) -> int:
     steps = sorted(losses[0].keys() & losses[1].keys())
     if not steps:
         raise ConfigError(
-            f"{args.a} and {args.b} have no step in common",
+            "{a} and {b} have no step in common",
+            code="no-common-step",
             fix="compare runs that have logged the same steps (`train_args.logging_steps`)",
+            a=args.a,
+            b=args.b,
         )
     differences = {step: _relative_difference(*(each[step] for each in losses)) for step in steps}
     largest = max(differences.values())
@@ -100,9 +103,10 @@ def _read_losses(folder: Path) -> dict[int, float]:
 
     if not RunDir(folder).events.is_file():
         raise ConfigError(
-            f"{folder} is not the folder of a run: it has no events.jsonl",
-            code="missing-file",
+            "{folder} is not the folder of a run: it has no events.jsonl",
+            code="not-a-run",
             fix="check the path",
+            folder=folder,
         )
     steps = effective_steps(read_events(RunDir(folder).events))
     return {step["step"]: float(step["loss"]) for step in steps if step.get("loss") is not None}

@@ -58,7 +58,9 @@ def add_arguments(parser: OptionParser) -> None:
 def run(args: Namespace) -> int:
     """Explain a key, or list the keys of a section, about a word, or all."""
     if args.key is not None and args.search is not None:
-        raise ConfigError("KEY and `--search` cannot be combined", fix="remove one of them")
+        raise ConfigError(
+            "KEY and `--search` cannot be combined", code="key-and-search", fix="remove one of them"
+        )
     if args.search is not None:
         keys = [key for key in explain_keys() if _is_about(key, args.search)]
     else:
@@ -90,11 +92,12 @@ def find_keys(name: str) -> list[KeyHelp]:
             return matches
     ignored = ignored_of(name)
     raise ConfigError(
-        f"`{name}` is not a key of the config"
-        + (f"; it is ignored: {ignored.reason}" if ignored else ""),
-        code="unknown-key",
+        "`{name}` is not a key of the config{why}",
+        code="unknown-config-key",
         fix=did_you_mean(name, [key["key"] for key in keys])
         or f"search with `paceline config --search {name}`",
+        name=name,
+        why=f"; it is ignored: {ignored.reason}" if ignored else "",
     )
 
 

@@ -32,12 +32,17 @@ def run(args: Namespace) -> int:
 
     path, overrides = config_and_overrides(args)
     if path is None:
-        raise ConfigError("a config file is required", fix="name it: paceline convert CONFIG.yaml")
+        raise ConfigError(
+            "a config file is required",
+            code="missing-config-file",
+            fix="name it: paceline convert CONFIG.yaml",
+        )
     if args.output is not None and args.output.exists():
         raise ConfigError(
-            f"`--output {args.output}` already exists",
-            code="already-exists",
+            "`--output {output}` already exists",
+            code="output-exists",
             fix="name a new file, or remove that one",
+            output=args.output,
         )
     loaded = load_config(path, overrides)
     print_notices(loaded.notices)

@@ -76,6 +76,7 @@ def run(args: Namespace) -> int:
     if args.prune and not has_limit:
         raise ConfigError(
             "`--prune` needs a limit",
+            code="missing-limit",
             allowed="`--older-than AGE`, `--max-size SIZE`, or both",
             fix="add `--older-than 30d`",
         )

@@ -55,7 +55,10 @@ class MemorySize:
             return parse_size(text, "--memory-per-rank")
         except ConfigError as error:
             raise ConfigError(
-                error.what, allowed=self.allowed, fix="use e.g. `--memory-per-rank 256MB`"
+                error.what,
+                code="invalid-memory-size",
+                allowed=self.allowed,
+                fix="use e.g. `--memory-per-rank 256MB`",
             ) from error
 
 
@@ -74,8 +77,10 @@ class InputFile:
         if not path.exists():
             siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
             raise ConfigError(
-                f"file not found: `{path}`",
+                "file not found: `{path}`",
+                code="missing-input-file",
                 fix=did_you_mean(path.name, siblings, "check the path", f"`{path.parent / '{}'}`"),
+                path=path,
             )
         if not path.is_file():
             raise InvalidValue(
@@ -176,6 +181,7 @@ def make_spec(args: Namespace) -> CountSpec:
     if not args.files:
         raise ConfigError(
             "`paceline data count` needs a file",
+            code="no-files-to-count",
             allowed="paceline data count FILE…",
             fix="name the files to count",
         )
@@ -184,7 +190,10 @@ def make_spec(args: Namespace) -> CountSpec:
         for path, _ in args.files:
             if output.samefile(path):
                 raise ConfigError(
-                    f"`--output {output}` is one of the files to count", fix="name another file"
+                    "`--output {output}` is one of the files to count",
+                    code="output-is-an-input",
+                    fix="name another file",
+                    output=output,
                 )
     if args.engine == "ray":
         from paceline.data.count.ray_engine import check_ray
@@ -208,12 +217,14 @@ def _tokenizer_folder(unit: str, tokenizer: str | None) -> Path | None:
         if tokenizer is not None:
             raise ConfigError(
                 "`--tokenizer` is not supported with `--unit words`",
+                code="tokenizer-without-unit",
                 fix="add `--unit tokens`, or omit it",
             )
         return None
     if not tokenizer:
         raise ConfigError(
             "`--unit tokens` needs a tokenizer",
+            code="missing-tokenizer",
             allowed="a folder, a hub id, or builtin:qwen2-tiny",
             fix="set `--tokenizer DIR`",
         )

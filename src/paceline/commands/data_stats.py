@@ -84,9 +84,11 @@ def _without_tokens(args: Namespace, config: Config, has_images: bool) -> _Shown
     for name, option in options:
         if getattr(args, name):
             raise ConfigError(
-                f"`{option}` is not supported with `task: {config.task}` and this dataset: it has"
-                " no texts",
+                "`{option}` is not supported with `task: {task}` and this dataset: it has no texts",
+                code="no-texts",
                 fix="leave the option out",
+                option=option,
+                task=config.task,
             )
     if has_images:
         images, notices = image_stats(config)
@@ -104,6 +106,7 @@ def _add_default_model(args: Namespace) -> None:
     if path is None and not overrides:
         raise ConfigError(
             "`paceline data stats` needs a dataset",
+            code="missing-dataset",
             allowed="paceline data stats CONFIG.yaml, or dataset=FILE",
             fix="set one",
         )

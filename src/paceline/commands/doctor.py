@@ -64,8 +64,11 @@ def make_options(args: Namespace) -> DoctorOptions:
     num_gpus = loaded.config.parallel.num_gpus
     if args.ranks is not None and num_gpus not in ("auto", args.ranks):
         raise ConfigError(
-            f"`--ranks {args.ranks}` contradicts `parallel.num_gpus: {num_gpus}`",
+            "`--ranks {rank_list}` contradicts `parallel.num_gpus: {num_gpus}`",
+            code="ranks-contradict-config",
             fix="remove one of them",
+            rank_list=args.ranks,
+            num_gpus=num_gpus,
         )
     from paceline.doctor.run import DoctorOptions
 

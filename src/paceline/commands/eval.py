@@ -76,6 +76,7 @@ def _settings(args: Namespace) -> LmEval:
     if settings is None:
         raise ConfigError(
             "`paceline eval` needs tasks",
+            code="missing-tasks",
             allowed="--tasks NAMES, or `evaluation.lm_eval` in the config of the run",
             fix="add e.g. `--tasks arc_easy`",
         )

@@ -72,9 +72,11 @@ def _list_topics(args: Namespace) -> None:
     for name in ("ranks", "elements", "algorithm", "output", "svg"):
         if getattr(args, name) is not None:
             raise ConfigError(
-                f"`--{name}` requires a topic",
+                "`--{name}` requires a topic",
+                code="missing-topic",
                 allowed=", ".join(TOPICS),
-                fix=f"run e.g. `paceline explain all-reduce --{name} …`",
+                fix="run e.g. `paceline explain all-reduce --{name} …`",
+                name=name,
             )
     if args.json:
         topics = [{"name": name, "summary": topic.summary} for name, topic in TOPICS.items()]
@@ -103,21 +105,31 @@ def make_options(args: Namespace) -> ExplainOptions:
         if getattr(args, option) is not None and not is_supported:
             others = [f"--{each}" for each, has in supported.items() if has]
             raise ConfigError(
-                f"`paceline explain {name}` has no option `--{option}`",
+                "`paceline explain {name}` has no option `--{option}`",
+                code="unknown-topic-option",
                 allowed=", ".join([*others, "--output", "--svg", "--json"]),
                 fix="omit it",
+                name=name,
+                option=option,
             )
     if args.ranks is not None and not min_ranks <= args.ranks <= max_ranks:
         raise ConfigError(
-            f"`--ranks {args.ranks}` is out of range for `paceline explain {name}`",
-            allowed=f"{min_ranks} to {max_ranks}",
+            "`--ranks {rank_list}` is out of range for `paceline explain {name}`",
+            code="ranks-out-of-range",
+            allowed="{min_ranks} to {max_ranks}",
+            rank_list=args.ranks,
+            name=name,
+            min_ranks=min_ranks,
+            max_ranks=max_ranks,
         )
     ranks = args.ranks or default_ranks
     if ranks % topic.multiple_of:
         raise ConfigError(
-            f"`--ranks {ranks}` does not form a mesh",
+            "`--ranks {rank_list}` does not form a mesh",
+            code="ranks-do-not-form-mesh",
             allowed="4, 8, 12 or 16",
             fix="use `--ranks 4`, which is data 2 × tensor 2",
+            rank_list=ranks,
         )
     algorithm = args.algorithm or next(iter(topic.algorithms), "")
     if algorithm and algorithm not in topic.algorithms:

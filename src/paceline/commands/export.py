@@ -42,7 +42,11 @@ def run(args: Namespace) -> int:
     from paceline.launch.after_training.hub_upload import check_repository
 
     if args.private and args.push is None:
-        raise ConfigError("`--private` is not supported without `--push`", fix="omit it")
+        raise ConfigError(
+            "`--private` is not supported without `--push`",
+            code="private-without-push",
+            fix="omit it",
+        )
     result: dict[str, str | float] = {}
     comparison = None
     with contextlib.redirect_stdout(sys.stderr):

@@ -69,10 +69,17 @@ def _check_combination(args: Namespace) -> None:
         if not args.questions:
             raise ConfigError(
                 "`paceline generate` needs a question",
+                code="missing-question",
                 allowed="paceline generate RUN QUESTION",
                 fix="write the question in quotation marks after the run",
             )
     if excluded:
         name = "QUESTION" if excluded[0] == "questions" else f"--{excluded[0].replace('_', '-')}"
         state = "with" if args.serve else "without"
-        raise ConfigError(f"`{name}` is not supported {state} `--serve`", fix="omit it")
+        raise ConfigError(
+            "`{name}` is not supported {state} `--serve`",
+            code="option-with-serve",
+            fix="omit it",
+            name=name,
+            state=state,
+        )

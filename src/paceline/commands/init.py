@@ -74,9 +74,10 @@ def run(args: Namespace) -> int:
     file = Path(args.file)
     if file.exists():
         raise ConfigError(
-            f"{file} already exists",
-            code="already-exists",
+            "{file} already exists",
+            code="config-exists",
             fix="name a new file: paceline init FILE",
+            file=file,
         )
     keys: Keys = {name: getattr(args, name) or _ask(name) for name in _QUESTIONS}
     if args.task != "sft":
@@ -101,7 +102,9 @@ def _ask(name: str) -> str:
         print(_QUESTIONS[name], end="", file=sys.stderr, flush=True)
         if answer := sys.stdin.readline().strip():
             return answer
-    raise ConfigError(f"no {name} is named", code="missing-key", fix=f"add `--{name} NAME`")
+    raise ConfigError(
+        "no {name} is named", code="missing-name", fix="add `--{name} NAME`", name=name
+    )
 
 
 def _output_dir(file: Path) -> str:
@@ -133,9 +136,11 @@ def _choose(keys: Keys) -> tuple[str, PlanReport]:
         if _fits(with_adapters):
             return _ADAPTERS, with_adapters
     raise ConfigError(
-        f"{config.model} does not fit into the memory of these devices: {full['why']}",
-        code="too-large",
+        "{model} does not fit into the memory of these devices: {why}",
+        code="model-too-large",
         fix="name a smaller model; `paceline plan` shows what each mode needs",
+        model=config.model,
+        why=full["why"],
     )
 
 

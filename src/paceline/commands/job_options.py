@@ -67,6 +67,10 @@ def check_required(args: Namespace, *names: str) -> None:
     missing = [f"`--{name}`" for name in names if getattr(args, name.replace("-", "_")) is None]
     if missing:
         raise ConfigError(
-            f"`{args.command.prog}` needs {', '.join(missing)}",
-            fix=f"run e.g. `{args.command.example}`",
+            "`{prog}` needs {missing}",
+            code="missing-arguments",
+            fix="run e.g. `{example}`",
+            prog=args.command.prog,
+            missing=", ".join(missing),
+            example=args.command.example,
         )

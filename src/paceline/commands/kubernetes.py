@@ -217,14 +217,17 @@ def _runtime_text(args: Namespace) -> str:
     ] + [f"`{token}`" for token in args.config_tokens]
     if excluded:
         raise ConfigError(
-            f"{', '.join(excluded)} is not supported with `--runtime-manifest`: the runtime does"
-            " not depend on the config or the job",
+            "{excluded} is not supported with `--runtime-manifest`: the runtime does not depend on"
+            " the config or the job",
+            code="option-of-job",
             allowed="--coscheduling, --scheduler NAME, --output FILE, --json",
+            excluded=", ".join(excluded),
         )
     if args.scheduler is not None and not args.coscheduling:
         raise ConfigError(
             "`--scheduler` is not supported without `--coscheduling`: it sets the scheduler of the"
             " coscheduling plugin",
+            code="scheduler-without-coscheduling",
             fix="add `--coscheduling`",
         )
     return runtime_manifest(args.coscheduling, args.scheduler)
@@ -235,25 +238,31 @@ def _check_variant(args: Namespace) -> None:
     if args.variant == "jobset" and (args.runtime or args.coscheduling):
         name = "--runtime" if args.runtime else "--coscheduling"
         raise ConfigError(
-            f"`{name}` is not supported with `--variant jobset`: it belongs to a runtime of"
+            "`{name}` is not supported with `--variant jobset`: it belongs to a runtime of"
             " Kubeflow Trainer",
+            code="option-with-jobset",
             fix="omit it; to start all pods together, use Kueue: `--queue NAME`",
+            name=name,
         )
     if args.variant != "jobset" and (args.endpoint_pvc or args.ttl is not None):
         name = "--endpoint-pvc" if args.endpoint_pvc else "--ttl"
         raise ConfigError(
-            f"`{name}` is not supported with `--variant kubeflow`: a TrainJob cannot set it",
+            "`{name}` is not supported with `--variant kubeflow`: a TrainJob cannot set it",
+            code="option-with-kubeflow",
             fix="omit it, or set `--variant jobset`",
+            name=name,
         )
     if args.scheduler is not None:
         raise ConfigError(
             "`--scheduler` is not supported without `--runtime-manifest`: it belongs to the"
             " runtime",
+            code="scheduler-without-runtime-manifest",
             fix="use it with `--runtime-manifest --coscheduling`",
         )
     if args.coscheduling and args.runtime:
         raise ConfigError(
             "`--coscheduling` is not supported with `--runtime`: both select a runtime",
+            code="coscheduling-with-runtime",
             fix="set one of them",
         )
 
@@ -262,15 +271,16 @@ def _check_shared_storage(hosts: Hosts, args: Namespace) -> None:
     if args.pvc and args.endpoint_pvc:
         raise ConfigError(
             "`--pvc` is not supported with `--endpoint-pvc`: both mount the working folder",
+            code="pvc-with-endpoint-pvc",
             fix="set one of them",
         )
     is_remote = "://" in str(hosts.config.checkpoint_dir or "")
     if hosts.nodes > 1 and not (is_remote or args.pvc or args.endpoint_pvc):
         raise ConfigError(
-            f"`--nodes {hosts.nodes}` needs persistent storage for the checkpoints",
-            fix=(
-                "name a PersistentVolumeClaim that all pods can mount (ReadWriteMany) with `--pvc"
-                " NAME`, or with `--variant jobset` one for the first pod alone (ReadWriteOnce)"
-                " with `--endpoint-pvc NAME`"
-            ),
+            "`--nodes {nodes}` needs persistent storage for the checkpoints",
+            code="missing-storage",
+            fix="name a PersistentVolumeClaim that all pods can mount (ReadWriteMany) with `--pvc"
+            " NAME`, or with `--variant jobset` one for the first pod alone (ReadWriteOnce)"
+            " with `--endpoint-pvc NAME`",
+            nodes=hosts.nodes,
         )

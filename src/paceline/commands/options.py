@@ -302,14 +302,13 @@ class OptionParser(argparse.ArgumentParser):
         if name not in self.commands:
             suggestion = nearest(name or "", self.commands)
             raise ConfigError(
-                (
-                    f"`{self.prog} {name}`: unknown command"
-                    if name
-                    else f"`{self.prog}` needs a command"
-                ),
-                code="unknown-name" if name else "missing-command",
+                "`{prog} {name}`: unknown command" if name else "`{prog}` needs a command",
+                code="unknown-command" if name else "missing-command",
                 allowed=", ".join(self.commands),
-                fix=f"run `{self.prog} {suggestion or '--help'}`",
+                fix="run `{prog} {suggestion}`",
+                prog=self.prog,
+                name=name,
+                suggestion=suggestion or "--help",
             )
         rest = list(tokens)
         rest.remove(name)
@@ -331,9 +330,12 @@ class OptionParser(argparse.ArgumentParser):
                 self.error(error.message)
             name = str(error.argument_name).rpartition("/")[2]
             raise ConfigError(
-                f"`{name}` {_problem(error.message)}",
-                code="exclusive-options",
-                fix=f"see `{self.prog} --help`",
+                "`{name}` {problem}",
+                code="invalid-arguments",
+                fix="see `{prog} --help`",
+                name=name,
+                problem=_problem(error.message),
+                prog=self.prog,
             ) from error
         self._check_unknown(rest)
         args.command = self
@@ -343,9 +345,12 @@ class OptionParser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         """Raise ConfigError for missing or unexpected arguments."""
         raise ConfigError(
-            f"`{' '.join([self.prog, *self._tokens])}` has missing or unexpected arguments",
+            "`{prog}` has missing or unexpected arguments",
+            code="unexpected-arguments",
             allowed=self.usage_line(),
-            fix=f"see `{self.prog} --help`",
+            fix="see `{program} --help`",
+            prog=" ".join([self.prog, *self._tokens]),
+            program=self.prog,
         )
 
     def usage_line(self) -> str:
@@ -399,9 +404,12 @@ class OptionParser(argparse.ArgumentParser):
                 question = f"use `--output`: {self.options['--output'].help}"
             if question or not loose:
                 raise ConfigError(
-                    f"`{self.prog}` has no option `--{key}`",
-                    allowed=None if loose else ", ".join(sorted(self.options)),
+                    "`{prog}` has no option `--{key}`",
+                    code="unknown-option",
+                    allowed=(None) if loose else (", ".join(sorted(self.options))),
                     fix=question or "omit it",
+                    prog=self.prog,
+                    key=key,
                 )
         if tokens and not self.takes_config:
             self.error("")
@@ -426,10 +434,12 @@ class _NamedType:
         except InvalidValue as error:
             argument = f"{self.name} {printable(text, 200)}".strip()
             raise ConfigError(
-                f"`{argument}` {error.reason}",
+                "`{argument}` {reason}",
                 code="invalid-option",
                 allowed=error.allowed,
                 fix=error.fix,
+                argument=argument,
+                reason=error.reason,
             ) from error
 
 
@@ -525,7 +535,10 @@ def write_output(path: Path, text: str) -> None:
         write_atomic(path, text)
     except OSError as error:
         raise ConfigError(
-            f"`--output {path}` cannot be written: {error.strerror or error}"
+            "`--output {path}` cannot be written: {reason}",
+            code="output-not-writable",
+            path=path,
+            reason=error.strerror or error,
         ) from error
     print(f"wrote {path}", file=sys.stderr)
 

@@ -115,6 +115,7 @@ def run(args: Namespace) -> int:
     if args.num_workers is None:
         raise ConfigError(
             "`paceline ray` needs the number of workers",
+            code="missing-num-workers",
             fix="add `--num-workers N`; with GPUs, one worker per GPU",
         )
     check_ray()
@@ -176,7 +177,9 @@ def _uses_gpus(args: Namespace, device: str, connection: Connection) -> bool:
     cluster has enough GPUs."""
     if args.use_gpu and device == "cpu":
         raise ConfigError(
-            "`--use-gpu` contradicts `parallel.device: cpu`", fix="remove one of them"
+            "`--use-gpu` contradicts `parallel.device: cpu`",
+            code="gpu-with-cpu-device",
+            fix="remove one of them",
         )
     num_gpus = int(connection.resources.get("GPU", 0))
     if args.use_gpu or device not in ("auto", "cpu"):
@@ -185,11 +188,12 @@ def _uses_gpus(args: Namespace, device: str, connection: Connection) -> bool:
         return False
     if num_gpus < args.num_workers:
         raise ConfigError(
-            f"`--num-workers {args.num_workers}`: the cluster has only {num_gpus} GPUs",
-            fix=(
-                f"set `--num-workers {num_gpus}`; train on CPU workers with `parallel.device=cpu`;"
-                " or, if the cluster grows on demand, add `--use-gpu`"
-            ),
+            "`--num-workers {num_workers}`: the cluster has only {num_gpus} GPUs",
+            code="too-many-workers",
+            fix="set `--num-workers {num_gpus}`; train on CPU workers with `parallel.device=cpu`;"
+            " or, if the cluster grows on demand, add `--use-gpu`",
+            num_workers=args.num_workers,
+            num_gpus=num_gpus,
         )
     return True
 
@@ -220,7 +224,10 @@ def _wait_until_done(trainer: TorchTrainer) -> list[WorkerResult]:
         received.append(number)
         if len(received) == 2:
             raise StoppedError(
-                f"a second {name} stopped the run without a checkpoint", 128 + received[0]
+                "a second {name} stopped the run without a checkpoint",
+                128 + received[0],
+                code="stopped-without-checkpoint",
+                name=name,
             )
         if len(received) > 2:
             os._exit(128 + received[0])

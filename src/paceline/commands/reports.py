@@ -3,10 +3,12 @@
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from rich.console import Console, RenderableType
+
+from paceline.core.texts import UserText, translatable
 
 _Report = TypeVar("_Report")
 
@@ -25,6 +27,24 @@ def print_report(
 ) -> None:
     """Print a report as JSON with ``--json``, else as a table."""
     if args.json:
-        print(json.dumps(report, indent=2))
+        print(json.dumps(with_translations(report), indent=2))
     else:
         open_console().print(table(report))
+
+
+def with_translations(report: Any) -> Any:
+    """Return a report for JSON in which every mapping with texts also has ``translations``: their
+    codes and values, by key, from which the panel makes texts in its language."""
+    if isinstance(report, Mapping):
+        translations = {key: found for key, value in report.items() if (found := _codes(value))}
+        content = {key: with_translations(value) for key, value in report.items()}
+        return content | ({"translations": translations} if translations else {})
+    return [with_translations(each) for each in report] if isinstance(report, list) else report
+
+
+def _codes(value: Any) -> Any:
+    """Return the code and the values of a text, or a list of them for a list of texts."""
+    if isinstance(value, UserText):
+        return translatable(value)
+    is_list = isinstance(value, list) and any(isinstance(each, UserText) for each in value)
+    return [_codes(each) for each in value] if is_list else None

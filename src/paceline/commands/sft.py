@@ -30,7 +30,9 @@ def run(args: Namespace) -> int:
     from paceline.api import run as train
 
     if args.full and not args.dry_run:
-        raise ConfigError("`--full` is an option of a dry run", fix="add `--dry-run`")
+        raise ConfigError(
+            "`--full` is an option of a dry run", code="full-without-dry-run", fix="add `--dry-run`"
+        )
     started_at = process_start_time()
     loaded = load_job_config(args)
     result = train(

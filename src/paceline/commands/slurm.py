@@ -103,8 +103,12 @@ def make_options(args: Namespace) -> SlurmOptions:
     max_grace_s = min(args.time.seconds - 1, _MAX_GRACE_PERIOD_S)
     if not 1 <= args.grace_period <= max_grace_s:
         raise ConfigError(
-            f"`--grace-period {args.grace_period}` does not fit `--time {args.time.text}`",
-            allowed=f"1 to {max_grace_s} seconds, enough to write a checkpoint",
+            "`--grace-period {grace_period}` does not fit `--time {time}`",
+            code="grace-period-too-long",
+            allowed="1 to {max_grace_s} seconds, enough to write a checkpoint",
+            grace_period=args.grace_period,
+            time=args.time.text,
+            max_grace_s=max_grace_s,
         )
     default_name = "paceline" if path is None else re.sub(r"[^\w.+-]+", "-", path.stem)
     hosts = fit_to_hosts(path, overrides, args.nodes, args.gpus_per_node)

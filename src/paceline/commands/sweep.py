@@ -115,9 +115,11 @@ def run(args: Namespace) -> int:
                 _finish(args, state, runs, metric)
             except OSError as error:
                 raise RunError(
-                    f"the state of the sweep in {folder} cannot be written:"
-                    f" {error.strerror or error}",
+                    "the state of the sweep in {folder} cannot be written: {reason}",
+                    code="sweep-not-written",
                     fix="free some space, and run the same command again",
+                    folder=folder,
+                    reason=error.strerror or error,
                 ) from error
             stopped_by = scheduler.stopped_by
     if stopped_by is not None:
@@ -133,22 +135,23 @@ def _check_usage(args: Namespace, space: SweepSpace) -> None:
     if not space.axes:
         raise ConfigError(
             "`paceline sweep` needs a key with several values",
-            code="missing-value",
+            code="missing-sweep-values",
             fix="write for example `lora.rank=8,16` or, with `--trials`,"
             " `train_args.learning_rate=1e-5..1e-3:log`",
         )
     if space.ranges and args.trials is None:
         key = space.ranges[0].key
         raise ConfigError(
-            f"`{key}` is a range, and only a search samples from ranges",
+            "`{key}` is a range, and only a search samples from ranges",
             code="range-without-search",
-            fix=f"add `--trials N`, or write the values to compare, as in {key}=A,B,C",
+            fix="add `--trials N`, or write the values to compare, as in {key}=A,B,C",
+            key=key,
         )
     if args.trials is not None:
         check_package("optuna", "`--trials`", "leave out `--trials`", extra="sweep")
     elif args.no_pruning:
         raise ConfigError(
-            "`--no-pruning` needs `--trials`", code="missing-option", fix="leave it out"
+            "`--no-pruning` needs `--trials`", code="no-pruning-without-trials", fix="leave it out"
         )
     if outer_launcher() is not None:
         raise ConfigError(
@@ -173,9 +176,10 @@ def _check_folder(folder: Path) -> None:
 
     if RunDir(folder).is_run():
         raise ConfigError(
-            f"`{folder}` contains a run, so it cannot be the folder of a sweep",
-            code="already-exists",
+            "`{folder}` contains a run, so it cannot be the folder of a sweep",
+            code="folder-contains-run",
             fix="choose another folder with `--folder`",
+            folder=folder,
         )
 
 

@@ -110,7 +110,12 @@ def _existing_folder(requested: Path | None) -> Path:
     if requested is not None:
         problem = "is not a folder" if folder.exists() else "does not exist"
         raise ConfigError(
-            f"`{folder}` {problem}", allowed="a folder for runs", fix=f"run `mkdir -p {folder}`"
+            "`{folder}` {problem}",
+            code="invalid-runs-folder",
+            allowed="a folder for runs",
+            fix="run `mkdir -p {folder}`",
+            folder=folder,
+            problem=problem,
         )
     folder.mkdir()
     logger.info("created the folder %s for runs that are started in the panel", folder)

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.config.fields import MAPPINGS, SECTIONS, SOURCE_KEYS
 from paceline.config.yaml_read import KeyPath, YamlValue, kind_of
+from paceline.core.texts import UserText
 
 #: (``info`` or ``warning``, text)
 Notice = tuple[str, str]
@@ -69,18 +70,21 @@ class Problem:
     """An error in the config.
 
     Args:
-        kind: the code of the error.
+        what: the text, whose code is the kind of the error.
         target: the native key it concerns, if setting that key could resolve it.
         suggestion: the key that is probably meant.
     """
 
-    what: str
-    kind: str
+    what: UserText
     entry: ConfigEntry | None = None
     allowed: str | None = None
     fix: str | None = None
     target: str | None = None
     suggestion: str | None = None
+
+    @property
+    def code(self) -> str:
+        return self.what.code
 
 
 @dataclass
@@ -118,11 +122,15 @@ class EntryCollector:
         elif value is not None:
             entry = ConfigEntry((name,), value, self.layer, self.lines.get(source), token)
             first = next(iter(SECTIONS[name].model_fields))
-            got = f"expected a mapping, got {kind_of(value)}"
             self.problems.append(
                 Problem(
-                    f"{entry.shown()}: `{name}` is a section; {got}",
-                    "wrong-type",
+                    UserText(
+                        "{shown}: `{name}` is a section; expected a mapping, got {kind}",
+                        code="not-a-section",
+                        shown=entry.shown(),
+                        name=name,
+                        kind=kind_of(value),
+                    ),
                     entry,
                     quoted_names(SECTIONS[name].model_fields),
                     f"write {name}: {{{first}: ...}}, or {name}.{first}=... on the command line",

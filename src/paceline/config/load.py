@@ -126,7 +126,7 @@ def _validate(settings: Settings, file: Path | None) -> Config:
         refused = {problem.target for problem in settings.problems if problem.target}
         suggested = {problem.suggestion for problem in settings.problems}
         for problem in explain(error, data, settings.find):
-            if problem.kind == "missing-key" and problem.target in refused | suggested:
+            if problem.code == "missing-key" and problem.target in refused | suggested:
                 continue  # It is already reported as a misspelt or rejected key.
             if problem.entry is None or id(problem.entry) not in reported:
                 problems.append(problem)

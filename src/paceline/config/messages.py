@@ -3,7 +3,7 @@ of all mistakes in a config."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from paceline.config.entries import OVERRIDE, ConfigEntry, Problem, short
-from paceline.config.fields import KEYS, SECTIONS, SOURCE_KEYS, describe, literals, takes
+from paceline.config.fields import CHINESE, KEYS, SECTIONS, SOURCE_KEYS, describe, literals, takes
 from paceline.config.schema.base import CombinationError
 from paceline.config.schema.data import DatasetSource
 from paceline.config.yaml_read import YamlValue, kind_of
-from paceline.core.errors import ConfigError, did_you_mean
+from paceline.core.errors import ConfigError, did_you_mean, nearest
+from paceline.core.texts import UserText, Values
 
 Find = Callable[[str], ConfigEntry | None]
 _EXAMPLES = {
@@ -41,8 +42,7 @@ def _describe(
     first = errors[0]
     if first["type"] == "missing" and key in _EXAMPLES and first["loc"] == (key,):
         return Problem(
-            f"`{key}` is missing",
-            "missing-key",
+            UserText("`{key}` is missing", code="missing-key", key=key),
             fix=f"{_EXAMPLES[key]} (or {key}=... on the command line)",
             target=key,
         )
@@ -50,23 +50,31 @@ def _describe(
     if key not in KEYS or is_rule:
         return _combination(key, first, find)
     value, entry = _lookup(data, key), find(key)
+    shown = shown_key(key, value, entry)
     if first["type"] == "value_error":
-        message = str(first["msg"]).removeprefix("Value error, ")
-        shown = _shown(key, value, entry).removesuffix(",")
-        return Problem(f"{shown}: {message}", "invalid-value", entry, target=key)
+        text = _rule_text(first)
+        shown = shown.removesuffix(",")
+        what = UserText.of(f"{shown}: {text}", text.code, {**text.values, "shown": shown})
+        return Problem(what, entry, target=key)
     if key in SOURCE_KEYS:
         return _source(key, value, errors, entry)
-    return reject(key, value, entry, *_reason(value, [details["type"] for details in errors]))
+    return reject(
+        key, value, entry, _reason(key, shown, value, [error["type"] for error in errors])
+    )
 
 
-def reject(key: str, value: Any, entry: ConfigEntry | None, kind: str, reason: str) -> Problem:
+def reject(key: str, value: Any, entry: ConfigEntry | None, what: UserText) -> Problem:
     """Describe a value that a native key does not accept."""
-    info, shown = KEYS[key], _shown(key, value, entry)
-    fix = did_you_mean(value.lower(), literals(info)) if isinstance(value, str) else None
-    return Problem(f"{shown} {reason}", kind, entry, allowed=describe(info), fix=fix)
+    similar = _similar(key, value)
+    fix = f"did you mean `{similar}`?" if similar else None
+    return Problem(what, entry, allowed=describe(KEYS[key]), fix=fix)
 
 
-def _shown(key: str, value: Any, entry: ConfigEntry | None) -> str:
+def _similar(key: str, value: Any) -> str:
+    return (nearest(value.lower(), literals(KEYS[key])) or "") if isinstance(value, str) else ""
+
+
+def shown_key(key: str, value: Any, entry: ConfigEntry | None) -> str:
     """Return a key with its value, as the user wrote them, and the native key they set."""
     if entry is None or (entry.key == key and not entry.token):
         return f"`{key}: {short(value)}`"
@@ -74,19 +82,56 @@ def _shown(key: str, value: Any, entry: ConfigEntry | None) -> str:
     return entry.shown() if same else f"{entry.shown()}, which sets `{key}`,"
 
 
-def _reason(value: Any, types: list[str]) -> tuple[str, str]:
-    """Return the kind of error, and its description."""
+def _reason(key: str, shown: str, value: Any, types: list[str]) -> UserText:
+    """Describe why a value is not accepted."""
+    accepted = describe(KEYS[key], CHINESE)
     if any(name.startswith(("greater_than", "less_than")) for name in types):
-        return "out-of-range", "is out of range"
+        return UserText(
+            "{shown} is out of range",
+            code="out-of-range",
+            shown=shown,
+            accepted_in_chinese=accepted,
+        )
     if set(types) <= {"literal_error", "list_type"} and isinstance(value, str | list):
-        return "unknown-value", "is not one of the accepted values"
+        return UserText(
+            "{shown} is not one of the accepted values",
+            code="unknown-value",
+            shown=shown,
+            similar=_similar(key, value),
+            accepted_in_chinese=accepted,
+        )
     if "finite_number" in types:
-        return "not-finite", "is not a finite number"
+        return _not_finite(key, shown)
     if "int_from_float" in types:
-        return "wrong-type", "is not a whole number"
+        return UserText(
+            "{shown} is not a whole number",
+            code="not-whole",
+            shown=shown,
+            accepted_in_chinese=accepted,
+        )
     if isinstance(value, list | dict):
-        return "invalid-value", "contains an unsupported value"
-    return "wrong-type", f"is {kind_of(value)}, which is not accepted"
+        return UserText(
+            "{shown} contains an unsupported value",
+            code="invalid-value",
+            shown=shown,
+            accepted_in_chinese=accepted,
+        )
+    return UserText(
+        "{shown} is {kind}, which is not accepted",
+        code="wrong-type",
+        shown=shown,
+        kind=kind_of(value),
+        accepted_in_chinese=accepted,
+    )
+
+
+def _not_finite(key: str, shown: str) -> UserText:
+    return UserText(
+        "{shown} is not a finite number",
+        code="not-finite",
+        shown=shown,
+        accepted_in_chinese=describe(KEYS[key], CHINESE),
+    )
 
 
 def _source(key: str, value: Any, errors: list[ErrorDetails], entry: ConfigEntry | None) -> Problem:
@@ -99,30 +144,51 @@ def _source(key: str, value: Any, errors: list[ErrorDetails], entry: ConfigEntry
         info = DatasetSource.model_fields.get(name)
         if details["type"] == "missing":
             fix = "add path: a file, a folder or a hub id"
-            what = f"{shown}: `path` of the data source is missing"
-            return Problem(what, "missing-path", entry, fix=fix)
+            text = "{shown}: `path` of the data source is missing"
+            return Problem(UserText(text, code="missing-path", shown=shown), entry, fix=fix)
         if details["type"] == "extra_forbidden":
+            what = UserText(
+                "{shown}: unknown key `{name}` of a data source",
+                code="unknown-source-key",
+                shown=shown,
+                name=name,
+            )
             fix = did_you_mean(name, DatasetSource.model_fields, "remove it")
-            what = f"{shown}: unknown key `{name}` of a data source"
-            return Problem(what, "unknown-key", entry, describe(KEYS[key]), fix)
+            return Problem(what, entry, describe(KEYS[key]), fix)
         if info is not None:
+            what = UserText(
+                "{shown}: unsupported value `{name}: {value}`",
+                code="invalid-source-value",
+                shown=shown,
+                name=name,
+                value=short(details["input"]),
+            )
             fix = did_you_mean(str(details["input"]), literals(info))
-            what = f"{shown}: unsupported value `{name}: {short(details['input'])}`"
-            return Problem(what, "invalid-value", entry, f"for `{name}`: {describe(info)}", fix)
-    return Problem(f"{shown} is not a data source", "wrong-type", entry, describe(KEYS[key]))
+            return Problem(what, entry, f"for `{name}`: {describe(info)}", fix)
+    what = UserText("{shown} is not a data source", code="not-a-source", shown=shown)
+    return Problem(what, entry, describe(KEYS[key]))
 
 
 def _combination(key: str, first: ErrorDetails, find: Find) -> Problem:
     """Describe a violated rule about several keys, with the place of each key."""
-    message = str(first["msg"]).removeprefix("Value error, ")
+    text = _rule_text(first)
     error = first.get("ctx", {}).get("error")
     keys = error.keys if isinstance(error, CombinationError) else ()
     entries = {name: entry for name in KEYS if name in keys and (entry := find(name))}
     if not entries:
-        return Problem(message, "unsupported-combination", find(key))
+        return Problem(text, find(key))
     places = [f"`{name}` ({entry.shown()}, {entry.place()})" for name, entry in entries.items()]
-    what = f"{message}: {' and '.join(places)}"
-    return Problem(what, "unsupported-combination", list(entries.values())[-1])
+    what = UserText.of(f"{text}: {' and '.join(places)}", text.code, text.values)
+    return Problem(what, list(entries.values())[-1])
+
+
+def _rule_text(details: ErrorDetails) -> UserText:
+    """Return the text of a violated rule of the schema."""
+    error = details.get("ctx", {}).get("error")
+    if isinstance(error, ValueError) and error.args and isinstance(error.args[0], UserText):
+        return error.args[0]
+    text = str(details["msg"]).removeprefix("Value error, ")
+    return UserText("{text}", code="unsupported-combination", text=text)
 
 
 def _lookup(data: dict[str, YamlValue], key: str) -> Any:
@@ -137,20 +203,36 @@ def strict_problems(data: dict[str, YamlValue], find: Find) -> list[Problem]:
     true or false, non-finite numbers."""
     out = []
     for key, info in KEYS.items():
-        value = _lookup(data, key)
+        value, entry = _lookup(data, key), find(key)
+        shown = shown_key(key, value, entry)
         if isinstance(value, bool) and takes(info, int, float) and not takes(info, bool):
-            out.append(reject(key, value, find(key), "wrong-type", "is true/false, not a number"))
+            out.append(reject(key, value, entry, _not_a_number(key, shown)))
         elif isinstance(value, float) and not math.isfinite(value):
-            out.append(reject(key, value, find(key), "not-finite", "is not a finite number"))
+            out.append(reject(key, value, entry, _not_finite(key, shown)))
         elif (
             takes(info, bool)
             and not isinstance(value, bool | None)
             and not (isinstance(value, str) and value in literals(info))
             and not (isinstance(value, int) and takes(info, int))
         ):
-            reason = f"is {kind_of(value)}, not true or false"
-            out.append(reject(key, value, find(key), "wrong-type", reason))
+            what = UserText(
+                "{shown} is {kind}, not true or false",
+                code="not-true-or-false",
+                shown=shown,
+                kind=kind_of(value),
+                accepted_in_chinese=describe(info, CHINESE),
+            )
+            out.append(reject(key, value, entry, what))
     return out
+
+
+def _not_a_number(key: str, shown: str) -> UserText:
+    return UserText(
+        "{shown} is true/false, not a number",
+        code="not-a-number",
+        shown=shown,
+        accepted_in_chinese=describe(KEYS[key], CHINESE),
+    )
 
 
 # -- one error for all mistakes
@@ -161,6 +243,8 @@ class Mistake:
     """A single error in a config. ``key``: the native key, ``line``: counted from 1; None if
     unknown."""
 
+    code: str
+    values: Values
     what: str
     allowed: str | None
     fix: str | None
@@ -172,6 +256,13 @@ class ConfigMistakes(ConfigError):
     """All errors in a config, in one message; ``mistakes`` lists them separately."""
 
     mistakes: Sequence[Mistake] = ()
+
+    def printed(self) -> str:
+        # Each of several mistakes ends with its own code.
+        return self.what if len(self.mistakes) > 1 else super().printed()
+
+    def record(self) -> dict[str, Any]:
+        return {**super().record(), "mistakes": [asdict(mistake) for mistake in self.mistakes]}
 
 
 def config_error(
@@ -186,17 +277,20 @@ def config_error(
 
     ordered = sorted(problems, key=line)
     errors = [
-        ConfigMistakes(
-            _end_sentence(_with_place(problem, file)),
-            code=problem.kind,
-            allowed=_end_sentence(problem.allowed),
-            fix=_end_sentence(problem.fix),
+        ConfigMistakes.from_record(
+            {
+                "code": problem.code,
+                "what": _end_sentence(_with_place(problem, file)),
+                "allowed": _end_sentence(problem.allowed) or None,
+                "fix": _end_sentence(problem.fix) or None,
+                "values": problem.what.values,
+            }
         )
         for problem in ordered
     ]
     error = errors[0]
     if len(errors) > 1:
-        paragraphs = "\n".join(f"- {error.paragraph()}" for error in errors)
+        paragraphs = "\n".join(f"- {error.printed()}" for error in errors)
         what = f"the config has {len(errors)} errors:\n{paragraphs}"
         error = ConfigMistakes(what, code=error.code)
     error.mistakes = [_mistake(problem, key_of) for problem in ordered]
@@ -207,7 +301,8 @@ def _mistake(problem: Problem, key_of: Callable[[ConfigEntry], str | None]) -> M
     entry = problem.entry
     key = (problem.target or key_of(entry) or None) if entry else None
     line = entry.line if entry else None
-    return Mistake(problem.what, problem.allowed, problem.fix, key, line)
+    what = problem.what
+    return Mistake(what.code, what.values, what, problem.allowed, problem.fix, key, line)
 
 
 def _end_sentence(text: str | None) -> str:

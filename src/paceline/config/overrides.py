@@ -37,9 +37,11 @@ def split_cli(tokens: Sequence[str]) -> tuple[Path | None, list[str]]:
             overrides.append(f"{key}={_joined(values)}")
     if len(files) > 1:
         raise ConfigError(
-            f"expected one config file, got {files[0]} and {files[1]}",
+            "expected one config file, got {first} and {second}",
             code="several-config-files",
             fix="pass one of them, and change its keys with key=value",
+            first=files[0],
+            second=files[1],
         )
     path = Path(files[0]) if files else None
     if path is not None and not path.exists():
@@ -57,13 +59,13 @@ def parse_tokens(tokens: Iterable[str]) -> list[tuple[str, Any, str]]:
     for key, values, token in _split(tokens):
         if not key:
             raise ConfigError(
-                f"`{token}` is not an override",
+                "`{token}` is not an override",
+                code="incomplete-override",
                 allowed="key=value, --key value and --key=value, dotted for nested keys",
-                fix=(
-                    f"write for example lora.rank={token}"
-                    if re.fullmatch(r"-?[\d.]+", token)
-                    else "write key=value"
-                ),
+                fix="write for example lora.rank={token}"
+                if re.fullmatch("-?[\\d.]+", token)
+                else "write key=value",
+                token=token,
             )
         text, is_option = _joined(values), token.startswith("--")
         value = parse_value(text, f"--{key}" if is_option else f"{key}=")
@@ -92,9 +94,11 @@ def _option(token: str, rest: list[str]) -> tuple[str, list[str]]:
     key = name.replace("-", "_")
     if not re.fullmatch(r"[A-Za-z_][\w.]*", key):
         raise ConfigError(
-            f"`{token}` is not an option",
+            "`{token}` is not an option",
+            code="invalid-option-name",
             allowed="--key value or --key=value",
             fix="write --key value",
+            token=token,
         )
     if equals:
         return key, [inline]
@@ -102,10 +106,17 @@ def _option(token: str, rest: list[str]) -> tuple[str, list[str]]:
     if not rest or _is_next(rest[0]) or _is_config_file(key, info, rest[0]):
         if key == "config":
             raise ConfigError(
-                "`--config` has no value", code="missing-value", fix="write --config FILE.yaml"
+                "`--config` has no value",
+                code="config-without-value",
+                fix="write --config FILE.yaml",
             )
         if info is not None and not takes(info, bool):
-            raise ConfigError(f"`{token}` has no value", fix=f"write {token} VALUE")
+            raise ConfigError(
+                "`{token}` has no value",
+                code="option-without-value",
+                fix="write {token} VALUE",
+                token=token,
+            )
         return _flag(key)
     values = [rest.pop(0)]
     while (
@@ -159,12 +170,11 @@ def _as_file(token: str) -> str:
     if Path(token).exists() or re.search(r"[/\\]|\.\w+$", token):
         return token
     raise ConfigError(
-        f"`{token}` is neither a config file nor an override",
+        "`{token}` is neither a config file nor an override",
         code="not-an-override",
         allowed="one config file, then key=value or --key value",
-        fix=(
-            "write the key too, as key=value"
-            if not token.startswith("-")
-            else f"options start with two dashes: -{token}"
-        ),
+        fix="write the key too, as key=value"
+        if not token.startswith("-")
+        else "options start with two dashes: -{token}",
+        token=token,
     )

@@ -33,9 +33,13 @@ def check_package(package: str, setting: str, fix: str, extra: str | None = None
     """
     if find_spec(package) is None:
         raise ConfigError(
-            f"{setting} needs {package}, which is not installed",
+            "{setting} needs {package}, which is not installed",
             code="missing-package",
-            fix=f"run `pip install 'paceline[{extra or package}]'`, or {fix}",
+            fix="run `pip install 'paceline[{extra}]'`, or {advice}",
+            setting=setting,
+            package=package,
+            extra=extra or package,
+            advice=fix,
         )
 
 
@@ -46,6 +50,7 @@ def check_loggers(config: Config) -> None:
     if config.train_args.trackio_space_id is not None and "trackio" not in config.report_to:
         raise ConfigError(
             "`train_args.trackio_space_id` has no effect without trackio",
+            code="no-trackio",
             fix="add trackio to `report_to`, or remove it",
         )
 

@@ -25,6 +25,7 @@ from paceline.config.schema.base import Logger
 from paceline.config.schema.lora import ALL_LINEAR
 from paceline.config.schema.tasks import TASKS
 from paceline.config.yaml_read import YamlValue
+from paceline.core.texts import UserText
 
 #: The value of a key that an override resets to its default.
 RESET: Any = object()
@@ -137,9 +138,15 @@ class Settings:
         self, first: ConfigEntry, second: ConfigEntry, why: str, target: str | None = None
     ) -> None:
         """Record the problem that two entries disagree; ``why`` is added to the message."""
-        what = f"{first.located()} and {second.located()} disagree{why}"
+        what = UserText(
+            "{first} and {second} disagree{why}",
+            code="disagreement",
+            first=first.located(),
+            second=second.located(),
+            why=why,
+        )
         fix = "keep one of the two"
-        self.problems.append(Problem(what, "disagreement", second, fix=fix, target=target))
+        self.problems.append(Problem(what, second, fix=fix, target=target))
 
     def value_of(self, target: str) -> Any:
         winner = self.winners.get(target)
@@ -196,7 +203,11 @@ class Settings:
                 " the config was written for"
             )
         else:
-            text = f"{entry.shown()} is set but `lora.enable` is not true: all weights are trained"
+            text = UserText(
+                "{shown} is set but `lora.enable` is not true: all weights are trained",
+                code="lora-not-enabled",
+                shown=entry.shown(),
+            )
             self.general_notices.append(("warning", text))
 
     def enables_lora(self, entry: ConfigEntry) -> bool:

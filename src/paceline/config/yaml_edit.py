@@ -51,12 +51,15 @@ def edit_yaml(
     for key in [*values, *remove]:
         if key not in KEYS:
             raise ConfigError(
-                f"unknown key `{key}`", code="unknown-key", fix="`paceline config` lists all keys"
+                "`{name}` is not a key of the config",
+                code="unknown-config-key",
+                fix="`paceline config` lists all keys",
+                name=key,
             )
     if not isinstance(parse_yaml(text, "the config").value, dict | None):
         raise ConfigError(
             "expected a mapping of keys to values",
-            code="wrong-type",
+            code="not-a-mapping",
             fix="write lines such as `model: Qwen/Qwen2.5-0.5B`",
         )
     rest_is_unchanged = True
@@ -107,7 +110,9 @@ def _spell(key: str, value: Any) -> tuple[Any, str]:
             sort_keys=False,
         )
     except RecursionError:
-        raise ConfigError(f"the value of `{key}` is nested too deeply") from None
+        raise ConfigError(
+            "the value of `{key}` is nested too deeply", code="nested-too-deeply", key=key
+        ) from None
     return value, line.removesuffix("\n").removesuffix("\n...")
 
 

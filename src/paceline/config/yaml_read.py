@@ -67,26 +67,37 @@ def read_config_file(path: Path) -> Document:
         hint = (
             f"give a file, such as {path / inside[0]}" if inside else "give the path of a YAML file"
         )
-        raise ConfigError(f"{path} is a folder, not a config file", fix=hint)
+        raise ConfigError(
+            "{path} is a folder, not a config file", code="config-is-folder", fix=hint, path=path
+        )
     if path.suffix in _DATA_SUFFIXES:
         raise ConfigError(
-            f"{path} is a data file, not a config",
-            code="not-a-training-config",
-            fix=f"name it as the data: dataset={path}",
+            "{path} is a data file, not a config",
+            code="config-is-data-file",
+            fix="name it as the data: dataset={path}",
+            path=path,
         )
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}", fix="check the file's permissions"
+            "{path} cannot be read: {reason}",
+            code="config-unreadable",
+            fix="check the file's permissions",
+            path=path,
+            reason=error.strerror,
         ) from None
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"{path} is not UTF-8 text: byte 0x{raw[error.start]:02x} on line {line} does not fit",
+            "{path} is not UTF-8 text: byte 0x{raw} on line {line} does not fit",
+            code="config-not-utf8",
             fix="save it as UTF-8",
+            path=path,
+            raw=f"{raw[error.start]:02x}",
+            line=line,
         ) from None
     return as_config(parse_yaml(text, str(path)), path)
 
@@ -99,13 +110,18 @@ def as_config(document: Document, path: Path) -> Document:
     """
     if document.value is None:
         raise ConfigError(
-            f"{path} is empty",
+            "{path} is empty",
+            code="config-empty",
             fix="write at least `model:` and `dataset:` into it; `paceline config` lists all keys",
+            path=path,
         )
     if not isinstance(document.value, dict):
         raise ConfigError(
-            f"{path} holds {kind_of(document.value)}, not keys with values",
+            "{path} holds {kind_of}, not keys with values",
+            code="config-without-keys",
             allowed="lines such as `model: Qwen/Qwen2.5-0.5B`",
+            path=path,
+            kind_of=kind_of(document.value),
         )
     return document
 
@@ -115,8 +131,11 @@ def missing_file(path: Path) -> ConfigError:
     folder = path.parent
     if not folder.is_dir():
         return ConfigError(
-            f"there is no config file {path}: the folder {folder} does not exist",
+            "there is no config file {path}: the folder {folder} does not exist",
+            code="config-folder-missing",
             fix="check the path",
+            path=path,
+            folder=folder,
         )
     near = sorted(
         file.name
@@ -125,15 +144,22 @@ def missing_file(path: Path) -> ConfigError:
     )
     if not near:
         return ConfigError(
-            f"there is no config file {path}, and no *.yaml in {folder.resolve()}",
+            "there is no config file {path}, and no *.yaml in {resolve}",
+            code="config-file-missing",
             fix="check the path",
+            path=path,
+            resolve=folder.resolve(),
         )
     guess = did_you_mean(path.name, near, form=str(folder / "{}"))
     listed = ", ".join(near[:8]) + (f" and {len(near) - 8} more" if len(near) > 8 else "")
     return ConfigError(
-        f"there is no config file {path}",
+        "there is no config file {path}",
         code="missing-file",
-        fix=f"{guess} In {folder.resolve()} there are: {listed}",
+        fix="{guess} In {resolve} there are: {listed}",
+        path=path,
+        guess=guess,
+        resolve=folder.resolve(),
+        listed=listed,
     )
 
 
@@ -159,10 +185,16 @@ def parse_yaml(text: str, name: str) -> Document:
         raise _syntax_error(error, text, name) from None
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"{name} is not valid YAML: {' '.join(str(error).split())}", fix="remove that character"
+            "{name} is not valid YAML: {split}",
+            code="invalid-character-in-yaml",
+            fix="remove that character",
+            name=name,
+            split=" ".join(str(error).split()),
         ) from None
     except RecursionError:
-        raise ConfigError(f"{name} is nested too deeply to be a config") from None
+        raise ConfigError(
+            "{name} is nested too deeply to be a config", code="config-nested-too-deeply", name=name
+        ) from None
 
 
 def parse_value(text: str, name: str) -> Any:
@@ -196,25 +228,36 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> ConfigEr
         mark = error.context_mark  # the file ended: what was left open says more than its end
     if mark is None or mark.line >= len(lines):
         return ConfigError(
-            f"{name} is not valid YAML: {error.problem or error.context}",
+            "{name} is not valid YAML: {problem}",
+            code="unclosed-in-yaml",
             fix="close what was opened",
+            name=name,
+            problem=error.problem or error.context,
         )
     place = f"{name} line {mark.line + 1}, column {mark.column + 1}"
     shown = lines[mark.line].rstrip()
     if "\t" in shown[: mark.column + 1]:
         return ConfigError(
-            f"{place}: a tab; YAML indents with spaces only",
+            "{place}: a tab; YAML indents with spaces only",
+            code="tab-in-yaml",
             fix="put spaces in the place of the tab",
+            place=place,
         )
     if "single document" in str(error.context):
         return ConfigError(
-            f"{place}: a second document begins (`---`)", fix="keep one config in a file"
+            "{place}: a second document begins (`---`)",
+            code="several-documents-in-yaml",
+            fix="keep one config in a file",
+            place=place,
         )
     problem = str(error.problem or error.context or "cannot be read")
     return ConfigError(
-        f"{place}: not valid YAML ({problem}): `{shown.strip()[:80]}`",
+        "{place}: not valid YAML ({problem}): `{shown}`",
         code="invalid-yaml",
         fix="check the colon, the indentation and the quotes on this line and the one above",
+        place=place,
+        problem=problem,
+        shown=shown.strip()[:80],
     )
 
 
@@ -231,16 +274,21 @@ class _Builder:
         self.count += 1
         if self.count > _MAX_VALUES:
             raise ConfigError(
-                f"{self.name} has more than {_MAX_VALUES:,} values: not a config",
-                code="too-large",
+                "{name} has more than {max_values} values: not a config",
+                code="too-many-values",
                 fix="check its anchors (`&`, `*`)",
+                name=self.name,
+                max_values=f"{_MAX_VALUES:,}",
             )
         self.lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         if id(node) in self.open:
             raise ConfigError(
-                f"{self._place(node)}: an anchor refers to itself", fix="write the value out"
+                "{place}: an anchor refers to itself",
+                code="anchor-refers-to-itself",
+                fix="write the value out",
+                place=self._place(node),
             )
         self.open.add(id(node))
         try:
@@ -265,9 +313,13 @@ class _Builder:
             key = self._key(key_node)
             if key in first:
                 raise ConfigError(
-                    f"{self.name} line {line}: the key `{key}` stands twice, first on line"
-                    f" {first[key]}",
+                    "{name} line {line}: the key `{key}` stands twice, first on line {first}",
+                    code="repeated-key",
                     fix="keep one of the two",
+                    name=self.name,
+                    line=line,
+                    key=key,
+                    first=first[key],
                 )
             first[key] = line
             self.lines[(*path, key)] = line
@@ -280,8 +332,10 @@ class _Builder:
         for part in parts:
             if not isinstance(part, yaml.MappingNode):
                 raise ConfigError(
-                    f"{self._place(part)}: `<<` takes a mapping",
+                    "{place}: `<<` takes a mapping",
+                    code="invalid-merge-in-yaml",
                     fix="refer to an anchor that is a mapping",
+                    place=self._place(part),
                 )
             out.update(self.build(part, path))
         return out
@@ -291,8 +345,10 @@ class _Builder:
             self._check_tag(node, "str", "int", "float", "bool", "null", "timestamp", "value")
             return str(node.value)
         raise ConfigError(
-            f"{self._place(node)}: a key that is a list or a mapping",
+            "{place}: a key that is a list or a mapping",
+            code="complex-key-in-yaml",
             allowed="a word as a key, then a colon",
+            place=self._place(node),
         )
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
@@ -301,7 +357,11 @@ class _Builder:
             return _plain(str(node.tag), str(node.value))
         except ValueError:
             raise ConfigError(
-                f"{self._place(node)}: `{node.value}` does not fit its tag `{node.tag}`"
+                "{place}: `{node}` does not fit its tag `{tag}`",
+                code="invalid-tag-in-yaml",
+                place=self._place(node),
+                node=node.value,
+                tag=node.tag,
             ) from None
 
     def _check_tag(self, node: yaml.Node, *allowed: str) -> None:
@@ -310,10 +370,13 @@ class _Builder:
             return
         shown = tag.replace(_TAG, "!!")
         raise ConfigError(
-            f"{self._place(node)}: the YAML tag `{shown}` is refused: tags build objects and run"
-            " code; a config is data only",
+            "{place}: the YAML tag `{shown}` is refused: tags build objects and run code; a config"
+            " is data only",
+            code="tag-refused",
             allowed="text, numbers, true/false, null, lists and mappings",
             fix="remove the tag and write the plain value",
+            place=self._place(node),
+            shown=shown,
         )
 
     def _place(self, node: yaml.Node) -> str:

@@ -1,33 +1,61 @@
-"""Exceptions that name the offending value, what is accepted and the fix."""
+"""Exceptions that name the offending value, what is accepted and the fix, and the code by which
+``paceline help`` explains them and other languages express them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Self
+
+from paceline.core.texts import UserText, fill, plain_values
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_SIGINT = 130
 EXIT_SIGTERM = 143
+#: Environment variable with the path of a file for the record of an error, as JSON.
+ERROR_FILE = "PACELINE_ERROR_FILE"
 
 
 class PacelineError(Exception):
     """A failure that is printed as one paragraph. It can be created from the paragraph alone, so
     pickling preserves its attributes.
 
+    The three texts are templates: ``{name}`` is replaced by the value ``name``::
+
+        ConfigError("`{key}` is not a key", code="unknown-key", fix="remove it", key=key)
+
     Args:
         what: what failed, with the offending key and value.
+        code: the kind of error in a few words, such as ``unknown-key``. Each has one cause.
         allowed: what is accepted.
         fix: what to do.
+        values: what replaces the fields.
     """
 
     exit_code = EXIT_FAILED
+    #: The code of an error that was created without one.
+    default_code = "failed"
 
-    def __init__(self, what: str, *, allowed: str | None = None, fix: str | None = None) -> None:
-        self.what = what.strip()
-        self.allowed = allowed.strip() if allowed else None
-        self.fix = fix.strip() if fix else None
+    def __init__(
+        self,
+        what: str,
+        /,
+        *,
+        code: str = "",
+        allowed: str | None = None,
+        fix: str | None = None,
+        **values: object,
+    ) -> None:
+        self.code = code or self.default_code
+        self.values = plain_values(values)
+        self.what = fill(what.strip(), self.values)
+        self.allowed = fill(allowed.strip(), self.values) if allowed else None
+        self.fix = fill(fix.strip(), self.values) if fix else None
         super().__init__(self.paragraph())
 
     def paragraph(self) -> str:
@@ -39,26 +67,39 @@ class PacelineError(Exception):
             parts.append(_sentence(f"To fix: {self.fix}"))
         return " ".join(parts)
 
+    def printed(self) -> str:
+        """Return the message as commands print it, with the code for ``paceline help``."""
+        return f"{self.paragraph()} [{self.code}]"
+
+    def text(self) -> UserText:
+        """Return what failed, as a text with the code and the values of the error."""
+        return UserText.of(self.what, self.code, self.values)
+
+    def record(self) -> dict[str, Any]:
+        """Return the error for another process, as :meth:`from_record` reads it."""
+        return {
+            "code": self.code,
+            "what": self.what,
+            "allowed": self.allowed,
+            "fix": self.fix,
+            "values": self.values,
+        }
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Self:
+        """Return the error that another process has recorded."""
+        error = cls("")
+        for name in ("code", "what", "allowed", "fix", "values"):
+            setattr(error, name, record[name])
+        error.args = (error.paragraph(),)
+        return error
+
 
 class ConfigError(PacelineError):
-    """The config, the input or the usage is invalid; nothing was started (exit code 2).
-
-    Args:
-        code: the kind of error in a few words, such as ``unknown-key``, for programs and tests.
-    """
+    """The config, the input or the usage is invalid; nothing was started (exit code 2)."""
 
     exit_code = EXIT_USAGE
-
-    def __init__(
-        self,
-        what: str,
-        *,
-        code: str = "invalid",
-        allowed: str | None = None,
-        fix: str | None = None,
-    ) -> None:
-        super().__init__(what, allowed=allowed, fix=fix)
-        self.code = code
+    default_code = "invalid"
 
 
 class RunError(PacelineError):
@@ -79,15 +120,20 @@ class FaultError(RunError):
         ranks: the ranks that caused the failure, if not the one that raises it.
     """
 
+    default_code = "fault"
+
     def __init__(
         self,
         what: str,
+        /,
         *,
+        code: str = "",
         allowed: str | None = None,
         fix: str | None = None,
         ranks: Iterable[int] | None = None,
+        **values: object,
     ) -> None:
-        super().__init__(what, allowed=allowed, fix=fix)
+        super().__init__(what, code=code, allowed=allowed, fix=fix, **values)
         self.ranks = None if ranks is None else list(ranks)
 
 
@@ -98,16 +144,20 @@ class OutOfMemory(RunError):
         needed_bytes: memory in use and the size of the failed allocation.
     """
 
-    def __init__(self, what: str, needed_bytes: int = 0) -> None:
-        super().__init__(what)
+    default_code = "out-of-memory"
+
+    def __init__(self, what: str, /, needed_bytes: int = 0, **values: Any) -> None:
+        super().__init__(what, **values)
         self.needed_bytes = needed_bytes
 
 
 class StoppedError(RunError):
     """The run was stopped by a signal. The exit code is 130 for SIGINT, otherwise 143."""
 
-    def __init__(self, text: str, exit_code: int = EXIT_SIGTERM) -> None:
-        super().__init__(text)
+    default_code = "stopped"
+
+    def __init__(self, text: str, /, exit_code: int = EXIT_SIGTERM, **values: Any) -> None:
+        super().__init__(text, **values)
         self.exit_code = exit_code
 
 
@@ -119,12 +169,31 @@ class MismatchError(RunError):
     """The ranks issued different collectives, which may be why other ranks ended without a message.
     A restart would fail in the same way."""
 
-    def __init__(self, what: str) -> None:
+    default_code = "different-collectives"
+
+    def __init__(self, what: str, /, **values: Any) -> None:
         fix = (
             "let all ranks of a group call the same collectives, in one order, with tensors of one"
             " size and dtype"
         )
-        super().__init__(what, fix=fix)
+        super().__init__(what, **{"fix": fix, **values})
+
+
+def write_error(error: PacelineError, path: str | None) -> None:
+    """Write the record of an error for the process that has started this one, if it named a file
+    for it in :data:`ERROR_FILE`."""
+    if path:
+        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump(error.record(), file)
+
+
+def read_error(path: Path, exit_code: int | None) -> PacelineError | None:
+    """Return the error that :func:`write_error` has written in a process; None if there is none."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        kind = ConfigError if exit_code == EXIT_USAGE else RunError
+        return kind.from_record(record)
+    return None
 
 
 def _sentence(text: str) -> str:
@@ -143,10 +212,12 @@ def unknown_name(
     """
     names = list(known)
     return ConfigError(
-        f"unknown {kind} `{name}`",
+        "unknown {kind} `{name}`",
         code="unknown-name",
         allowed=allowed or ", ".join(f"`{known_name}`" for known_name in names),
         fix=did_you_mean(name, names, fix),
+        kind=kind,
+        name=name,
     )
 
 

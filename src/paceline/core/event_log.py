@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
-from paceline.core.events import Event, StepEvent
+from paceline.core.events import Event, NoticeEvent, StepEvent
+from paceline.core.texts import UserText
 
 
 class EventLog:
@@ -77,7 +78,10 @@ class EventLog:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def notice(self, text: str, level: str = "info", file_only: bool = False) -> None:
-        self.emit({"type": "notice", "level": level, "text": text}, file_only)
+        event: NoticeEvent = {"type": "notice", "level": level, "text": text}
+        if isinstance(text, UserText):
+            event |= {"code": text.code, "values": text.values}
+        self.emit(event, file_only)
 
     def close(self) -> None:
         if self._handle is not None:

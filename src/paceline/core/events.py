@@ -20,6 +20,8 @@ from paceline.core.report import (
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
+    from paceline.core.texts import Values
+
 
 class _Logged(TypedDict, total=False):
     """Base of all events. ``time`` is in seconds since the epoch and is set by the log."""
@@ -117,12 +119,15 @@ class ResumeEvent(_Logged, total=False):
 
 class Fault(_Logged, total=False):
     """Why an attempt ended. ``step`` is the last logged step, ``restart`` the number of restarts
-    since the latest checkpoint."""
+    since the latest checkpoint; ``code`` tells the kind of failure, and ``values`` what the reason
+    contains."""
 
     step: int | None
     ranks: list[int]
     hosts: list[str]
     reason: str
+    code: str
+    values: Values
     restart: int
     seen_at: float
 
@@ -282,11 +287,14 @@ class DataEvent(_Logged, total=False):
 
 
 class NoticeEvent(_Logged, total=False):
-    """A log message of the run. ``level`` is info or warning."""
+    """A log message of the run. ``level`` is info or warning; ``code`` tells the kind of message,
+    and ``values`` what the text contains."""
 
     type: Literal["notice"]
     level: str
     text: str
+    code: str
+    values: Values
 
 
 class RankStep(TypedDict, total=False):
@@ -436,14 +444,16 @@ class ProfileEvent(_Logged, total=False):
 
 
 class RunEndEvent(_Logged, total=False):
-    """The run ended. ``status`` is done, stopped or failed; ``wall_s`` counts from the start of the
-    command; ``network`` comments on the time that communication took, if that is worth a
-    comment."""
+    """The run ended. ``status`` is done, stopped or failed; ``code`` and ``values`` are about the
+    reason; ``wall_s`` counts from the start of the command; ``network`` comments on the time that
+    communication took, if that is worth a comment."""
 
     type: Literal["run_end"]
     status: str
     step: int | None
     reason: str | None
+    code: str
+    values: Values
     wall_s: float
     network: str
 

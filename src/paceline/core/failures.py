@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -26,6 +26,7 @@ from paceline.core.errors import (
     RunError,
     SaveError,
 )
+from paceline.core.texts import UserText, Values, translatable
 
 
 class FailureKind(StrEnum):
@@ -78,6 +79,8 @@ class Failure:
         ranks: ranks that failed first, as far as known.
         hosts: names of the hosts of these ranks; empty on a single host.
         text: the cause, for messages and for the `fault` event.
+        code: the kind of error, for ``paceline help`` and other languages.
+        values: what the text contains.
     """
 
     kind: FailureKind
@@ -85,6 +88,8 @@ class Failure:
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     text: str
+    code: str = "failed"
+    values: Values = field(default_factory=dict)
 
     @property
     def is_transient(self) -> bool:
@@ -100,6 +105,11 @@ class Failure:
     def is_consequence(self) -> bool:
         """Whether the failure only reports that a peer no longer answers."""
         return self.kind in _CONSEQUENCES and self.scope is not FailureScope.RUN
+
+    def record(self, message: str) -> dict[str, Any]:
+        """Return the failure as the record of an error with a message of one paragraph."""
+        values = dict(self.values)
+        return {"code": self.code, "what": message, "allowed": None, "fix": None, "values": values}
 
     @property
     def reason(self) -> str:
@@ -123,6 +133,8 @@ class ReportedError(RunError):
         super().__init__(text)
         self.exit_code = exit_code
         self.failure = failure
+        if failure is not None:
+            self.code, self.values = failure.code, dict(failure.values)
 
     def paragraph(self) -> str:
         return self.what
@@ -169,7 +181,9 @@ class ExitRecord:
     @classmethod
     def of_run(cls, text: str, kind: FailureKind = FailureKind.UNKNOWN) -> ExitRecord:
         """Return the record of a failure of no single rank."""
-        return cls.failed(Failure(kind, FailureScope.EVERY_RANK, (), (), text))
+        return cls.failed(
+            Failure(kind, FailureScope.EVERY_RANK, (), (), text, **translatable(text))
+        )
 
     @classmethod
     def killed(
@@ -181,7 +195,8 @@ class ExitRecord:
             reason: text that names the ranks and says how they ended.
         """
         scope = FailureScope.PROCESSES
-        failure = Failure(FailureKind.KILLED, scope, tuple(ranks), tuple(hosts), reason)
+        kind, of_text = FailureKind.KILLED, translatable(reason)
+        failure = Failure(kind, scope, tuple(ranks), tuple(hosts), reason, **of_text)
         return cls.failed(failure, f"{reason}. The other ranks were stopped.", time=time)
 
     @classmethod
@@ -195,6 +210,8 @@ class ExitRecord:
                 tuple(failure["ranks"]),
                 tuple(failure["hosts"]),
                 failure["text"],
+                failure["code"],
+                failure["values"],
             )
         return cls(**{**record, "failure": failure})
 
@@ -285,11 +302,13 @@ def classify(error: BaseException, rank: int | None = None) -> Failure:
     ranks: tuple[int, ...] = () if rank is None else (rank,)
     if not isinstance(error, PacelineError):
         text = describe_error(error)
-        return Failure(_kind_of_foreign(error), FailureScope.RANK, ranks, (), text)
+        kind, of_text = _kind_of_foreign(error), translatable(text)
+        return Failure(kind, FailureScope.RANK, ranks, (), text, **of_text)
     scope = _scope_of(error)
     if isinstance(error, FaultError):
         ranks = tuple(error.ranks or ranks)
-    return Failure(_kind_of_own(error), scope, ranks, (), error.paragraph())
+    text = error.paragraph()
+    return Failure(_kind_of_own(error), scope, ranks, (), text, error.code, error.values)
 
 
 def classify_of_run(error: PacelineError, rank: int | None = None) -> Failure:
@@ -363,9 +382,12 @@ def describe_error(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     frames = traceback.extract_tb(error.__traceback__)
     location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return (
-        f"{type(error).__name__}: {text[0][:400] if text else 'no message'}{location}. Re-run with"
-        " --debug for the full traceback."
+    return UserText(
+        "{kind}: {reason}{location}. Re-run with --debug for the full traceback.",
+        code="exception",
+        kind=type(error).__name__,
+        reason=text[0][:400] if text else "no message",
+        location=location,
     )
 
 

@@ -13,11 +13,12 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from paceline.core.formatting import clean
+from paceline.core.texts import UserText, translatable
 
 if TYPE_CHECKING:
     from paceline.core.event_log import EventLog
@@ -40,6 +41,16 @@ class Notice(NamedTuple):
 
     level: str
     message: str
+
+    def as_json(self) -> list[Any]:
+        """Return the notice for a file of JSON, as :meth:`from_json` reads it."""
+        return [self.level, self.message, *translatable(self.message).values()]
+
+    @classmethod
+    def from_json(cls, record: Sequence[Any]) -> Notice:
+        """Return the notice that :meth:`as_json` has converted."""
+        level, message, *of_text = record
+        return cls(level, UserText.of(message, *of_text) if of_text else message)
 
 
 def configure_logging(level: str | None = None, quiet: bool = False) -> None:
@@ -149,7 +160,7 @@ def is_shown(level: str = "info") -> bool:
 def log_notices(logger: logging.Logger, notices: Iterable[tuple[str, str]]) -> None:
     """Log (level, message) pairs of a config, a dataset or another process, warnings last."""
     for level, message in sorted(notices, key=lambda notice: _number_of(notice[0])):
-        logger.log(_number_of(level), "%s", message)
+        logger.log(_number_of(level), message)
 
 
 class ConsoleHandler(logging.Handler):
@@ -240,7 +251,7 @@ class EventLogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if _is_notice(record):
             level, message = _as_notice(record)
-            self.events.emit({"type": "notice", "level": level, "text": message})
+            self.events.notice(message, level)
 
 
 @contextmanager
@@ -285,7 +296,8 @@ def _is_notice(record: logging.LogRecord) -> bool:
 
 def _as_notice(record: logging.LogRecord) -> Notice:
     level = "warning" if record.levelno >= logging.WARNING else "info"
-    return Notice(level, record.getMessage())
+    # A text with a code keeps it: `getMessage` would return a plain string.
+    return Notice(level, record.msg if isinstance(record.msg, UserText) else record.getMessage())
 
 
 def _number_of(level: str) -> int:

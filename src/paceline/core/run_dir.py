@@ -27,6 +27,7 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.event_log import tail_events
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import pid_alive
+from paceline.core.texts import UserText
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +159,11 @@ def lock_run(run_dir: RunDir, wait_s: float, *, sign: bool = True) -> IO[str]:
                 holder = handle.read().strip() or "unknown"
                 handle.close()
                 raise RunError(
-                    f"`output_dir: {run_dir.root}` is in use by another run (process {holder})",
+                    "`output_dir: {root}` is in use by another run (process {holder})",
+                    code="output-dir-locked",
                     fix="wait until it ends, stop it, or set another `output_dir`",
+                    root=run_dir.root,
+                    holder=holder,
                 ) from error
             time.sleep(0.1)
     if sign:
@@ -210,9 +214,12 @@ class LaunchLock:
         except OSError as error:
             self._remove_created()
             raise ConfigError(
-                f"`{self._setting}` cannot be written: {error.strerror or error}",
+                "`{setting}` cannot be written: {reason}",
                 code="not-writable",
-                fix=f"free some space there, or {self._other}",
+                fix="free some space there, or {other}",
+                setting=self._setting,
+                reason=error.strerror or error,
+                other=self._other,
             ) from error
         except BaseException:
             self._remove_created()
@@ -250,10 +257,11 @@ class LaunchLock:
             ending = since is not None and has_ended(self.run_dir, since)
             if waited > (_ENDING_S if ending else _UNSIGNED_S if holder is None else 0.0):
                 raise ConfigError(
-                    f"`output_dir: {self.run_dir.root}` is in use by another run:"
-                    f" {holder or 'an unknown process'}",
+                    "`output_dir: {root}` is in use by another run: {holder}",
                     code="in-use",
                     fix="wait until it ends, stop it, or set another `output_dir`",
+                    root=self.run_dir.root,
+                    holder=holder or "an unknown process",
                 )
             if ending and not waiting:
                 waiting = True
@@ -269,10 +277,13 @@ class LaunchLock:
             if not is_unsupported(error):
                 return False
             logger.warning(
-                "the file system of %s does not support locks (%s): Paceline cannot prevent a"
-                " second run in this folder",
-                self.run_dir.root,
-                error.strerror,
+                UserText(
+                    "the file system of {root} does not support locks ({reason}): Paceline cannot"
+                    " prevent a second run in this folder",
+                    code="no-file-locks",
+                    root=self.run_dir.root,
+                    reason=error.strerror,
+                ),
             )
         return True
 

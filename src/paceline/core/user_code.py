@@ -66,19 +66,25 @@ def import_user_module(
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{location}.".startswith(f"{missing}."):
             raise ConfigError(
-                f"`{setting}`: module {missing!r} not found (searched the environment and"
-                f" {Path.cwd()})",
+                "`{setting}`: module {missing} not found (searched the environment and {cwd})",
                 code="missing-module",
                 allowed=form,
                 fix="check the name, install the package, or give a file: ./file.py:NAME",
+                setting=setting,
+                missing=f"{missing!r}",
+                cwd=Path.cwd(),
             ) from error
         raise user_error(f"`{setting}`: {location} cannot be imported", error, path) from error
     siblings = [file.name for file in path.parent.glob("*.py")]
     raise ConfigError(
-        f"`{setting}`: file not found: {path}",
-        code="missing-file",
-        allowed=f"{form}, a path relative to the current folder ({Path.cwd()})",
+        "`{setting}`: file not found: {path}",
+        code="missing-user-file",
+        allowed="{form}, a path relative to the current folder ({cwd})",
         fix=did_you_mean(path.name, siblings, "check the path", f"{Path(location).parent / '{}'}"),
+        setting=setting,
+        path=path,
+        form=form,
+        cwd=Path.cwd(),
     )
 
 
@@ -86,8 +92,11 @@ def _import_file(path: Path, setting: str, keeps_name: bool) -> ModuleType:
     name = path.stem if _has_free_name(path) else None
     if name is None and keeps_name:
         raise ConfigError(
-            f"`{setting}`: a module named {path.stem} already exists",
+            "`{setting}`: a module named {stem} already exists",
+            code="module-exists",
             fix="give the file another name",
+            setting=setting,
+            stem=path.stem,
         )
     if name is None:  # derived from the path, so that it is the same in every process
         name = f"paceline_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
@@ -138,13 +147,24 @@ def user_error(
     if isinstance(error, SyntaxError) and error.filename:
         location = f"{error.filename}, line {error.lineno}"
         return ConfigError(
-            f"{text}: {type(error).__name__}: {error.msg} ({location})",
+            "{text}: {kind}: {msg} ({location})",
             code="import-failed",
             fix=fix,
+            text=text,
+            kind=type(error).__name__,
+            msg=error.msg,
+            location=location,
         )
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if path is not None and frame.filename == str(path)]
     frame = (user_frames or frames)[-1]
     line = f": `{frame.line}`" if frame.line else ""
     place = f"({frame.filename}, line {frame.lineno}{line})"
-    return ConfigError(f"{text}: {error_summary(error)} {place}", code="user-code-failed", fix=fix)
+    return ConfigError(
+        "{text}: {reason} {place}",
+        code="user-code-failed",
+        fix=fix,
+        text=text,
+        reason=error_summary(error),
+        place=place,
+    )

@@ -154,12 +154,18 @@ def _cannot_write(final: Path, error: OSError) -> Exception:
         folder = next(path for path in (final, *final.parents) if path.exists())
         free = human_bytes(shutil.disk_usage(folder).free)
         return RunError(
-            f"the disk filled up while {final} was written ({free} free)",
+            "the disk filled up while {final} was written ({free} free)",
+            code="disk-full",
             fix="free disk space, or set XDG_CACHE_HOME to a folder on another disk",
+            final=final,
+            free=free,
         )
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
         return ConfigError(
-            f"the cache folder {final.parent} is not writable ({error.strerror})",
+            "the cache folder {parent} is not writable ({reason})",
+            code="cache-not-writable",
             fix="set XDG_CACHE_HOME to a writable folder",
+            parent=final.parent,
+            reason=error.strerror,
         )
     return error

@@ -12,8 +12,8 @@ import numpy as np
 
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
-from paceline.core.formatting import counted
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.cache import key_of
 from paceline.data.sources.folder import DataFolder, LocalFolder
 from paceline.data.sources.opening import expand_braces, is_url
@@ -114,15 +114,27 @@ def open_image_shards(name: str, validation: bool = False) -> ImageIndex:
                 class_names.append(class_name)
     if not names:
         raise ConfigError(
-            f"`{name}` has no images with classes ({reasons_of(dropped)})",
-            code="no-images",
+            "`{name}` has no images with classes ({reasons_of})",
+            code="no-images-in-shards",
             allowed="samples of an image and a file with its class, e.g. 0001.jpg and 0001.cls, or"
             " a JSON file with the key `label`",
+            name=name,
+            reasons_of=reasons_of(dropped),
         )
     classes = sorted(set(class_names), key=_class_order)
     number = {class_name: index for index, class_name in enumerate(classes)}
     labels = np.array([number[class_name] for class_name in class_names], dtype=np.int64)
-    notices.append(Notice("info", f"{name}: {counted(len(shards), 'tar shard')}"))
+    notices.append(
+        Notice(
+            "info",
+            UserText(
+                "{name}: {num_shards:tar shard}",
+                code="tar-shards",
+                name=name,
+                num_shards=len(shards),
+            ),
+        )
+    )
     return ImageIndex(source, names, None, labels, classes, dict(dropped), notices, sizes)
 
 
@@ -153,9 +165,10 @@ def _find_shards(name: str, validation: bool) -> tuple[list[Path], list[Notice]]
             matches = sorted([path] if path.is_file() else map(Path, glob.glob(str(path))))
         if not matches:
             raise ConfigError(
-                f"`{pattern}` does not exist",
-                code="missing-file",
+                "`{pattern}` does not exist",
+                code="missing-shards",
                 fix="check the path of the tar shards",
+                pattern=pattern,
             )
         shards += matches
     return [shard.absolute() for shard in shards], notices
@@ -167,7 +180,10 @@ def _shards_of_split(folder: DataFolder, validation: bool) -> tuple[list[str], l
     names = [name for name in folder.names() if _is_shard(Path(name))]
     if not names:
         raise ConfigError(
-            f"`{folder.label}` has no tar shards", fix="check the path of the tar shards"
+            "`{folder}` has no tar shards",
+            code="no-tar-shards",
+            fix="check the path of the tar shards",
+            folder=folder.label,
         )
     spec = DatasetSource(path=folder.label)
     if validation:

@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline.core.errors import ConfigError, RunError, did_you_mean, first_line
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.image_shards import ImageIndex, names_shards, open_image_shards, reasons_of
 from paceline.data.pixels import decode_rgb, open_image
 from paceline.data.sources.opening import number_to_take, similar_path, take_count
@@ -59,10 +60,11 @@ def open_images(path: str, seed: int, *, validation: bool = False) -> ImageIndex
     if name.startswith("builtin:"):
         if name != DIGITS:
             raise ConfigError(
-                f"`dataset: {name}` has no images",
-                code="no-images",
+                "`dataset: {name}` has no images",
+                code="unknown-image-dataset",
                 allowed=_ALLOWED,
                 fix=did_you_mean(name, [DIGITS]),
+                name=name,
             )
         _, digits = _digits_table()
         classes = [str(digit) for digit in range(10)]
@@ -75,7 +77,12 @@ def open_images(path: str, seed: int, *, validation: bool = False) -> ImageIndex
         return index
     count, notices = number_to_take(take, len(index)), index.notices
     if count > len(index):
-        text = f"{path}: the dataset has {len(index):,} images; using all of them"
+        text = UserText(
+            "{path}: the dataset has {num_index} images; using all of them",
+            code="fewer-images-than-requested",
+            path=path,
+            num_index=f"{len(index):,}",
+        )
         notices = [*notices, Notice("warning", text)]
     chosen = np.random.default_rng(derive_seed(seed, "take")).permutation(len(index))[:count]
     return replace(index.take(np.sort(chosen)), dropped=index.dropped, notices=notices)
@@ -102,10 +109,11 @@ def _folder_index(folder: Path) -> ImageIndex:
     if not folder.is_dir():
         fix = "set the folder of the images"
         raise ConfigError(
-            f"`{folder}` is a file" if folder.exists() else f"`{folder}` does not exist",
-            code="missing-file",
+            "`{folder}` is a file" if folder.exists() else "`{folder}` does not exist",
+            code="missing-image-folder",
             allowed=_ALLOWED,
             fix=fix if folder.exists() else similar_path(folder, fix),
+            folder=folder,
         )
     entries = sorted(folder.iterdir())
     subfolders = [
@@ -114,10 +122,12 @@ def _folder_index(folder: Path) -> ImageIndex:
     if not subfolders:
         shown = ", ".join(path.name for path in entries[:5]) or "nothing"
         raise ConfigError(
-            f"the folder `{folder}` has no class subfolders (found: {shown})",
+            "the folder `{folder}` has no class subfolders (found: {shown})",
             code="no-classes",
             allowed="one subfolder per class, e.g. animals/cat/1.png and animals/dog/1.png",
             fix="move the images of each class to a folder with the name of the class",
+            folder=folder,
+            shown=shown,
         )
     _check_not_splits(folder, subfolders)
     names: list[str] = []
@@ -142,14 +152,20 @@ def _folder_index(folder: Path) -> ImageIndex:
         if len(names) > before:
             classes.append(subfolder.name)
         else:
-            text = f"{folder}: skipped `{subfolder.name}`, which has no readable images"
+            text = UserText(
+                "{folder}: skipped `{subfolder}`, which has no readable images",
+                code="image-folder-skipped",
+                folder=folder,
+                subfolder=subfolder.name,
+            )
             notices.append(Notice("warning", text))
     if not names:
         raise ConfigError(
-            f"the folder `{folder}` has no readable images in its subfolders"
-            f" ({reasons_of(dropped)})",
-            code="no-images",
+            "the folder `{folder}` has no readable images in its subfolders ({reasons_of})",
+            code="no-readable-images",
             allowed=_ALLOWED,
+            folder=folder,
+            reasons_of=reasons_of(dropped),
         )
     numbers = np.array(labels, dtype=np.int64)
     source = str(folder.resolve())
@@ -173,9 +189,15 @@ def _check_not_splits(folder: Path, subfolders: list[Path]) -> None:
     validation = find(("val", "dev"), [path for path in subfolders if path != train])
     names = ", ".join(path.name for path in subfolders)
     raise ConfigError(
-        f"the folder `{folder}` contains splits ({names}), not classes",
+        "the folder `{folder}` contains splits ({names}), not classes",
         code="splits-instead-of-classes",
-        fix=f"set `dataset: {train}`" + (f" and `val_dataset: {validation}`" if validation else ""),
+        fix="set `dataset: {train}` and `val_dataset: {validation}`"
+        if validation
+        else "set `dataset: {train}`",
+        folder=folder,
+        names=names,
+        train=train,
+        validation=validation,
     )
 
 
@@ -266,8 +288,11 @@ def read_image(file: Path, form: ImageForm) -> torch.Tensor:
                 image = image.convert("L")
     except (OSError, ValueError, SyntaxError) as error:
         raise RunError(
-            f"the image {file} has a valid header but cannot be decoded: {first_line(error)}",
+            "the image {file} has a valid header but cannot be decoded: {reason}",
+            code="image-not-decodable",
             fix="delete or replace the file, and run the command again",
+            file=file,
+            reason=first_line(error),
         ) from error
     if form.height is not None and form.width is not None:
         image = image.resize((form.width, form.height), Image.Resampling.BILINEAR)

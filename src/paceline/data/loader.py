@@ -182,7 +182,7 @@ def load_micro_batch(
 def _micro_batch(loaded: Any, size: int) -> MicroBatch:
     """Return what the loader has loaded for ``size`` keys as a micro-batch."""
     if isinstance(loaded, PacelineError):
-        raise RunError(loaded.what, allowed=loaded.allowed, fix=loaded.fix) from loaded
+        raise RunError.from_record(loaded.record()) from loaded
     if isinstance(loaded, tuple) and isinstance(loaded[-1], StreamCounts):
         data, samples, counts = loaded
         if not size:  # a short global batch has no rows for this rank

@@ -18,6 +18,7 @@ from torch import nn
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.files import human_bytes
 from paceline.core.fork_server.server import join_server, start_server
+from paceline.core.texts import UserText
 
 #: Largest size of a dataset and a task that are copied into a loader process by default.
 _MAX_COPIED_BYTES = 256 << 20
@@ -85,16 +86,23 @@ def loader_options(
     reason = _reason_against_copying(sent)
     if reason is not None and is_required:
         setting = "streaming: false" if num_stream_workers else "dataloader_num_workers: 0"
-        text = (
-            f"loader processes are forked from ranks that use an accelerator, because {reason}."
-            f" If they hang, set `{setting}`"
+        text = UserText(
+            "loader processes are forked from ranks that use an accelerator, because {reason}."
+            " If they hang, set `{setting}`",
+            code="loader-forked-from-rank",
+            reason=reason,
+            setting=setting,
         )
         return options, [("warning", text)]
     if reason is None and not is_required:
         reason = _small_shared_memory()
     if reason is None:
         return replace(options, start_method="forkserver"), []
-    text = f"each rank collates its batches itself, without a loader process, because {reason}"
+    text = UserText(
+        "each rank collates its batches itself, without a loader process, because {reason}",
+        code="no-loader-process",
+        reason=reason,
+    )
     return replace(options, num_workers=0), [("info", text)]
 
 

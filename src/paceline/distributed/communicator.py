@@ -406,23 +406,28 @@ def _check_adopted(env: RankEnv, device: torch.device) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) != (env.rank, env.world_size):
         raise RunError(
-            f"this process is rank {rank} of {size} in the existing process group, but rank"
-            f" {env.rank} of {env.world_size} in the environment",
-            fix=(
-                "call `torch.distributed.destroy_process_group()` before `paceline.train()`, which"
-                " creates a process group"
-            ),
+            "this process is rank {rank} of {size} in the existing process group, but rank"
+            " {env_rank} of {world_size} in the environment",
+            code="process-group-mismatch",
+            fix="call `torch.distributed.destroy_process_group()` before `paceline.train()`, which"
+            " creates a process group",
+            rank=rank,
+            size=size,
+            env_rank=env.rank,
+            world_size=env.world_size,
         )
     backends = {part.rpartition(":")[2] for part in str(dist.get_backend_config()).split(",")}
     needed = dist.get_default_backend_for_device(device)
     if needed not in backends:
         raise RunError(
-            f"the existing process group uses {', '.join(sorted(backends))}, but {device.type}"
-            f" requires {needed}",
-            fix=(
-                f"create it with `backend={needed!r}`, or set `parallel.device` to a device that it"
-                " supports"
-            ),
+            "the existing process group uses {backends}, but {type} requires {needed}",
+            code="process-group-backend",
+            fix="create it with `backend={backend}`, or set `parallel.device` to a device that it"
+            " supports",
+            backends=", ".join(sorted(backends)),
+            type=device.type,
+            needed=needed,
+            backend=f"{needed!r}",
         )
 
 

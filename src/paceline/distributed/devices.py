@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError
-from paceline.core.formatting import counted
+from paceline.core.texts import UserText
 
 if TYPE_CHECKING:
     from paceline.config.schema import Config
@@ -45,9 +45,11 @@ def without_idle_offload(
     notices as (level, text)."""
     if device_type != "cpu" or parallel.cpu_offload == "none":
         return parallel, []
-    text = (
-        f"`parallel.cpu_offload: {parallel.offload_text}` has no effect on a CPU: everything is"
-        " already in the host's memory"
+    text = UserText(
+        "`parallel.cpu_offload: {offload_text}` has no effect on a CPU: everything is already"
+        " in the host's memory",
+        code="offload-without-effect",
+        offload_text=parallel.offload_text,
     )
     return parallel.model_copy(update={"cpu_offload": "none"}), [("info", text)]
 
@@ -125,11 +127,12 @@ def check_several_ranks(device_type: str, num_ranks: int) -> None:
     """Raise ConfigError if ranks on these devices cannot communicate."""
     if device_type == "mps" and num_ranks > 1:
         raise ConfigError(
-            f"`parallel.device: mps` is not supported with {num_ranks} ranks: torch has no"
+            "`parallel.device: mps` is not supported with {num_ranks} ranks: torch has no"
             " collectives for tensors on Apple GPUs",
-            code="not-supported",
+            code="mps-with-several-ranks",
             allowed="one rank on `mps`",
             fix="set `parallel.mode: single`, or `parallel.device: cpu` on each host",
+            num_ranks=num_ranks,
         )
 
 
@@ -149,17 +152,23 @@ def choose_devices(
     if num_launched is not None:
         if count not in (None, num_launched):
             raise ConfigError(
-                f"`parallel.num_gpus: {count}` contradicts the outer launcher, which started"
-                f" {num_launched} ranks on this host",
-                fix=f"start it with `--nproc-per-node {count}`, or leave `parallel.num_gpus` out",
+                "`parallel.num_gpus: {count}` contradicts the outer launcher, which started"
+                " {num_launched} ranks on this host",
+                code="num-gpus-contradicts-launcher",
+                fix="start it with `--nproc-per-node {count}`, or leave `parallel.num_gpus` out",
+                count=count,
+                num_launched=num_launched,
             )
         count = num_launched
     if single_device:
         if count not in (None, 1):
             raise ConfigError(
-                f"`parallel.num_gpus: {count}` is not supported with `parallel.mode:"
-                f" {parallel.mode}`: it trains on one device",
+                "`parallel.num_gpus: {count}` is not supported with `parallel.mode: {mode}`: it"
+                " trains on one device",
+                code="num-gpus-with-single-device-mode",
                 fix="set `parallel.num_gpus: 1`, or `parallel.mode: ddp`",
+                count=count,
+                mode=parallel.mode,
             )
         count = 1
     if parallel.device == "cpu":
@@ -169,57 +178,96 @@ def choose_devices(
     limited = f" ({', '.join(visible)})" if visible else ""
     if parallel.device not in ("auto", kind):
         raise ConfigError(
-            f"`parallel.device: {parallel.device}` is not available: "
-            + (
-                f"this machine has {len(names)} × {kind}"
-                if kind
-                else f"no accelerator was found{limited}"
-            ),
-            allowed="auto, cpu" + (f", {kind}" if kind else ""),
+            "`parallel.device: {device}` is not available: this machine has {present}"
+            if kind
+            else "`parallel.device: {device}` is not available: no accelerator was found{limited}",
+            code="device-not-available" if kind else "no-accelerator",
+            allowed="auto, cpu, {kind}" if kind else "auto, cpu",
             fix="to run on the CPU, set `parallel.device=cpu`",
+            device=parallel.device,
+            present=f"{len(names)} × {kind}",
+            kind=kind,
+            limited=limited,
         )
     if kind is None or not names:
         if parallel.num_gpus != "auto" and num_launched is None:
             raise ConfigError(
-                f"`parallel.num_gpus: {count}`: no GPU was found{limited}",
-                fix=(
-                    "check the driver with `nvidia-smi`; or set `parallel.device=cpu` to run"
-                    f" {counted(int(parallel.num_gpus), 'rank')} on the CPU"
-                ),
+                "`parallel.num_gpus: {count}`: no GPU was found{limited}",
+                code="no-gpu",
+                fix="check the driver with `nvidia-smi`; or set `parallel.device=cpu` to run"
+                " {num_gpus:rank} on the CPU",
+                count=count,
+                limited=limited,
+                num_gpus=int(parallel.num_gpus),
             )
         return _cpu(count, f"no GPU was found{limited}")
     if num_launched is not None and num_launched > len(names):
         raise ConfigError(
-            f"the outer launcher started {num_launched} ranks on this host, but a rank sees only"
-            f" {len(names)} × {kind}{limited}",
+            "the outer launcher started {num_launched} ranks on this host, but a rank sees only"
+            " {num_names} × {kind}{limited}",
+            code="launcher-started-too-many-ranks",
             allowed="every rank sees all GPUs of its host, and uses the GPU of its LOCAL_RANK",
-            fix=(
-                "with srun, request `--gpus-per-node` instead of `--gpus-per-task`; otherwise do"
-                f" not limit {_VISIBLE[0]} per rank; or start {len(names)} per host"
-            ),
+            fix="with srun, request `--gpus-per-node` instead of `--gpus-per-task`; otherwise do"
+            " not limit {visible} per rank; or start {num_names} per host",
+            num_launched=num_launched,
+            num_names=len(names),
+            kind=kind,
+            limited=limited,
+            visible=_VISIBLE[0],
         )
     if count is not None and count > len(names):
         raise ConfigError(
-            f"`parallel.num_gpus: {count}`: only {len(names)} × {kind} visible{limited}:"
-            f" {', '.join(names)}",
-            allowed=f"1 to {len(names)}, or auto",
-            fix=(
-                f"set `parallel.num_gpus={len(names)}`; or set `parallel.device=cpu` to run"
-                f" {count} ranks on the CPU"
-            ),
+            "`parallel.num_gpus: {count}`: only {num_names} × {kind} visible{limited}: {names}",
+            code="too-few-gpus",
+            allowed="1 to {num_names}, or auto",
+            fix="set `parallel.num_gpus={num_names}`; or set `parallel.device=cpu` to run {count}"
+            " ranks on the CPU",
+            count=count,
+            num_names=len(names),
+            kind=kind,
+            limited=limited,
+            names=", ".join(names),
         )
     chosen = names[: count or len(names)]
     listing = ", ".join(f"{kind}:{index} {name}" for index, name in enumerate(chosen))
-    notices = [("info", f"devices: {len(chosen)} of {len(names)} visible{limited}: {listing}")]
+    notices: list[tuple[str, str]] = [
+        (
+            "info",
+            UserText(
+                "devices: {num_chosen} of {num_names} visible{limited}: {listing}",
+                code="devices",
+                num_chosen=len(chosen),
+                num_names=len(names),
+                limited=limited,
+                listing=listing,
+            ),
+        )
+    ]
     return Devices(kind, len(chosen), chosen, notices)
 
 
 def _cpu(requested: int | None, reason: str) -> Devices:
     cores = cpu_cores()
     count = requested if requested is not None else min(2, cores)
-    notices = [("info", f"devices: CPU ({reason}), {counted(count, 'rank')} on {cores} cores")]
+    notices: list[tuple[str, str]] = [
+        (
+            "info",
+            UserText(
+                "devices: CPU ({reason}), {count:rank} on {cores} cores",
+                code="devices-cpu",
+                reason=reason,
+                count=count,
+                cores=cores,
+            ),
+        )
+    ]
     if count > cores:
-        text = f"{count} CPU ranks share {cores} cores: slower than {cores} ranks"
+        text = UserText(
+            "{count} CPU ranks share {cores} cores: slower than {cores} ranks",
+            code="cpu-ranks-share-cores",
+            count=count,
+            cores=cores,
+        )
         notices.append(("warning", text))
     return Devices("cpu", count, ["cpu"] * count, notices)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
-from paceline.core.formatting import counted
 
 #: Store key that the ranks set once the run can continue after the loss of a rank.
 CONTINUE_KEY = "paceline/meeting"
@@ -45,13 +44,12 @@ def outer_launcher() -> RankEnv | None:
     missing = [name for name in _NEEDED if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"the environment sets variables of an outer launcher, but not {', '.join(missing)}",
+            "the environment sets variables of an outer launcher, but not {missing}",
             code="incomplete-environment",
-            allowed="all of " + ", ".join(_NEEDED) + " (as torchrun sets them), or none",
-            fix=(
-                "start with `torchrun --nproc-per-node N -m paceline …`, or unset RANK and"
-                " LOCAL_RANK"
-            ),
+            allowed=(("all of " + ", ".join(_NEEDED)) + " (as torchrun sets them), or none"),
+            fix="start with `torchrun --nproc-per-node N -m paceline …`, or unset RANK and"
+            " LOCAL_RANK",
+            missing=", ".join(missing),
         )
     return from_environment()
 
@@ -71,10 +69,12 @@ def from_environment() -> RankEnv:
     name = next((name for name in _LOCAL_WORLD_SIZE if name in os.environ), None)
     if name is None and env.rank != env.local_rank:
         raise ConfigError(
-            f"the outer launcher started ranks on several hosts (RANK={env.rank} has"
-            f" LOCAL_RANK={env.local_rank}), but does not set LOCAL_WORLD_SIZE",
-            code="incomplete-environment",
+            "the outer launcher started ranks on several hosts (RANK={rank} has"
+            " LOCAL_RANK={local_rank}), but does not set LOCAL_WORLD_SIZE",
+            code="missing-local-world-size",
             fix="set LOCAL_WORLD_SIZE to the number of ranks of this host",
+            rank=env.rank,
+            local_rank=env.local_rank,
         )
     return replace(env, local_world_size=world_size if name is None else _number(name, 1))
 
@@ -132,18 +132,23 @@ def with_scheduler(parallel: Parallel, host: HostEnv | None) -> Parallel:
     smallest, largest = host.hosts
     if high > 1 and not low <= smallest <= largest <= high:
         raise ConfigError(
-            f"`parallel.nnodes: {parallel.nnodes}` contradicts {host.scheduler}, which started this"
-            f" run on {counted(largest, 'host')}",
+            "`parallel.nnodes: {nnodes}` contradicts {scheduler}, which started this run on"
+            " {largest:host}",
             code="contradicts-launcher",
-            fix=f"leave `parallel.nnodes` out, or request that number of hosts from"
-            f" {host.scheduler}",
+            fix="leave `parallel.nnodes` out, or request that number of hosts from {scheduler}",
+            nnodes=parallel.nnodes,
+            scheduler=host.scheduler,
+            largest=largest,
         )
     if host.node_rank is not None and parallel.node_rank not in ("auto", host.node_rank):
         raise ConfigError(
-            f"`parallel.node_rank: {parallel.node_rank}` contradicts {host.scheduler}, which gave"
-            f" this host number {host.node_rank}",
-            code="contradicts-launcher",
+            "`parallel.node_rank: {node_rank}` contradicts {scheduler}, which gave this host"
+            " number {given_rank}",
+            code="node-rank-contradicts-launcher",
             fix="leave `parallel.node_rank` out",
+            node_rank=parallel.node_rank,
+            scheduler=host.scheduler,
+            given_rank=host.node_rank,
         )
     nnodes: int | str = parallel.nnodes
     if high == 1:
@@ -175,10 +180,12 @@ def _slurm() -> HostEnv:
     tasks = _required_number("SLURM_STEP_NUM_TASKS")
     if tasks != hosts:
         raise ConfigError(
-            f"srun started {counted(tasks, 'task')} on {counted(hosts, 'host')}",
+            "srun started {tasks:task} on {hosts:host}",
             code="wrong-number-of-tasks",
             allowed="one task per host, which starts the ranks of its host",
             fix="start with `srun --ntasks-per-node=1 …`, or let `paceline slurm` write the script",
+            tasks=tasks,
+            hosts=hosts,
         )
     coordinator = first_host(
         os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
@@ -199,10 +206,10 @@ def _torchrun_defaults() -> HostEnv:
     low, _, high = os.environ["PET_NNODES"].partition(":")
     if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
         raise ConfigError(
-            f"environment variable PET_NNODES={os.environ['PET_NNODES']!r}: expected a number of"
-            " hosts",
-            code="invalid-environment",
+            "environment variable PET_NNODES={pet_nnodes}: expected a number of hosts",
+            code="invalid-pet-nnodes",
             allowed="`4`, or `1:4` for at least 1 and at most 4",
+            pet_nnodes=f"{os.environ['PET_NNODES']!r}",
         )
     hosts = (int(low), int(high or low))
     if hosts[1] == 1:
@@ -229,12 +236,11 @@ def _rank_is_pod() -> bool:
 def _address(name: str, port: str) -> str:
     if name not in os.environ:
         raise ConfigError(
-            f"the environment describes several hosts, but {name} is not set, so the address of"
-            " the rendezvous is unknown",
-            code="incomplete-environment",
-            fix=(
-                f"set {name} to the first host's address, or `parallel.rdzv_endpoint` in the config"
-            ),
+            "the environment describes several hosts, but {name} is not set, so the address of the"
+            " rendezvous is unknown",
+            code="unknown-rendezvous-address",
+            fix="set {name} to the first host's address, or `parallel.rdzv_endpoint` in the config",
+            name=name,
         )
     return f"{os.environ[name]}:{_number(port, 29500)}"
 
@@ -242,8 +248,10 @@ def _address(name: str, port: str) -> str:
 def _required_number(name: str) -> int:
     if name not in os.environ:
         raise ConfigError(
-            f"the environment sets variables of a scheduler, but not {name}",
+            "the environment sets variables of a scheduler, but not {name}",
+            code="incomplete-scheduler-environment",
             fix="start with `srun` or as a TrainJob of Kubeflow, or unset these variables",
+            name=name,
         )
     return _number(name, 0)
 
@@ -254,7 +262,9 @@ def _number(name: str, default: int) -> int:
         return int(text)
     except ValueError as error:
         raise ConfigError(
-            f"environment variable {name}={text!r}: expected an integer",
+            "environment variable {name}={text}: expected an integer",
             code="invalid-environment",
-            fix=f"start with `torchrun --nproc-per-node N -m paceline …`, or unset {name}",
+            fix="start with `torchrun --nproc-per-node N -m paceline …`, or unset {name}",
+            name=name,
+            text=f"{text!r}",
         ) from error

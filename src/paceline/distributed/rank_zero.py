@@ -97,12 +97,15 @@ def _wait(comm: Communicator, store: _StoreConnection, key: str, leader: int, do
             progress, since = seen, time.monotonic()
         elif time.monotonic() - since > limit_s:
             raise RunError(
-                f"rank {leader} has made no progress for {limit_s:.0f} s while it was {doing}, and"
-                f" rank {comm.rank} waited for it",
-                fix=(
-                    "if this work takes longer on your machine, raise `recovery.rank0_timeout_s`;"
-                    " otherwise check the disk, the network and the code that rank 0 runs"
-                ),
+                "rank {leader} has made no progress for {limit_s} s while it was {doing}, and rank"
+                " {rank} waited for it",
+                code="rank-zero-stuck",
+                fix="if this work takes longer on your machine, raise `recovery.rank0_timeout_s`;"
+                " otherwise check the disk, the network and the code that rank 0 runs",
+                leader=leader,
+                limit_s=f"{limit_s:.0f}",
+                doing=doing,
+                rank=comm.rank,
             )
 
 

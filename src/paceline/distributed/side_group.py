@@ -80,7 +80,11 @@ class SideGroup:
         with uncounted():
             flags = world.gather_numbers(float(sees_run_folder))
         if not flags[cls.root]:
-            raise RunError(f"rank {cls.root} cannot access the run's folder, which it writes")
+            raise RunError(
+                "rank {root} cannot access the run's folder, which it writes",
+                code="run-folder-inaccessible",
+                root=cls.root,
+            )
         remote_ranks = [rank for rank, flag in enumerate(flags) if not flag]
         return cls(world, remote_ranks) if remote_ranks else None
 

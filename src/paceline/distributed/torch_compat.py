@@ -49,10 +49,13 @@ def _import(name: str) -> Any:
 
 def _missing_name(name: str) -> ConfigError:
     return ConfigError(
-        f"torch {torch.__version__} has no `{name}`, which Paceline requires",
+        "torch {version} has no `{name}`, which Paceline requires",
         code="missing-in-torch",
         allowed=SUPPORTED,
-        fix=f"run `pip install '{SUPPORTED}'`",
+        fix="run `pip install '{supported}'`",
+        version=torch.__version__,
+        name=name,
+        supported=SUPPORTED,
     )
 
 

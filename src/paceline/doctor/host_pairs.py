@@ -118,9 +118,12 @@ class _Exchange:
             self._store.wait([key], timedelta(seconds=timeout_s))
         except RuntimeError as error:  # torch's DistError
             raise RunError(
-                f"another host stopped responding during the checks between hosts (no {key!r}"
-                f" within {timeout_s:.0f} s)",
+                "another host stopped responding during the checks between hosts (no {key} within"
+                " {timeout_s} s)",
+                code="host-stopped-responding",
                 fix="read the output of `paceline doctor` on the other hosts",
+                key=f"{key!r}",
+                timeout_s=f"{timeout_s:.0f}",
             ) from error
         return json.loads(self._store.get(key))
 
@@ -134,11 +137,12 @@ class _Exchange:
             count = int(self.read("count", wait_s + _STEP_TIMEOUT_S))
             if index >= count:
                 raise RunError(
-                    f"this host joined after the checks between {counted(count, 'host')} started",
-                    fix=(
-                        f"start the command on all hosts within {wait_s:.0f} s, and set"
-                        " `parallel.nnodes` to their number"
-                    ),
+                    "this host joined after the checks between {count:host} started",
+                    code="joined-too-late",
+                    fix="start the command on all hosts within {wait_s} s, and set"
+                    " `parallel.nnodes` to their number",
+                    count=count,
+                    wait_s=f"{wait_s:.0f}",
                 )
             return index, count
         self.write("facts/0", message)

@@ -255,9 +255,12 @@ def open_endpoint_store(endpoint: HostEndpoint) -> Store:
         )
     except RuntimeError as error:
         raise ConfigError(
-            f"cannot open the rendezvous store at {endpoint.address}:{endpoint.port}:"
-            f" {first_line(error)}",
+            "cannot open the rendezvous store at {address}:{port}: {reason}",
+            code="rendezvous-not-opened",
             fix="set another port, the same on every host: `parallel.rdzv_endpoint=HOST:PORT`",
+            address=endpoint.address,
+            port=endpoint.port,
+            reason=first_line(error),
         ) from error
 
 

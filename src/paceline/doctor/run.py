@@ -212,9 +212,11 @@ def _between_hosts(options: DoctorOptions, devices: Devices) -> HostsReport:
         resolved = resolve_endpoint(config)
     except OSError as error:
         raise ConfigError(
-            f"`parallel.rdzv_endpoint: {config.parallel.rdzv_endpoint}` cannot be reached from"
-            f" this host: {error.strerror or error}",
+            "`parallel.rdzv_endpoint: {rdzv_endpoint}` cannot be reached from this host: {reason}",
+            code="endpoint-unreachable",
             fix="use an IP address, or a name that resolves on every host",
+            rdzv_endpoint=config.parallel.rdzv_endpoint,
+            reason=error.strerror or error,
         ) from error
     address, port = resolved.address, resolved.port
     is_host = (

@@ -18,8 +18,9 @@ from paceline.config.schema.recovery import RecoveryConfig
 from paceline.core.errors import RunError
 from paceline.core.event_log import EventLog, effective_events
 from paceline.core.events import Event, SkippedEvent
-from paceline.core.formatting import counted, rank_names
+from paceline.core.formatting import rank_names
 from paceline.core.processes import host_name
+from paceline.core.texts import UserText
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.host_copies import HostCopy
@@ -189,9 +190,16 @@ class AnomalyDetector:
         elif self.comm.size > 1 and cause is None:
             origin = " (the loss of every rank is finite)"
         hosts = [by_rank[rank][2] for rank in ranks]
-        text = f"the gradient is not finite{origin}; the update is skipped"
-        if cause == "overflow":
-            text = "float16 gradients overflowed; the update is skipped, the loss scale is halved"
+        text = UserText(
+            "step {step}: float16 gradients overflowed; the update is skipped, the loss scale is"
+            " halved"
+            if cause == "overflow"
+            else "step {step}: the gradient is not finite{origin}; the update is skipped",
+            code="gradients-overflowed" if cause == "overflow" else "gradient-not-finite",
+            step=update.step,
+            origin=origin,
+            rank_numbers=", ".join(map(str, ranks)),
+        )
         self._report(update.step, cause, ranks, hosts, 1, text)
         self._check_limit(update.step, self._num_skipped_in_row, origin)
 
@@ -213,13 +221,17 @@ class AnomalyDetector:
         ranks = [rank for rank, row in enumerate(rows) if row[0] > 0]
         if ranks:
             updates = int(max(row[0] for row in rows))
-            names = rank_names(ranks)
-            text = (
-                f"{names} independently skipped up to {counted(updates, 'update')} before this"
-                " step: the gradient was not finite"
+            text = UserText(
+                "step {step}: {names} independently skipped up to {updates:update} before this"
+                " step: the gradient was not finite",
+                code="updates-skipped-by-ranks",
+                step=step,
+                names=rank_names(ranks),
+                rank_numbers=", ".join(map(str, ranks)),
+                updates=updates,
             )
             self._report(step, "gradient", ranks, None, updates, text)
-            self._check_limit(step, int(max(row[1] for row in rows)), f" ({names})")
+            self._check_limit(step, int(max(row[1] for row in rows)), f" ({rank_names(ranks)})")
 
     def _report(
         self,
@@ -228,7 +240,7 @@ class AnomalyDetector:
         ranks: list[int],
         hosts: list[str] | None,
         updates: int,
-        text: str,
+        text: UserText,
     ) -> None:
         event: SkippedEvent = {
             "type": "skipped",
@@ -240,25 +252,26 @@ class AnomalyDetector:
         if hosts is not None:
             event["hosts"] = hosts
         self.events.emit(event, file_only=True)
-        logger.warning(f"step {step}: {text}")
+        logger.warning(text)
 
     def _check_limit(self, step: int, in_row: int, origin: str) -> None:
         if in_row < self.settings.max_consecutive_skips or self.error is not None:
             return
         self.error = RunError(
-            f"{in_row} consecutive {'step' if in_row == 1 else 'steps'} (up to step {step}) had"
-            f" non-finite gradients{origin} and were skipped. The last good weights are saved",
-            allowed=(
-                "fewer than `recovery.max_consecutive_skips:"
-                f" {self.settings.max_consecutive_skips}`"
-            ),
-            fix=(
-                "check the samples of these steps and what the task computes (a division by zero,"
-                " the logarithm of zero, an empty target); lower `learning_rate`; replace"
-                " `precision: fp16-mixed` by `bf16-mixed` or `32`. The same command continues after"
-                " these steps (with --allow-config-change after a change of the config);"
-                " `resume=RUN/checkpoints/step-…` returns to an earlier checkpoint"
-            ),
+            "{in_row} consecutive {steps} (up to step {step}) had non-finite gradients{origin}"
+            " and were skipped. The last good weights are saved",
+            code="too-many-nonfinite-gradients",
+            allowed="fewer than `recovery.max_consecutive_skips: {max_consecutive_skips}`",
+            fix="check the samples of these steps and what the task computes (a division by zero,"
+            " the logarithm of zero, an empty target); lower `learning_rate`; replace"
+            " `precision: fp16-mixed` by `bf16-mixed` or `32`. The same command continues"
+            " after these steps (with --allow-config-change after a change of the config);"
+            " `resume=RUN/checkpoints/step-…` returns to an earlier checkpoint",
+            in_row=in_row,
+            steps="step" if in_row == 1 else "steps",
+            step=step,
+            origin=origin,
+            max_consecutive_skips=self.settings.max_consecutive_skips,
         )
 
 

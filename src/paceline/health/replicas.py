@@ -88,11 +88,14 @@ def check_replicas(strategy: Strategy, events: EventLog, step: int) -> None:
         file_only=True,
     )
     raise FaultError(
-        f"step {step}: {text}. Replicas make the same updates, so a memory, a device or a link has"
-        " changed bits, or your code changes parameters on a single rank. The latest checkpoint was"
-        " compared before it was written",
+        "step {step}: {text}. Replicas make the same updates, so a memory, a device or a link has"
+        " changed bits, or your code changes parameters on a single rank. The latest checkpoint"
+        " was compared before it was written",
+        code="replicas-differ",
         fix="if it happens again, check the hardware of that host",
         ranks=ranks,
+        step=step,
+        text=text,
     )
 
 

@@ -185,7 +185,7 @@ class Watchdog:
             # Gloo ends the process at once if a message has an unexpected size.
             mismatch = find_mismatch(self._exchange.calls(peer.rank for peer in peers))
             if mismatch is not None:
-                self.stop.fail(MismatchError(mismatch[1]))
+                self.stop.fail(MismatchError(mismatch[1], code="different-collectives"))
         now = time.perf_counter()
         ranks = [peer.status(now) for peer in peers]
         if self.heartbeat_file is not None:
@@ -272,7 +272,15 @@ class Watchdog:
             text += f". {self._mismatch}"
         blamed = [hang.rank for hang in expired if hang.rank is not None]
         limit = f"the hang lasted longer than {self.timeout_s:.0f} s (`recovery.hang_timeout_s`)"
-        self.stop.fail(FaultError(f"{text}. All ranks end, because {limit}", ranks=blamed))
+        self.stop.fail(
+            FaultError(
+                "{text}. All ranks end, because {limit}",
+                code="rank-hangs",
+                ranks=blamed,
+                text=text,
+                limit=limit,
+            )
+        )
 
     def _dump_flight_recorder(self) -> Path | None:
         """Write the records of torch's flight recorder, if it is enabled (see
@@ -375,11 +383,22 @@ class Watchdog:
         from_torch = f"(torch: {first_line(error)})"
         mismatch = self._find_mismatch()
         if mismatch is not None:
-            return MismatchError(f"{mismatch}. {from_torch}")
+            return MismatchError(
+                "{mismatch}. {from_torch}",
+                code="different-collectives",
+                mismatch=mismatch,
+                from_torch=from_torch,
+            )
         if self.hangs:
             text = "; ".join(hang.text() for hang in self.hangs.values())
             ranks = [rank for rank in self.hangs if rank is not None]
-            return FaultError(f"{text}. {from_torch}", ranks=ranks)
+            return FaultError(
+                "{text}. {from_torch}",
+                code="collective-failed",
+                ranks=ranks,
+                text=text,
+                from_torch=from_torch,
+            )
         return error
 
     def _find_mismatch(self) -> str | None:

@@ -74,8 +74,10 @@ class Models:
 
         if not self.has_base:
             raise ConfigError(
-                f"the initial model of {self.run} is unknown",
+                "the initial model of {run} is unknown",
+                code="unknown-initial-model",
                 fix="give the folder of a run, with its config.yaml",
+                run=self.run,
             )
         config = load_config(self.run / "config.yaml", {"lora.enable": False}).config
         model: Any = load_language_model(config)
@@ -90,7 +92,12 @@ def serve(run: Path, device: str = "auto") -> int:
         ConfigError: the run has no language model.
     """
     if device not in ("auto", "cpu"):
-        raise ConfigError(f"unknown `--device {device}`", allowed="auto, cpu")
+        raise ConfigError(
+            "unknown `--device {device}`",
+            code="unknown-chat-device",
+            allowed="auto, cpu",
+            device=device,
+        )
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # libraries may print, which would corrupt the answers
     requests: queue.Queue[ChatRequest] = queue.Queue()
@@ -110,9 +117,14 @@ def serve(run: Path, device: str = "auto") -> int:
                 fix = "try again"
                 if is_out_of_memory(error):
                     fix = "request fewer new tokens, or clear the chat"
-                failure = RunError(f"{type(error).__name__}: {error}"[:500], fix=fix)
-            fields = {"what": failure.what, "allowed": failure.allowed, "fix": failure.fix}
-            _send(out, id=request.id, error=fields)
+                failure = RunError(
+                    "{kind}: {reason}",
+                    code="answer-failed",
+                    fix=fix,
+                    kind=type(error).__name__,
+                    reason=str(error)[:500],
+                )
+            _send(out, id=request.id, error=failure.record())
 
 
 def _read(lines: IO[bytes], requests: queue.Queue[ChatRequest], stopped: set[int]) -> None:
@@ -159,8 +171,11 @@ def _answer(models: Models, request: ChatRequest, out: IO[str], stopped: set[int
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and num_prompt + 1 > limit:
             raise ConfigError(
-                f"the chat has {num_prompt:,} tokens, but the model reads at most {limit:,}",
+                "the chat has {num_prompt} tokens, but the model reads at most {limit}",
+                code="chat-too-long",
                 fix="clear the chat and ask again",
+                num_prompt=f"{num_prompt:,}",
+                limit=f"{limit:,}",
             )
         if limit is not None:
             max_new_tokens = min(max_new_tokens, limit - num_prompt)

@@ -54,21 +54,36 @@ def export(
             of its weights explains.
     """
     if dtype not in _DTYPES:
-        raise ConfigError(f"unknown `--dtype {dtype}`", allowed=", ".join(_DTYPES))
+        raise ConfigError(
+            "unknown `--dtype {dtype}`",
+            code="unknown-dtype",
+            allowed=", ".join(_DTYPES),
+            dtype=dtype,
+        )
     source = model_folder(run)
     adapted = (source / "adapter_config.json").is_file()
     if adapted and not merge:
         raise ConfigError(
-            f"{source} is an adapter, which peft loads without an export",
+            "{source} is an adapter, which peft loads without an export",
+            code="adapter-without-merge",
             fix="add --merge to merge it into its base model",
+            source=source,
         )
     if merge and not adapted:
         raise ConfigError(
-            f"{source} is a full model without an adapter to merge", fix="remove --merge"
+            "{source} is a full model without an adapter to merge",
+            code="nothing-to-merge",
+            fix="remove --merge",
+            source=source,
         )
     final = Path(output) if output else run / "exported"
     if final.exists():
-        raise ConfigError(f"{final} already exists", fix="give another folder with --output DIR")
+        raise ConfigError(
+            "{final} already exists",
+            code="export-exists",
+            fix="give another folder with --output DIR",
+            final=final,
+        )
     model, tokenizer = load_model(run, dtype)
     expected = some_logits(model) if adapted else None
     if adapted:
@@ -88,8 +103,11 @@ def export(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(staging_dir, ignore_errors=True)
         raise RunError(
-            f"{final} could not be written: {reason_of(error)}",
+            "{final} could not be written: {reason}",
+            code="export-not-written",
             fix="free some space, or give another folder with --output DIR",
+            final=final,
+            reason=reason_of(error),
         ) from error
     except RunError:
         shutil.rmtree(staging_dir, ignore_errors=True)

@@ -30,13 +30,13 @@ def model_folder(run: Path) -> Path:
         if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
             return folder
     raise ConfigError(
-        f"{run} contains no model" if run.exists() else f"{run} does not exist",
+        "{run} contains no model" if run.exists() else "{run} does not exist",
+        code="no-model-in-run",
         allowed="the folder of a finished run (with model/ in it), or one of save_pretrained",
-        fix=(
-            "let the run finish: the same training command resumes it"
-            if run.exists()
-            else "check the path"
-        ),
+        fix="let the run finish: the same training command resumes it"
+        if run.exists()
+        else "check the path",
+        run=run,
     )
 
 
@@ -49,14 +49,15 @@ def load_generator(run: Path) -> tuple[Any, Any]:
     kind = saved_kind(folder := model_folder(run))
     if kind != LANGUAGE:
         raise ConfigError(
-            f"the model in {folder} is a {kind.noun}; questions can be put only to causal language"
+            "the model in {folder} is a {kind}; questions can be put only to causal language"
             " models",
-            code="wrong-kind-of-model",
+            code="not-a-language-model",
             allowed="the folder of a run with `task: sft` or `task: pretrain`",
-            fix=(
-                f"load it with `transformers.{kind.auto_class}`; run `paceline export RUN --merge`"
-                " first if it is an adapter"
-            ),
+            fix="load it with `transformers.{auto_class}`; run `paceline export RUN --merge` first"
+            " if it is an adapter",
+            folder=folder,
+            kind=kind.noun,
+            auto_class=kind.auto_class,
         )
     return load_model(run)
 
@@ -100,8 +101,13 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the model in {folder} cannot be loaded as a {kind.noun}: {first_line(error)}",
-            fix=f"check that {base} exists" if base != folder else None,
+            "the model in {folder} cannot be loaded as a {kind}: {reason}",
+            code="trained-model-not-loaded",
+            fix="check that {base} exists" if base != folder else None,
+            folder=folder,
+            kind=kind.noun,
+            reason=first_line(error),
+            base=base,
         ) from error
     if base != folder:
         if run_config is not None:
@@ -152,11 +158,13 @@ def check_trained_length(model: Any, num_tokens: int) -> None:
     config: Any = getattr(base_model(model), "config", None)
     if getattr(config, CONVERTED_KEY, None) and num_tokens > config.max_position_embeddings:
         raise ConfigError(
-            f"prompt and answer may have {num_tokens} tokens together, but the model was trained"
-            f" with {config.max_position_embeddings}; beyond that, the original Qwen model changes"
-            " its attention, and its Qwen2 form does not",
-            code="too-long",
+            "prompt and answer may have {num_tokens} tokens together, but the model was trained"
+            " with {max_position_embeddings}; beyond that, the original Qwen model changes its"
+            " attention, and its Qwen2 form does not",
+            code="answer-too-long",
             fix="give a shorter prompt, or allow fewer new tokens",
+            num_tokens=num_tokens,
+            max_position_embeddings=config.max_position_embeddings,
         )
 
 

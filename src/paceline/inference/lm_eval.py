@@ -31,9 +31,11 @@ def evaluate_model(run: Path, settings: LmEval) -> LmEvalReport:
     unknown = [name for name in settings.tasks if name not in tasks.all_tasks]
     if unknown:
         raise ConfigError(
-            f"lm-evaluation-harness has no task `{unknown[0]}`",
+            "lm-evaluation-harness has no task `{unknown}`",
+            code="unknown-lm-eval-task",
             allowed="the names that `lm-eval ls tasks` prints, and those in `--include-path`",
             fix="check the name",
+            unknown=unknown[0],
         )
     model, tokenizer = load_model(run)
     device = inference_device()
@@ -49,8 +51,10 @@ def evaluate_model(run: Path, settings: LmEval) -> LmEvalReport:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the tasks cannot be evaluated: {first_line(error)}",
+            "the tasks cannot be evaluated: {reason}",
+            code="lm-eval-failed",
             fix="check the tasks and their data",
+            reason=first_line(error),
         ) from error
     return {
         "results": {task: _metrics(values) for task, values in output["results"].items()},

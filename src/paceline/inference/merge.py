@@ -99,8 +99,10 @@ def compare_logits(expected: torch.Tensor, merged: Any) -> LogitComparison:
     result = LogitComparison(float(difference), float(expected.abs().max()), dtype)
     if not result.is_close:
         raise RunError(
-            f"the merged model is not equal to the model with its adapters: {result.text()}",
+            "the merged model is not equal to the model with its adapters: {result}",
+            code="merge-not-equal",
             fix="use the adapters without a merge, and report this with the config of the run",
+            result=result.text(),
         )
     return result
 

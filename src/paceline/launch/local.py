@@ -16,6 +16,7 @@ from paceline.core.errors import EXIT_SIGINT, EXIT_SIGTERM
 from paceline.core.failures import ExitRecord, FailureKind, first_cause
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import hidden_main
+from paceline.core.texts import UserText
 from paceline.launch.ranks.processes import RankProcesses, open_store
 from paceline.launch.ranks.tolerance import name_process, tolerated_ranks
 from paceline.launch.ranks.worker import RunRank
@@ -82,7 +83,8 @@ class LocalLauncher:
                         pass
                 return end_of_attempt(ranks, self.spec, self.signals.number)
         except (OSError, RuntimeError) as error:
-            return ExitRecord.of_run(f"the ranks could not be started: {error}")
+            text = "the ranks could not be started: {reason}"
+            return ExitRecord.of_run(UserText(text, code="ranks-not-started", reason=error))
 
 
 class ForwardsSignals(Protocol):
@@ -166,14 +168,20 @@ def end_of_attempt(ranks: RankProcesses, spec: Any, stopped_by: int | None) -> E
             f"{name_process(rank, ranks.processes[rank].pid, spec)} {ranks.exit_text(rank)}"
             for rank in lost
         ]
-        failures.append(ExitRecord.killed(lost, (), "; ".join(texts)))
+        reason = UserText(
+            "{exits}",
+            code="ranks-killed",
+            exits="; ".join(texts),
+            rank_numbers=", ".join(map(str, lost)),
+        )
+        failures.append(ExitRecord.killed(lost, (), reason))
     failed = first_cause(failures)
     if failed is not None:
         message = failed.message + ranks.tolerance.describe(spec)
         return replace(failed, message=message, report=None)
     if len(records) + len(ranks.tolerance.exits) < ranks.num_ranks:
         if stopped_by is None:
-            return ExitRecord.of_run("the ranks were killed")
+            return ExitRecord.of_run(UserText("the ranks were killed", code="all-ranks-killed"))
         return _stopped(stopped_by)
     reported = [record for _, record in sorted(records.items()) if record.report is not None]
     ended = reported[0] if reported else records[min(records)]
@@ -191,7 +199,8 @@ def _failed_start(stopped_by: int | None) -> ExitRecord:
     exited. multiprocessing starts a new one for the next attempt."""
     if stopped_by is not None:
         return _stopped(stopped_by)
-    return ExitRecord.of_run("the fork server ended while it started the ranks", FailureKind.FAULT)
+    text = UserText("the fork server ended while it started the ranks", code="fork-server-ended")
+    return ExitRecord.of_run(text, FailureKind.FAULT)
 
 
 def stop_code(number: int) -> int:

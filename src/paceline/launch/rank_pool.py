@@ -90,8 +90,11 @@ def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
         if not ready:
             ranks = ", ".join(str(rank) for rank in waiting.values())
             raise RunError(
-                f"no result from rank {ranks} within {timeout_s:.0f} s",
+                "no result from rank {rank_list} within {timeout_s} s",
+                code="no-result-from-rank",
                 fix="request fewer ranks or less work",
+                rank_list=ranks,
+                timeout_s=f"{timeout_s:.0f}",
             )
         for pipe in ready:
             assert isinstance(pipe, multiprocessing.connection.Connection)
@@ -100,8 +103,10 @@ def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
                 succeeded, value = pipe.recv()
             except (EOFError, OSError):
                 raise RunError(
-                    f"rank {rank} ended without a message (often: out of memory)",
+                    "rank {rank} ended without a message (often: out of memory)",
+                    code="rank-without-message",
                     fix="request fewer ranks",
+                    rank=rank,
                 ) from None
             if succeeded:
                 results[rank] = value
@@ -109,7 +114,9 @@ def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
             elif isinstance(value, PacelineError):
                 raise value
             else:
-                raise RunError(f"rank {rank} failed: {value}")
+                raise RunError(
+                    "rank {rank} failed: {value}", code="rank-failed", rank=rank, value=value
+                )
     return results
 
 

@@ -12,11 +12,12 @@ from paceline.checkpoint.format import step_of
 from paceline.config.chosen import values_of
 from paceline.config.schema import Config
 from paceline.core.event_log import EventLog, tail_events
-from paceline.core.events import Fault, MemoryFallbackEvent
+from paceline.core.events import Fault, MemoryFallbackEvent, RunEndEvent
 from paceline.core.failures import ExitRecord, FailureKind
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, recorded_notices
 from paceline.core.run_dir import RunDir
+from paceline.core.texts import UserText
 from paceline.launch.passes.memory import with_less_memory
 from paceline.planner.search.trials import Settings, settings_text
 from paceline.train.run_spec import RunSpec
@@ -97,7 +98,9 @@ class RestartPolicy:
         with recorded_notices() as recorder:
             path, problems = store.latest_valid(self.run_dir.checkpoints)
             for text in problems:
-                logger.warning("skipping a checkpoint: %s", text)
+                logger.warning(
+                    UserText("skipping a checkpoint: {text}", code="checkpoint-skipped", text=text)
+                )
         resume_from = self._resume_from if path is None else str(path)
         notices = list(recorder.notices)
         spec = replace(spec, resume_from=resume_from, failure=fault, memory_fallback=fallback)
@@ -147,6 +150,8 @@ class RestartPolicy:
             "ranks": list(failure.ranks),
             "hosts": list(failure.hosts),
             "reason": failure.reason,
+            "code": failure.code,
+            "values": failure.values,
             "step": self._last_step(),
             "restart": self.state["restarts"],
             "seen_at": time.time(),
@@ -167,7 +172,8 @@ class RestartPolicy:
                     text += " The latest checkpoint is kept."
             elif not failed.cause.is_permanent:
                 text += _RESUME
-            self._end_log("failed", text, last_step)
+            of_failure = UserText.of(text, failed.cause.code, failed.cause.values)
+            self._end_log("failed", of_failure, last_step)
             return None, replace(failed, message=text)
         state["restarts"] += 1
         state["last_text"] = _first_line(failed)
@@ -235,7 +241,11 @@ class RestartPolicy:
     def end_at_once(self, number: int) -> None:
         """End the event log after a second signal has killed the ranks."""
         name = signal.Signals(number).name
-        reason = f"a second {name} killed the ranks, without a checkpoint"
+        reason = UserText(
+            "a second {signal} killed the ranks, without a checkpoint",
+            code="stopped-without-checkpoint",
+            signal=name,
+        )
         self._end_log("stopped", reason, self._last_step())
 
     def _end_log(self, status: str, reason: str, last_step: int | None) -> None:
@@ -247,9 +257,15 @@ class RestartPolicy:
         ]
         if events and events[-1]["type"] != "run_end":
             log = EventLog(self.run_dir.events)
-            log.emit(
-                {"type": "run_end", "status": status, "step": last_step, "reason": reason[:2000]}
-            )
+            end: RunEndEvent = {
+                "type": "run_end",
+                "status": status,
+                "step": last_step,
+                "reason": reason[:2000],
+            }
+            if isinstance(reason, UserText):
+                end |= {"code": reason.code, "values": reason.values}
+            log.emit(end)
             log.close()
         self.run_dir.heartbeats.unlink(missing_ok=True)
 

@@ -40,7 +40,7 @@ def result_of(ended: ExitRecord, config: Config, *, debug: bool) -> TrainResult:
         if debug and ended.traceback:
             write_line(ended.traceback)
         if ended.exit_code == EXIT_USAGE:
-            raise ConfigError(ended.message)
+            raise ConfigError.from_record(ended.cause.record(ended.message))
         raise ReportedError(ended.message, ended.exit_code, ended.failure)
     if ended.status == "stopped" and ended.report is None and ended.exit_code in _STOP_CODES:
         logger.info("stopped before training began", extra=CONSOLE_ONLY)

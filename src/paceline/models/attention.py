@@ -456,8 +456,11 @@ def check_model_attention(config: Config, model: Any) -> None:
 
 def unsupported_attention(config: Config) -> ConfigError:
     return ConfigError(
-        f"`train_args.attn_implementation: {config.train_args.attn_implementation}` is not"
-        f" supported with `model: {config.model}`",
+        "`train_args.attn_implementation: {attn_implementation}` is not supported with `model:"
+        " {model}`",
+        code="attention-not-supported",
         allowed="auto, eager, and what transformers supports for this model",
         fix="set `train_args.attn_implementation: auto`",
+        attn_implementation=config.train_args.attn_implementation,
+        model=config.model,
     )

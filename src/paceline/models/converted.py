@@ -14,6 +14,7 @@ import torch
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import cache_dir, human_bytes, write_json_atomic
+from paceline.core.texts import UserText
 from paceline.data.cache import build_once, key_of
 from paceline.models.files import MIN_CONVERTED_BYTES, files_identity, mapped_bytes, weight_files
 from paceline.models.hub_configs import config_folder
@@ -52,19 +53,35 @@ def converted_copy(
         free = shutil.disk_usage(existing).free
         if free < size:
             logger.warning(
-                "model: every rank holds a copy of the frozen weights, because there is no space to"
-                f" store converted ones in {cache_dir()}: {human_bytes(size)} are needed, and"
-                f" {human_bytes(free)} are free"
+                UserText(
+                    "model: every rank holds a copy of the frozen weights, because there is no"
+                    " space to store converted ones in {cache_dir}: {size} are needed, and {free}"
+                    " are free",
+                    code="no-space-for-shared-weights",
+                    cache_dir=cache_dir(),
+                    size=human_bytes(size),
+                    free=human_bytes(free),
+                )
             )
             return None
         logger.info(
-            f"model: the weights are converted once and stored in {final}, so that the ranks of"
-            " this host share them"
+            UserText(
+                "model: the weights are converted once and stored in {final}, so that the ranks of"
+                " this host share them",
+                code="weights-converted-once",
+                final=final,
+            )
         )
     try:
         build_once(final, _DONE, lambda target: _write(auto_class, name, dtype, target, options))
     except (ConfigError, RunError) as error:
-        logger.warning(f"model: every rank holds a copy of the frozen weights: {error.what}")
+        logger.warning(
+            UserText(
+                "model: every rank holds a copy of the frozen weights: {reason}",
+                code="weights-not-shared",
+                reason=error.what,
+            )
+        )
         return None
     return final if (final / "config.json").is_file() else None
 

@@ -74,31 +74,34 @@ def check_hub(config: Config) -> None:
         go_offline()
         if cached_file(name, mark) is None:
             raise ConfigError(
-                f"`{key}: {name}` is not a local folder, was not downloaded before, and cannot be"
-                f" downloaded: {reason}",
-                allowed=(
-                    "a local folder, a hub id that was downloaded before or can be downloaded, or"
-                    " builtin:qwen2-tiny"
-                ),
+                "`{key}: {name}` is not a local folder, was not downloaded before, and cannot be"
+                " downloaded: {reason}",
+                code="model-download-failed",
+                allowed="a local folder, a hub id that was downloaded before or can be downloaded,"
+                " or builtin:qwen2-tiny",
                 fix=FIX,
+                key=key,
+                name=name,
+                reason=reason,
             )
 
 
 def _check_folder(folder: Path) -> None:
     if not folder.exists():
         raise ConfigError(
-            f"`model: {folder}` does not exist",
-            code="missing-file",
-            allowed=(
-                "a folder with config.json and weights, a hub id such as Qwen/Qwen2.5-0.5B, or"
-                " builtin:qwen2-tiny"
-            ),
+            "`model: {folder}` does not exist",
+            code="missing-model",
+            allowed="a folder with config.json and weights, a hub id such as Qwen/Qwen2.5-0.5B, or"
+            " builtin:qwen2-tiny",
             fix=windows_fix(str(folder)) or "check the path",
+            folder=folder,
         )
     if not folder.is_dir():
         raise ConfigError(
-            f"`model: {folder}` is a file",
+            "`model: {folder}` is a file",
+            code="model-is-file",
             allowed="the folder that holds config.json and the weights",
+            folder=folder,
         )
     if not (folder / "config.json").is_file():
         hint = ""
@@ -111,9 +114,12 @@ def _check_folder(folder: Path) -> None:
                 f" {folder}}}`"
             )
         raise ConfigError(
-            f"`model: {folder}` is not a model: it has no config.json (found: {_listing(folder)})",
+            "`model: {folder}` is not a model: it has no config.json (found: {listing})",
+            code="model-without-config",
             allowed="a folder that save_pretrained wrote, with config.json and weights",
             fix=hint or "check the path",
+            folder=folder,
+            listing=_listing(folder),
         )
 
 
@@ -125,12 +131,13 @@ def _check_model(folder: Path) -> None:
         any(folder.glob(pattern)) for pattern in _WEIGHTS
     ):
         raise ConfigError(
-            f"`model: {folder}` has no weights (found: {_listing(folder)})",
+            "`model: {folder}` has no weights (found: {listing})",
             code="missing-weights",
-            allowed=(
-                "a folder with config.json and model.safetensors (or its shards and their index)"
-            ),
+            allowed="a folder with config.json and model.safetensors (or its shards and their"
+            " index)",
             fix="copy the weights too; in a repository cloned with git, run `git lfs pull`",
+            folder=folder,
+            listing=_listing(folder),
         )
     check_weights(folder, f"`model: {folder}`")
 
@@ -153,18 +160,28 @@ def check_weights(folder: Path, key: str) -> None:
         names = set(map(str, shards.values())) if isinstance(shards, dict) else set()
         if missing := sorted(names - files):
             raise ConfigError(
-                f"{key}: {len(missing)} of its {len(names)} weight files are missing:"
-                f" {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}",
-                code="missing-weights",
-                fix=f"copy all files that {index.name} lists",
+                "{key}: {num_missing} of its {num_names} weight files are missing:"
+                " {missing}{detail}",
+                code="missing-weight-files",
+                fix="copy all files that {index} lists",
+                key=key,
+                num_missing=len(missing),
+                num_names=len(names),
+                missing=", ".join(missing[:3]),
+                detail=" …" if len(missing) > 3 else "",
+                index=index.name,
             )
         files = names
     for name in sorted(files):
         if reason := _damage(folder / name):
             raise ConfigError(
-                f"{key}: its weights cannot be read: {name} {reason}",
+                "{key}: its weights cannot be read: {name} {reason}",
+                code="weights-unreadable",
                 allowed="complete safetensors files",
                 fix="copy or download the file again",
+                key=key,
+                name=name,
+                reason=reason,
             )
 
 
@@ -266,26 +283,28 @@ def _check_adapter(config: Config) -> None:
     folder = Path(with_slashes(name)).expanduser()
     if not config.lora.enable:
         raise ConfigError(
-            f"`lora.adapter: {name}` requires `lora.enable: true`",
+            "`lora.adapter: {name}` requires `lora.enable: true`",
+            code="adapter-without-lora",
             fix="set `lora.enable: true`, or leave `lora.adapter` out",
+            name=name,
         )
     if not folder.exists() and (not is_hub_id(name) or "/" not in name):
         raise ConfigError(
-            f"`lora.adapter: {name}` does not exist",
-            code="missing-file",
-            allowed=(
-                "the folder that peft's save_pretrained wrote (in a run of Paceline: RUN/model)"
-            ),
+            "`lora.adapter: {name}` does not exist",
+            code="missing-adapter",
+            allowed="the folder that peft's save_pretrained wrote (in a run of Paceline:"
+            " RUN/model)",
             fix=windows_fix(name) or "check the path",
+            name=name,
         )
     if folder.exists():
         if not (folder / "adapter_config.json").is_file():
             raise ConfigError(
-                f"`lora.adapter: {name}` has no adapter_config.json",
-                fix=(
-                    "give the folder that peft's save_pretrained wrote (in a run of Paceline:"
-                    " RUN/model)"
-                ),
+                "`lora.adapter: {name}` has no adapter_config.json",
+                code="missing-adapter-config",
+                fix="give the folder that peft's save_pretrained wrote (in a run of Paceline:"
+                " RUN/model)",
+                name=name,
             )
         _read_object(folder / "adapter_config.json", f"`lora.adapter: {name}`")
         check_weights(folder, f"`lora.adapter: {name}`")
@@ -300,5 +319,10 @@ def _read_object(file: Path, key: str) -> JsonObject:
     except (OSError, ValueError) as error:
         reason = str(error)
     raise ConfigError(
-        f"{key}: its {file.name} cannot be read: {reason}", fix="copy the folder again"
+        "{key}: its {file} cannot be read: {reason}",
+        code="model-file-unreadable",
+        fix="copy the folder again",
+        key=key,
+        file=file.name,
+        reason=reason,
     )

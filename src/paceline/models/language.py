@@ -82,12 +82,14 @@ def load_language_model(config: Config, kind: ModelKind | None = None) -> nn.Mod
         if _is_about_attention(config, error):
             raise attention.unsupported_attention(config) from error
         raise ConfigError(
-            f"`model: {config.model}` cannot be loaded as a {kind.noun}: {first_line(error)}",
-            allowed=(
-                "a folder with config.json and weights, a hub id that this machine can download, or"
-                " builtin:qwen2-tiny"
-            ),
+            "`model: {model}` cannot be loaded as a {kind}: {reason}",
+            code="model-not-loaded",
+            allowed="a folder with config.json and weights, a hub id that this machine can"
+            " download, or builtin:qwen2-tiny",
             fix=_DOWNLOAD,
+            model=config.model,
+            kind=kind.noun,
+            reason=first_line(error),
         ) from error
     check_length(config, model.config.to_dict())
     attention.check_model_attention(config, model)
@@ -156,18 +158,17 @@ def language_model_on_meta(
             if _is_about_attention(config, error):
                 raise attention.unsupported_attention(config) from error
             raise ConfigError(
-                f"`model: {config.model}` cannot be built from its config.json:"
-                f" {first_line(error)}",
+                "`model: {model}` cannot be built from its config.json: {reason}",
                 code="unusable-model-config",
-                allowed=(
-                    f"a folder with the config.json of a {kind.noun}, one of the"
-                    f" {len(known_ids())} hub ids whose config.json is part of Paceline, another"
-                    " hub id that can be downloaded, or builtin:qwen2-tiny"
-                ),
-                fix=(
-                    "check the name; without a network give a folder with the model's config.json:"
-                    " `model=/path/to/folder`"
-                ),
+                allowed="a folder with the config.json of a {kind}, one of the {num_known_ids} hub"
+                " ids whose config.json is part of Paceline, another hub id that can be"
+                " downloaded, or builtin:qwen2-tiny",
+                fix="check the name; without a network give a folder with the model's config.json:"
+                " `model=/path/to/folder`",
+                model=config.model,
+                reason=first_line(error),
+                kind=kind.noun,
+                num_known_ids=len(known_ids()),
             ) from error
     return model  # type: ignore[no-any-return]
 
@@ -234,15 +235,15 @@ def check_finite(model: nn.Module, config: Config) -> None:
         if len(overflowed) > 5:
             names += f" and {len(overflowed) - 5} more"
         raise ConfigError(
-            f"`precision: fp16-mixed`: frozen weights of `{config.model}` are not finite in"
-            f" float16, whose largest number is 65,504: {names}",
-            allowed=(
-                "`precision: bf16-mixed` (slow on V100 and T4, which emulate it) or `precision: 32`"
-            ),
-            fix=(
-                "set `train_args.precision: bf16-mixed`, or `32` if there is enough memory; if the"
-                " weights in the model's files are not finite either, replace the files"
-            ),
+            "`precision: fp16-mixed`: frozen weights of `{model}` are not finite in float16, whose"
+            " largest number is 65,504: {names}",
+            code="weights-exceed-float16",
+            allowed="`precision: bf16-mixed` (slow on V100 and T4, which emulate it) or"
+            " `precision: 32`",
+            fix="set `train_args.precision: bf16-mixed`, or `32` if there is enough memory; if the"
+            " weights in the model's files are not finite either, replace the files",
+            model=config.model,
+            names=names,
         )
 
 
@@ -293,12 +294,13 @@ def qwen_folder(name: str) -> Path | None:
             return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
         except Exception:
             raise ConfigError(
-                f"`model: {name}` cannot be downloaded: {first_line(error)}",
-                allowed=(
-                    "a folder with the original repository's config.json, qwen.tiktoken and"
-                    " *.safetensors"
-                ),
+                "`model: {name}` cannot be downloaded: {reason}",
+                code="qwen-download-failed",
+                allowed="a folder with the original repository's config.json, qwen.tiktoken and"
+                " *.safetensors",
                 fix=_DOWNLOAD,
+                name=name,
+                reason=first_line(error),
             ) from error
 
 

@@ -8,6 +8,7 @@ from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.models.builtin import config_numbers
 from paceline.models.json_config import JsonObject, first_number, language_fields
 
@@ -100,18 +101,24 @@ def fit_length(loaded: Loaded) -> Loaded:
     if limit is None or args.max_length <= limit.tokens:
         return loaded
     if not limit.is_fixed:
-        text = (
-            f"`train_args.max_length: {args.max_length}` exceeds the {limit.tokens} tokens of the"
-            f" model's `{limit.key}`. The model has no fixed limit, so longer samples are used"
-            " unchanged"
+        text = UserText(
+            "`train_args.max_length: {max_length}` exceeds the {tokens} tokens of the model's"
+            " `{limit}`. The model has no fixed limit, so longer samples are used unchanged",
+            code="max-length-beyond-positions",
+            max_length=args.max_length,
+            tokens=limit.tokens,
+            limit=limit.key,
         )
         return replace(loaded, notices=[*loaded.notices, ("warning", text)])
     if "max_length" in args.model_fields_set:
         raise _too_long(config, limit)
     lowered = args.model_copy(update={"max_length": limit.tokens})
-    text = (
-        f"max_length: {args.max_length} (the default) → {limit.tokens}, the positions of the model"
-        f" (`{limit.key}`)"
+    text = UserText(
+        "max_length: {max_length} (the default) → {tokens}, the positions of the model (`{limit}`)",
+        code="max-length-lowered",
+        max_length=args.max_length,
+        tokens=limit.tokens,
+        limit=limit.key,
     )
     return replace(
         loaded,
@@ -134,15 +141,14 @@ def check_length(config: Config, content: JsonObject) -> None:
 
 def _too_long(config: Config, limit: PositionLimit) -> ConfigError:
     return ConfigError(
-        f"`train_args.max_length: {config.train_args.max_length}` exceeds the {limit.tokens}"
-        f" positions of the model (`{limit.key}` in its config.json)",
+        "`train_args.max_length: {max_length}` exceeds the {tokens} positions of the model"
+        " (`{limit}` in its config.json)",
         code="too-long",
-        allowed=(
-            f"at most {limit.tokens}; a model with rotary positions can be extended by"
-            " `rope_scaling` in its config.json"
-        ),
-        fix=(
-            f"set `train_args.max_length: {limit.tokens}`; what happens to longer samples is set by"
-            " `train_args.truncation_strategy`"
-        ),
+        allowed="at most {tokens}; a model with rotary positions can be extended by `rope_scaling`"
+        " in its config.json",
+        fix="set `train_args.max_length: {tokens}`; what happens to longer samples is set by"
+        " `train_args.truncation_strategy`",
+        max_length=config.train_args.max_length,
+        tokens=limit.tokens,
+        limit=limit.key,
     )

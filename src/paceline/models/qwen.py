@@ -144,13 +144,15 @@ def check_length(config: Config, content: JsonObject | None) -> None:
     limit, max_length = trained_length(content, config.model), config.train_args.max_length
     if max_length > limit:
         raise ConfigError(
-            f"`train_args.max_length: {max_length}` exceeds the {limit} tokens that {config.model}"
-            " was trained on (`seq_length`)",
-            allowed=(
-                f"at most {limit}: for longer samples the original applies dynamic NTK scaling and"
-                " log-n attention, which Qwen2, to which it is converted, does not have"
-            ),
-            fix=f"set `train_args.max_length: {limit}`",
+            "`train_args.max_length: {max_length}` exceeds the {limit} tokens that {model} was"
+            " trained on (`seq_length`)",
+            code="too-long-for-qwen",
+            allowed="at most {limit}: for longer samples the original applies dynamic NTK scaling"
+            " and log-n attention, which Qwen2, to which it is converted, does not have",
+            fix="set `train_args.max_length: {limit}`",
+            max_length=max_length,
+            limit=limit,
+            model=config.model,
         )
 
 
@@ -206,10 +208,13 @@ def _number(content: JsonObject, name: str, *keys: str) -> int:
 
 def _unsupported(name: str, what: str, allowed: str) -> ConfigError:
     return ConfigError(
-        f"`model: {name}` is a first-generation Qwen model that cannot be converted to Qwen2:"
-        f" {what}",
+        "`model: {name}` is a first-generation Qwen model that cannot be converted to Qwen2:"
+        " {subject}",
+        code="qwen-not-convertible",
         allowed=allowed,
         fix="use the original text model, or Qwen1.5 or later, which need no conversion",
+        name=name,
+        subject=what,
     )
 
 
@@ -225,11 +230,14 @@ def check_weights(folder: Path) -> list[Path]:
         return weights
     pickled = any(folder.glob("*.bin"))
     raise ConfigError(
-        f"{folder} has {'only pickled weights (.bin)' if pickled else 'no weights'}, but a"
-        " first-generation Qwen model is converted from safetensors files",
+        "{folder} has {detail}, but a first-generation Qwen model is converted from safetensors"
+        " files",
+        code="qwen-without-safetensors",
         allowed="model*.safetensors, as in the hub's current revision of the repository",
-        fix="download the repository's *.safetensors files"
-        + ("; loading a pickle can run code" if pickled else ""),
+        fix="download the repository's *.safetensors files{why}",
+        folder=folder,
+        detail="only pickled weights (.bin)" if pickled else "no weights",
+        why="; loading a pickle can run code" if pickled else "",
     )
 
 
@@ -262,9 +270,12 @@ def _check_space(final: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise ConfigError(
-            f"converting the model to Qwen2 writes {human_bytes(needed)} to {final.parent}, where"
-            f" only {human_bytes(free)} are free",
+            "converting the model to Qwen2 writes {needed} to {parent}, where only {free} are free",
+            code="no-space-for-conversion",
             fix="free space, or set XDG_CACHE_HOME to a folder on another disk",
+            needed=human_bytes(needed),
+            parent=final.parent,
+            free=human_bytes(free),
         )
 
 
@@ -282,9 +293,12 @@ def _convert(
     missing = sorted(_expected_names(config, num_layers) - set(files))
     if missing:
         raise ConfigError(
-            f"{source} has no tensor for"
-            f" {', '.join(missing[:4])}{' …' if len(missing) > 4 else ''}",
+            "{source} has no tensor for {missing}{detail}",
+            code="qwen-missing-tensors",
             fix="copy all of its safetensors files",
+            source=source,
+            missing=", ".join(missing[:4]),
+            detail=" …" if len(missing) > 4 else "",
         )
     total = sum((target / name).stat().st_size for name in set(files.values()))
     index = {"metadata": {"total_size": total}, "weight_map": files}
@@ -323,7 +337,11 @@ def _convert_file(source: Path, target: Path) -> list[str]:
             save_file(tensors, str(target), metadata={"format": "pt"})
     except SafetensorError as error:
         raise ConfigError(
-            f"{source} is not a complete safetensors file: {error}", fix="copy the file again"
+            "{source} is not a complete safetensors file: {reason}",
+            code="incomplete-safetensors",
+            fix="copy the file again",
+            source=source,
+            reason=error,
         ) from error
     return list(tensors)
 
@@ -346,10 +364,13 @@ def _renamed(name: str, tensor: torch.Tensor, source: Path) -> dict[str, torch.T
         thirds = zip("qkv", tensor.chunk(3), strict=True)
         return {f"{prefix}self_attn.{letter}_proj.{kind}": third for letter, third in thirds}
     raise ConfigError(
-        f"{source} has a tensor `{name}` of shape {shape} that the original Qwen models do not"
-        " have",
+        "{source} has a tensor `{name}` of shape {shape} that the original Qwen models do not have",
+        code="qwen-unknown-tensor",
         allowed="the tensors of modeling_qwen.py in https://huggingface.co/Qwen/Qwen-7B",
         fix="merge adapters into the weights first, and use the checkpoint of the full model",
+        source=source,
+        name=name,
+        shape=shape,
     )
 
 

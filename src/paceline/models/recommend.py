@@ -231,9 +231,11 @@ def check_click_model(name: str) -> None:
     if name == DLRM or _spec(Path(name).expanduser()) is not None:
         return
     raise ConfigError(
-        f"`model: {name}` is not a click model",
-        code="wrong-kind-of-model",
-        allowed=f"{DLRM}, or the `model` folder of a run of `task: recommend`",
+        "`model: {name}` is not a click model",
+        code="not-a-click-model",
+        allowed="{dlrm}, or the `model` folder of a run of `task: recommend`",
+        name=name,
+        dlrm=DLRM,
     )
 
 
@@ -251,10 +253,14 @@ def build_click_model(name: str, args: ClickModelArgs) -> ClickModel:
     spec = _spec(folder)
     if spec is None or spec["args"] != args:
         raise ConfigError(
-            f"`model: {name}` does not match `recommend` and the data: its arguments are"
-            f" {spec and spec['args']}, expected {args}",
+            "`model: {name}` does not match `recommend` and the data: its arguments are {spec},"
+            " expected {args}",
             code="mismatched-model",
-            fix=f"use the `recommend` section and the data of that run, or `model: {DLRM}`",
+            fix="use the `recommend` section and the data of that run, or `model: {dlrm}`",
+            name=name,
+            spec=spec and spec["args"],
+            args=args,
+            dlrm=DLRM,
         )
     _fill(model, folder, spec)
     return model
@@ -310,8 +316,10 @@ def load_recommender(folder: str | Path) -> tuple[ClickModel, dict[str, JsonValu
     spec = _spec(folder)
     if spec is None:
         raise ConfigError(
-            f"{folder} does not contain a click model",
+            "{folder} does not contain a click model",
+            code="no-click-model",
             allowed="the `model` folder of a run of `task: recommend`",
+            folder=folder,
         )
     model = ClickModel(**spec["args"])
     _fill(model, folder, spec)

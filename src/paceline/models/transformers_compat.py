@@ -38,11 +38,13 @@ def load_generation_config(model: Any, name: str, trust_remote_code: bool) -> No
     load = getattr(model, "adjust_generation_fn", None)
     if load is None or not _accepts(load, arguments.keys()):
         raise ConfigError(
-            f"transformers {version('transformers')} has no `adjust_generation_fn` with the"
-            " arguments that Paceline passes",
+            "transformers {version} has no `adjust_generation_fn` with the arguments that Paceline"
+            " passes",
             code="changed-in-transformers",
             allowed=SUPPORTED,
-            fix=f"run `pip install '{SUPPORTED}'`",
+            fix="run `pip install '{supported}'`",
+            version=version("transformers"),
+            supported=SUPPORTED,
         )
     load(**arguments)
 

@@ -26,9 +26,12 @@ def out_of_memory(error: BaseException, strategy: Strategy, model: nn.Module) ->
         return _describe(error, strategy, model)
     except Exception as failure:  # another allocation may fail, or a device that no longer responds
         return OutOfMemory(
-            f"Out of memory on {strategy.world.device}: {first_line(error)} (what the memory"
-            f" contains is unknown: {type(failure).__name__})",
+            "Out of memory on {device}: {reason} (what the memory contains is unknown: {kind})",
+            code="out-of-memory",
             needed_bytes=requested_size(str(error)),
+            device=strategy.world.device,
+            reason=first_line(error),
+            kind=type(failure).__name__,
         )
 
 
@@ -43,9 +46,15 @@ def _describe(error: BaseException, strategy: Strategy, model: nn.Module) -> Out
     kinds = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in sizes.items() if size)
     request = f", {human_bytes(requested_bytes)} requested" if requested_bytes else ""
     return OutOfMemory(
-        f"Out of memory on {device}: {human_bytes(in_use_bytes)} in use{request}. In use by kind:"
-        f" {kinds}. The largest parameters are {', '.join(_largest(model))}",
+        "Out of memory on {device}: {in_use_bytes} in use{request}. In use by kind: {kinds}. The"
+        " largest parameters are {largest}",
+        code="out-of-memory",
         needed_bytes=in_use_bytes + requested_bytes,
+        device=device,
+        in_use_bytes=human_bytes(in_use_bytes),
+        request=request,
+        kinds=kinds,
+        largest=", ".join(_largest(model)),
     )
 
 

@@ -65,9 +65,11 @@ def find_run(run: Path) -> RunDir:
     listed = f"; runs found: {', '.join(shown)}" if shown else ", a folder with an events.jsonl"
     raise ConfigError(
         what,
-        code="missing-file",
-        allowed=f"the `output_dir` of a run{listed}",
-        fix=f"`paceline watch {shown[0] if shown else './output/RUN'}`",
+        code="no-run-to-watch",
+        allowed="the `output_dir` of a run{listed}",
+        fix="`paceline watch {shown}`",
+        listed=listed,
+        shown=shown[0] if shown else "./output/RUN",
     )
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.core.formatting import counted, weighted_shares
+from paceline.core.formatting import weighted_shares
+from paceline.core.texts import UserText
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.limits.compression import uses_local_moments
 
@@ -46,28 +47,32 @@ def check_balance(
     whole_replicas = axes.shard == axes.tensor == axes.pipeline == 1
     if not (unequal_shares and whole_replicas):
         raise ConfigError(
-            f"{setting} is not supported with `parallel.mode: {mode}`: {reason}",
+            "{setting} is not supported with `parallel.mode: {mode}`: {reason}",
+            code="balance-with-mode",
             allowed="`parallel.mode: ddp` and `zero1`",
             fix="set `parallel.mode: ddp` or `zero1`, or `parallel.balance: equal`",
+            setting=setting,
+            mode=mode,
+            reason=reason,
         )
     if config.compression.chain[:1] == ("signsgd",):
         raise ConfigError(
-            f"{setting} is not supported with `compression.method: signsgd`: every rank has one"
+            "{setting} is not supported with `compression.method: signsgd`: every rank has one"
             " vote, whatever its share",
-            code="not-supported",
-            allowed=(
-                "bf16, fp16, int8, powersgd, and topk or randomk with `compression.local_moments:"
-                " false`"
-            ),
+            code="balance-with-signsgd",
+            allowed="bf16, fp16, int8, powersgd, and topk or randomk with"
+            " `compression.local_moments: false`",
             fix="set another `compression.method`, or `parallel.balance: equal`",
+            setting=setting,
         )
     if uses_local_moments(config):
         raise ConfigError(
-            f"{setting} is not supported with `compression.local_moments`: the direction of every"
+            "{setting} is not supported with `compression.local_moments`: the direction of every"
             " rank counts equally, whatever its share",
-            code="not-supported",
+            code="balance-with-local-moments",
             allowed="`compression.local_moments: false`",
             fix="set `compression.local_moments: false`, or `parallel.balance: equal`",
+            setting=setting,
         )
     if isinstance(balance, list):
         _check_number_of_weights(config, setting, len(balance), axes.size)
@@ -79,11 +84,13 @@ def _check_number_of_weights(
     min_hosts, max_hosts = config.parallel.hosts
     if min_hosts != max_hosts:
         raise ConfigError(
-            f"{setting} is not supported with `parallel.nnodes: {config.parallel.nnodes}`: its"
-            " weights are fixed, and the number of hosts may change",
-            code="not-supported",
+            "{setting} is not supported with `parallel.nnodes: {nnodes}`: its weights are fixed,"
+            " and the number of hosts may change",
+            code="balance-with-changing-hosts",
             allowed="`parallel.balance: speed`, or a fixed `parallel.nnodes`",
             fix="set `parallel.balance: speed`",
+            setting=setting,
+            nnodes=config.parallel.nnodes,
         )
     from paceline.distributed.environment import outer_launcher
 
@@ -98,12 +105,14 @@ def _wrong_number(setting: str, num_weights: int, num_ranks: int, num_hosts: int
     if num_hosts > 1:
         allowed += f" or one per host ({num_hosts})"
     return ConfigError(
-        f"{setting} has {counted(num_weights, 'weight')}, and the run has"
-        f" {counted(num_ranks, 'rank')}"
-        + (f" on {counted(num_hosts, 'host')}" if num_hosts > 1 else ""),
+        "{setting} has {num_weights:weight}, and the run has {num_ranks:rank} on {num_hosts:host}",
         code="wrong-number-of-weights",
         allowed=allowed,
         fix="give one weight per rank, or set `parallel.balance: speed`",
+        setting=setting,
+        num_weights=num_weights,
+        num_ranks=num_ranks,
+        num_hosts=num_hosts,
     )
 
 
@@ -146,16 +155,27 @@ def equal_notice(config: Config, derived: ResolvedValues) -> tuple[str, str] | N
         return None
     setting = f"`parallel.balance: {text_of(config)}`"
     if replicas == 1:
-        return "info", f"{setting} has no effect with one rank"
+        return "info", UserText(
+            "{setting} has no effect with one rank",
+            code="setting-without-effect-on-one-rank",
+            setting=setting,
+        )
     needed = max(2, -(-MIN_MICRO_BATCHES // replicas))
     return (
         "warning",
         (
-            f"{setting} has no effect: it needs at least {max(MIN_MICRO_BATCHES, 2 * replicas)}"
-            f" micro-batches per step on {counted(replicas, 'rank')}, and this run has"
-            f" {micro_batches}. All ranks get equal shares. To change that, set"
-            f" `train_args.gradient_accumulation_steps: {needed}` or more, with a smaller"
-            " `per_device_train_batch_size` to keep the global batch"
+            UserText(
+                "{setting} has no effect: it needs at least {min_micro_batches} micro-batches per"
+                " step on {replicas:rank}, and this run has {micro_batches}. All ranks get equal"
+                " shares. To change that, set `train_args.gradient_accumulation_steps: {needed}`"
+                " or more, with a smaller `per_device_train_batch_size` to keep the global batch",
+                code="balance-without-effect",
+                setting=setting,
+                min_micro_batches=max(MIN_MICRO_BATCHES, 2 * replicas),
+                replicas=replicas,
+                micro_batches=micro_batches,
+                needed=needed,
+            )
         ),
     )
 

@@ -138,10 +138,14 @@ def _unsupported(limit: Limit, value: object, subject: str) -> ConfigError:
     text = str(value).lower() if isinstance(value, bool) else value
     text = f"[{', '.join(value)}]" if isinstance(value, list) else text
     return ConfigError(
-        f"`{limit.setting}: {text}` is not supported with {subject}: {limit.reason}",
+        "`{setting}: {text}` is not supported with {subject}: {reason}",
         code="not-supported",
         allowed=limit.allowed,
         fix=limit.fix,
+        setting=limit.setting,
+        text=text,
+        subject=subject,
+        reason=limit.reason,
     )
 
 
@@ -171,8 +175,11 @@ def check_generation(config: Config, dims: ParallelDims) -> None:
     reason = reason_against_generation(config, dims) if names else None
     if reason is not None:
         raise ConfigError(
-            f"`evaluation.metrics: [{', '.join(names)}]` is not supported here, because the model"
-            f" cannot generate answers during training: {reason}",
+            "`evaluation.metrics: [{names}]` is not supported here, because the model cannot"
+            " generate answers during training: {reason}",
+            code="answers-with-mode",
             allowed="`evaluation.metrics: [token_accuracy, perplexity]`",
             fix="remove these metrics, or set `parallel.mode: zero3` or `ddp`",
+            names=", ".join(names),
+            reason=reason,
         )

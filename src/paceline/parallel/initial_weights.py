@@ -6,6 +6,7 @@ import logging
 import torch
 from torch import nn
 
+from paceline.core.texts import UserText
 from paceline.distributed.communicator import Communicator
 from paceline.models.weights import convert_weights, is_from_files
 
@@ -32,8 +33,11 @@ def sync_weights(model: nn.Module, world: Communicator) -> None:
     others = [tensor for name, tensor in model.named_parameters() if name not in from_files]
     if len(set(digests)) > 1:
         logger.warning(
-            "model: the ranks loaded different weights, so rank 0 sends its weights to the others;"
-            " copy the same files to every host to avoid this"
+            UserText(
+                "model: the ranks loaded different weights, so rank 0 sends its weights to the"
+                " others; copy the same files to every host to avoid this",
+                code="different-initial-weights",
+            )
         )
         convert_weights(model.parameters())
         others = list(model.parameters())

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from paceline.config.diff import OTHER_TRAINING as OTHER_TRAINING
 from paceline.config.modes import read_mode
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.formatting import counted
 from paceline.core.user_code import import_user_module
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.record import ModelShape
@@ -119,11 +118,15 @@ def mode_of(parallel: Parallel) -> str:
     if mode not in STRATEGIES and ":" not in mode:
         near = nearest(mode, [*STRATEGIES, *ALIASES])
         raise ConfigError(
-            f"`parallel.mode: {parallel.mode}`: unknown mode",
+            "`parallel.mode: {mode}`: unknown mode",
             code="unknown-mode",
-            allowed=", ".join(["auto", *STRATEGIES, *ALIASES])
-            + ", or a custom strategy such as ./file.py:SPEC",
-            fix=f"set `parallel.mode: {near or 'auto'}`",
+            allowed=(
+                ", ".join(["auto", *STRATEGIES, *ALIASES])
+                + ", or a custom strategy such as ./file.py:SPEC"
+            ),
+            fix="set `parallel.mode: {near}`",
+            mode=parallel.mode,
+            near=near or "auto",
         )
     return mode
 
@@ -149,10 +152,12 @@ def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> Par
     ]
     if unsupported:
         raise ConfigError(
-            f"{' and '.join(unsupported)} is not supported with `parallel.mode: {name}`: it has no"
-            " such dimension",
-            allowed=f"with {name}: " + ", ".join(f"`parallel.{key}`" for key in (main, *others)),
+            "{unsupported} is not supported with `parallel.mode: {name}`: it has no such dimension",
+            code="axes-with-mode",
+            allowed=("with {name}: " + ", ".join(f"`parallel.{key}`" for key in (main, *others))),
             fix="leave `parallel.mode` out (or set `hybrid`) to combine dimensions",
+            unsupported=" and ".join(unsupported),
+            name=name,
         )
     replicas, rest = divmod(num_devices, math.prod(sizes.values()))
     if main in sizes and "data" in others and "data" not in sizes and rest == 0:
@@ -165,15 +170,17 @@ def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> Par
         product = " × ".join(f"`parallel.{key}: {value}`" for key, value in sizes.items())
         divisors = [str(each) for each in range(1, num_devices + 1) if num_devices % each == 0]
         raise ConfigError(
-            f"{product or name} does not make {counted(num_devices, 'rank')}",
-            allowed=(
-                f"sizes of {', '.join((main, *others))} whose product is {num_devices} (its"
-                f" divisors: {', '.join(divisors)})"
-            ),
-            fix=(
-                f"set `parallel.num_gpus: {max(1, size) * others_size}`, or leave"
-                f" `parallel.{main}` out: it gets the remaining ranks"
-            ),
+            "{product} does not make {num_devices:rank}",
+            code="axes-do-not-fit-ranks",
+            allowed="sizes of {main} whose product is {num_devices} (its divisors: {divisors})",
+            fix="set `parallel.num_gpus: {fitting}`, or leave `parallel.{axis}` out: it gets the"
+            " remaining ranks",
+            product=product or name,
+            num_devices=num_devices,
+            main=", ".join((main, *others)),
+            divisors=", ".join(divisors),
+            fitting=max(1, size) * others_size,
+            axis=main,
         )
     axes = ParallelDims(**{**sizes, main: size})
     return ParallelLayout(name, axes, 1 if spec.single_process else num_devices)
@@ -194,10 +201,13 @@ def get_spec(mode: str) -> StrategySpec:
     spec = getattr(module, attribute, None)
     if not isinstance(spec, StrategySpec):
         raise ConfigError(
-            f"`parallel.mode: {mode}` is not a strategy: {where} has no StrategySpec `{attribute}`",
+            "`parallel.mode: {mode}` is not a strategy: {where} has no StrategySpec `{attribute}`",
             code="not-a-strategy",
             allowed="the name of a paceline.parallel.spec.StrategySpec",
-            fix=f"set `{attribute} = StrategySpec(...)` in it",
+            fix="set `{attribute} = StrategySpec(...)` in it",
+            mode=mode,
+            where=where,
+            attribute=attribute,
         )
     return spec
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from paceline.core.texts import UserText
 from paceline.parallel.optimizer_state import (
     OF_PART,
     AveragesWeights,
@@ -64,9 +65,10 @@ def load_state(strategy: Strategy, source: StateReader) -> None:
                 is_other = bool(parts) and part_of(shard) not in parts
                 requantized |= is_other and is_last_of_key(shard)
         if requantized and isinstance(strategy.optimizer, ConvertsStoredState):
-            text = (
-                "the checkpoint was written with another division of the tensors: the optimizer's"
-                " 8-bit state is quantized again, so losses agree approximately"
+            text = UserText(
+                "the checkpoint was written with another division of the tensors: the"
+                " optimizer's 8-bit state is quantized again, so losses agree approximately",
+                code="state-quantized-again",
             )
             strategy.notices.append(("info", text))
         if isinstance(strategy.optimizer, AveragesWeights):

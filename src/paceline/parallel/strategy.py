@@ -462,16 +462,23 @@ def check_class(mode: str) -> None:
     implementation = getattr(import_user_module(location, setting, form), name, None)
     if not (isinstance(implementation, type) and issubclass(implementation, Strategy)):
         raise ConfigError(
-            f"`{setting}`: the implementation `{spec.implementation}` is not a strategy",
-            code="not-a-strategy",
+            "`{setting}`: the implementation `{implementation}` is not a strategy",
+            code="implementation-not-a-strategy",
             allowed=form,
             fix="derive the class from Strategy, or from a strategy such as DDPStrategy",
+            setting=setting,
+            implementation=spec.implementation,
         )
     missing = sorted(implementation.__abstractmethods__)
     if missing:
         methods = ", ".join(f"`{method}`" for method in missing)
         raise ConfigError(
-            f"`{setting}`: {name} does not define {methods}",
-            allowed=f"a class with all of {', '.join(sorted(Strategy.__abstractmethods__))}",
-            fix=f"define {methods} in {name}",
+            "`{setting}`: {name} does not define {methods}",
+            code="incomplete-strategy",
+            allowed="a class with all of {abstractmethods}",
+            fix="define {methods} in {name}",
+            setting=setting,
+            name=name,
+            methods=methods,
+            abstractmethods=", ".join(sorted(Strategy.__abstractmethods__)),
         )

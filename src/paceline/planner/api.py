@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from paceline.config.chosen import open_settings, read_chosen
 from paceline.config.load import load_config
@@ -54,8 +54,8 @@ _MAX_DEVICES = 65536
 
 
 class PlanReport(TypedDict):
-    """The JSON of a plan. ``layout_error``: ``what``, ``allowed`` and ``fix`` of the error in the
-    layout that the config names."""
+    """The JSON of a plan. ``layout_error``: the record of the error in the layout that the config
+    names."""
 
     run: RunEstimate
     world_size: int
@@ -68,7 +68,7 @@ class PlanReport(TypedDict):
     changes: list[ChangeReport] | None
     smallest_change: ChangeReport | None
     precision: str
-    layout_error: dict[str, str | None] | None
+    layout_error: dict[str, Any] | None
     device: str
     tokens_per_micro_batch: float | None
     notes: list[str]
@@ -123,6 +123,7 @@ class Plan:
         if self.batch.num_rows is None:
             raise ConfigError(
                 "the length of the run is not known: the data is not tokenized yet",
+                code="unknown-run-length",
                 fix="set `train_args.max_steps`, or run `paceline sft … --dry-run` once",
             )
         return round(args.num_train_epochs * self.batch.num_rows)
@@ -284,11 +285,7 @@ class Plan:
             ),
             smallest_change=None if smallest is None else smallest.as_dict(count),
             precision=self.config.train_args.precision,
-            layout_error=(
-                None
-                if error is None
-                else {"what": error.what, "allowed": error.allowed, "fix": error.fix}
-            ),
+            layout_error=(None if error is None else error.record()),
             device=self.machine.name,
             tokens_per_micro_batch=self.batch.positions if self.batch.has_tokens else None,
             notes=self.notes(),
@@ -371,8 +368,11 @@ def make_plan(
     options = options or SearchOptions()
     if world_size is not None and not 1 <= world_size <= _MAX_DEVICES:
         raise ConfigError(
-            f"`--world-size {world_size}` is out of range",
-            allowed=f"an integer between 1 and {_MAX_DEVICES:,}",
+            "`--world-size {world_size}` is out of range",
+            code="world-size-out-of-range",
+            allowed="an integer between 1 and {max_devices}",
+            world_size=world_size,
+            max_devices=f"{_MAX_DEVICES:,}",
         )
     memory = parse_size(device_memory) if isinstance(device_memory, str) else device_memory
     if config.task not in (*CAUSAL_TASKS, "reward", "classify"):
@@ -443,11 +443,12 @@ def _machine(
         )
     except ConfigError as error:
         raise ConfigError(
-            error.what,
+            "{reason}",
+            code="no-device-to-plan-for",
+            reason=error.what,
             allowed=error.allowed,
-            fix=(
-                "to plan for another machine, name its devices: `--world-size 8 --device A100-80GB`"
-            ),
+            fix="to plan for another machine, name its devices: `--world-size 8 --device"
+            " A100-80GB`",
         ) from error
     count = world_size or devices.count
     machine = local_machine(count, devices.type == "cpu", dtype)

@@ -185,10 +185,11 @@ def find_device(name: str, memory_bytes: int | None = None) -> tuple[Device, str
     rows = _by_key().get(_key(name), ())
     if not rows:
         raise ConfigError(
-            f"`--device {name}` is not in the table of devices",
+            "`--device {name}` is not in the table of devices",
             code="unknown-device",
-            allowed="the nearest names are " + ", ".join(_nearest(name)),
+            allowed=("the nearest names are " + ", ".join(_nearest(name))),
             fix="use one of these, or set only the memory: `--device-memory 24GB`",
+            name=name,
         )
     of_this_size = [
         row for row in rows if memory_bytes is not None and _has_memory(row, memory_bytes)

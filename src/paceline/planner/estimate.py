@@ -8,7 +8,7 @@ from paceline.config.derive import accumulation_of
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
-from paceline.core.formatting import counted
+from paceline.core.texts import UserText
 from paceline.models.kernels.attention_choice import joins_samples
 from paceline.models.shape.activations import Activations, WeightPrecision, language_activations
 from paceline.models.shape.adapter_memory import merged_experts
@@ -183,7 +183,12 @@ def estimate(
     replicas, samples = layout.axes.replicas, config.train_args.global_batch_size
     if samples is not None:
         if replicas > samples:
-            reason = f"{replicas} replicas cannot share the global batch of {samples:,} samples"
+            reason = UserText(
+                "{replicas} replicas cannot share the global batch of {samples:sample}",
+                code="replicas-cannot-share-batch",
+                replicas=replicas,
+                samples=samples,
+            )
             return ModeEstimate(name, layout, settings, False, reason)
         config = with_accumulation(config, replicas)
     work = workload(config, profile, batch, layout, machine.is_cpu)
@@ -192,7 +197,7 @@ def estimate(
         _check_divisible(layout, config, profile)
         cost = estimate_cost(layout.strategy, profile.shape, layout.axes, work, config)
     except ConfigError as error:
-        return ModeEstimate(name, layout, settings, False, error.what)
+        return ModeEstimate(name, layout, settings, False, error.text())
     if cost.on_accelerator is not None and not machine.is_cpu:
         cost = cost.on_accelerator
     cost = _with_host_activations(cost, work)
@@ -215,10 +220,15 @@ def estimate(
     )
     usable = USABLE * machine.memory_bytes
     if mode.total <= usable:
-        return replace(mode, reason=f"{mode.total / machine.memory_bytes:.0%} of the memory")
-    reason = (
-        f"needs {human_bytes(mode.total)}; {human_bytes(usable)} of"
-        f" {human_bytes(machine.memory_bytes)} can be used"
+        share = f"{mode.total / machine.memory_bytes:.0%}"
+        reason = UserText("{share} of the memory", code="mode-fits", share=share)
+        return replace(mode, reason=reason)
+    reason = UserText(
+        "needs {needed}; {usable} of {memory} can be used",
+        code="mode-needs-more-memory",
+        needed=human_bytes(mode.total),
+        usable=human_bytes(usable),
+        memory=human_bytes(machine.memory_bytes),
     )
     return replace(mode, fits=False, reason=reason)
 
@@ -276,22 +286,27 @@ def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfi
     stages = num_stages(layout, config)
     if axes.pipeline > 1 and stages > len(blocks):
         raise ConfigError(
-            f"{stages} pipeline stages are not possible: the model has"
-            f" {counted(len(blocks), 'block')}"
+            "{stages} pipeline stages are not possible: the model has {num_blocks:block}",
+            code="pipeline-too-many-stages",
+            stages=stages,
+            num_blocks=len(blocks),
         )
     if axes.pipeline > 1 and merged_experts(profile.shape).saved:
         raise ConfigError(
-            "pipeline parallelism is not supported with adapters on fused experts: peft changes the"
-            " weights of such a model in each forward"
+            "pipeline parallelism is not supported with adapters on fused experts: peft changes"
+            " the weights of such a model in each forward",
+            code="pipeline-with-expert-adapters",
         )
     if axes.pipeline > 1 and config.task == "recommend":
         raise ConfigError(
             "pipeline parallelism is not supported with `task: recommend`: a click model has no"
-            " sequence of blocks"
+            " sequence of blocks",
+            code="pipeline-with-recommend",
         )
     if axes.tensor > 1 and not profile.shape.tensor_plan:
         raise ConfigError(
-            "there is no tensor-parallel plan for this model: set `parallel.tensor_plan`"
+            "there is no tensor-parallel plan for this model: set `parallel.tensor_plan`",
+            code="missing-tensor-plan",
         )
     if (
         axes.tensor > 1
@@ -299,8 +314,12 @@ def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfi
         and (dims.heads % axes.tensor or dims.key_heads % axes.tensor)
     ):
         raise ConfigError(
-            f"{dims.heads} attention heads and {dims.key_heads} key-value heads are not divisible"
-            f" by {axes.tensor} tensor-parallel ranks"
+            "{heads} attention heads and {key_heads} key-value heads are not divisible by {tensor}"
+            " tensor-parallel ranks",
+            code="heads-not-divisible",
+            heads=dims.heads,
+            key_heads=dims.key_heads,
+            tensor=axes.tensor,
         )
 
 

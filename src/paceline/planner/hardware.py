@@ -162,19 +162,23 @@ def parse_size(text: str, flag: str = "--device-memory") -> int:
     if match is None or unit is None:
         bare = re.fullmatch(r"\s*[0-9.]+\s*", text)
         raise ConfigError(
-            f"`{flag} {text}` " + ("has no unit" if bare else "is not a size"),
-            code="missing-unit",
-            allowed=(
-                "a number and a unit: MB, GB, TB (powers of ten), MiB, GiB, TiB (powers of two)"
-            ),
-            fix=f"write e.g. `{flag} {text.strip() if bare else 80}GB`",
+            "`{flag} {text}` has no unit" if bare else "`{flag} {text}` is not a size",
+            code="missing-unit" if bare else "not-a-size",
+            allowed="a number and a unit: MB, GB, TB (powers of ten), MiB, GiB, TiB (powers of"
+            " two)",
+            fix="write e.g. `{flag} {number}GB`",
+            flag=flag,
+            text=text,
+            number=text.strip() if bare else 80,
         )
     size = round(float(match.group(1)) * unit)
     if size < 2**20:
         raise ConfigError(
-            f"`{flag} {text}` is less than 1 MiB",
-            code="out-of-range",
-            fix=f"write e.g. `{flag} 80GB`",
+            "`{flag} {text}` is less than 1 MiB",
+            code="memory-too-small",
+            fix="write e.g. `{flag} 80GB`",
+            flag=flag,
+            text=text,
         )
     return size
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
+from paceline.core.texts import UserText
 from paceline.models.builtin import resolve_model
 from paceline.models.kinds import reads_images
 from paceline.models.shape.flops import float8_flops, language_flops
@@ -36,16 +37,26 @@ class MicroBatchProfile:
 
     def text(self) -> str:
         """Return the note in the plan."""
+        positions = f"{self.positions:,.0f}"
         if not self.has_tokens:
-            return f"{self.positions:,.0f} samples per micro-batch"
-        if self.known:
-            return (
-                f"{self.positions:,.0f} tokens per micro-batch on average, from the tokenized data;"
-                f" memory is for the {self.fullest:,.0f} tokens of its longest samples"
+            return UserText(
+                "{positions} samples per micro-batch",
+                code="samples-per-micro-batch",
+                positions=positions,
             )
-        return (
-            f"{self.positions:,.0f} tokens per micro-batch: every sample has `max_length` tokens,"
-            " because the data is not tokenized yet"
+        if self.known:
+            return UserText(
+                "{positions} tokens per micro-batch on average, from the tokenized data; memory is"
+                " for the {fullest} tokens of its longest samples",
+                code="measured-tokens-per-micro-batch",
+                positions=positions,
+                fullest=f"{self.fullest:,.0f}",
+            )
+        return UserText(
+            "{positions} tokens per micro-batch: every sample has `max_length` tokens, because the"
+            " data is not tokenized yet",
+            code="assumed-tokens-per-micro-batch",
+            positions=positions,
         )
 
 

@@ -113,7 +113,7 @@ def _check_folder(config: Config) -> None:
     try:
         check_files(config)
     except ConfigError as error:
-        if error.code != "missing-weights":
+        if error.code not in ("missing-weights", "missing-weight-files"):
             raise
 
 
@@ -181,8 +181,12 @@ def _build(task: Task) -> tuple[nn.Module, bool]:
         raise
     except Exception as error:
         raise ConfigError(
-            f"`task: {task.config.task}`: build_model failed: {type(error).__name__}: {error}",
+            "`task: {task}`: build_model failed: {kind}: {reason}",
+            code="build-model-failed",
             fix="run `paceline sft --debug` to see the traceback",
+            task=task.config.task,
+            kind=type(error).__name__,
+            reason=error,
         ) from error
 
 

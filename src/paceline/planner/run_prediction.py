@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.core.texts import UserText
 from paceline.parallel.registry import get_spec
 from paceline.planner.machine.local import local_machine
 from paceline.planner.micro_batch import MicroBatchProfile
@@ -37,7 +38,14 @@ def predict_step(
     try:
         return _predict(spec, model, shape, dataset, work, cost)
     except Exception as error:  # the run is done, and its report must not depend on this
-        logger.warning("the step time could not be predicted: %s: %s", type(error).__name__, error)
+        logger.warning(
+            UserText(
+                "the step time could not be predicted: {kind}: {reason}",
+                code="step-time-not-predicted",
+                kind=type(error).__name__,
+                reason=error,
+            )
+        )
         return None
 
 

@@ -63,13 +63,17 @@ def simulate_cuda(device: Device, count: int) -> None:
     global _shim
     if device.compute_capability is None:
         raise ConfigError(
-            f"`{device.name}` cannot be simulated",
-            code="unknown-device",
+            "`{device}` cannot be simulated",
+            code="device-not-simulated",
             allowed="NVIDIA devices of the table of devices, such as `H100-SXM`",
+            device=device.name,
         )
     if not 1 <= count <= _MAX_DEVICES:
         raise ConfigError(
-            f"{count} simulated devices: expected 1 to {_MAX_DEVICES}", code="out-of-range"
+            "{count} simulated devices: expected 1 to {max_devices}",
+            code="too-many-simulated-devices",
+            count=count,
+            max_devices=_MAX_DEVICES,
         )
     if _shim is None:
         check_build()
@@ -78,8 +82,10 @@ def simulate_cuda(device: Device, count: int) -> None:
         _shim.paceline_memory_fraction.restype = ctypes.c_double
         if torch.accelerator.current_accelerator() != torch.device("cuda"):
             raise SimulationError(
-                f"torch {torch.__version__} did not accept the simulated CUDA device",
+                "torch {version} did not accept the simulated CUDA device",
+                code="simulated-device-rejected",
                 allowed=SUPPORTED,
+                version=torch.__version__,
             )
     memory_bytes, block_bytes = map(ctypes.c_int64, (device.memory_bytes, ALLOCATION_BYTES))
     _shim.paceline_set_devices(count, memory_bytes, block_bytes)
@@ -97,8 +103,12 @@ def load_library(source: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise SimulationError(
-            f"the compiled {source.name} cannot be loaded: {error}",
-            fix=f"delete {path.parent}; it is compiled again",
+            "the compiled {source} cannot be loaded: {reason}",
+            code="simulation-not-loaded",
+            fix="delete {parent}; it is compiled again",
+            source=source.name,
+            reason=error,
+            parent=path.parent,
         ) from error
 
 

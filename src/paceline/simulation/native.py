@@ -37,9 +37,11 @@ def check_release() -> None:
     """
     if not Requirement(SUPPORTED).specifier.contains(torch.__version__, prereleases=True):
         raise SimulationError(
-            f"devices cannot be simulated with torch {torch.__version__}",
+            "devices cannot be simulated with torch {version}",
+            code="simulation-with-torch-version",
             allowed=SUPPORTED,
             fix=OTHER_ENVIRONMENT,
+            version=torch.__version__,
         )
 
 
@@ -53,9 +55,10 @@ def check_build() -> None:
     build = torch.version.cuda or torch.version.hip
     if build is not None or torch.accelerator.is_available():
         raise SimulationError(
-            f"torch {torch.__version__} is a GPU build, and devices can be simulated only with the"
-            " CPU build",
+            "torch {version} is a GPU build, and devices can be simulated only with the CPU build",
+            code="simulation-with-gpu-build",
             fix=OTHER_ENVIRONMENT,
+            version=torch.__version__,
         )
 
 
@@ -84,6 +87,7 @@ def _compiler() -> list[str]:
             return [name]
     raise SimulationError(
         "simulated CUDA needs a C++ compiler, and none was found",
+        code="simulation-without-compiler",
         allowed="g++ or clang++ with C++20",
         fix="install one (Debian and Ubuntu: `apt-get install g++`), or set CXX",
     )
@@ -93,8 +97,10 @@ def _compile(compiler: list[str], source: Path, target: Path) -> None:
     root = Path(torch.__file__).parent
     if not (root / "include" / "ATen" / "ATen.h").is_file():
         raise SimulationError(
-            f"simulated CUDA needs the C++ headers of torch, which {root} does not have",
+            "simulated CUDA needs the C++ headers of torch, which {root} does not have",
+            code="simulation-without-headers",
             fix="install torch with pip; its wheels have the headers",
+            root=root,
         )
     command = [
         *compiler,
@@ -106,12 +112,19 @@ def _compile(compiler: list[str], source: Path, target: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         raise SimulationError(
-            f"the C++ compiler `{shlex.join(compiler)}` cannot be started: {first_line(error)}",
+            "the C++ compiler `{compiler}` cannot be started: {reason}",
+            code="simulation-compiler-failed",
             fix="set CXX to the command of a C++ compiler",
+            compiler=shlex.join(compiler),
+            reason=first_line(error),
         ) from error
     if done.returncode:
         raise SimulationError(
-            f"`{shlex.join(compiler)}` cannot compile {source.name} against torch"
-            f" {torch.__version__}: {done.stderr.strip()[-_ERROR_CHARS:]}",
+            "`{compiler}` cannot compile {source} against torch {version}: {stderr}",
+            code="simulation-not-compiled",
             allowed="g++ or clang++ with C++20",
+            compiler=shlex.join(compiler),
+            source=source.name,
+            version=torch.__version__,
+            stderr=done.stderr.strip()[-_ERROR_CHARS:],
         )

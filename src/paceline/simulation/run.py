@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted, rank_names
+from paceline.core.texts import UserText
 from paceline.distributed.devices import cpu_cores
 from paceline.models.kinds import reads_images
 from paceline.parallel.registry import ParallelLayout
@@ -88,7 +89,15 @@ def simulate(
     check_simulated(config, layout, machine)
     size = layout.axes.size
     ranks = sorted({0, size // 2, size - 1})
-    logger.info(f"simulating two steps of {rank_names(ranks)} of {size}: {layout.text()}")
+    logger.info(
+        UserText(
+            "simulating two steps of {rank_names} of {size}: {layout}",
+            code="simulation-starts",
+            rank_names=rank_names(ranks),
+            size=size,
+            layout=layout.text(),
+        )
+    )
     reports = run_jobs([job_of(config, layout, batch, machine, rank) for rank in ranks])
     peak = max(report["peak_memory_bytes"] for report in reports)
     return SimulationReport(
@@ -119,38 +128,60 @@ def check_simulated(config: Config, layout: ParallelLayout, machine: Machine) ->
     if ":" in layout.strategy:
         reason = "it is not a strategy of Paceline"
     if reason is not None:
-        raise ConfigError(f"`parallel.mode: {layout.strategy}` is not simulated: {reason}")
+        raise ConfigError(
+            "`parallel.mode: {strategy}` is not simulated: {reason}",
+            code="mode-not-simulated",
+            strategy=layout.strategy,
+            reason=reason,
+        )
     if config.task not in ("sft", "pretrain"):
         raise ConfigError(
-            f"`task: {config.task}` is not simulated", allowed="language models: `sft`, `pretrain`"
+            "`task: {task}` is not simulated",
+            code="task-not-simulated",
+            allowed="language models: `sft`, `pretrain`",
+            task=config.task,
         )
     if reads_images(config):
-        raise ConfigError("vision-language models are not simulated", fix="leave `--simulate` out")
+        raise ConfigError(
+            "vision-language models are not simulated",
+            code="vision-language-not-simulated",
+            fix="leave `--simulate` out",
+        )
     if machine.device is None:
         raise ConfigError(
-            f"{machine.name} is not simulated",
+            "{machine} is not simulated",
+            code="machine-not-simulated",
             allowed="NVIDIA devices of the table of devices",
             fix="name one, such as `--device H100`",
+            machine=machine.name,
         )
     if "8bit" in config.train_args.optim:
         raise ConfigError(
-            f"`train_args.optim: {config.train_args.optim}` is not simulated: its package computes"
-            " the levels of the quantized state from values of tensors",
+            "`train_args.optim: {optim}` is not simulated: its package computes the levels of the"
+            " quantized state from values of tensors",
+            code="optimizer-not-simulated",
             fix="simulate `train_args.optim: adamw`, whose state takes 8 bytes per element",
+            optim=config.train_args.optim,
         )
     if config.train_args.fp8 != "none":
         raise ConfigError(
-            f"`train_args.fp8: {config.train_args.fp8}` is not simulated: float8 tensors have no"
-            " kernels on simulated devices",
+            "`train_args.fp8: {fp8}` is not simulated: float8 tensors have no kernels on simulated"
+            " devices",
+            code="fp8-not-simulated",
             fix="leave `train_args.fp8` out: it changes the memory of a run little",
+            fp8=config.train_args.fp8,
         )
     if config.compression.chain and layout.axes.data > 1:
-        raise ConfigError("`compression` is not simulated: a thread compresses the gradients")
+        raise ConfigError(
+            "`compression` is not simulated: a thread compresses the gradients",
+            code="compression-not-simulated",
+        )
     if config.parallel.all_reduce_algorithm != "native" and layout.axes.data > 1:
         raise ConfigError(
-            f"`parallel.all_reduce_algorithm: {config.parallel.all_reduce_algorithm}` is not"
-            " simulated",
+            "`parallel.all_reduce_algorithm: {all_reduce_algorithm}` is not simulated",
+            code="all-reduce-not-simulated",
             allowed="`native`",
+            all_reduce_algorithm=config.parallel.all_reduce_algorithm,
         )
 
 
@@ -183,10 +214,13 @@ def _run_process(jobs: Sequence[RankJob], program: Sequence[str]) -> list[RankRe
         done = subprocess.run(command, input=lines, stdout=subprocess.PIPE, text=True)
     except OSError as error:
         raise ConfigError(
-            f"`{PYTHON_VARIABLE}`: `{python}` cannot be started: {error.strerror}",
-            code="missing-file",
+            "`{python_variable}`: `{python}` cannot be started: {reason}",
+            code="simulation-python-missing",
             fix="set it to the Python interpreter of an environment with Paceline and the CPU"
             " build of torch",
+            python_variable=PYTHON_VARIABLE,
+            python=python,
+            reason=error.strerror,
         ) from error
     results: list[SimulatedRankResult] = [json.loads(line) for line in done.stdout.splitlines()]
     errors = [result["error"] for result in results if "error" in result]
@@ -196,5 +230,5 @@ def _run_process(jobs: Sequence[RankJob], program: Sequence[str]) -> list[RankRe
             f" {counted(len(results), 'rank')}"
         )
     if errors:
-        raise ConfigError(errors[0])
+        raise ConfigError(errors[0], code="simulation-failed")
     return [result["report"] for result in results]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
-from paceline.core.formatting import counted, shares
+from paceline.core.formatting import shares
 
 #: Type of accelerator → the variable that limits the visible ones. ROCm's devices are `cuda` too.
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
@@ -47,10 +47,14 @@ def divide_devices(parallel: Parallel, num_runs: int) -> list[DeviceShare]:
     num_ranks = available if parallel.num_gpus == "auto" else int(parallel.num_gpus)
     if not 1 <= num_ranks <= available or kind not in _VISIBLE:
         raise ConfigError(
-            f"`--parallel {num_runs}` needs separate devices for {num_runs} runs with"
-            f" `parallel.num_gpus: {parallel.num_gpus}`, and this machine has {len(names)} ×"
-            f" {kind}",
+            "`--parallel {num_runs}` needs separate devices for {num_runs} runs with"
+            " `parallel.num_gpus: {num_gpus}`, and this machine has {num_names} × {kind}",
+            code="too-few-devices-for-sweep",
             fix="lower `--parallel` or `parallel.num_gpus`",
+            num_runs=num_runs,
+            num_gpus=parallel.num_gpus,
+            num_names=len(names),
+            kind=kind,
         )
     return divide_accelerators(kind, len(names), num_ranks, num_runs, os.environ)
 
@@ -77,10 +81,12 @@ def divide_cores(cores: Sequence[int], num_runs: int) -> list[DeviceShare]:
     """
     if len(cores) < num_runs:
         raise ConfigError(
-            f"`--parallel {num_runs}`: runs on a CPU need separate cores, and this process may use"
-            f" {counted(len(cores), 'core')}",
+            "`--parallel {num_runs}`: runs on a CPU need separate cores, and this process may use"
+            " {num_cores:core}",
             code="not-enough-cores",
-            allowed=f"1 to {len(cores)}",
+            allowed="1 to {num_cores}",
+            num_runs=num_runs,
+            num_cores=len(cores),
         )
     divided, start = [], 0
     for size in shares(len(cores), num_runs):

@@ -82,18 +82,20 @@ def check_metric(metric: Metric, has_evaluations: bool, names: Sequence[str] | N
         return
     if not has_evaluations:
         raise ConfigError(
-            f"`--metric {metric.name}` is a metric of evaluations, and not every run evaluates",
+            "`--metric {metric}` is a metric of evaluations, and not every run evaluates",
             code="no-evaluation",
             fix="set `val_dataset` or `split_dataset_ratio=0.05`, or use `--metric train_loss`",
+            metric=metric.name,
         )
     if names is None or {metric.name, metric.name.removeprefix("eval_")} & set(names):
         return
     known = [*(f"eval_{name}" for name in names), *_OF_REPORT]
     raise ConfigError(
-        f"`--metric {metric.name}`: evaluations have no such metric",
-        code="unknown-metric",
+        "`--metric {metric}`: evaluations have no such metric",
+        code="unknown-sweep-metric",
         allowed=", ".join(known),
         fix=did_you_mean(
             metric.name, known, "choose one of these; `evaluation.metrics` adds metrics of answers"
         ),
+        metric=metric.name,
     )

@@ -141,13 +141,16 @@ def _check_for_sweep(loaded: Any) -> None:
     config = loaded.config
     if with_scheduler(config.parallel, scheduled_host()).hosts != (1, 1):
         raise ConfigError(
-            f"`paceline sweep` runs on one host, and `parallel.nnodes` is {config.parallel.nnodes}",
+            "`paceline sweep` runs on one host, and `parallel.nnodes` is {nnodes}",
+            code="sweep-on-several-hosts",
             fix="set `parallel.nnodes=1`, or submit one job per combination",
+            nnodes=config.parallel.nnodes,
         )
     if config.train_args.push_to_hub:
         raise ConfigError(
-            "`train_args.push_to_hub` is not supported in a sweep: every run would upload its model"
-            " to the same repository",
+            "`train_args.push_to_hub` is not supported in a sweep: every run would upload its"
+            " model to the same repository",
+            code="push-in-sweep",
             fix="remove it, and upload the best model afterwards with `hf upload`",
         )
 

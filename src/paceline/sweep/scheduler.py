@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, ConfigError, RunError
 from paceline.core.event_log import EventReader
 from paceline.core.events import EvalEvent
-from paceline.core.formatting import counted, duration, finite, loss
+from paceline.core.formatting import duration, finite, loss
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.progress_line import ProgressLine
 from paceline.sweep.devices import DeviceShare
@@ -163,14 +163,22 @@ class Scheduler:
                 try:
                     reply = runner.receive()
                 except EOFError as error:
-                    raise RunError(f"checking the combinations failed: {error}") from None
+                    raise RunError(
+                        "checking the combinations failed: {reason}",
+                        code="combinations-not-checked",
+                        reason=error,
+                    ) from None
                 if reply is not None:
                     replies[runner] = reply
             if self.stopped_by is not None:
                 raise KeyboardInterrupt
         reply = replies[self._runners[0]]
         if "errors" not in reply:
-            raise RunError(f"checking the combinations failed: {reply.get('error')}")
+            raise RunError(
+                "checking the combinations failed: {reason}",
+                code="combinations-not-checked",
+                reason=reply.get("error"),
+            )
         if reply["errors"]:
             raise _invalid({int(number): text for number, text in reply["errors"].items()}, runs)
         return reply
@@ -362,5 +370,9 @@ def _invalid(
         lines.append(f"- and {len(names) - limit} more errors")
     listing = "\n".join(lines)
     return ConfigError(
-        f"{len(errors)} of {counted(len(runs), 'checked combination')} cannot run:\n{listing}"
+        "{num_errors} of {num_runs:checked combination} cannot run:\n{listing}",
+        code="combinations-cannot-run",
+        num_errors=len(errors),
+        num_runs=len(runs),
+        listing=listing,
     )

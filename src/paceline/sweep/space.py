@@ -98,15 +98,17 @@ def parse_space(overrides: Sequence[str]) -> SweepSpace:
     for key in keys:
         if keys.count(key) > 1 or any(item.startswith(f"{key}=") for item in fixed):
             raise ConfigError(
-                f"`{key}` is set several times",
-                code="repeated-name",
-                fix=f"write all values once: {key}=A,B",
+                "`{key}` is set several times",
+                code="repeated-sweep-key",
+                fix="write all values once: {key}=A,B",
+                key=key,
             )
         if key in (*REPLACED_BY_SWEEP, "resume"):
             raise ConfigError(
-                f"`{key}` cannot have several values in a sweep",
+                "`{key}` cannot have several values in a sweep",
                 code="fixed-in-sweep",
-                fix=f"set one value of `{key}`; each run has a folder of its own",
+                fix="set one value of `{key}`; each run has a folder of its own",
+                key=key,
             )
     return SweepSpace(tuple(fixed), tuple(axes))
 
@@ -157,12 +159,20 @@ def _parse_axis(key: str, text: str) -> Values | SampledRange | None:
     for value in values:
         if not value and len(values) > 1:
             raise ConfigError(
-                f"`{key}={text}` has an empty value", code="missing-value", fix=f"write {key}=A,B"
+                "`{key}={text}` has an empty value",
+                code="empty-sweep-value",
+                fix="write {key}=A,B",
+                key=key,
+                text=text,
             )
     parsed = [parse_value(value, f"{key}=") for value in values]
     if any(value in parsed[:index] for index, value in enumerate(parsed)):
         raise ConfigError(
-            f"`{key}={text}` has a value twice", code="repeated-value", fix="remove the second one"
+            "`{key}={text}` has a value twice",
+            code="repeated-value",
+            fix="remove the second one",
+            key=key,
+            text=text,
         )
     return Values(key, tuple(values)) if len(values) > 1 else None
 
@@ -174,22 +184,30 @@ def _range(key: str, text: str, match: re.Match[str]) -> SampledRange:
     if suffix not in (None, "log"):
         if re.fullmatch(_NUMBER, suffix) is None or float(suffix) <= 0:
             raise ConfigError(
-                f"`{key}={text}` is not a range", code="invalid-range", allowed=_RANGE_FORM
+                "`{key}={text}` is not a range",
+                code="invalid-range",
+                allowed=_RANGE_FORM,
+                key=key,
+                text=text,
             )
         step = float(suffix)
         is_integer = is_integer and step.is_integer()
     axis = SampledRange(key, float(low), float(high), suffix == "log", step, is_integer)
     if not axis.low < axis.high or not math.isfinite(axis.high):
         raise ConfigError(
-            f"`{key}={text}`: the lower limit must be below the upper one",
+            "`{key}={text}`: the lower limit must be below the upper one",
             code="reversed-range",
             allowed=_RANGE_FORM,
+            key=key,
+            text=text,
         )
     if axis.is_log and axis.low <= 0:
         raise ConfigError(
-            f"`{key}={text}`: a logarithmic range must be above 0",
+            "`{key}={text}`: a logarithmic range must be above 0",
             code="non-positive-range",
             fix="raise the lower limit, or remove `:log`",
+            key=key,
+            text=text,
         )
     return axis
 

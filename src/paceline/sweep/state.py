@@ -151,7 +151,9 @@ def _checked(path: Path, run: object) -> SweepRun:
 
 def _unusable(path: Path, reason: str) -> ConfigError:
     return ConfigError(
-        f"{path} cannot be read as the state of a sweep: {reason}",
-        code="damaged-file",
+        "{path} cannot be read as the state of a sweep: {reason}",
+        code="sweep-state-unreadable",
         fix="choose another folder with `--folder`, or move the file away",
+        path=path,
+        reason=reason,
     )

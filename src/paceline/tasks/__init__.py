@@ -70,10 +70,12 @@ def load_task(config: Config) -> Task:
         return load_user_task(config)
     built_in = ", ".join(f"{task} ({purpose})" for task, purpose in BUILT_IN.items())
     raise ConfigError(
-        f"unknown `task: {config.task}`",
+        "unknown `task: {task}`",
         code="unknown-task",
-        allowed=f"{built_in}; your own as ./file.py:Class or package.module:Class",
+        allowed="{built_in}; your own as ./file.py:Class or package.module:Class",
         fix=did_you_mean(name.lower(), BUILT_IN, "choose one of these", form="`task: {}`"),
+        task=config.task,
+        built_in=built_in,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.core.user_code import error_summary
 from paceline.data.collate import map_tensors
 from paceline.distributed.seeds import seed_everything
@@ -99,9 +100,10 @@ def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> lis
         except ConfigError:
             raise
         except Exception as error:  # such as a detection model, which has no loss in eval mode
-            text = (
-                "the loss was not checked to be a sum, because it failed in eval mode:"
-                f" {error_summary(error)}"
+            text = UserText(
+                "the loss was not checked to be a sum, because it failed in eval mode: {reason}",
+                code="loss-not-checked",
+                reason=error_summary(error),
             )
             return [("warning", text)]
     return notices
@@ -156,12 +158,21 @@ def _check_quantity(
         if method == "evaluate":
             label += f" ({name})"
         if split.is_zero or not np.isfinite([total, left, right]).all():
-            text = f"{label} was not checked to be a sum: it is {total:g} on the first samples"
+            text = UserText(
+                "{label} was not checked to be a sum: it is {total} on the first samples",
+                code="loss-not-finite-in-check",
+                label=label,
+                total=f"{total:g}",
+            )
             notices.append(("info", text))
         elif is_stochastic:
             if split.is_mean(_STOCHASTIC_TOLERANCE) and not split.is_sum(_STOCHASTIC_TOLERANCE):
                 raise _is_a_mean(label, method, split)
-            text = f"{label} draws random numbers, so it was only roughly checked to be a sum"
+            text = UserText(
+                "{label} draws random numbers, so it was only roughly checked to be a sum",
+                code="loss-roughly-checked",
+                label=label,
+            )
             notices.append(("info", text))
         elif split.is_sum(tolerance):
             continue
@@ -169,18 +180,17 @@ def _check_quantity(
             raise _is_a_mean(label, method, split)
         elif method == "loss":
             raise ConfigError(
-                f"{label} is not additive: {split.text}. The result of training would depend on"
-                " the micro-batch size and on the number of ranks",
+                "{label} is not additive: {split}. The result of training would depend on the"
+                " micro-batch size and on the number of ranks",
                 code="not-additive",
-                allowed=(
-                    "a loss whose value on a batch is the sum of its values on the parts of the"
-                    " batch"
-                ),
-                fix=(
-                    "multiply a term that does not depend on the samples (such as a weight penalty)"
-                    " by self.count(batch); if the loss compares samples of a micro-batch with each"
-                    " other (such as a contrastive loss), set `additive = False` in the class"
-                ),
+                allowed="a loss whose value on a batch is the sum of its values on the parts of"
+                " the batch",
+                fix="multiply a term that does not depend on the samples (such as a weight"
+                " penalty) by self.count(batch); if the loss compares samples of a micro-batch"
+                " with each other (such as a contrastive loss), set `additive = False` in the"
+                " class",
+                label=label,
+                split=split.text,
             )
     return notices
 
@@ -193,11 +203,15 @@ def _is_a_mean(name: str, method: str, split: _Split) -> ConfigError:
     )
     effect = ", and the gradient would shrink with the batch size" if method == "loss" else ""
     return ConfigError(
-        f"{name} returns the mean over the batch: {split.text}. Paceline divides by the global"
-        f" count itself, so a mean would be divided twice{effect}",
+        "{name} returns the mean over the batch: {split}. Paceline divides by the global count"
+        " itself, so a mean would be divided twice{effect}",
         code="mean-instead-of-sum",
         allowed="the sum over the batch",
-        fix=f"return {remedy} instead of the mean, or multiply the result by self.count(batch)",
+        fix="return {remedy} instead of the mean, or multiply the result by self.count(batch)",
+        name=name,
+        split=split.text,
+        effect=effect,
+        remedy=remedy,
     )
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from paceline.config.schema import Config
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.report import SourceFigures
+from paceline.core.texts import UserText
 from paceline.data.counts import DataCounts
 from paceline.data.order.build import SourceSize, rows_per_epoch, tokens_per_row
 
@@ -326,13 +327,31 @@ def language_settings_notices(config: Config) -> list[Notice]:
         for key in _LANGUAGE_SOURCE_KEYS
         if getattr(source, key)
     ]
-    return [("warning", f"`{key}` has no effect on `task: {config.task}`") for key in names]
+    return [
+        (
+            "warning",
+            UserText(
+                "`{key}` has no effect on `task: {task}`",
+                code="key-without-effect-on-task",
+                key=key,
+                task=config.task,
+            ),
+        )
+        for key in names
+    ]
 
 
 def dropped_notice(name: str, dropped: dict[str, int], noun: str) -> Notice:
     """Return a warning with the number of files or rows that were dropped, by reason."""
     reasons = "; ".join(f"{reason}: {number:,}" for reason, number in sorted(dropped.items()))
-    return "warning", f"{name}: {sum(dropped.values()):,} {noun} dropped ({reasons})"
+    return "warning", UserText(
+        "{name}: {rows} {noun} dropped ({reasons})",
+        code="rows-dropped",
+        name=name,
+        rows=f"{sum(dropped.values()):,}",
+        noun=noun,
+        reasons=reasons,
+    )
 
 
 def _first_tensor(batch: Any) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.data.cache import key_of
 from paceline.data.clicks.log import exact_auc
 from paceline.data.counts import DataCounts
@@ -52,17 +53,19 @@ class ClassifyTask(Task):
     def check(self) -> None:
         if self.config.lora.enable:
             raise ConfigError(
-                "`lora.enable: true` is not supported with `task: classify`: image models are"
+                "`lora.enable: true` is not supported with `task: {task}`: image models are"
                 " trained in full",
-                code="not-supported",
+                code="lora-with-task",
                 fix="remove it",
+                task="classify",
             )
         for key in ("dataset", "val_dataset"):
             if len(self.config.sources(validation=key == "val_dataset")) > 1:
                 raise ConfigError(
-                    f"several sources in `{key}` are not supported with `task: classify`",
+                    "several sources in `{key}` are not supported with `task: classify`",
                     code="several-sources",
                     fix="put the images into one folder, with one subfolder per class",
+                    key=key,
                 )
         image_models.check_image_model(self.config)
 
@@ -79,9 +82,11 @@ class ClassifyTask(Task):
         notices += index.notices
         if len(index.classes) < 2:
             raise ConfigError(
-                f"`dataset: {source}` has a single class, {index.classes[0]}",
+                "`dataset: {source}` has a single class, {classes}",
                 code="single-class",
                 allowed="at least two subfolders with images, one per class",
+                source=source,
+                classes=index.classes[0],
             )
         form, form_notices = image_models.find_form(self.config, digits=index.source == DIGITS)
         notices += form_notices
@@ -116,22 +121,32 @@ class ClassifyTask(Task):
         index = open_images(source, seed, validation=True)
         if (index.source == DIGITS) != (train.source == DIGITS):
             raise ConfigError(
-                f"`val_dataset: {source}` and `dataset` are not of the same kind",
+                "`val_dataset: {source}` and `dataset` are not of the same kind",
+                code="different-validation-kind",
                 fix="give folders for both",
+                source=source,
             )
         unknown = [name for name in index.classes if name not in train.classes]
         if unknown:
             raise ConfigError(
-                f"`val_dataset: {source}` has classes that training does not have:"
-                f" {', '.join(unknown[:5])}",
-                code="unknown-class",
-                allowed=f"the classes of `dataset`: {', '.join(train.classes[:20])}",
+                "`val_dataset: {source}` has classes that training does not have: {unknown}",
+                code="unknown-validation-class",
+                allowed="the classes of `dataset`: {classes}",
                 fix="give the subfolders the same names",
+                source=source,
+                unknown=", ".join(unknown[:5]),
+                classes=", ".join(train.classes[:20]),
             )
         missing = [name for name in train.classes if name not in index.classes]
         if missing:
             names = ", ".join(missing[:5])
-            text = f"validation: {source} has no images of {len(missing)} class(es): {names}"
+            text = UserText(
+                "validation: {source} has no images of {num_missing} class(es): {names}",
+                code="classes-missing-in-validation",
+                source=source,
+                num_missing=len(missing),
+                names=names,
+            )
             notices.append(("warning", text))
         notices += index.notices + _summary(source, index)
         number = np.array([train.classes.index(name) for name in index.classes], dtype=np.int64)
@@ -155,10 +170,12 @@ class ClassifyTask(Task):
         )
         if not num_norms:
             return []
-        text = (
-            f"the model has {num_norms} batch normalizations: their statistics are over a"
+        text = UserText(
+            "the model has {num_norms} batch normalizations: their statistics are over a"
             " micro-batch of one rank, so the result depends on the number of ranks and on"
-            " accumulation"
+            " accumulation",
+            code="batch-normalization",
+            num_norms=num_norms,
         )
         return [("warning", text)]
 
@@ -225,7 +242,18 @@ def _mean_auc(labels: torch.Tensor, probabilities: torch.Tensor) -> float:
 
 
 def _summary(name: str, index: ImageIndex) -> list[Notice]:
-    notices = [("info", f"{name}: {len(index):,} images of {len(index.classes)} classes")]
+    notices: list[Notice] = [
+        (
+            "info",
+            UserText(
+                "{name}: {num_index} images of {num_classes} classes",
+                code="images-and-classes",
+                name=name,
+                num_index=f"{len(index):,}",
+                num_classes=len(index.classes),
+            ),
+        )
+    ]
     if index.dropped:
         notices.append(dropped_notice(name, index.dropped, "files"))
     return notices

@@ -16,6 +16,7 @@ from paceline.config.metrics.evaluation import value_names
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.report import SourceFigures
+from paceline.core.texts import UserText
 from paceline.data.collate import (
     SegmentInputs,
     TokenBatch,
@@ -143,13 +144,14 @@ class LanguageTask(Task):
         base = base_model(model)
         self.picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         if getattr(getattr(base, "config", None), CONVERTED_KEY, None):
-            text = (
-                "model: first-generation Qwen, converted to Qwen2; it is trained and saved in that"
-                " form"
+            text = UserText(
+                "model: first-generation Qwen, converted to Qwen2; it is trained and saved in"
+                " that form",
+                code="first-generation-qwen",
             )
             notices.append(("info", text))
-            if self.config.lora.enable and (text := module_notice(self.config)):
-                notices.append(("info", text))
+            if self.config.lora.enable and (of_modules := module_notice(self.config)):
+                notices.append(("info", of_modules))
         notices += self._choose_loss(model, base)
         reason = "rows are padded"
         if self.packed:
@@ -159,7 +161,17 @@ class LanguageTask(Task):
             reason = choice.reason
         attention.install_requested(base, self.config)
         if (kernel := attention.kernel_of(base)) is not None:
-            notices.append(("info", f"attention: {kernel} ({reason})"))
+            notices.append(
+                (
+                    "info",
+                    UserText(
+                        "attention: {kernel} ({reason})",
+                        code="attention-kernel",
+                        kernel=kernel,
+                        reason=reason,
+                    ),
+                )
+            )
         return notices
 
     def _choose_loss(self, model: Any, base: Any) -> list[Notice]:
@@ -178,39 +190,41 @@ class LanguageTask(Task):
         if isinstance(transform, LogitTransform):
             self._transform = transform
             return []
-        text = (
+        text = UserText(
             "loss: computed from the logits of all tokens of a micro-batch, which takes more"
-            f" memory; it cannot be computed in chunks with this model: {transform}"
+            " memory; it cannot be computed in chunks with this model: {transform}",
+            code="loss-not-in-chunks",
+            transform=transform,
         )
         return [("warning", text)]
 
     def _choose_rows(self, packing: str) -> Notice:
         if packing != "none":
             self._passes_segments = packing == "segments"
-            text = (
-                "packing: samples of a micro-batch share one row without padding (checked: they do"
-                " not mix)"
+            text = UserText(
+                "packing: samples of a micro-batch share one row without padding (checked:"
+                " they do not mix)",
+                code="packing-checked",
             )
             return "info", text
         args = self.config.train_args
         if args.packs_rows or args.packing is True:
             setting = (
-                f"packing_strategy: {args.packing_strategy}"
-                if args.packs_rows
-                else ("packing: true")
+                f"packing_strategy: {args.packing_strategy}" if args.packs_rows else "packing: true"
             )
             raise ConfigError(
-                f"`train_args.{setting}` is not supported with this model: it mixes samples that"
+                "`train_args.{setting}` is not supported with this model: it mixes samples that"
                 " share a row",
-                fix=(
-                    "set `train_args.packing: auto` or `false` without `packing_strategy`: rows are"
-                    " padded"
-                ),
+                code="packing-mixes-samples",
+                fix="set `train_args.packing: auto` or `false` without `packing_strategy`: rows"
+                " are padded",
+                setting=setting,
             )
         self.packed = False
-        text = (
+        text = UserText(
             "packing: off; this model mixes samples that share a row, so rows are padded (same"
-            " loss, slower)"
+            " loss, slower)",
+            code="packing-off",
         )
         return "warning", text
 

@@ -116,18 +116,23 @@ def preview(config: Config, rows: int = 5) -> Preview:
     """
     if not 1 <= rows <= MAX_ROWS:
         raise ConfigError(
-            f"`--rows {rows}` is out of range", code="out-of-range", allowed=f"1 to {MAX_ROWS}"
+            "`--rows {rows}` is out of range",
+            code="rows-out-of-range",
+            allowed="1 to {max_rows}",
+            rows=rows,
+            max_rows=MAX_ROWS,
         )
     if config.task in _WITHOUT_TOKENS:
         shown, notices = _WITHOUT_TOKENS[config.task](config, rows)
         return Preview(task=config.task, rows=shown, notices=notices)
     if config.task not in (*CAUSAL_TASKS, "reward"):
         raise ConfigError(
-            f"a preview is not supported with `task: {config.task}`: only the task knows the form"
-            " of its samples",
-            code="not-supported",
+            "a preview is not supported with `task: {task}`: only the task knows the form of its"
+            " samples",
+            code="preview-with-task",
             allowed=", ".join((*CAUSAL_TASKS, "reward", *_WITHOUT_TOKENS)),
             fix="check with `paceline sft CONFIG --dry-run` that the data can be read",
+            task=config.task,
         )
     folder = config_tokenizer(config, resolve_model)
     name = "reward" if config.task == "reward" else text_kind(config)

@@ -73,18 +73,20 @@ class RecommendTask(Task):
         config = self.config
         if config.lora.enable:
             raise ConfigError(
-                "`lora.enable: true` is not supported with `task: recommend`: click models are"
+                "`lora.enable: true` is not supported with `task: {task}`: click models are"
                 " trained in full",
-                code="not-supported",
+                code="lora-with-task",
                 fix="remove it",
+                task="recommend",
             )
         for key in ("dataset", "val_dataset"):
             sources = config.sources(validation=key == "val_dataset")
             if len(sources) > 1:
                 raise ConfigError(
-                    f"several sources in `{key}` are not supported with `task: recommend`",
-                    code="several-sources",
+                    "several sources in `{key}` are not supported with `task: recommend`",
+                    code="several-files",
                     fix="put the rows into one file",
+                    key=key,
                 )
             if sources and not sources[0].path.startswith("builtin:"):
                 self._check_columns()
@@ -95,27 +97,28 @@ class RecommendTask(Task):
         if not settings.sparse_features:
             raise ConfigError(
                 "`recommend.sparse_features` is empty",
-                code="missing-value",
+                code="missing-sparse-features",
                 allowed="at least one column for a click log of your own",
-                fix=(
-                    "set `recommend.sparse_features: [user, item]` and"
-                    " `recommend.dense_features: [age]` to the names of your columns"
-                ),
+                fix="set `recommend.sparse_features: [user, item]` and `recommend.dense_features:"
+                " [age]` to the names of your columns",
             )
         columns = [settings.label, *settings.dense_features, *settings.sparse_features]
         repeated = sorted({f"`{name}`" for name in columns if columns.count(name) > 1})
         if repeated:
             raise ConfigError(
-                f"`recommend` names {', '.join(repeated)} more than once", code="repeated-name"
+                "`recommend` names {repeated} more than once",
+                code="repeated-feature",
+                repeated=", ".join(repeated),
             )
         if isinstance(settings.table_size, dict):
             unknown = [name for name in settings.table_size if name not in settings.sparse_features]
             if unknown:
                 raise ConfigError(
-                    f"`recommend.table_size` names `{unknown[0]}`, which is not one of"
+                    "`recommend.table_size` names `{unknown}`, which is not one of"
                     " `recommend.sparse_features`",
-                    code="unknown-column",
+                    code="unknown-feature",
                     allowed=", ".join(settings.sparse_features),
+                    unknown=unknown[0],
                 )
 
     def prepare(self) -> Prepared:
@@ -132,8 +135,10 @@ class RecommendTask(Task):
             val_name, take_validation = take_count(config.sources(validation=True)[0].path)
             if (val_name.startswith("builtin:")) != (name.startswith("builtin:")):
                 raise ConfigError(
-                    f"`val_dataset: {val_name}` and `dataset` are not of the same kind",
+                    "`val_dataset: {source}` and `dataset` are not of the same kind",
+                    code="different-validation-kind",
                     fix="give files for both",
+                    source=val_name,
                 )
             validation = self._read(val_name, train)
         empty: Any = None

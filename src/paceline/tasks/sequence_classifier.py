@@ -58,22 +58,27 @@ class SequenceClassifierTask(Task):
         task = f"`task: {self.config.task}`"
         if self.config.train_args.packing is True:
             raise ConfigError(
-                f"`train_args.packing: true` is not supported with {task}: rows are padded to the"
+                "`train_args.packing: true` is not supported with {task}: rows are padded to the"
                 " longest text of a micro-batch",
-                code="not-supported",
+                code="packing-with-task",
                 fix="leave `train_args.packing` out",
+                task=task,
             )
         if self.config.train_args.neftune_noise_alpha is not None:
             raise ConfigError(
-                f"`train_args.neftune_noise_alpha` is not supported with {task}: only causal"
+                "`train_args.neftune_noise_alpha` is not supported with {task}: only causal"
                 " language models are trained with noise",
+                code="noise-with-task",
                 fix="leave `train_args.neftune_noise_alpha` out",
+                task=task,
             )
         if self.config.streaming is True:
             raise ConfigError(
-                f"`streaming: true` is not supported with {task} on texts: the classes are known"
+                "`streaming: true` is not supported with {task} on texts: the classes are known"
                 " once all rows have been read",
+                code="streaming-with-task",
                 fix="leave `streaming` out",
+                task=task,
             )
         check_adapters(self.config)
         check_files(self.config)

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.data.cache import key_of
 from paceline.data.collate import pad_tokens
 from paceline.data.kinds.label import (
@@ -101,6 +102,7 @@ class TextClassifyTask(SequenceClassifierTask):
         if evaluation.is_multi != stored.is_multi:
             raise ConfigError(
                 "`val_dataset` and `dataset` differ: only one of them has lists of labels",
+                code="different-label-lists",
                 fix="give each row a list of labels in both",
             )
         texts = LabeledTexts(
@@ -204,4 +206,10 @@ class TextClassifyTask(SequenceClassifierTask):
 def _class_notice(texts: LabeledTexts) -> Notice:
     shown = ", ".join(texts.classes[:8]) + (" …" if len(texts.classes) > 8 else "")
     several = "; a text may have several" if texts.is_multi else ""
-    return "info", f"{len(texts.classes)} classes: {shown}{several}"
+    return "info", UserText(
+        "{num_classes} classes: {shown}{several}",
+        code="text-classes",
+        num_classes=len(texts.classes),
+        shown=shown,
+        several=several,
+    )

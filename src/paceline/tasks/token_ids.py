@@ -8,6 +8,7 @@ from typing import Any
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.text.prepare import PreparedTokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
@@ -38,12 +39,17 @@ def check_token_ids(config: Config, tokens: PreparedTokens) -> None:
         if limit is not None and largest >= limit:
             tokenizer = load_tokenizer(Path(tokens.tokenizer_path), config.trust_remote_code)
             raise ConfigError(
-                f"`{key}` has the token {largest} (`{tokenizer.token(largest)}`), but `model:"
-                f" {config.model}` has {what} for tokens 0 to {limit - 1} only",
-                fix=(
-                    "use the tokenizer of this model: leave `tokenizer` out. To add the token to"
-                    " the model, list it in `new_tokens` or `new_special_tokens`"
-                ),
+                "`{key}` has the token {largest} (`{token}`), but `model: {model}` has {subject}"
+                " for tokens 0 to {last_limit} only",
+                code="token-beyond-embeddings",
+                fix="use the tokenizer of this model: leave `tokenizer` out. To add the token to"
+                " the model, list it in `new_tokens` or `new_special_tokens`",
+                key=key,
+                largest=largest,
+                token=tokenizer.token(largest),
+                model=config.model,
+                subject=what,
+                last_limit=limit - 1,
             )
 
 
@@ -54,9 +60,12 @@ def token_notices(config: Config, tokenizer_path: str) -> list[Notice]:
     tokenizer = load_tokenizer(Path(tokenizer_path), config.trust_remote_code)
     if table.has_embedding(tokenizer.vocab_size - 1):
         return []
-    text = (
-        f"the tokenizer has {tokenizer.vocab_size} tokens, and the model has embeddings for the"
-        f" first {table.num_embeddings} only: a streamed row with another token ends the training"
+    text = UserText(
+        "the tokenizer has {vocab_size} tokens, and the model has embeddings for the first"
+        " {num_embeddings} only: a streamed row with another token ends the training",
+        code="tokenizer-beyond-embeddings",
+        vocab_size=tokenizer.vocab_size,
+        num_embeddings=table.num_embeddings,
     )
     return [Notice("warning", text)]
 

@@ -104,10 +104,12 @@ class UserTask:
         datasets = self._call("build_datasets")
         if not isinstance(datasets, tuple) or len(datasets) != 2:
             raise ConfigError(
-                f"{name}.build_datasets returned {_kind(datasets)}",
+                "{name}.build_datasets returned {kind}",
                 code="wrong-result",
                 allowed="a pair: (training dataset, validation dataset or None)",
                 fix="end it with e.g. `return train, None`",
+                name=name,
+                kind=_kind(datasets),
             )
         for dataset, kind in zip(datasets, ("training", "validation"), strict=True):
             if dataset is None and kind == "validation":
@@ -126,9 +128,12 @@ class UserTask:
             prepared = self._call("prepare")
         if not isinstance(prepared, Prepared):
             raise ConfigError(
-                f"{type(self.task).__name__}.prepare returned {_kind(prepared)}",
+                "{kind}.prepare returned {result}",
+                code="wrong-prepare-result",
                 allowed="a paceline.tasks.base.Prepared",
                 fix="return one, or omit prepare",
+                kind=type(self.task).__name__,
+                result=_kind(prepared),
             )
         notices = [*_contract_notices(type(self.task)), *prepared.notices]
         return replace(prepared, notices=notices)
@@ -149,44 +154,54 @@ def _find_class(module: ModuleType, location: str, class_name: str) -> type[Task
     listing = "task classes in it: " + (", ".join(tasks) or "none")
     if not class_name:
         raise ConfigError(
-            f"`task: {location}` names no class",
-            code="missing-class",
-            allowed=f"{_FORM}; {listing}",
-            fix=f"write `task: {location}:{(tasks or ['Class'])[0]}`",
+            "`task: {location}` names no class",
+            code="task-without-class",
+            allowed="{form}; {listing}",
+            fix="write `task: {location}:{tasks}`",
+            location=location,
+            form=_FORM,
+            listing=listing,
+            tasks=(tasks or ["Class"])[0],
         )
     task_class = getattr(module, class_name, None)
     if task_class is None:
         near = nearest(class_name, tasks)
         raise ConfigError(
-            f"`task: {location}:{class_name}`: {location} has no class {class_name}",
-            code="unknown-class-name",
+            "`task: {location}:{class_name}`: {location} has no class {class_name}",
+            code="unknown-task-class",
             allowed=listing,
-            fix=(
-                f"did you mean `task: {location}:{near or tasks[0]}`?"
-                if tasks
-                else "write one: a subclass of paceline.Task"
-            ),
+            fix="did you mean `task: {location}:{near}`?"
+            if tasks
+            else "write one: a subclass of paceline.Task",
+            location=location,
+            class_name=class_name,
+            near=near or next(iter(tasks), ""),
         )
     if not _is_task(task_class):
         kind = "a class" if inspect.isclass(task_class) else _kind(task_class)
         if task_class is Task:
             kind = "the base class itself"
         raise ConfigError(
-            f"`task: {location}:{class_name}`: {class_name} is {kind}, not a subclass of"
+            "`task: {location}:{class_name}`: {class_name} is {kind}, not a subclass of"
             " paceline.Task",
             code="not-a-task",
             allowed=listing,
-            fix=f"write `class {class_name}(paceline.Task):`",
+            fix="write `class {class_name}(paceline.Task):`",
+            location=location,
+            class_name=class_name,
+            kind=kind,
         )
     missing = [name for name in _REQUIRED if getattr(task_class, name) is getattr(Task, name)]
     if missing:
         raise ConfigError(
-            f"`task: {location}:{class_name}`: {class_name} has no {', '.join(missing)}",
+            "`task: {location}:{class_name}`: {class_name} has no {missing}",
             code="missing-method",
-            allowed=(
-                "a task needs build_datasets(self), build_model(self) and loss(self, model, batch)"
-            ),
-            fix=f"add {', '.join(missing)} to {class_name}",
+            allowed="a task needs build_datasets(self), build_model(self) and loss(self, model,"
+            " batch)",
+            fix="add {missing} to {class_name}",
+            location=location,
+            class_name=class_name,
+            missing=", ".join(missing),
         )
     return cast("type[Task]", task_class)
 
@@ -208,9 +223,10 @@ def _create(task_class: type[Task], config: Config) -> Task:
         raise user_error(f"{name}(config) failed", error, _file_of(task_class), fix) from error
     if getattr(task, "config", None) is not config:
         raise ConfigError(
-            f"{name}.__init__ does not set self.config",
+            "{name}.__init__ does not set self.config",
             code="missing-config",
             fix="call super().__init__(config) in it, or omit __init__",
+            name=name,
         )
     return task
 
@@ -262,21 +278,22 @@ def guard_dataset(dataset: Any, name: str) -> None:
     classes = _torch_classes(type(dataset))
     if "IterableDataset" in classes:
         raise ConfigError(
-            f"{name} is an IterableDataset ({type(dataset).__name__}), which is not supported: it"
-            " has no fixed order, cannot be split among ranks without gaps, and cannot resume in"
-            " the middle of an epoch",
+            "{name} is an IterableDataset ({kind}), which is not supported: it has no fixed order,"
+            " cannot be split among ranks without gaps, and cannot resume in the middle of an"
+            " epoch",
             code="iterable-dataset",
             allowed="a map-style dataset: __len__() and __getitem__(index)",
             fix="read it into a list or a file, or index it; see torch.utils.data.Dataset",
+            name=name,
+            kind=type(dataset).__name__,
         )
     if "DataLoader" in classes:
         raise ConfigError(
-            f"{name} is a DataLoader; Paceline creates the data loaders itself, one per rank",
+            "{name} is a DataLoader; Paceline creates the data loaders itself, one per rank",
             code="data-loader",
-            fix=(
-                "return the dataset; set batch size, workers and `shuffle` in train_args, collate"
-                " in collate(self, samples)"
-            ),
+            fix="return the dataset; set batch size, workers and `shuffle` in train_args, collate"
+            " in collate(self, samples)",
+            name=name,
         )
     methods = [
         method for method in ("__len__", "__getitem__") if not hasattr(type(dataset), method)
@@ -284,16 +301,23 @@ def guard_dataset(dataset: Any, name: str) -> None:
     missing = " and ".join(methods)
     if missing:
         raise ConfigError(
-            f"{name} is {_kind(dataset)} without {missing}",
+            "{name} is {kind} without {missing}",
             code="not-a-dataset",
             allowed="a map-style dataset: __len__() and __getitem__(index)",
-            fix=f"add {missing}, or return a list of samples",
+            fix="add {missing}, or return a list of samples",
+            name=name,
+            kind=_kind(dataset),
+            missing=missing,
         )
     try:
         len(dataset)
     except Exception as error:  # torch's samplers and wrappers define __len__ and raise in it
         raise ConfigError(
-            f"{name} is {_kind(dataset)}, whose len() raises {error_summary(error)}"
+            "{name} is {kind}, whose len() raises {reason}",
+            code="dataset-without-length",
+            name=name,
+            kind=_kind(dataset),
+            reason=error_summary(error),
         ) from error
 
 
@@ -302,10 +326,11 @@ def guard_model(model: Any) -> None:
     for several devices. Compares class names, so that it imports nothing."""
     if "Module" not in _torch_classes(type(model)):
         raise ConfigError(
-            f"build_model returned {_kind(model)}",
+            "build_model returned {kind}",
             code="not-a-module",
             allowed="a torch.nn.Module",
             fix="end build_model with `return model`",
+            kind=_kind(model),
         )
     for path, module in model.named_modules():
         classes = _torch_classes(type(module))
@@ -317,11 +342,14 @@ def guard_model(model: Any) -> None:
             "the plain module" if wrapper == "FSDPModule" else "the module inside (its `.module`)"
         )
         raise ConfigError(
-            f"the model is already wrapped: {place} is a {wrapper}. Paceline places the model on"
+            "the model is already wrapped: {place} is a {wrapper}. Paceline places the model on"
             " every rank and reduces the gradients itself; with a second wrapper they would be"
             " reduced twice or not at all",
             code="wrapped-model",
-            fix=f"unwrap it: return {plain}; `parallel.mode` selects the strategy",
+            fix="unwrap it: return {plain}; `parallel.mode` selects the strategy",
+            place=place,
+            wrapper=wrapper,
+            plain=plain,
         )
 
 

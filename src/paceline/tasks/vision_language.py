@@ -76,9 +76,11 @@ class VisionLanguageTask(LanguageTask):
         for applies, what, fix in refused:
             if applies:
                 raise ConfigError(
-                    f"{what} is not supported with the vision-language model `{self.config.model}`",
-                    code="not-supported",
+                    "{subject} is not supported with the vision-language model `{model}`",
+                    code="setting-with-vision-language",
                     fix=fix,
+                    subject=what,
+                    model=self.config.model,
                 )
 
     def prepare(self) -> Prepared:
@@ -100,10 +102,12 @@ class VisionLanguageTask(LanguageTask):
             fix = "set `vision.freeze_vision_tower: true` and `freeze_multi_modal_projector: true`"
         if why:
             raise ConfigError(
-                f"`train_args.packing: true` is not supported with the vision-language model"
-                f" `{self.config.model}`: {why}",
-                code="not-supported",
+                "`train_args.packing: true` is not supported with the vision-language model"
+                " `{model}`: {why}",
+                code="packing-with-vision-language",
                 fix=fix,
+                model=self.config.model,
+                why=why,
             )
 
     @property

@@ -15,6 +15,7 @@ from paceline.config.derive import ResolvedValues
 from paceline.config.metrics.best import check_best_metric
 from paceline.config.schema import Config
 from paceline.core.errors import RunError
+from paceline.core.texts import UserText
 from paceline.data.loader_process import LoaderOptions, loader_options
 from paceline.data.order.base import Order
 from paceline.data.order.build import build_order
@@ -64,9 +65,12 @@ def expert_notices(model: nn.Module, spec: RunSpec, device_type: str) -> list[tu
     )
     if not has_float32_experts:
         return []
-    text = (
-        f"the experts of this model are computed in float32 with `{spec.layout.strategy}`, which"
-        f" is slow: with `parallel.mode: zero2` or `zero3` they are computed in {dtype}"
+    text = UserText(
+        "the experts of this model are computed in float32 with `{strategy}`, which is slow:"
+        " with `parallel.mode: zero2` or `zero3` they are computed in {dtype}",
+        code="experts-in-float32",
+        strategy=spec.layout.strategy,
+        dtype=dtype,
     )
     return [("warning", text)]
 
@@ -104,6 +108,7 @@ def build_components(
     if not any(param.requires_grad for param in model.parameters()):
         raise RunError(
             "the model has no trainable parameters: every parameter is frozen",
+            code="no-trainable-parameters",
             fix="set requires_grad of the parameters to train",
         )
     if strategy.rank0_has_full_model:

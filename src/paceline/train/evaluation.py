@@ -15,6 +15,7 @@ from torch import nn
 from paceline.config.metrics.evaluation import generated_metrics
 from paceline.config.schema import Config
 from paceline.core.events import EvalEvent
+from paceline.core.texts import UserText
 from paceline.data.loader import eval_batches
 from paceline.data.loader_process import LoaderOptions
 from paceline.distributed.communicator import Communicator
@@ -100,9 +101,14 @@ def evaluate(
         means["perplexity"] = _perplexity(loss)
     if not math.isfinite(loss):
         logger.warning(
-            f"evaluation: the loss is {loss}: the model's outputs for the evaluation rows are not"
-            " finite. Its weights have diverged, or a value exceeds the range of"
-            f" `train_args.precision: {args.precision}`"
+            UserText(
+                "evaluation: the loss is {loss}: the model's outputs for the evaluation rows are"
+                " not finite. Its weights have diverged, or a value exceeds the range of"
+                " `train_args.precision: {precision}`",
+                code="evaluation-not-finite",
+                loss=loss,
+                precision=args.precision,
+            )
         )
     answered_rows = 0
     generated = generated_metrics(config.evaluation.metrics)

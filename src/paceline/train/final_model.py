@@ -77,10 +77,13 @@ def _write_model(
         shutil.rmtree(staging_dir, ignore_errors=True)
         free_bytes = shutil.disk_usage(final.parent).free
         raise RunError(
-            f"the trained model could not be written to {final}: {reason_of(error)}"
-            f" ({human_bytes(free_bytes)} free)",
-            fix="free some space; the same command then resumes from the last checkpoint and writes"
-            " the model",
+            "the trained model could not be written to {final}: {reason} ({free_bytes} free)",
+            code="model-not-written",
+            fix="free some space; the same command then resumes from the last checkpoint and"
+            " writes the model",
+            final=final,
+            reason=reason_of(error),
+            free_bytes=human_bytes(free_bytes),
         ) from error
 
 

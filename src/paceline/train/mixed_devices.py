@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.parallel.capabilities import get_setting
 from paceline.parallel.registry import get_spec
 
@@ -33,16 +34,24 @@ def check_mixed_devices(world: Communicator, config: Config, strategy: str) -> N
     unsupported = sorted(world.device_types - _SUPPORTED_TYPES)
     if unsupported:
         raise ConfigError(
-            f"{hosts} are not supported: Gloo cannot send tensors of {', '.join(unsupported)}",
+            "{hosts} are not supported: Gloo cannot send tensors of {unsupported}",
+            code="mixed-devices-gloo",
             allowed="cpu and cuda together",
-            fix=f"use hosts with the same device type, {same_type}",
+            fix="use hosts with the same device type, {same_type}",
+            hosts=hosts,
+            unsupported=", ".join(unsupported),
+            same_type=same_type,
         )
     capabilities = get_spec(strategy).capabilities
     if not capabilities.mixed_devices:
         raise ConfigError(
-            f"{hosts} are not supported with `parallel.mode: {strategy}`",
+            "{hosts} are not supported with `parallel.mode: {strategy}`",
+            code="mixed-devices-mode",
             allowed="`parallel.mode: ddp` and `local_sgd`",
-            fix=f"set `parallel.mode: ddp`, {same_type}",
+            fix="set `parallel.mode: ddp`, {same_type}",
+            hosts=hosts,
+            strategy=strategy,
+            same_type=same_type,
         )
     optional = {key: get_setting(config, key) for key in capabilities.same_devices_with}
     for setting, is_set in (
@@ -55,9 +64,14 @@ def check_mixed_devices(world: Communicator, config: Config, strategy: str) -> N
     ):
         if is_set:
             raise ConfigError(
-                f"{hosts} are not supported with `{setting}`",
+                "{hosts} are not supported with `{setting}`",
+                code="mixed-devices-setting",
                 allowed="plain `ddp`, and `local_sgd` with its default workers",
-                fix=f"leave `{setting.partition(':')[0]}` out, {same_type}",
+                fix="leave `{key}` out, {same_type}",
+                hosts=hosts,
+                setting=setting,
+                key=setting.partition(":")[0],
+                same_type=same_type,
             )
 
 
@@ -66,9 +80,11 @@ def mixed_devices_notices(world: Communicator) -> list[tuple[str, str]]:
     if not world.mixes_devices:
         return []
     types = " and ".join(sorted(world.device_types))
-    text = (
-        f"devices: {types} ranks in one run, over Gloo; with `ddp`, rank 0's weights and optimizer"
-        " state are broadcast instead of compared (`recovery.replica_check_steps`), because"
-        " devices of different types round differently"
+    text = UserText(
+        "devices: {types} ranks in one run, over Gloo; with `ddp`, rank 0's weights and"
+        " optimizer state are broadcast instead of compared (`recovery.replica_check_steps`),"
+        " because devices of different types round differently",
+        code="mixed-devices",
+        types=types,
     )
     return [("info", text)]

@@ -10,7 +10,7 @@ from torch import nn
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema.schedules import LENGTH
 from paceline.config.schema.train_args import TrainArgs
-from paceline.core.formatting import counted
+from paceline.core.texts import UserText
 from paceline.models.shape.record import QUANTIZED_BLOCK, QUANTIZED_MINIMUM, OptimizerMemory
 from paceline.models.transforms.parameters import ParameterSettings
 from paceline.train.optimizers.rounding import StochasticRounding
@@ -195,16 +195,22 @@ def optimizer_notices(
     Args:
         memory: size of the optimizer's state.
     """
-    notices = []
+    notices: list[tuple[str, str]] = []
     if args.optim == "schedule_free_adamw" and args.lr_scheduler_type != "constant":
-        text = (
-            "`optim: schedule_free_adamw` replaces the learning rate schedule: after the warm-up"
-            f" the rate is constant, and `lr_scheduler_type: {args.lr_scheduler_type}` is not used"
+        text = UserText(
+            "`optim: schedule_free_adamw` replaces the learning rate schedule: after the"
+            " warm-up the rate is constant, and `lr_scheduler_type: {lr_scheduler_type}` is"
+            " not used",
+            code="schedule-replaced",
+            lr_scheduler_type=args.lr_scheduler_type,
         )
         notices.append(("info", text))
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if args.optim == "paged_adamw_8bit" and params[0].device.type == "cpu":
-        text = "`optim: paged_adamw_8bit`: there is no paging on a CPU, as with `adamw_8bit`"
+        text = UserText(
+            "`optim: paged_adamw_8bit`: there is no paging on a CPU, as with `adamw_8bit`",
+            code="no-paging-on-cpu",
+        )
         notices.append(("info", text))
     wide = [param.numel() for param in params if not memory.is_quantized(param.numel())]
     if memory.quantizes and sum(wide):
@@ -212,9 +218,15 @@ def optimizer_notices(
         reason = f"fewer than {QUANTIZED_MINIMUM:,} elements"
         if memory.quantizes_whole_blocks:
             reason += f", or not a multiple of {QUANTIZED_BLOCK}"
-        text = (
-            f"`optim: {args.optim}`: {sum(wide):,} of {total:,} elements on rank 0 have state in 32"
-            f" bit ({counted(len(wide), 'tensor')} with {reason})"
+        text = UserText(
+            "`optim: {optim}`: {num_wide_elements} of {total} elements on rank 0 have state in"
+            " 32 bit ({num_wide:tensor} with {reason})",
+            code="state-not-quantized",
+            optim=args.optim,
+            num_wide_elements=f"{sum(wide):,}",
+            total=f"{total:,}",
+            num_wide=len(wide),
+            reason=reason,
         )
         notices.append(("info", text))
     return notices

@@ -105,6 +105,8 @@ def check_same_precision(world: Communicator, args: TrainArgs) -> None:
             ranks[precision].append(rank)
         by_precision = "; ".join(f"{name} on {rank_names(ranks[name])}" for name in ranks)
         raise ConfigError(
-            f"`precision: auto` is not the same on all ranks: {by_precision}",
+            "`precision: auto` is not the same on all ranks: {by_precision}",
+            code="different-precision",
             fix="set `train_args.precision`: `fp16-mixed` and `32` are supported on all of them",
+            by_precision=by_precision,
         )

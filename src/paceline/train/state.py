@@ -27,6 +27,7 @@ from paceline.core.event_log import EventLog
 from paceline.core.events import StepFigures
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
+from paceline.core.texts import UserText
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS, ProgressTracker
 from paceline.distributed.rank_zero import rank_zero_phase
@@ -180,23 +181,37 @@ def _find_target(run_dir: RunDir, step: int, resumed_from: str | None) -> Rollba
 def report_no_rollback(step: int, target: RollbackTarget, settings: RecoveryConfig) -> None:
     """Warn that the batch of a loss spike is kept. ``step`` is the step of the spike, from 0."""
     logger.warning(
-        f"step {step + 1}: the loss spiked again, but {settings.max_restarts} batches have already"
-        f" been skipped since step {target.step} (`recovery.max_restarts`), so this one is kept"
+        UserText(
+            "step {next_step}: the loss spiked again, but {max_restarts} batches have already been"
+            " skipped since step {step} (`recovery.max_restarts`), so this one is kept",
+            code="loss-spikes-again",
+            next_step=step + 1,
+            max_restarts=settings.max_restarts,
+            step=target.step,
+        )
     )
 
 
 def report_rollback(events: EventLog, step: int, spike: LossSpike, target: RollbackTarget) -> None:
     """Emit the ``rollback`` event and its notice. ``step`` is the step of the spike, from 0."""
     to_step = step if target.path is None else target.step
-    text = f"step {step + 1}: the loss spiked to {spike.loss:.4g}"
-    median = None
+    median, compared = None, ""
     if not math.isnan(spike.median):
         median = spike.median
-        text += f" (median of the last {spike.num_compared} steps: {median:.4g})"
-    if target.path is None:
-        text += "; there is no earlier checkpoint, so only the batch of this step is skipped"
-    else:
-        text += f"; rolling back to step {to_step} and skipping the batch of this step"
+        compared = f" (median of the last {spike.num_compared} steps: {median:.4g})"
+    is_first = target.path is None
+    text = UserText(
+        "step {next_step}: the loss spiked to {loss}{compared}; there is no earlier checkpoint, so"
+        " only the batch of this step is skipped"
+        if is_first
+        else "step {next_step}: the loss spiked to {loss}{compared}; rolling back to step {to_step}"
+        " and skipping the batch of this step",
+        code="loss-spike-skipped" if is_first else "loss-spike-rolled-back",
+        next_step=step + 1,
+        loss=f"{spike.loss:.4g}",
+        compared=compared,
+        to_step=to_step,
+    )
     events.emit(
         {
             "type": "rollback",
@@ -262,9 +277,15 @@ def claim_store(spec: RunSpec, ctx: RankContext) -> CheckpointStore | None:
     before = store.claim(ctx.run_dir.root)
     if before is not None:
         logger.warning(
-            f"`checkpoint_dir: {store.url}` was last written by the run in {before.output_dir} on"
-            f" host {before.host}; this run takes it over, and the other one ends at its next"
-            " checkpoint if it is still running"
+            UserText(
+                "`checkpoint_dir: {url}` was last written by the run in {output_dir} on host"
+                " {host}; this run takes it over, and the other one ends at its next checkpoint if"
+                " it is still running",
+                code="checkpoint-dir-taken-over",
+                url=store.url,
+                output_dir=before.output_dir,
+                host=before.host,
+            )
         )
     return store
 

@@ -174,7 +174,9 @@ def check_task_loss(loss: Any) -> None:
     else:
         actual = f"a tensor of shape {tuple(loss.shape)}"
     raise RunError(
-        f"the task's loss(model, batch) returned {actual}",
+        "the task's loss(model, batch) returned {actual}",
+        code="wrong-loss-result",
         allowed="a scalar tensor with gradient: the sum of the loss over the batch",
         fix='return e.g. F.cross_entropy(model(x), y, reduction="sum")',
+        actual=actual,
     )

@@ -13,6 +13,7 @@ from paceline.core.event_log import read_events
 from paceline.core.events import Event
 from paceline.core.formatting import counted
 from paceline.core.run_dir import RunDir, lock_run
+from paceline.core.texts import UserText
 from paceline.data.pipeline import DataPipeline
 from paceline.observe.console import Console
 from paceline.parallel.strategy import RankLoss, Strategy
@@ -106,9 +107,18 @@ class Survivors:
             file_only=True,
         )
         logger.warning(
-            f"rank {loss.rank}, a worker (process {loss.pid}), {loss.reason}. The other ranks"
-            f" continue: from step {step + 1} each global batch is shared among"
-            f" {counted(self.strategy.num_replicas, 'worker')}; {missed}"
+            UserText(
+                "rank {rank}, a worker (process {pid}), {reason}. The other ranks continue: from"
+                " step {next_step} each global batch is shared among {num_replicas:worker};"
+                " {missed}",
+                code="worker-lost",
+                rank=loss.rank,
+                pid=loss.pid,
+                reason=loss.reason,
+                next_step=step + 1,
+                num_replicas=self.strategy.num_replicas,
+                missed=missed,
+            )
         )
 
     def _count_unseen(self, loss: RankLoss) -> int:

@@ -22,7 +22,6 @@ from typing import get_args
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError, did_you_mean
-from paceline.core.formatting import counted
 from paceline.parallel.balance import MIN_MICRO_BATCHES
 from paceline.parallel.registry import (
     ALIASES,
@@ -123,6 +122,7 @@ def split_names(text: str, config: Config, world_size: int) -> list[str]:
     if not names:
         raise ConfigError(
             "`--modes` is empty",
+            code="modes-empty",
             allowed=_allowed(),
             fix="set e.g. `--modes ddp,zero3,data2-tensor2`",
         )
@@ -143,10 +143,11 @@ def make_mode(name: str, config: Config, world_size: int) -> VerifyMode:
         settings = {match[1]: int(match[2]) for match in sizes}
         if len(settings) < len(sizes):
             raise ConfigError(
-                f"`{name}` names an axis twice",
-                code="repeated-name",
+                "`{name}` names an axis twice",
+                code="repeated-axis",
                 allowed=_allowed(),
                 fix="name each axis once",
+                name=name,
             )
     elif base == "deepspeed" and variant in map(str, _STAGES):
         mode, settings = base, {"deepspeed_stage": int(variant)}
@@ -160,7 +161,13 @@ def make_mode(name: str, config: Config, world_size: int) -> VerifyMode:
     elif ":" not in name:
         known = [*all_modes(config, world_size), *ALIASES, "all", "hybrid"]
         fix = did_you_mean(name, known, "set e.g. `--modes ddp,zero3,data2-tensor2`")
-        raise ConfigError(f"`--modes {name}` is not a mode", allowed=_allowed(), fix=fix)
+        raise ConfigError(
+            "`--modes {name}` is not a mode",
+            code="unknown-verify-mode",
+            allowed=_allowed(),
+            fix=fix,
+            name=name,
+        )
     ranks = 1 if name == "single" else world_size
     update = {
         **dict.fromkeys(_AXES),
@@ -195,9 +202,13 @@ def trial_config(mode: VerifyMode, config: Config, global_batch_size: int) -> Co
     needed = max(MIN_MICRO_BATCHES, 2 * ranks)
     if global_batch_size < needed:
         raise ConfigError(
-            f"`{mode.name}` needs at least {needed} micro-batches per step, and the global batch"
-            f" has {counted(global_batch_size, 'sample')}",
+            "`{mode}` needs at least {needed} micro-batches per step, and the global batch has"
+            " {global_batch_size:sample}",
+            code="too-few-micro-batches",
             fix="raise `train_args.gradient_accumulation_steps` or `per_device_train_batch_size`",
+            mode=mode.name,
+            needed=needed,
+            global_batch_size=global_batch_size,
         )
     largest = global_batch_size // (ranks * -(-needed // ranks))
     args = args.model_copy(

@@ -131,6 +131,7 @@ def _check(options: VerifyOptions) -> None:
     if outer_launcher() is not None:
         raise ConfigError(
             "`paceline verify` is not supported under torchrun: it starts its own ranks",
+            code="verify-under-torchrun",
             fix="run it directly: `paceline verify CONFIG`",
         )
     if options.output is not None:
@@ -184,6 +185,7 @@ def _devices(config: Config, world_size: int | None) -> Devices:
     if devices.count < 2:
         raise ConfigError(
             "`paceline verify` cannot compare modes on one device",
+            code="verify-on-one-device",
             allowed="2 or more ranks",
             fix="run on the CPU with several ranks: `--world-size 4 parallel.device=cpu`",
         )
@@ -206,8 +208,11 @@ def _modes(
             _check_mode(mode, config)
             if name in OTHER_TRAINING and name not in _split(requested):
                 raise ConfigError(
-                    f"not compared with `{REFERENCE}`: its losses and weights differ by design;"
-                    f" `--modes {name}` shows by how much"
+                    "not compared with `{reference}`: its losses and weights differ by design;"
+                    " `--modes {name}` shows by how much",
+                    code="not-comparable",
+                    reference=REFERENCE,
+                    name=name,
                 )
         except ConfigError as error:
             if name == REFERENCE or (name in names and _is_strict(requested)):
@@ -237,11 +242,12 @@ def _check_mode(mode: VerifyMode, config: Config) -> None:
     check_strategy(mode.layout.strategy, config, mode.layout.axes)
     if get_spec(mode.layout.strategy).extra_ranks(config):
         raise ConfigError(
-            f"`{mode.name}` is not supported with `paceline verify`: it needs servers, and verify"
-            " starts only ranks",
-            code="not-supported",
+            "`{mode}` is not supported with `paceline verify`: it needs servers, and verify starts"
+            " only ranks",
+            code="verify-with-servers",
             allowed="modes without servers",
             fix="omit `--modes`, or name other modes: `--modes ddp,zero3`",
+            mode=mode.name,
         )
 
 
@@ -335,7 +341,10 @@ def _run(
         failed, text = unfinished[0], ended.message
         if failed.number == 0:
             raise RunError(
-                f"the reference `{REFERENCE}`, which all modes are compared with, failed: {text}"
+                "the reference `{reference}`, which all modes are compared with, failed: {text}",
+                code="reference-failed",
+                reference=REFERENCE,
+                text=text,
             )
         logger.warning("[%d/%d] %s: failed: %s", failed.number + 1, len(trials), failed.name, text)
         results[failed.name] = {"status": "failed", "reason": text}
@@ -347,7 +356,7 @@ def _run(
             results[trial.name] = combine(ranks, floor)
     reference = results[trials[0].name]
     if reference["status"] == "refused":
-        raise ConfigError(reference["reason"])
+        raise ConfigError(reference["reason"], code="reference-refused")
     return results
 
 
@@ -405,7 +414,10 @@ def _write(certificate: Certificate, folder: Path) -> None:
             write_reports(run_dir, json.loads(run_dir.report.read_text()))
     except (OSError, ValueError, KeyError) as error:
         raise RunError(
-            f"the certificate could not be written to {folder}: {error}",
+            "the certificate could not be written to {folder}: {reason}",
+            code="certificate-not-written",
             fix="set another `--output`",
+            folder=folder,
+            reason=error,
         ) from error
     logger.info("wrote %s and %s", folder / "verify.html", folder / "verify.json")

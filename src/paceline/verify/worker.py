@@ -355,8 +355,9 @@ def distances(strategy: Strategy, path: Path) -> dict[str, list[float]]:
         unknown = sorted(set(shards) - set(names))
         if unknown:
             raise RunError(
-                "the strategy's state has weights that the reference lacks:"
-                f" {', '.join(unknown[:5])}"
+                "the strategy's state has weights that the reference lacks: {unknown}",
+                code="unknown-weights-in-strategy",
+                unknown=", ".join(unknown[:5]),
             )
         for name in names:
             full = reference.get_tensor(name)
@@ -386,8 +387,11 @@ def _slice(full: torch.Tensor, shard: TensorShard) -> torch.Tensor:
     """Return the part of a full tensor that corresponds to a shard."""
     if tuple(full.shape) != tuple(shard.shape):
         raise RunError(
-            f"{shard.name} has the shape {tuple(shard.shape)}, but {tuple(full.shape)} in the"
-            " reference"
+            "{shard} has the shape {shape}, but {expected} in the reference",
+            code="shard-shape-mismatch",
+            shard=shard.name,
+            shape=tuple(shard.shape),
+            expected=tuple(full.shape),
         )
     if shard.flat:
         start = shard.offset[0]
@@ -421,7 +425,10 @@ def _wait_for_all(
             return not stop.wanted
         if result["status"] == "refused" and time.monotonic() - start > _REFUSED_WAIT_S:
             raise RunError(
-                f"rank {env.rank} refused a mode that the other ranks started: {result['reason']}"
+                "rank {rank} refused a mode that the other ranks started: {reason}",
+                code="mode-refused-by-rank",
+                rank=env.rank,
+                reason=result["reason"],
             )
         time.sleep(_POLL_S)
 

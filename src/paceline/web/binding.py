@@ -25,8 +25,10 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"`--host {host}`: this name cannot be resolved",
+            "`--host {host}`: this name cannot be resolved",
+            code="host-not-resolved",
             fix="omit --host to listen on 127.0.0.1, or use an IP address",
+            host=host,
         ) from error
     end = min(port + _MAX_TRIES, 65536)
     for number in range(port, end):
@@ -41,12 +43,20 @@ def bind(host: str, port: int) -> socket.socket:
             listener.close()
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise ConfigError(
-                    f"`--host {host}` is not an address of this machine ({error.strerror})",
+                    "`--host {host}` is not an address of this machine ({reason})",
+                    code="host-not-local",
                     fix="omit --host to listen on 127.0.0.1, or use one of this machine's"
                     " addresses",
+                    host=host,
+                    reason=error.strerror,
                 ) from error
     raise RunError(
-        f"no port from {port} to {end - 1} is free on {host}", fix="choose another with --port"
+        "no port from {port} to {last_end} is free on {host}",
+        code="no-free-port",
+        fix="choose another with --port",
+        port=port,
+        last_end=end - 1,
+        host=host,
     )
 
 

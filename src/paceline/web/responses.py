@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError, PacelineError, RunError
 
 
 class NotFound(ConfigError):
@@ -49,11 +49,9 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def problem(status: int, what: str, allowed: str | None = None, fix: str | None = None) -> Response:
-    """Return an error response: ``{error: {what, allowed, fix}}``."""
-    return StrictJSONResponse(
-        {"error": {"what": what, "allowed": allowed, "fix": fix}}, status_code=status
-    )
+def problem(status: int, error: PacelineError) -> Response:
+    """Return an error response: ``{error: {code, what, allowed, fix, values}}``."""
+    return StrictJSONResponse({"error": error.record()}, status_code=status)
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -61,7 +59,7 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(PacelineError)
     async def answer_paceline_error(_: Request, error: PacelineError) -> Response:
-        return problem(_STATUS.get(type(error), 400), error.what, error.allowed, error.fix)
+        return problem(_STATUS.get(type(error), 400), error)
 
     @app.exception_handler(RequestValidationError)
     async def answer_invalid_request(_: Request, error: RequestValidationError) -> Response:
@@ -69,18 +67,28 @@ def add_handlers(app: FastAPI) -> None:
             f"`{'.'.join(map(str, mistake['loc'][1:])) or mistake['loc'][0]}`: {mistake['msg']}"
             for mistake in error.errors()
         ]
-        return problem(422, "; ".join(mistakes)[:2000], fix="see /api/openapi.json")
+        invalid = ConfigError(
+            "{mistakes}",
+            code="invalid-request",
+            fix="see /api/openapi.json",
+            mistakes="; ".join(mistakes)[:2000],
+        )
+        return problem(422, invalid)
 
     @app.exception_handler(HTTPException)
     async def answer_http_error(_: Request, error: HTTPException) -> Response:
-        response = problem(error.status_code, str(error.detail))
+        refused = ConfigError("{reason}", code="request-refused", reason=error.detail)
+        response = problem(error.status_code, refused)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
     async def answer_unexpected_error(_: Request, error: Exception) -> Response:
-        return problem(
-            500,
-            f"{type(error).__name__}: {error}"[:2000],
+        unexpected = RunError(
+            "{kind}: {reason}",
+            code="unexpected-in-panel",
             fix="this error was not expected; runs are not affected. Reload the page and try again",
+            kind=type(error).__name__,
+            reason=str(error)[:2000],
         )
+        return problem(500, unexpected)

@@ -17,6 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.core.errors import ConfigError
 from paceline.web.binding import is_loopback
 from paceline.web.responses import problem
 
@@ -67,45 +68,50 @@ class SecurityMiddleware:
         send = HeaderInjector(send, self._new_cookie(scope), scope["path"])
         refusal = self._refusal(scope, headers)
         if refusal is not None:
-            status, what, fix = refusal
-            await problem(status, what, fix=fix)(scope, receive, send)
+            await problem(*refusal)(scope, receive, send)
             return
         if scope["path"] != _UPLOAD:
             length = headers.get("content-length", "")
             if length.isdigit() and int(length) > MAX_BODY_BYTES:
-                response = problem(
-                    413,
-                    f"the request body has {int(length):,} bytes",
-                    f"at most {MAX_BODY_BYTES:,} bytes",
+                too_large = ConfigError(
+                    "the request body has {size} bytes",
+                    code="request-too-large",
+                    allowed="at most {limit} bytes",
+                    size=f"{int(length):,}",
+                    limit=f"{MAX_BODY_BYTES:,}",
                 )
-                await response(scope, receive, send)
+                await problem(413, too_large)(scope, receive, send)
                 return
             receive = _limited(receive)
         await self.app(scope, receive, send)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str, str] | None:
-        """Return (status, what, fix) of the answer to a request that is refused."""
+    def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, ConfigError] | None:
+        """Return the status and the error of the answer to a request that is refused."""
         if not self._is_own_host(headers.getlist("host")):
             name = "localhost" if self.is_private else self.host
-            what = "the panel does not serve requests for this host name (Host header)"
-            return 403, what, f"open http://{name}:{self.port}/"
+            return 403, ConfigError(
+                "the panel does not serve requests for this host name (Host header)",
+                code="foreign-host",
+                fix="open {address}",
+                address=f"http://{name}:{self.port}/",
+            )
         address = f"http://{headers['host'].lower()}"
         origins = [origin.lower() for origin in headers.getlist("origin")]
         if origins not in ([], [address]):
-            what = "requests from pages of other sites are refused (Origin header)"
-            return 403, what, f"open {address}/ itself"
+            return 403, _foreign_page("Origin", address)
         is_api = scope["path"].startswith("/api")
         if is_api and headers.getlist("sec-fetch-site") not in ([], ["same-origin"], ["none"]):
-            what = "requests from pages of other sites are refused (Sec-Fetch-Site header)"
-            return 403, what, f"open {address}/ itself"
+            return 403, _foreign_page("Sec-Fetch-Site", address)
         has_token = self._is_token(headers.getlist(TOKEN_HEADER))
         if scope["method"] not in ("GET", "HEAD"):
-            what = "starting, stopping and writing require the token"
-            return None if has_token else (401, what, _USE_LINK)
+            text = "starting, stopping and writing require the token"
+            error = ConfigError(text, code="missing-token", fix=_USE_LINK)
+            return None if has_token else (401, error)
         cookies = cookie_parser("; ".join(headers.getlist("cookie")))
         can_read = has_token or self._is_token([cookies.get(self.cookie, "")])
         if is_api and not self.is_private and not can_read:
-            return 401, "reading over the network requires the token", _USE_LINK
+            text = "reading over the network requires the token"
+            return 401, ConfigError(text, code="missing-token-to-read", fix=_USE_LINK)
         return None
 
     def _is_own_host(self, values: list[str]) -> bool:
@@ -135,6 +141,16 @@ class SecurityMiddleware:
         if not self._is_token(query.get("token", [])):
             return None
         return f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
+
+
+def _foreign_page(header: str, address: str) -> ConfigError:
+    return ConfigError(
+        "requests from pages of other sites are refused ({header} header)",
+        code="foreign-page",
+        fix="open {address}/ itself",
+        header=header,
+        address=address,
+    )
 
 
 class HeaderInjector:

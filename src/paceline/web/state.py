@@ -80,6 +80,7 @@ class AppState:
         self.streams.close()
         self.runs.indexer.close()
         self.commands.close()
+        self.launches.close()
         worker = self.chat.close()
         if worker is not None:
             await worker.wait()

@@ -197,5 +197,5 @@ def test_rejects_ids_beyond_training_tables(tmp_path: Path) -> None:
     )
     train = read_clicks(str(write(tmp_path / "train.csv", ["click,item", "1,3", "0,0"])), recommend)
     assert json.loads((train / "meta.json").read_text())["tables"] == [4]
-    with raises_error(ConfigError, code="out-of-range", naming="item"):
+    with raises_error(ConfigError, code="id-out-of-range", naming="item"):
         read_clicks(str(write(tmp_path / "val.csv", ["click,item", "1,4"])), recommend, train)

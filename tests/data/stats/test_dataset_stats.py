@@ -145,7 +145,7 @@ def test_page_and_table_show_statistics(chats_file: Path) -> None:
 
 
 def test_rejects_task_without_tokens() -> None:
-    with raises_error(ConfigError, code="not-supported", naming="task"):
+    with raises_error(ConfigError, code="statistics-with-task", naming="task"):
         dataset_stats(
             Config(model=MODEL, dataset="rows.csv", task="./my_task.py:Task"), resolve_model
         )

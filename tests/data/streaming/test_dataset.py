@@ -203,7 +203,7 @@ def test_held_out_rows_are_those_of_a_run_without_streaming(tmp_path: Path) -> N
     ("name", "text", "code"),
     [
         ("a.txt", "text", "missing-max-steps"),
-        ("a.jsonl", "\n", "no-rows"),
+        ("a.jsonl", "\n", "no-rows-in-source"),
         ("a.jsonl", '{"foo": 1}', "unknown-columns"),
     ],
 )
@@ -243,5 +243,5 @@ def test_compressed_and_remote_files_have_one_order(is_remote: bool, tmp_path: P
 def test_unknown_number_of_rows_requires_max_steps(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(PAIRS[0]).encode()))
-    with raises_error(ConfigError, code="missing-max-steps"):
+    with raises_error(ConfigError, code="missing-max-steps-for-epochs"):
         stream(config_of(str(path)))

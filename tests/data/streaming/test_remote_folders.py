@@ -98,15 +98,15 @@ def test_configurations_of_a_remote_card(folder: str) -> None:
     assert names(folder, split="test") == ["held.jsonl", "x.jsonl"]
     assert names(folder, name="other") == ["rows.jsonl"]
     assert names(folder, name="other", split="test") == ["test.jsonl"]
-    with raises_error(ConfigError, code="unknown-name", naming="absent"):
+    with raises_error(ConfigError, code="unknown-configuration", naming="absent"):
         find(folder, name="absent")
-    with raises_error(ConfigError, code="unknown-name", naming="dev"):
+    with raises_error(ConfigError, code="unknown-split", naming="dev"):
         find(folder, split="dev")
 
 
 def test_urls_of_data_that_are_not_streamed(folder: str) -> None:
     for name in (f"{folder}/data/part-0.jsonl", f"{folder}/*.jsonl", folder):
-        with raises_error(ConfigError, code="not-supported") as caught:
+        with raises_error(ConfigError, code="url-without-streaming") as caught:
             open_source(DatasetSource(path=name))
         caught.match("copy the files to this host")
     for name, has_images in ((f"{folder}/data/part-0.jsonl", False), (f"{folder}/shards", True)):
@@ -123,7 +123,7 @@ def test_preview_of_rows_at_a_url(folder: str) -> None:
 
 def test_plain_text_at_a_url(folder: str) -> None:
     source = find(f"{folder}/README.md")
-    with raises_error(ConfigError, code="not-supported"):
+    with raises_error(ConfigError, code="text-at-url"):
         open_rows(
             [source],
             Config(model="builtin:qwen2-micro", dataset=folder),
@@ -136,7 +136,7 @@ def test_subfolder_is_a_configuration_without_a_card(folder: str) -> None:
     if parent.count("/") > 2 or parent.startswith("http"):
         assert names(parent, name="rows")
     assert names(f"{folder}/other") == ["rows.jsonl"]
-    with raises_error(ConfigError, code="unknown-name", naming="main"):
+    with raises_error(ConfigError, code="unknown-configuration", naming="main"):
         find(f"{folder}/other", name="main")
 
 

@@ -220,9 +220,9 @@ def test_mixture_of_streams_has_the_epoch_of_its_strategy(tmp_path: Path) -> Non
     samples, counts = prepared.dataset.read([(0, int(key)) for key in keys])
     assert len({sample["input_ids"].tobytes() for sample in samples}) == counts.kept == 60
     compressed = sources(tmp_path, suffix=".gz", weights=False)
-    with raises_error(ConfigError, code="not-supported", naming="mixing"):
+    with raises_error(ConfigError, code="temperature-with-streaming", naming="mixing"):
         stream(compressed, mixing="temperature")
-    with raises_error(ConfigError, code="not-supported", naming=every_row):
+    with raises_error(ConfigError, code="stopping-strategy-with-streaming", naming=every_row):
         stream(compressed, mixing="weights", stopping_strategy=every_row)
 
 

@@ -162,7 +162,7 @@ def test_refused_before_the_start(hub: HubStandIn, monkeypatch: pytest.MonkeyPat
         return Config(model="m", dataset="d", output_dir="out/demo", train_args=args)
 
     check_hub_upload(config())
-    with raises_error(ConfigError, code="invalid-name"):
+    with raises_error(ConfigError, code="invalid-repository-name"):
         check_hub_upload(config(hub_model_id="a/b/c"))
     monkeypatch.setenv("HF_TOKEN", "hf_other")
     with raises_error(ConfigError, code="hub-refuses-token"):

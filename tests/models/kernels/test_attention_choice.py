@@ -76,9 +76,8 @@ def make_config(attention: str, **train_args: str) -> Config:
 def test_request_that_the_device_cannot_compute_is_rejected(
     config: Config, device: str, capability: tuple[int, int] | None, reason: str
 ) -> None:
-    with raises_error(
-        ConfigError, code="not-supported", naming="train_args.attn_implementation"
-    ) as caught:
+    code = "attention-on-cpu" if reason == "no backward pass" else "attention-missing"
+    with raises_error(ConfigError, code=code, naming="train_args.attn_implementation") as caught:
         check_attention(config, device, capability)
     assert reason in caught.value.what
     assert caught.value.fix

@@ -100,13 +100,13 @@ def test_family_without_kernels_is_rejected() -> None:
 
 
 def test_cpu_is_rejected() -> None:
-    with raises_error(ConfigError, code="not-supported", naming="train_args.use_liger_kernel"):
+    with raises_error(ConfigError, code="liger-on-device", naming="train_args.use_liger_kernel"):
         check_liger(CONFIG, "cpu")
     check_liger(Config(model="m", dataset="d"), "cpu")
 
 
 @pytest.mark.skipif(find_spec("liger_kernel") is not None, reason="liger-kernel is installed")
 def test_missing_package_is_rejected() -> None:
-    with raises_error(ConfigError, code="missing-package", naming="liger-kernel") as caught:
+    with raises_error(ConfigError, code="missing-liger", naming="liger-kernel") as caught:
         check_liger(CONFIG, "cuda")
     assert "paceline[liger]" in str(caught.value.fix)

@@ -108,5 +108,5 @@ def test_second_forward_before_backward() -> None:
 
 
 def test_model_without_blocks_is_refused() -> None:
-    with raises_error(ConfigError, code="no-blocks"):
+    with raises_error(ConfigError, code="no-blocks-to-offload"):
         offload_activations(nn.Linear(2, 2), ON)

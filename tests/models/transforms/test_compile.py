@@ -55,7 +55,9 @@ def test_progress_is_in_the_phase_of_compilation_meanwhile() -> None:
 def test_refused_with_selective_checkpointing_and_without_a_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with raises_error(ConfigError, code="not-supported", naming="train_args.torch_compile"):
+    with raises_error(
+        ConfigError, code="compile-with-selective-checkpointing", naming="train_args.torch_compile"
+    ):
         check_compile(make_config(gradient_checkpointing="selective"), "cpu")
     check_compile(make_config(gradient_checkpointing="full"), "cpu")
     monkeypatch.setenv("PATH", "/nowhere")

@@ -122,7 +122,9 @@ def test_emulation_on_a_cpu_needs_float32() -> None:
     args = {"fp8": "rowwise", "fp8_emulate": True, "precision": "bf16-mixed"}
     config = make_config(train_args=args)
     check_float8(config, "cuda", (8, 0))
-    with raises_error(ConfigError, code="not-supported", naming="train_args.fp8_emulate"):
+    with raises_error(
+        ConfigError, code="fp8-emulation-with-autocast", naming="train_args.fp8_emulate"
+    ):
         check_float8(config, "cpu", None)
 
 

@@ -48,7 +48,7 @@ def test_selects_trained_parameters() -> None:
     [
         ({"freeze": ["lm_head"]}, "unknown-parameter"),
         ({"freeze": [""]}, "nothing-trained"),
-        ({"trainable_layers": 4}, "out-of-range"),
+        ({"trainable_layers": 4}, "too-many-trainable-layers"),
     ],
 )
 def test_rejects_selections_of_nothing(settings: dict[str, object], code: str) -> None:

@@ -273,7 +273,9 @@ def test_settings_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             Config.model_validate({**base, "preference": preference})
     task = load_task(Config.model_validate({**base, "train_args": {"train_on_inputs": True}}))
-    with raises_error(ConfigError, code="not-supported", naming="train_args.train_on_inputs"):
+    with raises_error(
+        ConfigError, code="setting-with-preference", naming="train_args.train_on_inputs"
+    ):
         task.check()
     config = Config.model_validate({**base, "parallel": {"mode": "tensor"}})
     with raises_error(ConfigError, code="not-supported", naming="task"):
@@ -283,9 +285,13 @@ def test_settings_that_do_not_fit(tmp_path: Path) -> None:
             Config.model_validate({**base, "task": "reward", "preference": preference})
     with pytest.raises(ValueError, match="belongs to task: reward"):
         Config.model_validate({**base, "preference": {"center_rewards_coefficient": 0.1}})
-    for args in ({"packing": True}, {"train_on_inputs": True}, {"packing_strategy": "bfd"}):
+    for args, code in (
+        ({"packing": True}, "packing-with-task"),
+        ({"train_on_inputs": True}, "setting-with-reward"),
+        ({"packing_strategy": "bfd"}, "setting-with-reward"),
+    ):
         task = load_task(Config.model_validate({**base, "task": "reward", "train_args": args}))
-        with raises_error(ConfigError, code="not-supported"):
+        with raises_error(ConfigError, code=code):
             task.check()
     for mode, dims in (("tensor", ParallelDims(tensor=2)), ("pipeline", ParallelDims(pipeline=2))):
         config = Config.model_validate({**base, "task": "reward", "parallel": {"mode": mode}})

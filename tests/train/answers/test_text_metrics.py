@@ -78,8 +78,8 @@ def test_function_of_a_user(tmp_path: Path) -> None:
     ("metrics", "task", "error"),
     [
         (["rogue"], "sft", ("unknown-metric", "")),
-        (["perplexity", "bleu"], "pretrain", ("not-supported", "task")),
-        (["perplexity"], "recommend", ("not-supported", "task")),
+        (["perplexity", "bleu"], "pretrain", ("answer-metrics-with-pretrain", "task")),
+        (["perplexity"], "recommend", ("text-metrics-with-task", "task")),
     ],
 )
 def test_metrics_that_do_not_fit(metrics: list[str], task: str, error: tuple[str, str]) -> None:
@@ -94,5 +94,5 @@ def test_harness_evaluates_language_models(task: str) -> None:
     check_lm_eval(Config(model="m", dataset="d", task=task, evaluation=settings))
     for other in ("reward", "classify"):
         config = Config(model="m", dataset="d", task=other, evaluation=settings)
-        with raises_error(ConfigError, code="not-supported", naming=other):
+        with raises_error(ConfigError, code="lm-eval-with-task", naming=other):
             check_lm_eval(config)

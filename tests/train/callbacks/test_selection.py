@@ -136,7 +136,7 @@ def test_evaluation_that_a_signal_prevented_is_made_up_for(tmp_path: Path) -> No
 
 def test_unknown_metric_and_missing_validation_data_are_errors(tmp_path: Path) -> None:
     args = {"train_args__metric_for_best_model": "scor"}
-    with raises_error(ConfigError, code="unknown-metric"):
+    with raises_error(ConfigError, code="unknown-best-metric"):
         run_here(config_of(tmp_path, LOSSES, **args))
     config = config_of(tmp_path / "other", {}, train_args__early_stopping={})
     with raises_error(ConfigError, code="no-validation-data"):

@@ -67,26 +67,37 @@ def _derived_overrides(config: Config, nodes: int, gpus: int) -> list[str]:
     low, high = parallel.hosts
     if high > 1 and not low <= nodes <= high:
         raise ConfigError(
-            f"`--nodes {nodes}` conflicts with `parallel.nnodes: {parallel.nnodes}`",
-            fix=f"set `--nodes {high}`, or remove `parallel.nnodes`",
+            "`--nodes {nodes}` conflicts with `parallel.nnodes: {nnodes}`",
+            code="nodes-conflict",
+            fix="set `--nodes {high}`, or remove `parallel.nnodes`",
+            nodes=nodes,
+            nnodes=parallel.nnodes,
+            high=high,
         )
     if high == 1 < nodes:
         overrides.append(f"parallel.nnodes={nodes}")
     if gpus and parallel.device == "cpu":
         raise ConfigError(
-            f"`--gpus-per-node {gpus}` conflicts with `parallel.device: cpu`",
+            "`--gpus-per-node {gpus}` conflicts with `parallel.device: cpu`",
+            code="gpus-with-cpu",
             fix="set `--gpus-per-node 0`, or remove `parallel.device`",
+            gpus=gpus,
         )
     if gpus and parallel.num_gpus not in ("auto", gpus):
         raise ConfigError(
-            f"`--gpus-per-node {gpus}` conflicts with `parallel.num_gpus: {parallel.num_gpus}`",
-            fix=f"set `--gpus-per-node {parallel.num_gpus}`, or remove `parallel.num_gpus`",
+            "`--gpus-per-node {gpus}` conflicts with `parallel.num_gpus: {num_gpus}`",
+            code="gpus-conflict",
+            fix="set `--gpus-per-node {num_gpus}`, or remove `parallel.num_gpus`",
+            gpus=gpus,
+            num_gpus=parallel.num_gpus,
         )
     if not gpus and parallel.device not in ("auto", "cpu"):
         raise ConfigError(
-            f"`--gpus-per-node 0` conflicts with `parallel.device: {parallel.device}`",
+            "`--gpus-per-node 0` conflicts with `parallel.device: {device}`",
+            code="no-gpus-for-device",
             fix="set `--gpus-per-node` to the number of devices per host, or remove"
             " `parallel.device`",
+            device=parallel.device,
         )
     if gpus and parallel.num_gpus == "auto":
         overrides.append(f"parallel.num_gpus={gpus}")
@@ -102,9 +113,12 @@ def _check_axes(hosts: Hosts) -> None:
     spec = None if mode == "auto" or ":" in mode else get_spec(mode)
     if hosts.nodes > 1 and spec is not None and not spec.spans_hosts:
         raise ConfigError(
-            f"`parallel.mode: {mode}` is not supported with `--nodes {hosts.nodes}`: it runs in one"
+            "`parallel.mode: {mode}` is not supported with `--nodes {nodes}`: it runs in one"
             " process",
+            code="mode-on-several-hosts",
             fix="set `--nodes 1`, or `parallel.mode: ddp`",
+            mode=mode,
+            nodes=hosts.nodes,
         )
     has_extra_ranks = spec is not None and spec.extra_ranks(hosts.config) > 0
     if hosts.ranks_per_node is None or has_extra_ranks or ":" in mode:
@@ -115,9 +129,12 @@ def _check_axes(hosts: Hosts) -> None:
     except ConfigError as error:
         size = f"{counted(hosts.nodes, 'host')} × {counted(hosts.ranks_per_node, 'rank')}"
         raise ConfigError(
-            f"{size}: {error.what}",
+            "{size}: {reason}",
+            code="invalid-layout",
             allowed=error.allowed,
             fix="change `--nodes`, `--gpus-per-node`, or the sizes of the axes",
+            size=size,
+            reason=error.what,
         ) from error
 
 

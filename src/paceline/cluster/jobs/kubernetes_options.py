@@ -75,9 +75,12 @@ def check_config_size(config: Config) -> None:
     size = len(to_yaml(config).encode())
     if size > _MAX_CONFIG_BYTES:
         raise ConfigError(
-            f"the config has {size:,} bytes, which is too large for a ConfigMap",
-            allowed=f"at most {_MAX_CONFIG_BYTES:,} bytes",
+            "the config has {size} bytes, which is too large for a ConfigMap",
+            code="config-too-large",
+            allowed="at most {max_config_bytes} bytes",
             fix="move long lists and templates into files on the volume",
+            size=f"{size:,}",
+            max_config_bytes=f"{_MAX_CONFIG_BYTES:,}",
         )
 
 

@@ -44,10 +44,9 @@ def check_sbatch() -> None:
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "`--submit` requires Slurm's command sbatch, which is not on the PATH of this machine",
-            fix=(
-                "run the command on a login node of the cluster; or remove `--submit` and copy the"
-                " script there"
-            ),
+            code="missing-sbatch",
+            fix="run the command on a login node of the cluster; or remove `--submit` and copy the"
+            " script there",
         )
 
 
@@ -111,13 +110,18 @@ def submit(text: str) -> int:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RunError(
-            f"sbatch could not be run: {error}", fix="check that `sinfo` works"
+            "sbatch could not be run: {reason}",
+            code="sbatch-failed",
+            fix="check that `sinfo` works",
+            reason=error,
         ) from error
     number = done.stdout.strip().partition(";")[0]
     if done.returncode or not number.isdecimal():
         message = "; ".join((done.stderr or done.stdout).strip().splitlines())
         raise RunError(
-            f"Slurm rejected the job: {message or f'exit code {done.returncode}'}",
+            "Slurm rejected the job: {message}",
+            code="job-rejected",
             fix="see `sinfo` for partitions and their limits",
+            message=message or f"exit code {done.returncode}",
         )
     return int(number)

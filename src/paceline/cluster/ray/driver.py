@@ -53,13 +53,18 @@ def check_ray() -> None:
         version("pyarrow"), version("pandas")
     except PackageNotFoundError as error:
         raise ConfigError(
-            f"training on Ray requires the package {error.name}, which is not installed",
+            "training on Ray requires the package {reason}, which is not installed",
+            code="missing-ray",
             fix='install it with `pip install "paceline[ray]"`',
+            reason=error.name,
         ) from error
     if Version(installed) < Version(MIN_RAY):
         raise ConfigError(
-            f"training on Ray requires Ray {MIN_RAY} or newer, but {installed} is installed",
+            "training on Ray requires Ray {min_ray} or newer, but {installed} is installed",
+            code="old-ray",
             fix='update it with `pip install -U "paceline[ray]"`',
+            min_ray=MIN_RAY,
+            installed=installed,
         )
 
 
@@ -135,7 +140,7 @@ class TorchTrainer:
             if result["report"]:
                 text = "a signal stopped the run; a checkpoint is in"
                 text += f" {self.loaded.config.output_dir}"
-            raise StoppedError(text, result["exit_code"])
+            raise StoppedError(text, result["exit_code"], code="stopped")
         assert result["report"] is not None
         return result["report"]
 
@@ -229,8 +234,8 @@ def _results(
     failed = ray.get(record.final_failure.remote())
     if failed is not None:
         if failed.exit_code == EXIT_USAGE:
-            raise ConfigError(failed.message)
-        raise ReportedError(failed.cause.text, failed.exit_code)
+            raise ConfigError.from_record(failed.cause.record(failed.message))
+        raise ReportedError(failed.cause.text, failed.exit_code, failed.cause)
     if error is not None:
         raise _failure(error, ray.get(record.last_fault.remote()), max_failures) from error
     ended = ray.get(record.results.remote())
@@ -249,17 +254,20 @@ def _failure(error: Exception, fault: Fault | None, max_failures: int) -> Paceli
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         text = "; ".join(lines[:3]) or type(error).__name__
         return RunError(
-            f"Ray did not start the workers: {text}",
+            "Ray did not start the workers: {text}",
+            code="workers-not-started",
             fix="check the nodes and their resources with `ray status`",
+            text=text,
         )
     attempts = fault["restart"]
     return RunError(
-        f"{fault['reason']}. Ray started the workers {attempts} times (`max_failures`:"
-        f" {max_failures})",
-        fix=(
-            "run the same command again, which resumes from the latest checkpoint; or raise"
-            " `max_failures`"
-        ),
+        "{reason}. Ray started the workers {attempts} times (`max_failures`: {max_failures})",
+        code="workers-failed",
+        fix="run the same command again, which resumes from the latest checkpoint; or raise"
+        " `max_failures`",
+        reason=fault["reason"],
+        attempts=attempts,
+        max_failures=max_failures,
     )
 
 
@@ -290,9 +298,11 @@ def _directory(ray: Any, loaded: Loaded) -> str | None:
         return os.getcwd()
     if "_ray_pkg_" in os.getcwd() and not os.path.isabs(loaded.config.output_dir):
         raise ConfigError(
-            f"`output_dir: {loaded.config.output_dir}` is relative, but this job runs in a copy of"
-            " its working directory, which Ray deletes",
+            "`output_dir: {output_dir}` is relative, but this job runs in a copy of its working"
+            " directory, which Ray deletes",
+            code="relative-output-dir",
             fix="set `output_dir` to an absolute path on storage that all nodes share",
+            output_dir=loaded.config.output_dir,
         )
     return None
 
@@ -420,11 +430,11 @@ def _join(address: str | None, settings: _ConnectionSettings) -> bool:
         if not requested:
             return False
         raise ConfigError(
-            f"no Ray cluster answers at {requested}",
-            fix=(
-                "check it with `ray status`; start one with `ray start --head`; or remove"
-                " `--address` and unset RAY_ADDRESS"
-            ),
+            "no Ray cluster answers at {requested}",
+            code="no-ray-cluster",
+            fix="check it with `ray status`; start one with `ray start --head`; or remove"
+            " `--address` and unset RAY_ADDRESS",
+            requested=requested,
         ) from error
     return True
 
@@ -434,6 +444,9 @@ def _check_answers(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(
-            f"`{address}` is not the address of a Ray cluster", allowed="HOST:PORT, auto, or local"
+            "`{address}` is not the address of a Ray cluster",
+            code="invalid-ray-address",
+            allowed="HOST:PORT, auto, or local",
+            address=address,
         )
     socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()

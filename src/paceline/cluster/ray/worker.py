@@ -102,9 +102,13 @@ def _run(task: RayWorkerTask, attempt: AttemptStart) -> ExitRecord:
     is_first = os.environ["RANK"] == "0"
     if is_first and attempt.lost_folder_of is not None and not run_dir.is_run():
         raise ConfigError(
-            f"cannot resume the run: its folder {run_dir.root} is on {attempt.lost_folder_of},"
-            f" which no longer runs a worker, and {host_name()} does not see that folder",
+            "cannot resume the run: its folder {root} is on {lost_folder_of}, which no longer runs"
+            " a worker, and {host_name} does not see that folder",
+            code="folder-on-lost-host",
             fix="set `output_dir` to a folder on storage that all nodes share",
+            root=run_dir.root,
+            lost_folder_of=attempt.lost_folder_of,
+            host_name=host_name(),
         )
     fault, started_at = attempt.fault, task.started_at
     if fault is not None:
@@ -189,17 +193,21 @@ def _begin_attempt(task: RayWorkerTask) -> AttemptStart:
     )
     if differing:
         raise ConfigError(
-            f"the driver has Paceline {task.version}, but {', '.join(differing)}",
+            "the driver has Paceline {version}, but {differing}",
+            code="different-versions",
             fix="install the same version on all nodes",
+            version=task.version,
+            differing=", ".join(differing),
         )
     if task.directory is not None:
         if not os.path.isdir(task.directory):
             raise ConfigError(
-                f"{place.host} does not have the working directory of the driver, {task.directory}",
-                fix=(
-                    "run the command in a folder that all nodes share; or add `--working-dir .`, so"
-                    " that Ray copies the folder to the nodes"
-                ),
+                "{host} does not have the working directory of the driver, {directory}",
+                code="missing-working-directory",
+                fix="run the command in a folder that all nodes share; or add `--working-dir .`,"
+                " so that Ray copies the folder to the nodes",
+                host=place.host,
+                directory=task.directory,
             )
         os.chdir(task.directory)
     return attempt

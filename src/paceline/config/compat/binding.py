@@ -32,6 +32,7 @@ from paceline.config.entries import (
 from paceline.config.fields import KEYS, SECTIONS, takes_value
 from paceline.config.settings import Assignment, native_key
 from paceline.core.errors import nearest
+from paceline.core.texts import UserText
 
 _MAX_SHOWN = 4
 #: Similarity of a misspelt key to the key that is suggested (1: equal).
@@ -97,8 +98,8 @@ def unknown_key(entry: ConfigEntry) -> Problem:
     fix = f"did you mean `{guess}`?" if guess else "remove it; `paceline config` lists all keys"
     if not guess and entry.section in SECTIONS:
         fix += f", and `{entry.section}` has {quoted_names(SECTIONS[entry.section].model_fields)}"
-    what = f"unknown key `{entry.key}`"
-    return Problem(what, "unknown-key", entry, fix=fix, suggestion=guess)
+    what = UserText("unknown key `{key}`", code="unknown-key", key=entry.key, suggestion=guess)
+    return Problem(what, entry, fix=fix, suggestion=guess)
 
 
 def _nearest_key(entry: ConfigEntry) -> str | None:
@@ -214,21 +215,29 @@ def unsupported_method(bindings: Sequence[KeyBinding]) -> Problem:
     if supported and not is_named:
         tasks = " or ".join(f"`task: {name}`" for name in supported)
         return Problem(
-            f"{shown} {'belongs' if len(entries) == 1 else 'belong'} to one of several training"
-            f" methods: {'; '.join(methods)}",
-            "ambiguous-method",
+            UserText(
+                "{shown} {verb} to one of several training methods: {methods}",
+                code="ambiguous-method",
+                shown=shown,
+                verb="belongs" if len(entries) == 1 else "belong",
+                methods="; ".join(methods),
+            ),
             entries[0],
             allowed=tasks,
             fix=f"state which one it is: add {tasks}",
             target="task",
         )
-    if len(methods) == 1:
-        method = f"{methods[0]}, a training method that Paceline does not support"
-    else:
-        method = f"a training method that Paceline does not support, one of: {'; '.join(methods)}"
     return Problem(
-        f"{shown} {verb} {method}",
-        "unsupported-method",
+        UserText(
+            "{shown} {verb} {methods}, a training method that Paceline does not support"
+            if len(methods) == 1
+            else "{shown} {verb} a training method that Paceline does not support, one of:"
+            " {methods}",
+            code="unsupported-method",
+            shown=shown,
+            verb=verb,
+            methods="; ".join(methods),
+        ),
         entries[0],
         allowed=(
             "`task: sft`, `pretrain`, `dpo`, `orpo`, `kto`, `simpo`, `reward`, `classify`,"

@@ -10,6 +10,7 @@ from paceline.config.compat.conversion import UnsupportedValue, is_off
 from paceline.config.compat.keys import DATA_KEYS, Alias, alias_tables, named_method, tool_names
 from paceline.config.entries import ConfigEntry, Notice, Problem, as_bool, as_number, short
 from paceline.config.settings import RESET, Assignment, Settings, agree
+from paceline.core.texts import UserText
 
 #: Why a key that nothing is known about is ignored.
 NOT_NEEDED = "Paceline behaves the same without it"
@@ -93,8 +94,8 @@ class Merge(Settings):
         self, entry: ConfigEntry, why: str, fix: str | None, target: str | None = None
     ) -> None:
         """Record the problem that a value is not supported."""
-        what = f"{entry.shown()}: {why}"
-        self.problems.append(Problem(what, "unsupported-value", entry, fix=fix, target=target))
+        what = UserText("{shown}: {why}", code="unsupported-value", shown=entry.shown(), why=why)
+        self.problems.append(Problem(what, entry, fix=fix, target=target))
 
     def resolve_precedence(self) -> None:
         super().resolve_precedence()

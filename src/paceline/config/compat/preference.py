@@ -17,6 +17,7 @@ from paceline.config.entries import Notice, Problem, short
 from paceline.config.schema.tasks import ANSWER_TASKS
 from paceline.config.settings import Assignment
 from paceline.config.yaml_read import YamlValue
+from paceline.core.texts import UserText
 
 _DIFFERENT_MEAN: Notice = (
     "warning",
@@ -254,8 +255,7 @@ class _PreferenceReader:
         self.merge.report(binding, assigned, notices)
 
     def _refuse(self, binding: KeyBinding, why: str, target: str | None = None) -> _Sets | None:
-        what = f"{binding.entry.shown()} ({short(binding.entry.value)}): {why}"
-        self.merge.problems.append(
-            Problem(what, "unsupported-value", binding.entry, fix=_FIX, target=target)
-        )
+        shown = f"{binding.entry.shown()} ({short(binding.entry.value)})"
+        what = UserText("{shown}: {why}", code="unsupported-value", shown=shown, why=why)
+        self.merge.problems.append(Problem(what, binding.entry, fix=_FIX, target=target))
         return None

@@ -16,6 +16,7 @@ from paceline.config.messages import config_error
 from paceline.config.settings import RESET, Settings
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 
 
 def translate(
@@ -79,40 +80,40 @@ def check_kind(tree: Mapping[str, YamlValue], file: Path) -> None:
         stage = interpret(tree).stage
         kind = "a DeepSpeed config" + (f" (ZeRO stage {stage})" if stage is not None else "")
         raise ConfigError(
-            f"{file} is {kind}, not a training config: it has no model and no dataset",
-            code="not-a-training-config",
-            fix=(
-                f"set `deepspeed: {file}` in your config, or pass it with the config: "
-                f"`paceline sft CONFIG.yaml --deepspeed {file}`"
-            ),
+            "{file} is {kind}, not a training config: it has no model and no dataset",
+            code="deepspeed-config-as-config",
+            fix="set `deepspeed: {file}` in your config, or pass it with the config: `paceline sft"
+            " CONFIG.yaml --deepspeed {file}`",
+            file=file,
+            kind=kind,
         )
     if ("provider" in tree and "gpu" in tree) or {"gpu", "gpu_count", "secrets"} <= tree.keys():
         raise ConfigError(
-            f"{file} is a config of axolotl for a provider of GPUs, not a training config",
-            code="not-a-training-config",
+            "{file} is a config of axolotl for a provider of GPUs, not a training config",
+            code="axolotl-cloud-config",
             fix="pass the training config, and start Paceline on the machine itself",
+            file=file,
         )
     if any(
         "_component_" in str(key) or (isinstance(value, Mapping) and "_component_" in value)
         for key, value in tree.items()
     ):
         raise ConfigError(
-            f"{file} is a torchtune config (it has `_component_`), which is not supported",
-            code="not-a-training-config",
-            allowed=(
-                "a config of Paceline, LLaMA-Factory, ms-swift, axolotl, TRL or alignment-handbook"
-            ),
-            fix=(
-                "write a config with `model: FOLDER_OR_HUB_ID` and `dataset: ...` (`paceline"
-                " config` lists all keys), or use torchtune"
-            ),
+            "{file} is a torchtune config (it has `_component_`), which is not supported",
+            code="torchtune-config",
+            allowed="a config of Paceline, LLaMA-Factory, ms-swift, axolotl, TRL or"
+            " alignment-handbook",
+            fix="write a config with `model: FOLDER_OR_HUB_ID` and `dataset: ...` (`paceline"
+            " config` lists all keys), or use torchtune",
+            file=file,
         )
     rest = [key for key in tree if not key.startswith(("_", "fsdp"))]
     if not rest and any(key.startswith("fsdp") for key in tree):
         raise ConfigError(
-            f"{file} is an FSDP config, not a training config: it has no model and no dataset",
-            code="not-a-training-config",
-            fix=f"set `fsdp: {file}` in your config, or set `parallel.mode: zero3`",
+            "{file} is an FSDP config, not a training config: it has no model and no dataset",
+            code="fsdp-config-as-config",
+            fix="set `fsdp: {file}` in your config, or set `parallel.mode: zero3`",
+            file=file,
         )
 
 
@@ -124,9 +125,12 @@ def accelerate_problem(file: Path, merge: Merge) -> Problem:
         if winner.value is not RESET
     )
     return Problem(
-        "this is an Accelerate config: it describes how to start processes, and has no model and"
-        " no dataset" + (f". It is read as {settings}" if settings else ""),
-        "not-a-training-config",
+        UserText(
+            "this is an Accelerate config: it describes how to start processes, and has no model"
+            " and no dataset{meaning}",
+            code="accelerate-config",
+            meaning=f". It is read as {settings}" if settings else "",
+        ),
         fix=(
             f"pass the model and the dataset with it (`paceline sft {file} model=... dataset=...`),"
             " or copy its keys into your own config"

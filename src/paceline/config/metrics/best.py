@@ -31,11 +31,12 @@ def check_best_metric(args: TrainArgs, names: Collection[str] | None) -> None:
     if names is None or name in names or not selects_best_model(args):
         return
     raise ConfigError(
-        f"`train_args.metric_for_best_model: {args.metric_for_best_model}`: evaluations have no"
-        " such metric",
-        code="unknown-metric",
+        "`train_args.metric_for_best_model: {metric_for_best_model}`: evaluations have no such"
+        " metric",
+        code="unknown-best-metric",
         allowed=", ".join(names),
         fix=did_you_mean(
             name, names, "set one of these; `evaluation.metrics` adds metrics of generated answers"
         ),
+        metric_for_best_model=args.metric_for_best_model,
     )

@@ -59,10 +59,13 @@ def check_metrics(config: Config) -> None:
     for name in names:
         if name not in known and not is_user_metric(name):
             raise ConfigError(
-                f"`evaluation.metrics` names `{name}`, which does not exist",
+                "`evaluation.metrics` names `{name}`, which does not exist",
                 code="unknown-metric",
-                allowed=f"{', '.join(known)}; your own function as {_FORM}",
+                allowed="{known}; your own function as {form}",
                 fix=did_you_mean(name.lower(), known, "choose one of these"),
+                name=name,
+                known=", ".join(known),
+                form=_FORM,
             )
     _check_task(config, names)
     for name in names:
@@ -80,16 +83,20 @@ def check_lm_eval(config: Config) -> None:
         return
     if config.task not in CAUSAL_TASKS:
         raise ConfigError(
-            f"`evaluation.lm_eval` is not supported with `task: {config.task}`: it evaluates"
-            " language models",
-            code="not-supported",
-            allowed=f"a task that trains one: {', '.join(CAUSAL_TASKS)}",
+            "`evaluation.lm_eval` is not supported with `task: {task}`: it evaluates language"
+            " models",
+            code="lm-eval-with-task",
+            allowed="a task that trains one: {causal_tasks}",
             fix="remove it",
+            task=config.task,
+            causal_tasks=", ".join(CAUSAL_TASKS),
         )
     if settings.include_path is not None and not Path(settings.include_path).is_dir():
         raise ConfigError(
-            f"`evaluation.lm_eval.include_path: {settings.include_path}` is not a folder",
+            "`evaluation.lm_eval.include_path: {include_path}` is not a folder",
+            code="lm-eval-missing-folder",
             fix="give the folder with the YAML files of the tasks",
+            include_path=settings.include_path,
         )
     check_package("lm_eval", "`evaluation.lm_eval`", "remove it", extra="lm-eval")
 
@@ -113,18 +120,21 @@ def idle_notice(config: Config) -> str | None:
 def _check_task(config: Config, names: Sequence[str]) -> None:
     if config.task not in ("sft", "pretrain"):
         raise ConfigError(
-            f"`evaluation.metrics: [{', '.join(names)}]` is not supported with `task:"
-            f" {config.task}`: these are metrics of text",
-            code="not-supported",
+            "`evaluation.metrics: [{names}]` is not supported with `task: {task}`: these are"
+            " metrics of text",
+            code="text-metrics-with-task",
             allowed="`task: sft` or `pretrain`; other tasks report their own metrics",
             fix="remove `evaluation.metrics`",
+            names=", ".join(names),
+            task=config.task,
         )
     generated = generated_metrics(names)
     if generated and config.task == "pretrain":
         raise ConfigError(
-            f"`evaluation.metrics: [{', '.join(generated)}]` is not supported with `task:"
-            " pretrain`: its rows have no answers to compare with",
-            code="not-supported",
+            "`evaluation.metrics: [{generated}]` is not supported with `task: pretrain`: its rows"
+            " have no answers to compare with",
+            code="answer-metrics-with-pretrain",
             allowed=", ".join(LABEL_METRICS),
             fix="remove these metrics, or set `task: sft`",
+            generated=", ".join(generated),
         )

@@ -23,6 +23,7 @@ from paceline.config.schema.tasks import ANSWER_TASKS, Classify, Recommend
 from paceline.config.schema.train_args import TrainArgs
 from paceline.config.schema.vision import Vision
 from paceline.core.hub import modelscope_name
+from paceline.core.texts import UserText
 
 
 class Config(Section):
@@ -229,27 +230,39 @@ class Config(Section):
         if self.train_args.train_on_turns == "last":
             if self.train_args.train_on_inputs:
                 raise CombinationError(
-                    "train_on_turns: last is not supported with train_on_inputs: true: both choose"
-                    " the tokens that carry the loss; keep one of them",
+                    UserText(
+                        "train_on_turns: last is not supported with train_on_inputs: true: both"
+                        " choose the tokens that carry the loss; keep one of them",
+                        code="last-turn-with-inputs",
+                    ),
                     "train_args.train_on_inputs",
                     "train_args.train_on_turns",
                 )
             if self.task == "pretrain":
                 raise CombinationError(
-                    "train_on_turns: last is not supported with task: pretrain: it computes the"
-                    " loss on every token",
+                    UserText(
+                        "train_on_turns: last is not supported with task: pretrain: it computes"
+                        " the loss on every token",
+                        code="last-turn-with-pretrain",
+                    ),
                     "task",
                     "train_args.train_on_turns",
                 )
         for key in ("trainable", "trainable_layers"):
             if self.lora.enable and getattr(self.train_args, key):
                 raise ValueError(
-                    f"train_args.{key} is not supported with lora.enable: true: adapters are"
-                    " trained instead of the model's own weights; list modules to train in full in"
-                    " lora.modules_to_save"
+                    UserText(
+                        "train_args.{key} is not supported with lora.enable: true: adapters are"
+                        " trained instead of the model's own weights; list modules to train in"
+                        " full in lora.modules_to_save",
+                        code="trained-parts-with-lora",
+                        key=key,
+                    )
                 )
         if isinstance(self.dataset, list) and not self.dataset:
-            raise CombinationError("dataset is an empty list", "dataset")
+            raise CombinationError(
+                UserText("dataset is an empty list", code="empty-dataset-list"), "dataset"
+            )
         self._check_mixing()
         self._check_preference()
         problem = schedule_problem(
@@ -259,25 +272,41 @@ class Config(Section):
         )
         if problem is not None:
             raise CombinationError(
-                f"lr_scheduler_kwargs: {problem}", "train_args.lr_scheduler_kwargs"
+                UserText(
+                    "lr_scheduler_kwargs: {problem}", code="invalid-schedule", problem=problem
+                ),
+                "train_args.lr_scheduler_kwargs",
             )
         if self.train_args.packs_rows and self.train_args.packing is False:
             raise CombinationError(
-                f"packing_strategy: {self.train_args.packing_strategy} is not supported with"
-                " packing: false, which pads rows; keep one of them",
+                UserText(
+                    "packing_strategy: {packing_strategy} is not supported with packing: false,"
+                    " which pads rows; keep one of them",
+                    code="packing-strategy-without-packing",
+                    packing_strategy=self.train_args.packing_strategy,
+                ),
                 "train_args.packing",
                 "train_args.packing_strategy",
             )
         if self.val_dataset is not None and self.split_dataset_ratio > 0:
             raise CombinationError(
-                "split_dataset_ratio is not supported with val_dataset: both choose the validation"
-                " data; keep one of them",
+                UserText(
+                    "split_dataset_ratio is not supported with val_dataset: both choose the"
+                    " validation data; keep one of them",
+                    code="split-with-validation-data",
+                ),
                 "val_dataset",
                 "split_dataset_ratio",
             )
         if self.streaming is True and (conflict := self.streaming_conflict()):
             setting, reason, fix = conflict
-            text = f"{setting} is not supported with streaming: true: {reason}; {fix}"
+            text = UserText(
+                "{setting} is not supported with streaming: true: {reason}; {fix_streaming}",
+                code="setting-with-streaming",
+                setting=setting,
+                reason=reason,
+                fix_streaming=fix,
+            )
             raise CombinationError(text, "streaming", setting.partition(":")[0])
         return self
 
@@ -314,16 +343,25 @@ class Config(Section):
         sources = self.sources()
         if self.mixing != "concat" and self.task not in ("sft", "pretrain"):
             raise CombinationError(
-                f"mixing: {self.mixing} is not supported with task: {self.task}: only text sources"
-                " are mixed (sft, pretrain)",
+                UserText(
+                    "mixing: {mixing} is not supported with task: {task}: only text sources are"
+                    " mixed (sft, pretrain)",
+                    code="mixing-with-task",
+                    mixing=self.mixing,
+                    task=self.task,
+                ),
                 "task",
                 "mixing",
             )
         if self.mixing != "weights":
             if any(source.weight != 1 for source in sources):
                 raise CombinationError(
-                    f"the weight of a source is not supported with mixing: {self.mixing}: set"
-                    " mixing: weights, or remove it",
+                    UserText(
+                        "the weight of a source is not supported with mixing: {mixing}: set"
+                        " mixing: weights, or remove it",
+                        code="source-weight-with-mixing",
+                        mixing=self.mixing,
+                    ),
                     "dataset",
                     "mixing",
                 )
@@ -335,8 +373,12 @@ class Config(Section):
         for step in sorted({step for weights in by_step for step in weights}):
             if all(_weight_at(weights, step) == 0 for weights in by_step):
                 raise CombinationError(
-                    f"mixing: weights requires a weight above 0 at every step, and at step {step}"
-                    " all weights are 0",
+                    UserText(
+                        "mixing: weights requires a weight above 0 at every step, and at step"
+                        " {step} all weights are 0",
+                        code="all-weights-zero",
+                        step=step,
+                    ),
                     "mixing",
                 )
 
@@ -355,8 +397,12 @@ class Config(Section):
         known = LOSSES.get(self.task)
         if names and known is None and self.task in ANSWER_TASKS:
             raise CombinationError(
-                f"preference.loss_type is not supported with task: {self.task}, which has a single"
-                " loss; remove it",
+                UserText(
+                    "preference.loss_type is not supported with task: {task}, which has a single"
+                    " loss; remove it",
+                    code="loss-type-with-task",
+                    task=self.task,
+                ),
                 "task",
             )
         if self.task == "reward":
@@ -364,21 +410,36 @@ class Config(Section):
                 if name in REWARD_KEYS or getattr(self.preference, name) == field.default:
                     continue
                 raise CombinationError(
-                    f"preference.{name} is not supported with task: reward, which has"
-                    f" {', '.join(REWARD_KEYS)}; remove it",
+                    UserText(
+                        "preference.{name} is not supported with task: reward, which has"
+                        " {reward_keys}; remove it",
+                        code="preference-key-with-reward",
+                        name=name,
+                        reward_keys=", ".join(REWARD_KEYS),
+                    ),
                     "task",
                 )
         elif self.preference.center_rewards_coefficient is not None:
             raise CombinationError(
-                f"preference.center_rewards_coefficient is not supported with task: {self.task}: it"
-                " belongs to task: reward; remove it",
+                UserText(
+                    "preference.center_rewards_coefficient is not supported with task: {task}: it"
+                    " belongs to task: reward; remove it",
+                    code="center-rewards-with-task",
+                    task=self.task,
+                ),
                 "task",
             )
         for name in names or []:
             if known is not None and name not in known:
                 raise CombinationError(
-                    f"preference.loss_type: {name} is not supported with task: {self.task}; choose"
-                    f" from {', '.join(known)}",
+                    UserText(
+                        "preference.loss_type: {name} is not supported with task: {task}; choose"
+                        " from {known}",
+                        code="loss-of-another-task",
+                        name=name,
+                        task=self.task,
+                        known=", ".join(known),
+                    ),
                     "task",
                 )
 

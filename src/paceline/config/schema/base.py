@@ -6,6 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
+from paceline.core.texts import UserText
+
 Auto = Literal["auto"]
 #: What `report_to` may name.
 Logger = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet_ml"]
@@ -41,7 +43,14 @@ def _check_patterns(patterns: list[str]) -> list[str]:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"`{pattern}` is not a valid regular expression: {error}") from None
+            raise ValueError(
+                UserText(
+                    "`{pattern}` is not a valid regular expression: {reason}",
+                    code="invalid-regular-expression",
+                    pattern=pattern,
+                    reason=error,
+                )
+            ) from None
     return patterns
 
 
@@ -53,7 +62,7 @@ Patterns = Annotated[list[Text], BeforeValidator(_as_list), AfterValidator(_chec
 class CombinationError(ValueError):
     """Keys that are not supported together. ``keys``: their dotted names."""
 
-    def __init__(self, text: str, *keys: str) -> None:
+    def __init__(self, text: UserText, *keys: str) -> None:
         super().__init__(text)
         self.keys = keys
 

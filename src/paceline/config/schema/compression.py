@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from paceline.config.schema.base import Auto, CombinationError, Section
+from paceline.core.texts import UserText
 
 #: The methods that may follow each sparse or low-rank method to reduce its precision.
 CHAINS = {
@@ -71,14 +72,24 @@ class Compression(Section):
         text = f"[{', '.join(methods)}]"
         if len(methods) != 2 or methods[0] not in CHAINS:
             raise CombinationError(
-                f"method {text} is not a valid chain; expected two methods, the first of which is"
-                f" one of {', '.join(CHAINS)}",
+                UserText(
+                    "method {text} is not a valid chain; expected two methods, the first of which"
+                    " is one of {chains}",
+                    code="invalid-compression-chain",
+                    text=text,
+                    chains=", ".join(CHAINS),
+                ),
                 "compression.method",
             )
         if methods[1] not in CHAINS[methods[0]]:
             raise CombinationError(
-                f"method {text} is not a valid chain; after {methods[0]} expected one of"
-                f" {', '.join(CHAINS[methods[0]])}",
+                UserText(
+                    "method {text} is not a valid chain; after {methods} expected one of {chains}",
+                    code="invalid-second-compression",
+                    text=text,
+                    methods=methods[0],
+                    chains=", ".join(CHAINS[methods[0]]),
+                ),
                 "compression.method",
             )
         return self

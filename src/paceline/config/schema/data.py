@@ -6,6 +6,7 @@ from pydantic import Field, field_validator
 
 from paceline.config.schema.base import Names, Section, Text
 from paceline.core.hub import modelscope_name
+from paceline.core.texts import UserText
 
 #: A weight of a source in a mixture.
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -60,7 +61,12 @@ class DatasetSource(Section):
     @classmethod
     def _has_steps(cls, value: float | dict[int, float]) -> float | dict[int, float]:
         if value == {}:
-            raise ValueError("weights by step are empty: write e.g. {0: 0.9, 1000: 0.5}")
+            raise ValueError(
+                UserText(
+                    "weights by step are empty: write e.g. {0: 0.9, 1000: 0.5}",
+                    code="empty-weights-by-step",
+                )
+            )
         return value
 
 

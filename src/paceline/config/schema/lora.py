@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from paceline.config.schema.base import Section, Text, split_names
+from paceline.core.texts import UserText
 
 ALL_LINEAR = "all-linear"
 DEFAULT_INIT = "default"
@@ -112,11 +113,22 @@ class Lora(Section):
         value = value.lower().replace("-", "_")
         if value in _DATA_INITS:
             raise ValueError(
-                f"{value} decomposes activations or gradients of the training data, which are not"
-                f" known when the model is built; use one of {', '.join(_INITS)}"
+                UserText(
+                    "{value} decomposes activations or gradients of the training data, which are"
+                    " not known when the model is built; use one of {inits}",
+                    code="unsupported-lora-initialization",
+                    value=value,
+                    inits=", ".join(_INITS),
+                )
             )
         if value not in _INITS and _SUBTRACTED.fullmatch(value) is None:
-            raise ValueError(f"unknown initialization; use one of {', '.join(_INITS)}")
+            raise ValueError(
+                UserText(
+                    "unknown initialization; use one of {inits}",
+                    code="unknown-lora-initialization",
+                    inits=", ".join(_INITS),
+                )
+            )
         return value
 
     @property

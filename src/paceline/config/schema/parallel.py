@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, field_validator
 
 from paceline.config.schema.base import Auto, Section, Text, split_names
+from paceline.core.texts import UserText
 
 #: Relative speeds of the ranks or hosts of a run.
 Weights = Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
@@ -193,9 +194,21 @@ class Parallel(Section):
     @classmethod
     def _check_offload(cls, value: Offload | list[Offload]) -> Offload | list[Offload]:
         if isinstance(value, list) and (len(set(value)) < len(value) or len(value) > 2):
-            raise ValueError(f"{', '.join(value)}: expected `activations` and one other value")
+            raise ValueError(
+                UserText(
+                    "{value}: expected `activations` and one other value",
+                    code="offload-values",
+                    value=", ".join(value),
+                )
+            )
         if isinstance(value, list) and ("activations" not in value or "none" in value):
-            raise ValueError(f"{', '.join(value)} contradict each other")
+            raise ValueError(
+                UserText(
+                    "{value} contradict each other",
+                    code="contradicting-offload",
+                    value=", ".join(value),
+                )
+            )
         return value
 
     @field_validator("nnodes", mode="after")
@@ -203,7 +216,13 @@ class Parallel(Section):
     def _check_range(cls, value: int | str) -> int | str:
         low, _, high = str(value).partition(":")
         if high and int(low) > int(high):
-            raise ValueError(f"nnodes {value}: expected MIN:MAX with MIN no larger than MAX")
+            raise ValueError(
+                UserText(
+                    "nnodes {value}: expected MIN:MAX with MIN no larger than MAX",
+                    code="invalid-host-range",
+                    value=value,
+                )
+            )
         return value
 
     @property

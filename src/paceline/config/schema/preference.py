@@ -6,6 +6,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.config.schema.base import CombinationError, Section
 from paceline.config.schema.tasks import ANSWER_TASKS
+from paceline.core.texts import UserText
 
 PairLoss = Literal[
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard",
@@ -44,11 +45,22 @@ def _check_losses(names: list[str]) -> list[str]:
     for name in names:
         if name in _SORTED:
             raise ValueError(
-                f"`{name}` is not supported: it sorts the rewards of a micro-batch, so the result"
-                " would depend on how the batch is divided over the ranks"
+                UserText(
+                    "`{name}` is not supported: it sorts the rewards of a micro-batch, so the"
+                    " result would depend on how the batch is divided over the ranks",
+                    code="loss-sorts-rewards",
+                    name=name,
+                )
             )
         if name not in known:
-            raise ValueError(f"`{name}` does not exist; choose from {', '.join(known)}")
+            raise ValueError(
+                UserText(
+                    "`{name}` does not exist; choose from {known}",
+                    code="unknown-loss",
+                    name=name,
+                    known=", ".join(known),
+                )
+            )
     return names
 
 
@@ -151,29 +163,45 @@ class Preference(Section):
         names = self.loss_type or []
         if self.loss_weights is not None and len(self.loss_weights) != len(names):
             raise CombinationError(
-                f"loss_weights has {len(self.loss_weights)} values, and loss_type {len(names)}:"
-                " give one weight per loss",
+                UserText(
+                    "loss_weights has {num_loss_weights} values, and loss_type {num_names}: give"
+                    " one weight per loss",
+                    code="wrong-number-of-loss-weights",
+                    num_loss_weights=len(self.loss_weights),
+                    num_names=len(names),
+                ),
                 "preference.loss_type",
                 "preference.loss_weights",
             )
         if len(names) > 1 and any(name in LOSSES["kto"] for name in names):
             raise CombinationError(
-                "loss_type of task: kto is a single loss, not a list",
+                UserText(
+                    "loss_type of task: kto is a single loss, not a list", code="kto-loss-list"
+                ),
                 "task",
                 "preference.loss_type",
             )
         if "exo_pair" in names and not self.label_smoothing:
             raise CombinationError(
-                "loss_type: exo_pair requires label_smoothing above 0, e.g. 0.001: it compares"
-                " with a distribution over both answers",
+                UserText(
+                    "loss_type: exo_pair requires label_smoothing above 0, e.g. 0.001: it compares"
+                    " with a distribution over both answers",
+                    code="exo-pair-without-smoothing",
+                ),
                 "preference.loss_type",
                 "preference.label_smoothing",
             )
         others = [name for name in names if name not in _OF_DIFFERENCES]
         if others and self.f_divergence_type != "reverse_kl":
             raise CombinationError(
-                f"f_divergence_type: {self.f_divergence_type} is not supported with loss_type:"
-                f" {others[0]}; it is defined for {', '.join(_OF_DIFFERENCES)}",
+                UserText(
+                    "f_divergence_type: {f_divergence_type} is not supported with loss_type:"
+                    " {others}; it is defined for {of_differences}",
+                    code="divergence-with-loss",
+                    f_divergence_type=self.f_divergence_type,
+                    others=others[0],
+                    of_differences=", ".join(_OF_DIFFERENCES),
+                ),
                 "preference.loss_type",
                 "preference.f_divergence_type",
             )

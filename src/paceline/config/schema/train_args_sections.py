@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from paceline.config.schema.base import Patterns, Section
+from paceline.core.texts import UserText
 
 #: A fraction of all steps of a run, as transformers accepts it for `save_steps`, `eval_steps` and
 #: `logging_steps`.
@@ -129,5 +130,10 @@ class ParameterGroup(Section):
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
         if self.learning_rate is None and self.weight_decay is None:
-            raise ValueError("a parameter group needs a learning_rate or a weight_decay")
+            raise ValueError(
+                UserText(
+                    "a parameter group needs a learning_rate or a weight_decay",
+                    code="empty-parameter-group",
+                )
+            )
         return self

@@ -210,12 +210,12 @@ def builtin_clicks(name: str) -> Path:
     """
     if name != CLICKS:
         raise ConfigError(
-            f"`dataset: {name}` is not a click log",
-            code="unknown-name",
-            allowed=(
-                f"{CLICKS}, or a file with a column of labels (CSV, Parquet, JSON lines, Arrow)"
-            ),
+            "`dataset: {name}` is not a click log",
+            code="not-a-click-log",
+            allowed="{clicks}, or a file with a column of labels (CSV, Parquet, JSON lines, Arrow)",
             fix=did_you_mean(name, [CLICKS]),
+            name=name,
+            clicks=CLICKS,
         )
     numbers = [BUILTIN_TABLES, _NUM_DENSE, _NUM_ROWS, _POWER, _FACTORS]
     return cache_log([CLICKS, numbers], lambda: (generate(_NUM_ROWS), _NUM_ROWS, {}, None))

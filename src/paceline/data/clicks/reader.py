@@ -34,11 +34,12 @@ def read_clicks(path: str, settings: Recommend, train: Path | None = None) -> Pa
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(
-            f"`{path}` is a folder" if file.is_dir() else f"`{path}` does not exist",
-            allowed=(
-                f"builtin:clicks, or a file ({', '.join(TABLE_SUFFIXES)}) with a column of labels"
-            ),
+            "`{path}` is a folder" if file.is_dir() else "`{path}` does not exist",
+            code="missing-click-log",
+            allowed="builtin:clicks, or a file ({table_suffixes}) with a column of labels",
             fix=similar_path(file),
+            path=path,
+            table_suffixes=", ".join(TABLE_SUFFIXES),
         )
     keys = settings.model_dump(mode="json", exclude={"embedding_dim", "bottom_mlp", "top_mlp"})
     return cache_log(
@@ -87,8 +88,11 @@ class _ClickReader:
         if not self.labels:
             reasons = "; ".join(f"{reason}: {count:,}" for reason, count in self.dropped.items())
             raise ConfigError(
-                f"`{self.file}` has no usable row ({reasons or 'the file is empty'})",
+                "`{file}` has no usable row ({reasons})",
+                code="no-usable-clicks",
                 fix="check `recommend.label`",
+                file=self.file,
+                reasons=reasons or "the file is empty",
             )
         vocabulary = self._number_vocabulary() if self.settings.id_mapping == "vocabulary" else None
         tables = tuple(
@@ -117,17 +121,19 @@ class _ClickReader:
         missing = [name for name in required if name not in row]
         if missing:
             raise ConfigError(
-                f"`{self.file}` has no column {', '.join(f'`{name}`' for name in missing)}",
-                allowed=(
-                    "its columns:"
-                    f" {', '.join(list(row)[:_SHOWN])}{', …' if len(row) > _SHOWN else ''}"
-                ),
+                "`{file}` has no column {missing}",
+                code="missing-click-columns",
+                allowed="its columns: {columns}{more}",
                 fix=did_you_mean(
                     missing[0],
                     row,
                     "set `recommend.label`, `recommend.dense_features`,"
                     " `recommend.sparse_features`",
                 ),
+                file=self.file,
+                missing=", ".join(f"`{name}`" for name in missing),
+                columns=", ".join(list(row)[:_SHOWN]),
+                more=", …" if len(row) > _SHOWN else "",
             )
 
     def _add(self, row: Row, number: int) -> str | None:
@@ -188,15 +194,19 @@ class _ClickReader:
     def _check_id(self, column: int, name: str, row_id: int, number: int) -> None:
         size = self.sizes[column]
         if row_id < 0 or (size is not None and row_id >= size):
+            rows = "no negative rows" if size is None else f"{size:,} rows"
             raise ConfigError(
-                f"row {number} of `{self.file}`: `{name}` has the id {row_id}, but its table has "
-                + (f"{size:,} rows" if size is not None else "no negative rows"),
-                code="out-of-range",
+                "row {number} of `{file}`: `{name}` has the id {row_id}, but its table has {rows}",
+                code="id-out-of-range",
                 allowed=f"ids from 0 to {size - 1:,}" if size else "ids of at least 0",
-                fix=(
-                    f"set `recommend.table_size` to at least {max(row_id, 0) + 1} for `{name}`, or"
-                    " `recommend.id_mapping: hash`"
-                ),
+                fix="set `recommend.table_size` to at least {next_row_id} for `{name}`, or"
+                " `recommend.id_mapping: hash`",
+                number=number,
+                file=self.file,
+                name=name,
+                row_id=row_id,
+                rows=rows,
+                next_row_id=max(row_id, 0) + 1,
             )
 
     def _number_vocabulary(self) -> list[dict[str, int]]:
@@ -217,13 +227,18 @@ class _ClickReader:
                 size = self.sizes[column]
                 if size is not None and len(rows) + 1 > size:
                     raise ConfigError(
-                        f"`{name}` of `{self.file}` has {len(rows):,} values, the last with the id"
-                        f" {len(rows)}, but its table has {size:,} rows (row 0 is for unknown"
+                        "`{name}` of `{file}` has {num_rows} values, the last with the id"
+                        " {last_id}, but its table has {size} rows (row 0 is for unknown"
                         " values)",
-                        fix=(
-                            f"set `recommend.table_size` to at least {len(rows) + 1} for `{name}`,"
-                            " raise `recommend.min_count`, or set `recommend.id_mapping: hash`"
-                        ),
+                        code="too-many-ids",
+                        fix="set `recommend.table_size` to at least {next_num_rows} for `{name}`,"
+                        " raise `recommend.min_count`, or set `recommend.id_mapping: hash`",
+                        name=name,
+                        file=self.file,
+                        num_rows=f"{len(rows):,}",
+                        last_id=len(rows),
+                        size=f"{size:,}",
+                        next_num_rows=len(rows) + 1,
                     )
                 self.sizes[column] = size or len(rows) + 1
             new = [0] * len(values)

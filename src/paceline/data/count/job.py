@@ -139,16 +139,17 @@ def count_locally(spec: CountSpec, num_processes: int, output: Path | None) -> C
         except BrokenProcessPool as error:
             raise RunError(
                 "a counting process was killed, possibly by the out-of-memory killer",
+                code="counting-process-killed",
                 fix="use fewer --ranks, or less --memory-per-rank to each",
             ) from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise RunError(
-                    f"the disk filled up while counts were written to {folder}",
-                    fix=(
-                        "free disk space, set TMPDIR to a folder on another disk, or increase"
-                        " --memory-per-rank"
-                    ),
+                    "the disk filled up while counts were written to {folder}",
+                    code="disk-full-while-counting",
+                    fix="free disk space, set TMPDIR to a folder on another disk, or increase"
+                    " --memory-per-rank",
+                    folder=folder,
                 ) from error
             raise
         if output is not None:

@@ -48,7 +48,7 @@ def check_ray() -> None:
     if find_spec("ray") is None or find_spec("pyarrow") is None:
         raise ConfigError(
             "`--engine ray` requires Ray, which is not installed",
-            code="missing-package",
+            code="missing-ray-for-count",
             allowed="local, or ray if it is installed",
             fix='install it with `pip install "paceline[ray]"`, or remove --engine',
         )
@@ -77,7 +77,11 @@ def count_on_ray(spec: CountSpec, num_cpus: int, output: Path | None) -> CountRe
             raise
         except Exception as error:  # Ray wraps the errors of its tasks in many types
             text = str(error).strip().splitlines()
-            raise RunError(f"Ray failed: {text[-1] if text else type(error).__name__}") from error
+            raise RunError(
+                "Ray failed: {text}",
+                code="ray-failed",
+                text=text[-1] if text else type(error).__name__,
+            ) from error
         result.seconds = {"all": time.perf_counter() - started}
     return result
 
@@ -113,7 +117,7 @@ def map_shards(batch: dict[str, np.ndarray], spec: CountSpec) -> Iterator[dict[s
             size += sum(map(len, keys))
             yield _batch(keys, list(table.values()))
     except PacelineError as error:
-        failure = [isinstance(error, ConfigError), error.what, error.allowed, error.fix]
+        failure = [isinstance(error, ConfigError), error.record()]
     report = [stats.full_tables, size if stats.full_tables else 0, stats.replaced, failure]
     yield _batch([_REPORT + json.dumps(report).encode()], [1])
 
@@ -136,8 +140,8 @@ def _rows(dataset: Any, result: CountResult) -> Iterator[Row]:
 def _add_report(key: bytes, num_tasks: int, result: CountResult) -> None:
     full_tables, spilled_bytes, replaced, failure = json.loads(key)
     if failure is not None:
-        is_config, what, allowed, fix = failure
-        raise (ConfigError if is_config else RunError)(what, allowed=allowed, fix=fix)
+        is_config, record = failure
+        raise (ConfigError if is_config else RunError).from_record(record)
     result.spills += num_tasks * full_tables
     result.spilled_bytes += num_tasks * spilled_bytes
     result.replaced += num_tasks * replaced

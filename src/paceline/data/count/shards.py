@@ -149,9 +149,11 @@ def _chunks(shard: TextShard, reading: ReadOptions) -> Iterator[tuple[int, bytes
                 yield from _split(stream, 0, None, shard.path, reading)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ConfigError(
-                f"`{shard.path}` is not a complete gzip file: {error}",
-                code="damaged-file",
+                "`{shard}` is not a complete gzip file: {reason}",
+                code="damaged-gzip",
                 fix="check the file or copy it again",
+                shard=shard.path,
+                reason=error,
             ) from error
         return
     size = shard.path.stat().st_size
@@ -211,11 +213,14 @@ def _decode(raw: bytes, path: Path, offset: int, reading: ReadOptions, stats: Sc
     except UnicodeDecodeError as error:
         if reading.errors == "strict":
             raise ConfigError(
-                f"`{path}` is not UTF-8 text: byte {raw[error.start]:#04x} at offset"
-                f" {offset + error.start:,}"
-                + (" of the decompressed text" if is_compressed(path) else ""),
-                code="not-utf8",
-                fix=f"{encoding_fix(raw, path)}; or set `--decode-errors replace`",
+                "`{path}` is not UTF-8 text: byte {raw} at offset {offset}{content}",
+                code="count-not-utf8",
+                fix="{encoding_fix}; or set `--decode-errors replace`",
+                path=path,
+                raw=f"{raw[error.start]:#04x}",
+                offset=f"{offset + error.start:,}",
+                content=" of the decompressed text" if is_compressed(path) else "",
+                encoding_fix=encoding_fix(raw, path),
             ) from error
         text = raw.decode("utf-8", "replace")
         stats.replaced += text.count(_REPLACEMENT) - raw.count(_REPLACEMENT.encode())
@@ -239,19 +244,24 @@ def _field_of(line: str, path: Path, offset: int, name: str) -> str:
         row: Any = parse_json(line, checks_text=False)
     except ValueError as error:
         raise ConfigError(
-            f"{place} is not valid JSON: {getattr(error, 'msg', error)}",
-            code="invalid-json",
+            "{place} is not valid JSON: {reason}",
+            code="count-invalid-json",
             allowed="JSON lines, one object per line",
             fix="correct this line, or remove --field to count the file as plain text",
+            place=place,
+            reason=getattr(error, "msg", error),
         ) from error
     if not isinstance(row, dict) or not isinstance(row.get(name), str):
         columns = row if isinstance(row, dict) else {}
         shown = ", ".join(f"{key} ({type(value).__name__})" for key, value in columns.items())
         raise ConfigError(
-            f"{place} has no text `{name}`",
+            "{place} has no text `{name}`",
             code="missing-column",
-            allowed="a key whose value is a string" + (f"; found: {shown}" if shown else ""),
+            allowed="a key whose value is a string{found}",
             fix="select another key with --field",
+            place=place,
+            name=name,
+            found=f"; found: {shown}" if shown else "",
         )
     return str(row[name])
 
@@ -259,14 +269,21 @@ def _field_of(line: str, path: Path, offset: int, name: str) -> str:
 def _too_long(path: str, offset: int, reading: ReadOptions) -> RunError:
     unit = "line" if reading.at_line_ends else "sequence without white space"
     return RunError(
-        f"`{path}` has a {unit} of more than {human_bytes(reading.longest_bytes)} near offset"
-        f" {offset:,}, which does not fit in memory",
+        "`{path}` has a {unit} of more than {longest_bytes} near offset {offset}, which does not"
+        " fit in memory",
+        code="line-too-long",
         fix="increase --memory-per-rank",
+        path=path,
+        unit=unit,
+        longest_bytes=human_bytes(reading.longest_bytes),
+        offset=f"{offset:,}",
     )
 
 
 def _changed(path: Path) -> RunError:
     return RunError(
-        f"`{path}` was truncated while it was read",
+        "`{path}` was truncated while it was read",
+        code="file-truncated",
         fix="run the command again when no other process writes to the file",
+        path=path,
     )

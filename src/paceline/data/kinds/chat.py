@@ -56,14 +56,14 @@ class ChatKind(DocumentKind):
             raise ConfigError(
                 "no chat template: the dataset contains chats (or instructions), and the tokenizer"
                 " does not define how to format them",
-                allowed="`chat_template: chatml`, or another of "
-                + ", ".join(TEMPLATE_NAMES)
-                + ", or a file with a Jinja template",
-                fix=(
-                    "for a base model set `chat_template: chatml`; or use a chat model's tokenizer"
-                    " with `tokenizer: ...`; or train on plain text with `task: pretrain`, or on a"
-                    " dataset with prompt and completion"
+                code="no-chat-template",
+                allowed=(
+                    ("`chat_template: chatml`, or another of " + ", ".join(TEMPLATE_NAMES))
+                    + ", or a file with a Jinja template"
                 ),
+                fix="for a base model set `chat_template: chatml`; or use a chat model's tokenizer"
+                " with `tokenizer: ...`; or train on plain text with `task: pretrain`, or on a"
+                " dataset with prompt and completion",
             )
         excluded = sample.excluded
         if self.last_turn_only:

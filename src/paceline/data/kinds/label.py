@@ -318,11 +318,14 @@ class StoredLabels:
             index = {str(number): number for number in range(len(classes))}
         if unknown := [str(label) for label in self.labels if str(label) not in index]:
             raise ConfigError(
-                f"`{name}` has labels that are not classes of the model:"
-                f" {', '.join(sorted(unknown)[:5])}",
-                code="unknown-class",
-                allowed=f"{', '.join(classes[:20])}{' …' if len(classes) > 20 else ''}",
+                "`{name}` has labels that are not classes of the model: {unknown}",
+                code="unknown-label",
+                allowed="{classes}{detail}",
                 fix="correct the labels, or list all classes in `classify.labels`",
+                name=name,
+                unknown=", ".join(sorted(unknown)[:5]),
+                classes=", ".join(classes[:20]),
+                detail=" …" if len(classes) > 20 else "",
             )
         return [index[str(label)] for label in self.labels]
 
@@ -345,19 +348,22 @@ def class_names(stored: StoredLabels, known: Sequence[str] = ()) -> list[str]:
         highest = max(int(label) for label in stored.labels)
         if highest >= _MAX_CLASSES:
             raise ConfigError(
-                f"the label {highest:,} of `dataset` is not a class",
+                "the label {highest} of `dataset` is not a class",
                 code="invalid-label",
-                allowed=f"numbers from 0 to {_MAX_CLASSES - 1:,}, or texts",
+                allowed="numbers from 0 to {last_max_classes}, or texts",
                 fix="name the column of the classes with `columns: {label: YOURS}`",
+                highest=f"{highest:,}",
+                last_max_classes=f"{_MAX_CLASSES - 1:,}",
             )
         names = [str(number) for number in range(highest + 1)]
     else:
         names = sorted({str(label) for label in stored.labels})
     if len(names) < 2:
         raise ConfigError(
-            f"the rows of `dataset` have a single class, {', '.join(names) or 'none'}",
-            code="single-class",
+            "the rows of `dataset` have a single class, {names}",
+            code="single-label",
             allowed="at least two classes",
+            names=", ".join(names) or "none",
         )
     return names
 

@@ -45,9 +45,12 @@ def load_kind(name: str) -> type[SampleKind]:
         kind = None
     if not (inspect.isclass(kind) and issubclass(kind, SampleKind)):
         raise ConfigError(
-            f"`{name}` is not a kind of samples",
+            "`{name}` is not a kind of samples",
             code="unknown-kind",
-            allowed=f"{', '.join(KINDS)}, or {_FORM}",
+            allowed="{kinds}, or {form}",
+            name=name,
+            kinds=", ".join(KINDS),
+            form=_FORM,
         )
     return kind
 

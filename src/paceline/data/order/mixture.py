@@ -144,9 +144,11 @@ class Mixture:
                 positions = [int(end[0]) for end in ends if len(end)]
                 return number * _CHUNK + (min if is_first else max)(positions) + 1
         raise ConfigError(
-            f"`mixing`: an epoch has more than {_MAX_ROWS:,} rows, because the weight of a source"
-            " with many rows is small",
+            "`mixing`: an epoch has more than {max_rows} rows, because the weight of a source with"
+            " many rows is small",
+            code="epoch-too-long",
             fix="raise the weight, or set `stopping_strategy: first_exhausted`",
+            max_rows=f"{_MAX_ROWS:,}",
         )
 
     def _check_last_weights(self) -> None:
@@ -154,11 +156,14 @@ class Mixture:
         for source in idle:
             if self._counts_at_end(int(source)) < self.num_rows[source]:
                 raise ConfigError(
-                    f"`mixing`: source {source + 1} of `dataset` has the weight 0 from step"
-                    f" {int(self.schedule.steps[-1])} on, and then not all of its rows have been"
-                    f" read, so with `stopping_strategy: {self.stopping}` no epoch ends",
+                    "`mixing`: source {next_source} of `dataset` has the weight 0 from step"
+                    " {steps} on, and then not all of its rows have been read, so with"
+                    " `stopping_strategy: {stopping}` no epoch ends",
                     code="unused-source",
                     fix="raise the weight, or set `stopping_strategy: first_exhausted`",
+                    next_source=source + 1,
+                    steps=int(self.schedule.steps[-1]),
+                    stopping=self.stopping,
                 )
 
     def _counts_at_end(self, source: int) -> int:

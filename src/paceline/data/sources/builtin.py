@@ -182,8 +182,10 @@ def stdlib_modules(packages: bool = True) -> list[tuple[str, Path]]:
     if not modules:
         raise ConfigError(
             "built-in datasets are made from the sources of the standard library, but there are"
-            f" none in {root}",
+            " none in {root}",
+            code="no-library-sources",
             fix="use another dataset, or a Python that ships its sources",
+            root=root,
         )
     return modules
 

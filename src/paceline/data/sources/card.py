@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, did_you_mean, first_line
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 
 #: The name of the card.
 CARD = "README.md"
@@ -47,10 +48,13 @@ class CardConfig:
         for pattern in patterns:
             if "://" in pattern or pattern.startswith("/") or ".." in pattern.split("/"):
                 raise ConfigError(
-                    f"the configuration `{self.name}` of the dataset card names `{pattern}`, which"
-                    " is not a file in its folder",
+                    "the configuration `{name}` of the dataset card names `{pattern}`, which is"
+                    " not a file in its folder",
+                    code="card-file-missing",
                     allowed="patterns relative to the folder",
                     fix="name the files in the config instead: `dataset: [FILE, ...]`",
+                    name=self.name,
+                    pattern=pattern,
                 )
         return [PurePosixPath(self.data_dir, pattern).as_posix() for pattern in patterns]
 
@@ -76,7 +80,12 @@ def read_card(text: str | None, label: str) -> tuple[list[CardConfig], list[Noti
         return [_read_config(entry) for entry in entries or []], []
     except (yaml.YAMLError, LookupError, ValueError, TypeError, AttributeError) as error:
         place = f"{label.rstrip('/')}/{CARD}"
-        text = f"{place}: `configs` cannot be read and is not used ({first_line(error)})"
+        text = UserText(
+            "{place}: `configs` cannot be read and is not used ({reason})",
+            code="card-not-used",
+            place=place,
+            reason=first_line(error),
+        )
         return [], [Notice("warning", text)]
 
 
@@ -128,17 +137,22 @@ def choose_config(configs: list[CardConfig], name: str | None, folder: str) -> C
     if len(configs) == 1 or len(defaults) == 1:
         return (defaults or configs)[0]
     raise ConfigError(
-        f"the dataset `{folder}` has several configurations, and no single default",
+        "the dataset `{folder}` has several configurations, and no single default",
+        code="several-configurations",
         allowed=", ".join(names),
-        fix=f"name one: `dataset: {{path: {folder}, name: {names[0]}}}`",
+        fix="name one: `dataset: {path: {folder}, name: {names}}`",
+        folder=folder,
+        names=names[0],
     )
 
 
 def unknown_name(folder: str, name: str, names: list[str]) -> ConfigError:
     """Return the error for a configuration that a dataset does not have."""
     return ConfigError(
-        f"the dataset `{folder}` has no configuration `{name}`",
-        code="unknown-name",
+        "the dataset `{folder}` has no configuration `{name}`",
+        code="unknown-configuration",
         allowed=", ".join(names) or "none: leave `name` out",
         fix=did_you_mean(name, names, "correct `name` of the dataset"),
+        folder=folder,
+        name=name,
     )

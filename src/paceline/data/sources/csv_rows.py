@@ -83,8 +83,10 @@ def _check_closed(path: Path, num_before: int, delimiter: str) -> None:
 
 def _not_closed(place: str) -> ConfigError:
     return ConfigError(
-        f"{place} has a quote that is not closed, so that the lines after it are part of its field",
+        "{place} has a quote that is not closed, so that the lines after it are part of its field",
+        code="unclosed-quote",
         fix='close the quote, or double a quote that belongs to the text (`""`)',
+        place=place,
     )
 
 
@@ -134,9 +136,11 @@ def header_names(fields: Sequence[str], path: Path) -> list[str]:
 def repeated_column(path: Path, name: str) -> ConfigError:
     """Return the error for a table that has two columns with the same name."""
     return ConfigError(
-        f"`{path}` has two columns with the name `{name}`",
-        code="repeated-name",
+        "`{path}` has two columns with the name `{name}`",
+        code="repeated-column",
         fix="rename or remove one of them",
+        path=path,
+        name=name,
     )
 
 
@@ -154,5 +158,10 @@ def make_row(names: Sequence[str], fields: list[str]) -> Row | BrokenRow:
 def invalid_csv(line: int, path: Path, error: csv.Error) -> ConfigError:
     """Return the error for a line that is not CSV."""
     return ConfigError(
-        f"line {line} of `{path}` is not valid CSV: {error}", fix="correct this line"
+        "line {line} of `{path}` is not valid CSV: {reason}",
+        code="invalid-csv",
+        fix="correct this line",
+        line=line,
+        path=path,
+        reason=error,
     )

@@ -11,6 +11,7 @@ from typing import Protocol
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.sources.card import CARD, CardConfig, choose_config, read_card, unknown_name
 from paceline.data.sources.readers import KINDS, conversion_fix, is_table, is_text
 from paceline.data.sources.splits import (
@@ -110,17 +111,25 @@ def find_files(
         fix = next(filter(None, (conversion_fix(Path(name)) for name in below)), "")
         where = "/".join([folder.label.rstrip("/"), *([root.rstrip("/")] if root else [])])
         raise ConfigError(
-            f"no data files in the folder `{where}` (it has {shown})",
+            "no data files in the folder `{where}` (it has {shown})",
             code="no-data-files",
             allowed=KINDS,
             fix=fix,
+            where=where,
+            shown=shown,
         )
     if validation:
         spec = for_validation(spec, map(split_of_file, data))
     chosen, split_notices = choose_files(data, spec, folder.label)
     skipped = [name for name in below if name not in data]
     if skipped:
-        text = f"{folder.label}: {len(chosen)} data files; skipped {shorten(skipped)}"
+        text = UserText(
+            "{folder}: {num_chosen} data files; skipped {files}",
+            code="folder-files-skipped",
+            folder=folder.label,
+            num_chosen=len(chosen),
+            files=shorten(skipped),
+        )
         split_notices.append(Notice("info", text))
     return [root + name for name in chosen], [*notices, *split_notices]
 
@@ -185,10 +194,14 @@ def _files_of_card(
         of_kind = of_kind or (splits if is_only else [])
         if len(of_kind) != 1:
             raise ConfigError(
-                f"the configuration `{config.name}` of `{folder.label}` has no split `{wanted}`",
-                code="unknown-name",
+                "the configuration `{config}` of `{folder}` has no split `{wanted}`",
+                code="unknown-split",
                 allowed=", ".join(splits),
-                fix=f"select one: `dataset: {{path: {folder.label}, split: {splits[0]}}}`",
+                fix="select one: `dataset: {path: {folder}, split: {splits}}`",
+                config=config.name,
+                folder=folder.label,
+                wanted=wanted,
+                splits=splits[0],
             )
         name = of_kind[0]
     matches = [path for pattern in config.patterns_of(name) for path in folder.matches(pattern)]
@@ -196,14 +209,30 @@ def _files_of_card(
     if not files:
         patterns = ", ".join(config.patterns[name])
         raise ConfigError(
-            f"the folder `{folder.label}` has no data files of the split `{name}` of the"
-            f" configuration `{config.name}` (patterns of its card: {patterns})",
+            "the folder `{folder}` has no data files of the split `{name}` of the configuration"
+            " `{config}` (patterns of its card: {patterns})",
+            code="no-files-of-split",
             allowed=KINDS,
             fix="download the files, or select another configuration with `name`",
+            folder=folder.label,
+            name=name,
+            config=config.name,
+            patterns=patterns,
         )
     others = [each for each in splits if each != name]
     unused = f"; not used: {', '.join(others)}" if others else ""
     level = "info" if name == wanted else "warning"
     if others or level == "warning":
-        return files, [Notice(level, f"{folder.label}: using split `{name}`{unused}")]
+        return files, [
+            Notice(
+                level,
+                UserText(
+                    "{folder}: using split `{name}`{unused}",
+                    code="split-chosen",
+                    folder=folder.label,
+                    name=name,
+                    unused=unused,
+                ),
+            )
+        ]
     return files, []

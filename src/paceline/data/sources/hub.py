@@ -13,6 +13,7 @@ from paceline.core.errors import ConfigError, first_line
 from paceline.core.files import cache_dir, write_json_atomic
 from paceline.core.hub import FIX, go_offline, unreachable
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.sources.rows import Row, struct_columns, without_added_nulls
 
 MODELSCOPE_PREFIX = "modelscope:"
@@ -77,7 +78,17 @@ class HubDataset:
             self.revision = json.loads(self._record().read_text())["revision"]
         except (OSError, ValueError, KeyError):
             raise self._error(reason, FIX) from error
-        return [Notice("warning", f"{self.repo}: {reason}; using the downloaded copy")]
+        return [
+            Notice(
+                "warning",
+                UserText(
+                    "{repo}: {reason}; using the downloaded copy",
+                    code="downloaded-copy-used",
+                    repo=self.repo,
+                    reason=reason,
+                ),
+            )
+        ]
 
     def _record(self) -> Path:
         """Return the path of the file that records the last known commit."""
@@ -87,12 +98,14 @@ class HubDataset:
         if fix != FIX:  # which ends with the same suggestion
             fix = (f"{fix}; or " if fix else "") + "download it on another machine"
         return ConfigError(
-            f"the dataset `{self.repo}` cannot be downloaded from the Hugging Face hub: {reason}",
-            allowed=(
-                "a local file or folder (JSON, JSON lines, CSV, Parquet, text), a hub id that this"
-                " machine can reach, or builtin:python-docs"
-            ),
-            fix=f"{fix}: `dataset=/path/to/data`",
+            "the dataset `{repo}` cannot be downloaded from the Hugging Face hub: {reason}",
+            code="dataset-download-failed",
+            allowed="a local file or folder (JSON, JSON lines, CSV, Parquet, text), a hub id that"
+            " this machine can reach, or builtin:python-docs",
+            fix="{advice}: `dataset=/path/to/data`",
+            repo=self.repo,
+            reason=reason,
+            advice=fix,
         )
 
     def fingerprint(self) -> list[Any]:
@@ -233,29 +246,33 @@ def download_from_modelscope(name: str, kind: str) -> str:
     repo = name.removeprefix(MODELSCOPE_PREFIX).strip()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise ConfigError(
-            f"`{name}` is not the name of a ModelScope {kind}",
-            code="invalid-name",
-            allowed=f"`{MODELSCOPE_PREFIX}OWNER/NAME`, e.g."
-            f" `{MODELSCOPE_PREFIX}Qwen/Qwen2.5-0.5B-Instruct`",
+            "`{name}` is not the name of a ModelScope {kind}",
+            code="invalid-modelscope-name",
+            allowed="`{modelscope_prefix}OWNER/NAME`, e.g."
+            " `{modelscope_prefix}Qwen/Qwen2.5-0.5B-Instruct`",
+            name=name,
+            kind=kind,
+            modelscope_prefix=MODELSCOPE_PREFIX,
         )
     try:
         module = importlib.import_module("modelscope.hub.snapshot_download")
     except ImportError as error:
         raise ConfigError(
-            f"`{name}` requires the package `modelscope`, which is not installed",
-            code="missing-package",
-            fix=(
-                'install it with `pip install "paceline[modelscope]"`, or use a Hugging Face id or'
-                " a local folder"
-            ),
+            "`{name}` requires the package `modelscope`, which is not installed",
+            code="missing-modelscope",
+            fix='install it with `pip install "paceline[modelscope]"`, or use a Hugging Face id'
+            " or a local folder",
+            name=name,
         ) from error
     load = getattr(
         module, "snapshot_download" if kind == "model" else "dataset_snapshot_download", None
     )
     if load is None:
         raise ConfigError(
-            f"the installed version of `modelscope` cannot download a {kind}",
+            "the installed version of `modelscope` cannot download a {kind}",
+            code="old-modelscope",
             fix="`pip install -U modelscope`",
+            kind=kind,
         )
     try:
         return str(load(repo))
@@ -264,9 +281,10 @@ def download_from_modelscope(name: str, kind: str) -> str:
             return str(load(repo, local_files_only=True))
         except Exception:
             raise ConfigError(
-                f"`{name}` cannot be downloaded from ModelScope: {first_line(error)}",
-                fix=(
-                    "check the name and the network, or download it on another machine and use its"
-                    " folder"
-                ),
+                "`{name}` cannot be downloaded from ModelScope: {reason}",
+                code="modelscope-download-failed",
+                fix="check the name and the network, or download it on another machine and use its"
+                " folder",
+                name=name,
+                reason=first_line(error),
             ) from error

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.sources.opening import (
     HEAD_BYTES,
     Position,
@@ -109,9 +110,12 @@ def repeated_key(place: str, error: RepeatedKey, depth: int = 0) -> ConfigError:
         depth: number of steps of its path that ``place`` describes.
     """
     return ConfigError(
-        f"{place} has the key `{error.key}` twice{error.place(depth)}",
-        code="repeated-name",
+        "{place} has the key `{reason}` twice{inside}",
+        code="repeated-json-key",
         fix="keep one of the values, or give them different keys",
+        place=place,
+        reason=error.key,
+        inside=error.place(depth),
     )
 
 
@@ -145,7 +149,11 @@ def json_rows(
         raise repeated_key(f"`{path}`", error) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"`{path}` is not valid JSON: {first_line(error)}", fix="correct the file"
+            "`{path}` is not valid JSON: {reason}",
+            code="damaged-json",
+            fix="correct the file",
+            path=path,
+            reason=first_line(error),
         ) from error
     if rows is None:
         # Many tools write JSON lines to files named .json.
@@ -190,10 +198,15 @@ def _invalid_json(
     elif not text.rstrip().endswith(("}", "]")):
         fix += "; the file may have been truncated while it was copied"
     return ConfigError(
-        f"line {number} of `{path}` is not valid JSON: {reason} at column {column + 1}, near"
-        f" `{near}`",
+        "line {number} of `{path}` is not valid JSON: {reason} at column {next_column}, near"
+        " `{near}`",
         code="invalid-json",
         fix=fix,
+        number=number,
+        path=path,
+        reason=reason,
+        next_column=column + 1,
+        near=near,
     )
 
 
@@ -202,13 +215,21 @@ def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[
     columns, an object of pandas, or a single row."""
     if isinstance(value, list):
         if split_kind(split) not in ("train", split_of_file(path.name)):
-            text = f"{path}: `split: {split}` has no effect, because the file has no splits"
+            text = UserText(
+                "{path}: `split: {split}` has no effect, because the file has no splits",
+                code="split-without-effect",
+                path=path,
+                split=split,
+            )
             notices.append(Notice("warning", text))
         return value
     if not isinstance(value, dict):
         raise ConfigError(
-            f"`{path}` contains a single {type(value).__name__}",
+            "`{path}` contains a single {kind}",
+            code="not-a-list-of-objects",
             allowed="a list of objects, or an object that has one",
+            path=path,
+            kind=type(value).__name__,
         )
     lists = {key: column for key, column in value.items() if isinstance(column, list)}
     if {"messages", "conversations"} & set(lists):
@@ -241,9 +262,12 @@ def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[
     if len(lists) == 1:
         return next(iter(lists.values()))
     raise ConfigError(
-        f"`{path}` is an object with several lists: {', '.join(map(str, lists))}",
+        "`{path}` is an object with several lists: {lists}",
+        code="several-lists",
         allowed="a list of objects, or an object that has one such list",
         fix="select a list: `dataset: {path: ..., split: NAME}`",
+        path=path,
+        lists=", ".join(map(str, lists)),
     )
 
 
@@ -281,8 +305,13 @@ def _rows_of_split(
     ]
     if not wanted and len(splits) > 1:
         raise ConfigError(
-            f"`{path}` has no split `{split}`; it has {', '.join(splits)}",
-            fix=f"select one of them: `dataset: {{path: ..., split: {next(iter(splits))}}}`",
+            "`{path}` has no split `{split}`; it has {splits}",
+            code="unknown-json-split",
+            fix="select one of them: `dataset: {path: ..., split: {first}}`",
+            path=path,
+            split=split,
+            splits=", ".join(splits),
+            first=next(iter(splits)),
         )
     name = (wanted or list(splits))[0]
     others = [
@@ -293,7 +322,18 @@ def _rows_of_split(
     if others or not wanted:
         unused = f"; not used: {', '.join(others)}" if others else ""
         level = "info" if wanted else "warning"
-        notices.append(Notice(level, f"{path}: using split `{name}`{unused}"))
+        notices.append(
+            Notice(
+                level,
+                UserText(
+                    "{path}: using split `{name}`{unused}",
+                    code="split-chosen",
+                    path=path,
+                    name=name,
+                    unused=unused,
+                ),
+            )
+        )
     rows = splits[name]
     return rows if isinstance(rows, list) else _rows_of(rows, path, split, notices)
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.sources.resolve import ResolvedSource
 
 #: The label of a source, and the paths of its files.
@@ -45,7 +46,17 @@ def with_names(
             return f"{match['before']}{paths[match['path']]}"
         return f"{match['start']}{names[match['name']]}{match['end']}"
 
-    return [Notice(level, pattern.sub(replace, text)) for level, text in notices]
+    def renamed(text: str) -> str:
+        shown = pattern.sub(replace, text)
+        if not isinstance(text, UserText):
+            return shown
+        values = {
+            name: names.get(value, value) if isinstance(value, str) else value
+            for name, value in text.values.items()
+        }
+        return UserText.of(shown, text.code, values)
+
+    return [Notice(level, renamed(text)) for level, text in notices]
 
 
 def _any(names: dict[str, str]) -> str:

@@ -64,12 +64,20 @@ def take_count(spec: str, noun: str = "rows") -> tuple[str, Take | None]:
     take: Take = int(re.sub("[_,]", "", number)) if number else float(percentage) / 100
     if not take:
         raise ConfigError(
-            f"`{spec}` selects 0 {noun}",
-            code="out-of-range",
+            "`{spec}` selects 0 {noun}",
+            code="selects-no-rows",
             allowed="`path#N` with N of at least 1",
+            spec=spec,
+            noun=noun,
         )
     if percentage and take > 1:
-        raise ConfigError(f"`{spec}` selects more than all {noun}", allowed="at most `path#100%`")
+        raise ConfigError(
+            "`{spec}` selects more than all {noun}",
+            code="selects-too-many-rows",
+            allowed="at most `path#100%`",
+            spec=spec,
+            noun=noun,
+        )
     return with_slashes(path), take
 
 
@@ -196,8 +204,12 @@ def open_data(path: Path, position: Position | None = None) -> Iterator[IO[bytes
             raise
         reason = first_line(error) if str(error) else "unexpected end of file"
         raise ConfigError(
-            f"`{path}` cannot be decompressed as {kind}: {reason}",
+            "`{path}` cannot be decompressed as {kind}: {reason}",
+            code="damaged-compressed-file",
             fix="check the file; it may have been truncated while it was copied",
+            path=path,
+            kind=kind,
+            reason=reason,
         ) from error
     finally:
         handle.close()
@@ -237,8 +249,11 @@ def encoding_of(head: bytes, path: Path) -> str:
     for magic, (kind, fix) in _NOT_TEXT.items():
         if head.startswith(magic) and b"\0" in head:
             raise ConfigError(
-                f"the content of `{path}` is {kind}, and not text as its name says",
+                "the content of `{path}` is {kind}, and not text as its name says",
+                code="binary-content",
                 fix=fix.format(stem=path.stem),
+                path=path,
+                kind=kind,
             )
     for mark, name in _MARKS:
         if head.startswith(mark):
@@ -249,14 +264,20 @@ def encoding_of(head: bytes, path: Path) -> str:
     if max(even, odd) * 4 > len(head) and min(even, odd) * 8 < max(even, odd):
         order = "le" if odd > even else "be"
         raise ConfigError(
-            f"`{path}` appears to be UTF-16 without a byte order mark",
+            "`{path}` appears to be UTF-16 without a byte order mark",
+            code="utf16-without-mark",
             allowed="UTF-8, or UTF-16 with a byte order mark",
-            fix=f"convert the file: `iconv -f utf-16{order} -t utf-8 {path.name}`",
+            fix="convert the file: `iconv -f utf-16{order} -t utf-8 {quoted_path}`",
+            path=path,
+            order=order,
+            quoted_path=path.name,
         )
     raise ConfigError(
-        f"`{path}` is not text: it contains zero bytes",
+        "`{path}` is not text: it contains zero bytes",
+        code="binary-file",
         allowed="UTF-8, or UTF-16 with a byte order mark",
         fix="check the file",
+        path=path,
     )
 
 
@@ -333,10 +354,13 @@ def not_text(path: Path, where: str, error: UnicodeDecodeError) -> ConfigError:
             head = handle.read(_GUESSED_BYTES)
         raw = head[: head.rfind(b"\n") + 1] + raw  # more text than a single line
     return ConfigError(
-        f"{where} of `{path}` is not UTF-8 text (byte {error.object[error.start]:#04x} at position"
-        f" {error.start})",
+        "{where} of `{path}` is not UTF-8 text (byte {object} at position {start})",
         code="not-utf8",
         fix=encoding_fix(raw, path),
+        where=where,
+        path=path,
+        object=f"{error.object[error.start]:#04x}",
+        start=error.start,
     )
 
 
@@ -380,6 +404,11 @@ def encoding_fix(raw: bytes, path: Path) -> str:
 def _not_wide(path: Path, where: str, encoding: str, error: UnicodeError) -> ConfigError:
     reason = getattr(error, "reason", str(error))
     return ConfigError(
-        f"{where} of `{path}` is not {encoding.upper()} text ({reason})",
+        "{where} of `{path}` is not {upper} text ({reason})",
+        code="invalid-encoding",
         fix="check the file; it may be truncated",
+        where=where,
+        path=path,
+        upper=encoding.upper(),
+        reason=reason,
     )

@@ -102,9 +102,12 @@ def read_file(
         return csv_rows(path, suffix, position)
     if suffix in (".parquet", ".arrow") and compression_of(path) is not None:
         raise ConfigError(
-            f"`{path}`: compressed {suffix} files are not supported, because the format has its own"
+            "`{path}`: compressed {suffix} files are not supported, because the format has its own"
             " compression",
+            code="compressed-format",
             fix="decompress it first",
+            path=path,
+            suffix=suffix,
         )
     if suffix == ".parquet":
         return _parquet(path, position)
@@ -149,7 +152,7 @@ def unknown_kind(path: Path) -> ConfigError:
         shown = f"the suffix `{suffix}`" if suffix else "a file name without a suffix"
         what = f"`{path}` is not a supported data file ({shown})"
         fix = conversion_fix(path) or "rename the file to match its content"
-    return ConfigError(what, allowed=KINDS, fix=fix)
+    return ConfigError(what, code="unsupported-data-file", allowed=KINDS, fix=fix)
 
 
 #: How to convert files of other programs.
@@ -262,8 +265,12 @@ def arrow_errors(path: Path, kind: str = "") -> Iterator[None]:
         yield
     except (pa.ArrowInvalid, OSError) as error:
         raise ConfigError(
-            f"`{path}` cannot be read{kind}: {first_line(error)}",
+            "`{path}` cannot be read{kind}: {reason}",
+            code="unreadable-data-file",
             fix="check the file or copy it again",
+            path=path,
+            kind=kind,
+            reason=first_line(error),
         ) from error
 
 

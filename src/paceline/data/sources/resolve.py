@@ -16,6 +16,7 @@ from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.core.formatting import printable
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.cache import fingerprint
 from paceline.data.sources import hub
 from paceline.data.sources.builtin import builtin_dataset, check_builtin_dataset
@@ -114,9 +115,13 @@ class ResolvedSource:
         total = sum(1 for _ in self._all_rows())
         num_taken, number = number_to_take(self.take, total), 0
         if total < num_taken:
-            text = (
-                f"{self.label}: {num_taken:,} rows requested, but the dataset has {total:,}; using"
-                " all of them"
+            text = UserText(
+                "{label}: {num_taken} rows requested, but the dataset has {total}; using all"
+                " of them",
+                code="fewer-rows-than-requested",
+                label=self.label,
+                num_taken=f"{num_taken:,}",
+                total=f"{total:,}",
             )
             self.notices.append(Notice("warning", text))
         chosen = set(np.random.default_rng(seed).permutation(total)[:num_taken].tolist())
@@ -192,7 +197,7 @@ def open_source(spec: DatasetSource, *, validation: bool = False) -> ResolvedSou
             downloaded.
     """
     if not spec.path.strip():
-        raise ConfigError("`dataset` is empty", allowed=_ALLOWED)
+        raise ConfigError("`dataset` is empty", code="empty-dataset-setting", allowed=_ALLOWED)
     name, take = take_count(spec.path)
     path = Path(name).expanduser()
     notices: list[Notice] = []
@@ -203,11 +208,12 @@ def open_source(spec: DatasetSource, *, validation: bool = False) -> ResolvedSou
         path = Path(hub.download_from_modelscope(name, "dataset"))
     if is_url(name) and not path.exists():
         raise ConfigError(
-            f"`{name}` is a URL, which is supported only for `dataset` of a run that streams its"
+            "`{name}` is a URL, which is supported only for `dataset` of a run that streams its"
             " data, and for a preview",
-            code="not-supported",
+            code="url-without-streaming",
             allowed="a file or a folder of this host, or a hub id",
             fix="copy the files to this host, or for `dataset` set `streaming: true`",
+            name=name,
         )
     if path.exists() or is_pattern(name):
         check_split(spec)
@@ -225,7 +231,12 @@ def open_source(spec: DatasetSource, *, validation: bool = False) -> ResolvedSou
         return _hub_source(spec, name, path, take)
     for file in files:
         if not os.access(file, os.R_OK):
-            raise ConfigError(f"`{file}`: permission denied", fix=f"run `chmod u+r {file}`")
+            raise ConfigError(
+                "`{file}`: permission denied",
+                code="permission-denied",
+                fix="run `chmod u+r {file}`",
+                file=file,
+            )
     return ResolvedSource(spec, files=files, take=take, notices=notices)
 
 
@@ -233,12 +244,22 @@ def unused_settings(spec: DatasetSource, files: list[Path]) -> list[Notice]:
     """Return messages about `name` and `split` where the config names the files itself."""
     notices = []
     if spec.name not in (None, "default"):
-        text = f"{spec.path}: `name: {spec.name}` has no effect, because `dataset` names files"
+        text = UserText(
+            "{spec}: `name: {name}` has no effect, because `dataset` names files",
+            code="name-without-effect",
+            spec=spec.path,
+            name=spec.name,
+        )
         notices.append(Notice("warning", text))
     kind = split_kind(spec.split)
     others = [path for path in files if data_suffix(path) != ".json"]
     if kind != "train" and any(split_of_file(path.name) != kind for path in others):
-        text = f"{spec.path}: `split: {spec.split}` has no effect, because `dataset` names files"
+        text = UserText(
+            "{spec}: `split: {split}` has no effect, because `dataset` names files",
+            code="split-with-files",
+            spec=spec.path,
+            split=spec.split,
+        )
         notices.append(Notice("warning", text))
     return notices
 
@@ -257,19 +278,38 @@ def _matching_files(pattern: str) -> tuple[list[Path], list[Notice]]:
     for part in expand_braces(os.path.expanduser(pattern)):
         paths = sorted(map(Path, glob.glob(part, recursive=True)))
         if not paths and part != os.path.expanduser(pattern):
-            raise ConfigError(f"`{part}` does not exist", fix=f"check the pattern `{pattern}`")
+            raise ConfigError(
+                "`{part}` does not exist",
+                code="missing-pattern-folder",
+                fix="check the pattern `{pattern}`",
+                part=part,
+                pattern=pattern,
+            )
         matches += paths
     files = [path for path in matches if path.is_file()]
     data = tables_or_texts(files)
     if not data:
         matched = shorten([path.name for path in files]) if files else "nothing"
         raise ConfigError(
-            f"`{pattern}` matches no data files (it matches {matched}; working directory"
-            f" {Path.cwd()})",
+            "`{pattern}` matches no data files (it matches {matched}; working directory {cwd})",
+            code="no-matching-files",
             allowed=KINDS,
             fix="check the pattern; `**` also matches nested folders",
+            pattern=pattern,
+            matched=matched,
+            cwd=Path.cwd(),
         )
-    notices = [Notice("info", f"{pattern}: {len(data)} data files")]
+    notices = [
+        Notice(
+            "info",
+            UserText(
+                "{pattern}: {num_data} data files",
+                code="pattern-files",
+                pattern=pattern,
+                num_data=len(data),
+            ),
+        )
+    ]
     root = os.path.dirname(re.split(r"[*?[{]", os.path.expanduser(pattern))[0])
     held_out = [
         path.name
@@ -277,11 +317,26 @@ def _matching_files(pattern: str) -> tuple[list[Path], list[Notice]]:
         if split_of_file(os.path.relpath(path, root or ".")) not in (None, "train")
     ]
     if 0 < len(held_out) < len(data):
-        text = f"{pattern}: also matches held-out files by their names: {shorten(held_out)}"
+        text = UserText(
+            "{pattern}: also matches held-out files by their names: {files}",
+            code="held-out-files-matched",
+            pattern=pattern,
+            files=shorten(held_out),
+        )
         notices.append(Notice("warning", text))
     skipped = [path.name for path in files if path not in data]
     if skipped:
-        notices.append(Notice("info", f"{pattern}: skipped {shorten(skipped)}"))
+        notices.append(
+            Notice(
+                "info",
+                UserText(
+                    "{pattern}: skipped {files}",
+                    code="pattern-files-skipped",
+                    pattern=pattern,
+                    files=shorten(skipped),
+                ),
+            )
+        )
     return data, notices
 
 
@@ -350,7 +405,13 @@ def _hub_source(spec: DatasetSource, name: str, path: Path, take: Take | None) -
         raise _not_found(name, path)
     notices = []
     if name != dataset.repo:
-        text = f"{name} is {dataset.repo} on the Hugging Face hub (split {dataset.split})"
+        text = UserText(
+            "{name} is {repo} on the Hugging Face hub (split {split})",
+            code="dataset-on-hub",
+            name=name,
+            repo=dataset.repo,
+            split=dataset.split,
+        )
         notices.append(Notice("info", text))
     return ResolvedSource(spec, hub=dataset, take=take, notices=[*notices, *dataset.find()])
 
@@ -376,6 +437,11 @@ def _not_found(name: str, path: Path) -> ConfigError:
         question = did_you_mean(missing.name, siblings, form=f"`{missing.parent / '{}'}`")
         fix = f"the folder `{missing}` does not exist" + (f"; {question}" if question else "")
     fix = windows_fix(name) or fix
-    shown = printable(name, _MAX_NAME_CHARS)
-    what = f"`{shown}` is not a file, a folder or a known dataset (working directory {Path.cwd()})"
-    return ConfigError(what, allowed=_ALLOWED, fix=fix)
+    return ConfigError(
+        "`{name}` is not a file, a folder or a known dataset (working directory {cwd})",
+        code="missing-dataset-file",
+        allowed=_ALLOWED,
+        fix=fix,
+        name=printable(name, _MAX_NAME_CHARS),
+        cwd=Path.cwd(),
+    )

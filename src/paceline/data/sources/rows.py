@@ -36,10 +36,12 @@ class Unsupported(Exception):
 def unsupported_row(error: Unsupported, place: str) -> ConfigError:
     """Return the error for a dataset with a row for another kind of training."""
     return ConfigError(
-        f"{place}: {error.what}",
+        "{place}: {reason}",
         code="data-of-another-method",
         allowed=error.allowed,
         fix=error.fix,
+        place=place,
+        reason=error.what,
     )
 
 

@@ -8,8 +8,8 @@ from pathlib import PurePosixPath
 
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
-from paceline.core.formatting import counted
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 
 #: The names that splits have in files and file names.
 SPLITS = {
@@ -60,9 +60,12 @@ def choose_files(
             return list(names), []  # an object in the file may have the split
         if "split" in spec.model_fields_set:
             raise _unknown_split(label, wanted, names)
-        text = (
-            f"{label}: the names of all data files show held-out splits, and they are trained on:"
-            f" {shorten(names)}"
+        text = UserText(
+            "{label}: the names of all data files show held-out splits, and they are trained"
+            " on: {files}",
+            code="held-out-files-trained",
+            label=label,
+            files=shorten(names),
         )
         return list(names), [Notice("warning", text)]
     if len(numbered := _numbered_splits(chosen)) > 1 and wanted not in numbered:
@@ -70,12 +73,21 @@ def choose_files(
     if not others:
         return chosen, []
     if any(kinds[name] for name in chosen):
-        text = f"{label}: split {wanted}; skipped files of other splits: {shorten(others)}"
+        text = UserText(
+            "{label}: split {wanted}; skipped files of other splits: {files}",
+            code="other-splits-skipped",
+            label=label,
+            wanted=wanted,
+            files=shorten(others),
+        )
         return chosen, [Notice("info", text)]
-    text = (
-        f"{label}: {counted(len(others), 'file')} held out by name and not trained on:"
-        f" {shorten(others)}. To train on them, list the files in `dataset`; to evaluate on them,"
-        " in `val_dataset`"
+    text = UserText(
+        "{label}: {num_others:file} held out by name and not trained on: {files}. To train"
+        " on them, list the files in `dataset`; to evaluate on them, in `val_dataset`",
+        code="files-held-out",
+        label=label,
+        num_others=len(others),
+        files=shorten(others),
     )
     return chosen, [Notice("warning", text)]
 
@@ -128,9 +140,14 @@ def _unknown_split(label: str, wanted: str, names: Sequence[str]) -> ConfigError
     known = {split_of_file(name) or "train" for name in names}
     known |= {numbered[1] for name in names if (numbered := _NUMBERED.match(_base(name)))}
     return ConfigError(
-        f"`{label}` has no split `{wanted}` (files: {shorten(names)})",
+        "`{label}` has no split `{wanted}` (files: {files})",
+        code="unknown-split-of-dataset",
         allowed=", ".join(sorted(known)),
-        fix=f"select one: `dataset: {{path: {label}, split: {min(known)}}}`, or list the files",
+        fix="select one: `dataset: {path: {label}, split: {known}}`, or list the files",
+        label=label,
+        wanted=wanted,
+        files=shorten(names),
+        known=min(known),
     )
 
 
@@ -150,9 +167,12 @@ def check_split(spec: DatasetSource) -> None:
         fix = f"use `{path}#{share[1] if share else 'N'}`, which selects rows by a seeded shuffle"
         fix += f", with `split: {base}`"
     raise ConfigError(
-        f"`split: {spec.split}` of `{path}` is supported only for datasets on the hub",
+        "`split: {split}` of `{path}` is supported only for datasets on the hub",
+        code="split-of-local-file",
         allowed="the name of one split",
         fix=fix,
+        split=spec.split,
+        path=path,
     )
 
 

@@ -140,9 +140,15 @@ def _row(sample: TarSample) -> Row:
     def add(column: str, value: Any, file: TarFile) -> None:
         if row.setdefault(column, value) != value:
             raise ConfigError(
-                f"the sample `{sample.key}` in `{file.shard}` has two values of the column"
-                f" `{column}`: in `{origins[column]}` and in `{file.name}`",
+                "the sample `{sample}` in `{shard}` has two values of the column `{column}`: in"
+                " `{origins}` and in `{file}`",
+                code="two-values-of-column",
                 fix="remove or rename one of them, and write the shard again",
+                sample=sample.key,
+                shard=file.shard,
+                column=column,
+                origins=origins[column],
+                file=file.name,
             )
         origins.setdefault(column, file.name)
 
@@ -176,9 +182,12 @@ def _json(file: TarFile) -> Any:
         raise repeated_key(f"`{file.name}` in `{file.shard}`", error) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"`{file.name}` in `{file.shard}` is not valid JSON: {first_line(error)}",
-            code="invalid-json",
+            "`{file}` in `{shard}` is not valid JSON: {reason}",
+            code="invalid-json-in-shard",
             fix="correct the file and write the shard again",
+            file=file.name,
+            shard=file.shard,
+            reason=first_line(error),
         ) from error
 
 
@@ -187,8 +196,12 @@ def _text(file: TarFile) -> str:
         return file.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"`{file.name}` in `{file.shard}` is not UTF-8 text",
-            fix=f"{encoding_fix(error.object, Path(file.name))}; then write the shard again",
+            "`{file}` in `{shard}` is not UTF-8 text",
+            code="shard-not-utf8",
+            fix="{encoding_fix}; then write the shard again",
+            file=file.name,
+            shard=file.shard,
+            encoding_fix=encoding_fix(error.object, Path(file.name)),
         ) from error
 
 
@@ -215,10 +228,12 @@ def _scan(shard: Path) -> tuple[list[str], list[tuple[int, int]]]:
     """Return the names, and the offsets and sizes, of the files of a shard."""
     if (kind := compression_of(shard)) is not None:
         raise ConfigError(
-            f"`{shard}` is compressed with {kind}: the files in it cannot be read one by one",
+            "`{shard}` is compressed with {kind}: the files in it cannot be read one by one",
             code="compressed-tar",
             allowed="uncompressed tar files; images have a compression of their own",
-            fix=f"decompress it, for example with `{kind} -d`",
+            fix="decompress it, for example with `{kind} -d`",
+            shard=shard,
+            kind=kind,
         )
     names: list[str] = []
     spans: list[tuple[int, int]] = []
@@ -234,8 +249,10 @@ def _scan(shard: Path) -> tuple[list[str], list[tuple[int, int]]]:
                     spans.append((member.offset_data, member.size))
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ConfigError(
-            f"`{shard}` cannot be read as a tar file: {first_line(error)}",
-            code="damaged-file",
+            "`{shard}` cannot be read as a tar file: {reason}",
+            code="damaged-shard",
             fix="check the file; it may have been truncated while it was copied",
+            shard=shard,
+            reason=first_line(error),
         ) from error
     return names, spans

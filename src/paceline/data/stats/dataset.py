@@ -23,6 +23,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
 from paceline.core.report import DataFigures
 from paceline.core.stop import poll
+from paceline.core.texts import UserText
 from paceline.data.kinds.base import NO_ANSWER, TOO_LONG
 from paceline.data.kinds.label import read_labels
 from paceline.data.kinds.registry import load_kind
@@ -197,13 +198,16 @@ def dataset_stats(
     is_text = kind in ("sft", "pretrain", "vision")
     documents = is_text and (kind == "pretrain" or all(_are_documents(config)))
     if is_text and not documents and any(_are_documents(config)):
-        text = (
-            "text files are mixed with other data: the lost tokens are computed as if they were"
-            " truncated, although they are cut into samples"
+        text = UserText(
+            "text files are mixed with other data: the lost tokens are computed as if they"
+            " were truncated, although they are cut into samples",
+            code="statistics-of-mixed-data",
         )
         prepared.notices.append(Notice("warning", text))
     if has_images:
-        text = "duplicates are compared by their text, not by their images"
+        text = UserText(
+            "duplicates are compared by their text, not by their images", code="duplicates-by-text"
+        )
         prepared.notices.append(Notice("info", text))
     limit, overlong = config.train_args.max_length, config.train_args.truncation_strategy
     used = int(np.count_nonzero(samples.vocabulary))
@@ -265,11 +269,12 @@ def _kind_of(config: Config, has_images: bool) -> str:
     if config.task == "classify":
         return "classify"
     raise ConfigError(
-        f"statistics are not supported with `task: {config.task}`: only the task knows the form of"
-        " its samples",
-        code="not-supported",
+        "statistics are not supported with `task: {task}`: only the task knows the form of its"
+        " samples",
+        code="statistics-with-task",
         allowed=", ".join((*CAUSAL_TASKS, "reward", "classify", "recommend")),
         fix="use a config with one of these tasks",
+        task=config.task,
     )
 
 

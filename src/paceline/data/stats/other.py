@@ -13,6 +13,7 @@ from paceline.config.schema import Config
 from paceline.core.log import Notice
 from paceline.core.report import DataFigures
 from paceline.core.stop import poll
+from paceline.core.texts import UserText
 from paceline.data.clicks.log import builtin_clicks, load_log, load_meta
 from paceline.data.clicks.reader import read_clicks
 from paceline.data.counts import DataCounts
@@ -154,7 +155,13 @@ def click_stats(config: Config) -> tuple[ClickStats, list[Notice]]:
     size = len(log) if take is None else min(number_to_take(take, len(log)), len(log))
     notices = []
     if size < len(log):
-        text = f"{name}: the figures describe all {len(log):,} rows; {size:,} of them are used"
+        text = UserText(
+            "{name}: the figures describe all {num_log} rows; {size} of them are used",
+            code="statistics-of-all-rows",
+            name=name,
+            num_log=f"{len(log):,}",
+            size=f"{size:,}",
+        )
         notices.append(Notice("info", text))
     names = config.recommend.dense_features or [
         f"dense {number + 1}" for number in range(log.dense.shape[1])

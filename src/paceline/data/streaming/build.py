@@ -66,10 +66,11 @@ def uses_windows(config: Config, sources: Sequence[StreamSource]) -> bool:
             what = f"with `{texts[0]}`, whose documents are cut into samples"
         if args.max_steps is None:
             raise NotStreamable(
-                f"`max_steps` is required {what}: the number of rows of an epoch is unknown until"
-                " all of them have been tokenized",
+                "`max_steps` is required {subject}: the number of rows of an epoch is unknown"
+                " until all of them have been tokenized",
                 code="missing-max-steps",
                 fix="set `train_args.max_steps`, or `streaming: false`",
+                subject=what,
             )
         return True
     return config.task == "pretrain" and args.max_steps is not None
@@ -92,10 +93,11 @@ def open_streams(sources: list[StreamSource], config: Config) -> Streams:
         rows = open_rows([source], config, shuffle)
         if rows.num_rows is None and config.mixing == "temperature":
             raise NotStreamable(
-                f"`mixing: temperature` is not supported with `{source.label}`: the number of its"
-                " rows is unknown until it has been read",
-                code="not-supported",
+                "`mixing: temperature` is not supported with `{source}`: the number of its rows is"
+                " unknown until it has been read",
+                code="temperature-with-streaming",
                 fix="set `mixing: weights`, or `streaming: false`",
+                source=source.label,
             )
         streams.append(rows)
     return streams
@@ -123,7 +125,7 @@ def make_dataset(
         raise NotStreamable(
             "`stopping_strategy: all_exhausted_without_replacement` is not supported with these"
             " sources: the numbers of their rows are unknown until they have been read",
-            code="not-supported",
+            code="stopping-strategy-with-streaming",
             fix="set `stopping_strategy: all_exhausted`, or `streaming: false`",
         )
     schedule, shares = None, [1.0]

@@ -8,6 +8,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import NotStreamable
 from paceline.core.files import human_bytes
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.sources.opening import is_url, take_count
 from paceline.data.sources.resolve import is_local, open_source
 
@@ -40,14 +41,23 @@ def try_stream(
     try:
         if conflict := config.streaming_conflict():
             setting, reason, fix = conflict
-            raise NotStreamable(f"{setting} is not supported with streaming: {reason}", fix=fix)
+            raise NotStreamable(
+                "{setting} is not supported with streaming: {reason}",
+                code="not-streamable",
+                fix=fix,
+                setting=setting,
+                reason=reason,
+            )
         return prepare_stream(config, kind, resolve_model), []
     except NotStreamable as error:
         if has_urls or not is_auto:
             raise
-        text = (
-            f"streaming: off for {human_bytes(size or 0)} of text (`streaming: auto`), so all rows"
-            f" are tokenized before training starts. {error.what}"
+        text = UserText(
+            "streaming: off for {size} of text (`streaming: auto`), so all rows are tokenized"
+            " before training starts. {reason}",
+            code="streaming-off",
+            size=human_bytes(size or 0),
+            reason=error.what,
         )
         return None, [Notice("info", text)]
 

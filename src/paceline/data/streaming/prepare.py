@@ -12,8 +12,8 @@ from paceline.config.schema import Config
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir
-from paceline.core.formatting import counted
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.cache import build_once, key_of
 from paceline.data.counts import StreamCounts
 from paceline.data.kinds.base import KindSetup, RowCounts
@@ -155,11 +155,16 @@ def _hold_out(
     build_once(folder, _META, build)
     meta = json.loads((folder / _META).read_text())
     if dropped := sum(meta["counts"]["dropped"].values()):
-        text = f"validation: {dropped:,} of the rows that are held out are dropped"
+        text = UserText(
+            "validation: {dropped} of the rows that are held out are dropped",
+            code="validation-rows-dropped",
+            dropped=f"{dropped:,}",
+        )
         notices.append(Notice("warning", text))
     if not meta["samples"]:
         raise ConfigError(
             "no row that `split_dataset_ratio` holds out can be used",
+            code="no-validation-rows",
             fix="raise `split_dataset_ratio`, or set `val_dataset`",
         )
     return folder, meta["samples"], without_rows(tables, indices)
@@ -219,6 +224,13 @@ def _summary(
     num_files = sum(len(source.locations) for source in sources)
     return Notice(
         "info",
-        f"data: {number} rows in {counted(num_files, 'file')} are tokenized while training runs;"
-        f" {order}; ready in {elapsed_s:.1f} s",
+        UserText(
+            "data: {number} rows in {num_files:file} are tokenized while training runs; {order};"
+            " ready in {elapsed_s} s",
+            code="streaming-ready",
+            number=number,
+            num_files=num_files,
+            order=order,
+            elapsed_s=f"{elapsed_s:.1f}",
+        ),
     )

@@ -89,7 +89,9 @@ def find_remote(url: str, is_data: Callable[[Path], bool]) -> list[str] | Remote
         raise _unreachable(url, error) from error
     files = sorted(str(fs.unstrip_protocol(name)) for name in paths if is_data(Path(name)))
     if not files:
-        raise ConfigError(f"`{url}` has no data files", fix="check the URL")
+        raise ConfigError(
+            "`{url}` has no data files", code="no-files-at-url", fix="check the URL", url=url
+        )
     return files
 
 
@@ -130,8 +132,11 @@ def fetch(url: str) -> Path:
             fs.get_file(path, str(staging / name))
         except Exception as error:
             raise RunError(
-                f"`{url}` cannot be downloaded: {first_line(error)}",
+                "`{url}` cannot be downloaded: {reason}",
+                code="url-download-failed",
                 fix="check the network and run the command again; the run resumes",
+                url=url,
+                reason=first_line(error),
             ) from error
 
     build_once(folder, name, download)
@@ -145,12 +150,21 @@ def _filesystem(url: str) -> tuple[Any, str]:
         fs, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            f"`{url}` cannot be opened: {first_line(error)}",
+            "`{url}` cannot be opened: {reason}",
+            code="url-not-opened",
             fix="install the package that fsspec needs for it, such as `pip install paceline[s3]`",
+            url=url,
+            reason=first_line(error),
         ) from error
     return fs, path
 
 
 def _unreachable(url: str, error: Exception) -> ConfigError:
     reason = first_line(error) if str(error) else type(error).__name__
-    return ConfigError(f"`{url}` cannot be read: {reason}", fix="check the URL and the network")
+    return ConfigError(
+        "`{url}` cannot be read: {reason}",
+        code="url-unreadable",
+        fix="check the URL and the network",
+        url=url,
+        reason=reason,
+    )

@@ -107,7 +107,9 @@ class ShardRows:
             return self._rows[offset]
         # The first epoch ended before this position, so the number of rows is known now.
         if not self._total():
-            raise ConfigError("the dataset has no rows", fix="check the files")
+            raise ConfigError(
+                "the dataset has no rows", code="no-rows-in-files", fix="check the files"
+            )
         return self.row(position)
 
     def _load(self, epoch: int, window: int) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError, NotStreamable
-from paceline.core.formatting import counted
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.cache import fingerprint, key_of
 from paceline.data.sources.folder import find_files
 from paceline.data.sources.opening import (
@@ -100,11 +100,18 @@ def _find(number: int, spec: DatasetSource) -> StreamSource:
     if (dataset := resolved.hub) is not None:
         if dataset.offline:
             raise NotStreamable(
-                f"the hub cannot be reached, so the files of `{resolved.label}` cannot be streamed",
+                "the hub cannot be reached, so the files of `{resolved}` cannot be streamed",
+                code="hub-unreachable-for-streaming",
                 fix="connect to a network, or set `streaming: false` to use the downloaded copy",
+                resolved=resolved.label,
             )
         locations = dataset.files()
-        text = f"{resolved.label}: {counted(len(locations), 'file')} on the hub, read when needed"
+        text = UserText(
+            "{resolved}: {num_locations:file} on the hub, read when needed",
+            code="hub-files",
+            resolved=resolved.label,
+            num_locations=len(locations),
+        )
         resolved.notices.append(Notice("info", text))
     return StreamSource(number, resolved, locations, resolved.take)
 
@@ -122,7 +129,12 @@ def open_first_file(spec: DatasetSource) -> ResolvedSource:
     first, *others = source.locations
     source.resolved.files = [fetch(first)]
     if others:
-        text = f"{source.label}: rows of the first of {counted(len(source.locations), 'file')}"
+        text = UserText(
+            "{source}: rows of the first of {num_locations:file}",
+            code="rows-of-first-files",
+            source=source.label,
+            num_locations=len(source.locations),
+        )
         source.resolved.notices.append(Notice("info", text))
     return source.resolved
 
@@ -144,7 +156,10 @@ def open_rows(
             return _open_shards(sources, config, shuffle)
         if not of_source:
             raise ConfigError(
-                f"the dataset `{source.label}` has no rows", code="no-rows", fix="check the file"
+                "the dataset `{source}` has no rows",
+                code="no-rows-in-source",
+                fix="check the file",
+                source=source.label,
             )
         if source.take is not None:
             of_source = _take(source, source.take, of_source, config.train_args.seed)
@@ -162,15 +177,18 @@ def _tables(source: StreamSource) -> list[RowTable] | None:
         if table is None:
             if is_url(location) and has_text([location]):
                 raise ConfigError(
-                    f"`{location}` is plain text at a URL, which is not supported",
-                    code="not-supported",
+                    "`{location}` is plain text at a URL, which is not supported",
+                    code="text-at-url",
                     allowed="tables at a URL (JSON, CSV, Parquet, Arrow, tar), or a local text",
                     fix="copy the text to a local file",
+                    location=location,
                 )
             if has_text([location]):
                 raise NotStreamable(
-                    f"`{location}` cannot be streamed: it is compressed or not UTF-8",
+                    "`{location}` cannot be streamed: it is compressed or not UTF-8",
+                    code="text-not-streamable",
                     fix="convert it to UTF-8 text, or set `streaming: false`",
+                    location=location,
                 )
             return None
         tables.append(table)
@@ -188,7 +206,12 @@ def _take(source: StreamSource, take: Take, tables: list[RowTable], seed: int) -
     number = number_to_take(take, total)
     if number >= total:
         if number > total:
-            text = f"{source.label}: the dataset has only {total:,} rows; using all of them"
+            text = UserText(
+                "{source}: the dataset has only {total} rows; using all of them",
+                code="dataset-smaller-than-selection",
+                source=source.label,
+                total=f"{total:,}",
+            )
             source.resolved.notices.append(Notice("warning", text))
         return tables
     numbers = np.sort(np.random.default_rng(seed).permutation(total)[:number])
@@ -211,6 +234,7 @@ def without_rows(streams: Sequence[TableRows], excluded: np.ndarray) -> list[Tab
         if {source for _, source in pairs} != set(rows.sources):
             raise ConfigError(
                 "`split_dataset_ratio` leaves no row of a source for training",
+                code="split-leaves-no-rows",
                 fix="add rows to it, or set `val_dataset` instead of `split_dataset_ratio`",
             )
         part = TableRows([table for table, _ in pairs], [n for _, n in pairs], rows.shuffle)
@@ -227,21 +251,27 @@ def _open_shards(
     )
     if config.train_args.max_steps is None:
         raise NotStreamable(
-            f"`max_steps` is required: {reason}, so `num_train_epochs` cannot be converted to"
-            " steps",
-            code="missing-max-steps",
+            "`max_steps` is required: {reason}, so `num_train_epochs` cannot be converted to steps",
+            code="missing-max-steps-for-epochs",
             fix="set `train_args.max_steps`, or `streaming: false`",
+            reason=reason,
         )
     if config.split_dataset_ratio > 0:
         raise NotStreamable(
-            f"`split_dataset_ratio` is not supported with these files: {reason}",
+            "`split_dataset_ratio` is not supported with these files: {reason}",
+            code="split-with-streaming",
             fix="set `val_dataset`, or `streaming: false`",
+            reason=reason,
         )
     for source in sources:
         if source.take is not None:
             raise NotStreamable(
-                f"`{source.label}` selects among all rows, but {reason}",
-                fix=f"remove `#{source.label.rpartition('#')[2]}`, or set `streaming: false`",
+                "`{source}` selects among all rows, but {reason}",
+                code="selection-with-streaming",
+                fix="remove `#{selection}`, or set `streaming: false`",
+                source=source.label,
+                reason=reason,
+                selection=source.label.rpartition("#")[2],
             )
     shards = [
         Shard(location, source.number, source.resolved.spec)

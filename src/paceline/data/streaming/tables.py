@@ -119,10 +119,13 @@ class LineTable:
         is_whole = len(text) == end - start + before and (not before or text[0] == self.line_end)
         if not is_whole or (text[-1] != self.line_end and end != self.index.size):
             raise RunError(
-                f"`{self.path}` has changed since it was indexed: bytes {start:,} to {end:,}"
-                " are not a row",
+                "`{path}` has changed since it was indexed: bytes {start} to {end} are not a row",
+                code="data-changed",
                 fix="do not change the data of a run; restore the file, and run the command again"
                 " to resume",
+                path=self.path,
+                start=f"{start:,}",
+                end=f"{end:,}",
             )
         return text[before:]
 

@@ -165,8 +165,10 @@ class PackedStream:
             num_empty += not window.rows.num_rows
             if num_empty > _MAX_EMPTY:
                 raise ConfigError(
-                    f"none of {num_empty * self.window_rows:,} consecutive rows can be used",
+                    "none of {num_empty} consecutive rows can be used",
+                    code="no-usable-rows-in-window",
                     fix="check the rows with `paceline data preview`",
+                    num_empty=f"{num_empty * self.window_rows:,}",
                 )
             window_number, first_row = window_number + 1, first_row + window.rows.num_rows
 

@@ -12,6 +12,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
 from paceline.core.report import DataFigures
+from paceline.core.texts import UserText
 from paceline.data.kinds.base import RowCounts, SampleKind
 from paceline.data.kinds.label import SIGNED_CLASSES, have_sign_only
 from paceline.data.kinds.registry import load_kind
@@ -190,9 +191,10 @@ def _write_all(
     def finish(result: _SourceResult) -> None:
         if result.counts.read == 0:
             raise ConfigError(
-                f"the dataset `{result.source.label}` has no rows",
-                code="no-rows",
+                "the dataset `{source}` has no rows",
+                code="no-rows-in-source",
                 fix="check the file",
+                source=result.source.label,
             )
         if result.counts.kept == 0:
             raise nothing_kept(result.source, result.kind, result.tally, result.counts)
@@ -216,7 +218,13 @@ def _entry_meta(
     for result in results:
         if len(results) > 1:
             counts = result.counts
-            text = f"{result.source.label}: {counts.read:,} rows read, {counts.kept:,} kept"
+            text = UserText(
+                "{source}: {read} rows read, {kept} kept",
+                code="rows-read",
+                source=result.source.label,
+                read=f"{counts.read:,}",
+                kept=f"{counts.kept:,}",
+            )
             notices.append(Notice("info", text))
         total.add(result.counts)
         tally.add(result.tally)

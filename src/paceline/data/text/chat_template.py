@@ -425,6 +425,8 @@ def _compile(source: str) -> tuple[Callable[..., str], frozenset[str]]:
         return environment.from_string(source).render, frozenset(identifiers)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"the chat template is not valid Jinja: {error.message} in line {error.lineno}",
+            "the chat template is not valid Jinja: {message} in line {lineno}",
             code="invalid-template",
+            message=error.message,
+            lineno=error.lineno,
         ) from error

@@ -165,16 +165,21 @@ def check_columns(
     for name, column in columns.items():
         if name not in expected:
             raise ConfigError(
-                f"`columns: {{{name}: {column}}}` of {label}: unknown column `{name}`",
+                "`columns: {{name}: {column}}` of {label}: unknown column `{name}`",
                 code="unknown-column",
-                allowed="`{EXPECTED: YOURS}` with EXPECTED one of " + ", ".join(sorted(expected)),
+                allowed=("`{EXPECTED: YOURS}` with EXPECTED one of " + ", ".join(sorted(expected))),
                 fix=did_you_mean(name, expected),
+                name=name,
+                column=column,
+                label=label,
             )
         if column in ignore_columns:
             raise ConfigError(
-                f"`{column}` of {label} is in both `columns` and `ignore_columns`",
+                "`{column}` of {label} is in both `columns` and `ignore_columns`",
                 code="conflicting-settings",
                 fix="remove it from one of them",
+                column=column,
+                label=label,
             )
 
 

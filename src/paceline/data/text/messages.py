@@ -311,9 +311,11 @@ def role_names(roles: Mapping[str, str | list[str]], label: str) -> dict[str, st
     for role, names in roles.items():
         if role not in STANDARD_ROLES:
             raise ConfigError(
-                f"`roles: {{{role}: ...}}` of {label}: unknown role `{role}`",
+                "`roles: {{role}: ...}` of {label}: unknown role `{role}`",
                 code="unknown-role",
                 allowed=", ".join(STANDARD_ROLES),
+                role=role,
+                label=label,
             )
         role_by_name.update(dict.fromkeys([names] if isinstance(names, str) else names, role))
     return role_by_name

@@ -131,8 +131,10 @@ def _replace_around_texts(tokenizer: Any, is_end: bool, former: int | None, toke
 
 def _not_in_vocabulary(key: str, token: str, added: Collection[str]) -> ConfigError:
     return ConfigError(
-        f"`{key}: {token}`: the tokenizer has no such token",
+        "`{key}: {token}`: the tokenizer has no such token",
         code="unknown-token",
         allowed="a token of the tokenizer, or of `new_special_tokens`",
         fix=did_you_mean(token, added, "add it to the vocabulary: list it in `new_special_tokens`"),
+        key=key,
+        token=token,
     )

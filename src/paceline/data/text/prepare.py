@@ -17,6 +17,7 @@ from paceline.core.files import cache_dir
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.core.report import SourceFigures
+from paceline.core.texts import UserText
 from paceline.data.cache import build_once, fingerprint, key_of
 from paceline.data.counts import DataCounts
 from paceline.data.kinds.registry import kind_key
@@ -179,13 +180,15 @@ def split_indices(num_samples: int, ratio: float, seed: int) -> tuple[np.ndarray
     """
     if ratio >= max(1, num_samples):
         raise ConfigError(
-            f"`split_dataset_ratio: {ratio:g}` holds out {ratio:,g} samples, and the data has"
-            f" {num_samples:,}",
+            "`split_dataset_ratio: {ratio}` holds out {held_out} samples, and the data has"
+            " {num_samples}",
             code="split-too-large",
-            allowed=(
-                f"a share below 1, or a number of samples from 1 to {max(1, num_samples - 1):,}"
-            ),
+            allowed="a share below 1, or a number of samples from 1 to {most}",
             fix="use a share such as `split_dataset_ratio: 0.1`",
+            ratio=f"{ratio:g}",
+            held_out=f"{ratio:,g}",
+            num_samples=f"{num_samples:,}",
+            most=f"{max(1, num_samples - 1):,}",
         )
     held_out = min(max(1, round(num_samples * ratio if ratio < 1 else ratio)), num_samples - 1)
     order = np.random.default_rng([seed, 0x5B117]).permutation(num_samples)
@@ -198,8 +201,12 @@ def split_notice(held_out: int, total: int, ratio: float, noun: str = "sample") 
     if held_out == 0:
         return Notice(
             "warning",
-            f"no validation: `split_dataset_ratio: {ratio:g}` of {counted(total, noun)} leaves none"
-            " to hold out",
+            UserText(
+                "no validation: `split_dataset_ratio: {ratio}` of {total} leaves none to hold out",
+                code="no-validation-rows-left",
+                ratio=f"{ratio:g}",
+                total=counted(total, noun),
+            ),
         )
     text = (
         f"validation: {held_out:,} of {counted(total, noun)} held out (split_dataset_ratio:"
@@ -289,13 +296,22 @@ class TokenEntry:
         self.notices = [
             *source_notices,
             *self.meta["notices"],
-            Notice("info", f"{label}: {size}; {origin}"),
+            Notice(
+                "info",
+                UserText(
+                    "{label}: {size}; {origin}",
+                    code="dataset-size",
+                    label=label,
+                    size=size,
+                    origin=origin,
+                ),
+            ),
         ]
 
     def _name_sources(self) -> None:
         """Use the current names of the sources, which may be copies of the files of the entry."""
         current = names_of(self.sources)
-        notices = [Notice(level, text) for level, text in self.meta["notices"]]
+        notices = [Notice.from_json(record) for record in self.meta["notices"]]
         self.meta["notices"] = with_names(notices, self.meta.get("names", current), current)
         for figures, source in zip(self.meta.get("sources", []), self.sources, strict=False):
             figures["dataset"] = source.label
@@ -309,10 +325,11 @@ class TokenEntry:
         late: list[Notice] = []
         for source, number in zip(self.sources, num_notices, strict=True):
             late += source.notices[number:]
-        meta["notices"] = [*late, *meta["notices"]]
+        records = [notice.as_json() for notice in (*late, *meta["notices"])]
         meta["names"] = names_of(self.sources)
         (staging / _META).write_text(
-            json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            json.dumps({**meta, "notices": records}, indent=2, ensure_ascii=False) + "\n",
+            encoding="utf-8",
         )
 
     @property
@@ -354,8 +371,10 @@ class TokenEntry:
         for size in sizes:
             if not size.num_samples:
                 raise ConfigError(
-                    f"`split_dataset_ratio`: no sample of `{size.name}` is left for training",
+                    "`split_dataset_ratio`: no sample of `{size}` is left for training",
+                    code="split-leaves-no-samples",
                     fix="add rows to it, or set `val_dataset` instead of `split_dataset_ratio`",
+                    size=size.name,
                 )
         return sizes
 

@@ -154,10 +154,12 @@ def read_ranks(file: Path) -> dict[bytes, int]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"the tokenizer {file} cannot be read: {reason}",
-            code="damaged-file",
+            "the tokenizer {file} cannot be read: {reason}",
+            code="tokenizer-unreadable",
             allowed="the qwen.tiktoken of the original repository",
             fix="copy the file again, or select another tokenizer with `tokenizer: ...`",
+            file=file,
+            reason=reason,
         ) from error
     return ranks
 
@@ -175,9 +177,12 @@ def recover_merges(ranks: dict[bytes, int], source: Path) -> list[tuple[bytes, b
         parts = merge_below(token, ranks, rank)
         if len(parts) != 2:
             raise ConfigError(
-                f"the tokenizer {source / RANKS_FILE} is corrupt: its token {token!r} is not the"
-                " concatenation of two other tokens",
+                "the tokenizer {source} is corrupt: its token {token} is not the concatenation of"
+                " two other tokens",
+                code="tokenizer-corrupt",
                 fix="copy the file again",
+                source=source / RANKS_FILE,
+                token=f"{token!r}",
             )
         merges.append((parts[0], parts[1]))
     return merges

@@ -22,6 +22,7 @@ from paceline.config.chat_names import (
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
 from paceline.data.text.chats.tool_calls import ChatMessage
 from paceline.data.text.qwen_tokenizer import folder_template
@@ -284,21 +285,33 @@ class TemplateChoice:
         if self.name is None:
             return self.source, []
         if built_in and _same_text(self.source, built_in, tokenizer):
-            text = (
-                "chat template: the tokenizer's template, which produces the same text as"
-                f" `{self.name}`"
+            text = UserText(
+                "chat template: the tokenizer's template, which produces the same text as `{name}`",
+                code="template-of-tokenizer-same",
+                name=self.name,
             )
             return built_in, [Notice("info", text)]
         form = FORMATS[self.name]
         if form.prefers_tokenizer and _has_marks(built_in, form):
-            text = f"chat template: the tokenizer's template, which is of the family `{self.name}`"
+            text = UserText(
+                "chat template: the tokenizer's template, which is of the family `{name}`",
+                code="template-of-family",
+                name=self.name,
+            )
             return built_in, [Notice("info", text)]
-        notice = Notice("info", f"chat template: `{self.name}`")
+        notice = Notice(
+            "info", UserText("chat template: `{name}`", code="template", name=self.name)
+        )
         if built_in:
             notice = Notice(
                 "warning",
-                f"chat template: `{self.name}`; the tokenizer's template produces different text"
-                f" (`chat_template: {TOKENIZER_DEFAULT}`)",
+                UserText(
+                    "chat template: `{name}`; the tokenizer's template produces different text"
+                    " (`chat_template: {tokenizer_default}`)",
+                    code="template-differs",
+                    name=self.name,
+                    tokenizer_default=TOKENIZER_DEFAULT,
+                ),
             )
         return self.source, [notice, *_token_notices(self.name, form, tokenizer)]
 
@@ -325,12 +338,19 @@ def _token_notices(name: str, form: Format, tokenizer: LoadedTokenizer) -> list[
         missing = [mark for mark in form.marks if tokenizer.backend.token_to_id(mark) is None]
         if missing:
             listed = ", ".join(f"`{mark}`" for mark in missing)
-            text = (
-                f"the tokenizer has no token {listed}; `{name}` encodes it as several text tokens"
+            text = UserText(
+                "the tokenizer has no token {listed}; `{name}` encodes it as several text tokens",
+                code="no-token-for-template",
+                listed=listed,
+                name=name,
             )
             notices.append(Notice("warning", text))
     if EOS in form.answer and not tokenizer.special_tokens.get("eos_token"):
-        text = f"the tokenizer has no end-of-text token, which `{name}` adds after an answer"
+        text = UserText(
+            "the tokenizer has no end-of-text token, which `{name}` adds after an answer",
+            code="no-end-of-text-token",
+            name=name,
+        )
         notices.append(Notice("warning", text))
     return notices
 
@@ -391,25 +411,27 @@ def _read(value: str, path: Path) -> str:
             else f"is neither the name of a template nor a file ({reason})"
         )
         raise ConfigError(
-            f"`chat_template: {value}` {what}",
+            "`chat_template: {value}` {subject}",
             code="unknown-template",
-            allowed=(
-                f"{', '.join(TEMPLATE_NAMES)}, {TOKENIZER_DEFAULT}, a file with a Jinja template,"
-                " or the template itself"
-            ),
+            allowed="{template_names}, {tokenizer_default}, a file with a Jinja template, or the"
+            " template itself",
             fix=did_you_mean(
                 value.lower(),
                 [] if is_path(value) else TEMPLATE_NAMES,
                 "check the name or the path, or remove the key to use the tokenizer's template",
             ),
+            value=value,
+            subject=what,
+            template_names=", ".join(TEMPLATE_NAMES),
+            tokenizer_default=TOKENIZER_DEFAULT,
         ) from error
     if template is None:
         raise ConfigError(
-            f"`chat_template: {value}`: no chat template in this folder",
-            allowed=(
-                "a folder with chat_template.jinja, or with a `chat_template` in"
-                " tokenizer_config.json"
-            ),
+            "`chat_template: {value}`: no chat template in this folder",
+            code="no-template-in-folder",
+            allowed="a folder with chat_template.jinja, or with a `chat_template` in"
+            " tokenizer_config.json",
+            value=value,
         )
     return template
 

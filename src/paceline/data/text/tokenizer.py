@@ -126,8 +126,10 @@ def find_tokenizer(name: str, trust_remote_code: bool = False) -> Path:
         return _from_hub(name, trust_remote_code)
     if not folder.is_dir():
         raise ConfigError(
-            f"`{name}` is a file",
+            "`{name}` is a file",
+            code="tokenizer-is-file",
             allowed="a folder with a tokenizer (tokenizer.json etc.)",
+            name=name,
         )
     if is_qwen_tokenizer(folder):
         return converted_tokenizer(folder)
@@ -138,11 +140,13 @@ def find_tokenizer(name: str, trust_remote_code: bool = False) -> Path:
         return find_tokenizer(base, trust_remote_code)
     names = ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing"
     raise ConfigError(
-        f"no tokenizer in `{name}` (found: {names})",
-        allowed=(
-            "a folder with tokenizer.json and tokenizer_config.json, as written by save_pretrained"
-        ),
+        "no tokenizer in `{name}` (found: {names})",
+        code="no-tokenizer",
+        allowed="a folder with tokenizer.json and tokenizer_config.json, as written by"
+        " save_pretrained",
         fix="set `tokenizer: ...` to the tokenizer's folder or hub id",
+        name=name,
+        names=names,
     )
 
 
@@ -159,13 +163,12 @@ def _adapter_base(folder: Path) -> str | None:
 def _from_hub(name: str, trust_remote_code: bool) -> Path:
     if not is_hub_id(name):
         raise ConfigError(
-            f"`{name}` does not exist",
-            code="missing-file",
-            allowed=(
-                "a folder with a tokenizer, a hub id such as Qwen/Qwen2.5-0.5B, or"
-                " builtin:qwen2-tiny"
-            ),
+            "`{name}` does not exist",
+            code="missing-tokenizer-folder",
+            allowed="a folder with a tokenizer, a hub id such as Qwen/Qwen2.5-0.5B, or"
+            " builtin:qwen2-tiny",
             fix=windows_fix(name) or "check the path",
+            name=name,
         )
     go_offline_if_unreachable(name)
     from huggingface_hub import HfApi, snapshot_download
@@ -192,19 +195,23 @@ def _from_hub(name: str, trust_remote_code: bool) -> Path:
             raise _download_failed(name, error) from error
     if not tokenizer_files(folder):
         raise ConfigError(
-            f"`{name}` on the hub has no tokenizer", fix="select one with `tokenizer: ...`"
+            "`{name}` on the hub has no tokenizer",
+            code="no-tokenizer-on-hub",
+            fix="select one with `tokenizer: ...`",
+            name=name,
         )
     return converted_tokenizer(folder) if is_qwen_tokenizer(folder) else folder
 
 
 def _download_failed(name: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"the tokenizer of `{name}` cannot be downloaded ({first_line(error)})",
-        allowed=(
-            "a folder with a model or tokenizer, a hub id that this machine can reach, or"
-            " builtin:qwen2-tiny"
-        ),
+        "the tokenizer of `{name}` cannot be downloaded ({reason})",
+        code="tokenizer-download-failed",
+        allowed="a folder with a model or tokenizer, a hub id that this machine can reach, or"
+        " builtin:qwen2-tiny",
         fix="download it on another machine and use its folder: `model=/path/to/folder`",
+        name=name,
+        reason=first_line(error),
     )
 
 
@@ -304,11 +311,12 @@ def _load_by_transformers(folder: Path, trust_remote_code: bool) -> LoadedTokeni
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # a tokenizer's code may raise anything
         raise ConfigError(
-            f"the tokenizer in `{folder}` cannot be loaded: {first_line(error)}",
-            fix=(
-                "select another one with `tokenizer: ...`; if it requires code from the hub that"
-                " you trust, set `trust_remote_code: true`"
-            ),
+            "the tokenizer in `{folder}` cannot be loaded: {reason}",
+            code="tokenizer-not-loaded",
+            fix="select another one with `tokenizer: ...`; if it requires code from the hub that"
+            " you trust, set `trust_remote_code: true`",
+            folder=folder,
+            reason=first_line(error),
         ) from error
     special = {
         key: str(value)

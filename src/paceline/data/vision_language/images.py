@@ -57,8 +57,11 @@ class ImageProcessor:
             self.token = str(processor.image_token)
         except (OSError, ValueError, ImportError, AttributeError) as error:
             raise ConfigError(
-                f"the processor in `{folder}` cannot be loaded: {first_line(error)}",
+                "the processor in `{folder}` cannot be loaded: {reason}",
+                code="processor-not-loaded",
                 fix="use a folder with the files of the model's processor",
+                folder=folder,
+                reason=first_line(error),
             ) from error
         self._processor = processor
         self._tokens_of_size = lru_cache(maxsize=4096)(self._find_tokens)
@@ -124,8 +127,11 @@ class ImageProcessor:
         except (OSError, ValueError, SyntaxError) as error:
             name = source if isinstance(source, str) else "in the data"
             raise RunError(
-                f"the image {name} cannot be decoded: {first_line(error)}",
+                "the image {name} cannot be decoded: {reason}",
+                code="sample-image-not-decodable",
                 fix="replace the image, or remove the row, and run the command again",
+                name=name,
+                reason=first_line(error),
             ) from error
         size = self._scaled(image.size)
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)

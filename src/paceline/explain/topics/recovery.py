@@ -136,11 +136,20 @@ def _run_commands(*commands: list[str]) -> list[str]:
             output, _ = process.communicate(timeout=_TIMEOUT_S)
             if process.returncode != 0:
                 raise RunError(
-                    f"`paceline {command[0]}` failed with exit code {process.returncode}: {output}"
+                    "`paceline {command}` failed with exit code {returncode}: {output}",
+                    code="command-failed",
+                    command=command[0],
+                    returncode=process.returncode,
+                    output=output,
                 )
             outputs.append(output)
     except subprocess.TimeoutExpired as error:
-        raise RunError(f"`paceline {commands[0][0]}` took more than {_TIMEOUT_S:.0f} s") from error
+        raise RunError(
+            "`paceline {commands}` took more than {timeout_s} s",
+            code="command-timed-out",
+            commands=commands[0][0],
+            timeout_s=f"{_TIMEOUT_S:.0f}",
+        ) from error
     finally:
         for process in processes:
             if process.poll() is None:

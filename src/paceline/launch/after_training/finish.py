@@ -14,6 +14,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import EXIT_DONE, RunError
 from paceline.core.report import HubUpload, LmEvalReport, Report
 from paceline.core.run_dir import RunDir
+from paceline.core.texts import UserText
 from paceline.planner.machine.history import append, run_of
 from paceline.planner.machine.memory_history import remember
 from paceline.train.run_spec import TrainResult
@@ -57,7 +58,13 @@ def _remember(report: Report, config: Config) -> None:
         if run is not None:
             append(run)
     except OSError as error:
-        logger.warning("the run could not be added to the history of `paceline plan`: %s", error)
+        logger.warning(
+            UserText(
+                "the run could not be added to the history of `paceline plan`: {reason}",
+                code="history-not-stored",
+                reason=error,
+            )
+        )
 
 
 def _remember_memory(history_key: str, config: Config) -> None:
@@ -65,7 +72,13 @@ def _remember_memory(history_key: str, config: Config) -> None:
     try:
         remember(history_key, read_chosen(RunDir(Path(config.output_dir)).config))
     except OSError as error:
-        logger.warning("the memory settings could not be stored for later runs: %s", error)
+        logger.warning(
+            UserText(
+                "the memory settings could not be stored for later runs: {reason}",
+                code="memory-settings-not-stored",
+                reason=error,
+            )
+        )
 
 
 def _write(run_dir: RunDir, report: Report) -> None:
@@ -76,19 +89,29 @@ def _write(run_dir: RunDir, report: Report) -> None:
 
 def _evaluate(run_dir: RunDir) -> LmEvalReport:
     """Run ``paceline eval`` in a process of its own, which imports torch and frees its memory."""
-    logger.info(f"evaluating {run_dir.model} with lm-evaluation-harness")
+    logger.info(
+        UserText(
+            "evaluating {model} with lm-evaluation-harness",
+            code="lm-eval-starts",
+            model=run_dir.model,
+        )
+    )
     command = [sys.executable, "-m", "paceline", "eval", str(run_dir.root), "--json"]
     process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if process.returncode != EXIT_DONE:
         logger.warning(
-            "lm-evaluation-harness failed, which does not affect the model; `paceline eval"
-            f" {run_dir.root}` repeats the evaluation"
+            UserText(
+                "lm-evaluation-harness failed, which does not affect the model; `paceline eval"
+                " {root}` repeats the evaluation",
+                code="lm-eval-not-finished",
+                root=run_dir.root,
+            )
         )
         return {"error": f"`paceline eval` ended with exit code {process.returncode}"}
     results: LmEvalReport = json.loads(process.stdout)
     for task, metrics in results["results"].items():
         values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        logger.info(f"{task}: {values}")
+        logger.info(UserText("{task}: {values}", code="lm-eval-result", task=task, values=values))
     return results
 
 
@@ -103,5 +126,9 @@ def _upload(run_dir: RunDir, config: Config) -> HubUpload:
     except RunError as error:
         logger.warning(error.paragraph())
         return {"repository": repository, "url": None, "error": error.what}
-    logger.info(f"uploaded to {repository}: {url}")
+    logger.info(
+        UserText(
+            "uploaded to {repository}: {url}", code="model-uploaded", repository=repository, url=url
+        )
+    )
     return {"repository": repository, "url": url, "error": None}

@@ -7,6 +7,7 @@ from pathlib import Path
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError, first_line
 from paceline.core.hub import endpoint, unreachable
+from paceline.core.texts import UserText
 from paceline.launch.after_training.model_card import model_card
 
 _LOGIN = (
@@ -27,14 +28,21 @@ def check_hub_upload(config: Config) -> None:
     token, the hub cannot be reached, or the repository's name is invalid."""
     if not config.train_args.push_to_hub:
         if config.train_args.hub_model_id is not None:
-            logger.warning("`train_args.hub_model_id` has no effect without `push_to_hub: true`")
+            logger.warning(
+                UserText(
+                    "`train_args.hub_model_id` has no effect without `push_to_hub: true`",
+                    code="hub-id-without-effect",
+                )
+            )
         return
     setting = "`train_args.push_to_hub: true`"
     if config.use_modelscope:
         raise ConfigError(
-            f"{setting} is not supported with `use_modelscope: true`: models are uploaded to the"
+            "{setting} is not supported with `use_modelscope: true`: models are uploaded to the"
             " Hugging Face hub",
+            code="push-with-modelscope",
             fix="remove one of them, and upload `model/` with the tools of ModelScope",
+            setting=setting,
         )
     check_repository(repository_of(config), setting)
 
@@ -45,27 +53,40 @@ def check_repository(repository: str, setting: str) -> None:
     reason = unreachable()
     if reason is not None:
         raise ConfigError(
-            f"{setting}: {reason}", code="hub-unreachable", fix="connect to a network, or remove it"
+            "{setting}: {reason}",
+            code="hub-unreachable",
+            fix="connect to a network, or remove it",
+            setting=setting,
+            reason=reason,
         )
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
     if not _REPOSITORY.fullmatch(repository):
         raise ConfigError(
-            f"{setting}: `{repository}` is not a name of a repository",
-            code="invalid-name",
+            "{setting}: `{repository}` is not a name of a repository",
+            code="invalid-repository-name",
             allowed="NAME or OWNER/NAME, of letters, digits, `-`, `_` and `.`",
             fix="set `train_args.hub_model_id: OWNER/NAME`",
+            setting=setting,
+            repository=repository,
         )
     try:
         if get_token() is None:
-            raise ConfigError(f"{setting} needs a token of the hub", fix=_LOGIN)
+            raise ConfigError(
+                "{setting} needs a token of the hub",
+                code="missing-hub-token",
+                fix=_LOGIN,
+                setting=setting,
+            )
         HfApi(endpoint=endpoint()).whoami()
     except (HfHubHTTPError, OSError) as error:
         raise ConfigError(
-            f"{setting}: the hub does not accept the token: {first_line(error)}",
+            "{setting}: the hub does not accept the token: {reason}",
             code="hub-refuses-token",
             fix=_LOGIN,
+            setting=setting,
+            reason=first_line(error),
         ) from error
 
 
@@ -104,8 +125,14 @@ def upload_model(
         )
     except Exception as error:  # huggingface_hub raises errors of several libraries
         raise RunError(
-            f"the model could not be uploaded to {endpoint()}: {first_line(error)}",
-            fix=f"the model is in {folder}; repeat the upload with `paceline export {run} --push"
-            f" {repository}`",
+            "the model could not be uploaded to {endpoint}: {reason}",
+            code="model-upload-failed",
+            fix="the model is in {folder}; repeat the upload with `paceline export {run} --push"
+            " {repository}`",
+            endpoint=endpoint(),
+            reason=first_line(error),
+            folder=folder,
+            run=run,
+            repository=repository,
         ) from error
     return repository, str(commit.commit_url)

@@ -19,10 +19,10 @@ from paceline.config.load import Loaded, diff_configs, load_config, load_stored
 from paceline.config.schema import Config
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError, PacelineError, RunError
-from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.report import Report
 from paceline.core.run_dir import RunDir, lock_run, propose_folder
+from paceline.core.texts import UserText
 from paceline.launch.passes.draft import Draft, known
 from paceline.parallel.registry import check_stored
 from paceline.tasks.base import Prepared
@@ -53,10 +53,13 @@ def check_same_batch(draft: Draft) -> None:
     resumed = draft.global_batch_size
     if resumed is not None and configured not in (None, resumed):
         raise ConfigError(
-            f"`train_args.global_batch_size: {configured}`: the run in `output_dir` has a global"
-            f" batch of {counted(resumed, 'sample')}, which does not change when it resumes",
+            "`train_args.global_batch_size: {configured}`: the run in `output_dir` has a global"
+            " batch of {resumed:sample}, which does not change when it resumes",
+            code="changed-global-batch",
             allowed=str(resumed),
             fix="set another `output_dir` for a new run",
+            configured=configured,
+            resumed=resumed,
         )
 
 
@@ -107,8 +110,11 @@ def checkpoint_to_resume(config: Config, run_dir: RunDir) -> Path | None:
     problem = verify(path)
     if problem is not None:
         raise ConfigError(
-            f"`resume: {config.resume}` is not a valid checkpoint: {problem}",
+            "`resume: {resume}` is not a valid checkpoint: {problem}",
+            code="invalid-resume-checkpoint",
             fix="set an earlier checkpoint, or `resume=auto`",
+            resume=config.resume,
+            problem=problem,
         )
     _log_foreign_files(path)
     return path
@@ -125,9 +131,10 @@ def fetch_latest(config: Config, run_dir: RunDir, *, is_first_attempt: bool, dry
     remote.check()
     if config.resume == "never" and is_first_attempt and remote.names():
         raise ConfigError(
-            f"`checkpoint_dir: {remote.url}` already contains a run, but `resume: never` starts a"
-            " new one",
+            "`checkpoint_dir: {url}` already contains a run, but `resume: never` starts a new one",
+            code="checkpoint-dir-contains-run",
             fix="set another `checkpoint_dir`, delete this one, or set `resume: auto` to resume it",
+            url=remote.url,
         )
     if (config.resume == "auto" or not is_first_attempt) and not dry_run:
         remote.fetch_latest(run_dir.checkpoints, _log_skipped)
@@ -154,14 +161,17 @@ def _log_foreign_files(path: Path) -> None:
     foreign = foreign_files(path)
     if foreign:
         logger.warning(
-            "ignoring files in %s that do not belong to the checkpoint: %s",
-            path,
-            ", ".join(foreign),
+            UserText(
+                "ignoring files in {path} that do not belong to the checkpoint: {foreign}",
+                code="foreign-files-ignored",
+                path=path,
+                foreign=", ".join(foreign),
+            ),
         )
 
 
 def _log_skipped(text: str) -> None:
-    logger.warning("skipping a checkpoint: %s", text)
+    logger.warning(UserText("skipping a checkpoint: {text}", code="checkpoint-skipped", text=text))
 
 
 def checkpoint_after_restart(config: Config, run_dir: RunDir) -> Path | None:
@@ -189,9 +199,12 @@ def _compare_with_checkpoint(draft: Draft, meta: CheckpointMeta) -> Report | Non
     _check_same_data(known(draft.data), meta, path, allow_change)
     if meta["step"] > num_steps:
         raise ConfigError(
-            f"cannot resume {path}: it is at step {meta['step']}, but the run has only"
-            f" {num_steps} steps",
+            "cannot resume {path}: it is at step {step}, but the run has only {num_steps} steps",
+            code="beyond-last-step",
             fix="raise `max_steps` or `num_train_epochs`, or set another `output_dir`",
+            path=path,
+            step=meta["step"],
+            num_steps=num_steps,
         )
     finished = None
     if config.resume == "auto":
@@ -215,9 +228,12 @@ def check_restart(config: Config, run_dir: RunDir, allow_change: bool) -> None:
     except ConfigError as error:
         reason = error.what.splitlines()[0].rstrip(":")
         raise ConfigError(
-            f"`output_dir: {run_dir.root}` contains another run: its config.yaml cannot be loaded"
-            f" ({reason})",
+            "`output_dir: {root}` contains another run: its config.yaml cannot be loaded"
+            " ({reason})",
+            code="config-of-run-unreadable",
             fix="set another `output_dir`",
+            root=run_dir.root,
+            reason=reason,
         ) from error
     _check_same_config(config, stored, run_dir.root, allow_change)
     logger.info(
@@ -255,20 +271,24 @@ def _check_same_config(
         return
     if [key for key, _, _ in changes] == ["train_args.precision"]:
         raise ConfigError(
-            f"`output_dir` contains a run with another precision ({path}). Changed: {listing}."
+            "`output_dir` contains a run with another precision ({path}). Changed: {listing}."
             " `precision: auto` depends on the device",
-            fix=(
-                f"set `train_args.precision={changes[0][1]}` to resume it; set"
-                f" `output_dir={propose_folder(config.output_dir)}` for a new run; or pass"
-                " --allow-config-change"
-            ),
+            code="changed-precision",
+            fix="set `train_args.precision={changes}` to resume it; set"
+            " `output_dir={propose_folder}` for a new run; or pass --allow-config-change",
+            path=path,
+            listing=listing,
+            changes=changes[0][1],
+            propose_folder=propose_folder(config.output_dir),
         )
     raise ConfigError(
-        f"`output_dir` contains a run with another config ({path}). Changed: {listing}",
-        fix=(
-            f"set `output_dir={propose_folder(config.output_dir)}` for a new run; restore the old"
-            " values to resume it; or pass --allow-config-change to resume it with the new ones"
-        ),
+        "`output_dir` contains a run with another config ({path}). Changed: {listing}",
+        code="changed-config",
+        fix="set `output_dir={propose_folder}` for a new run; restore the old values to resume it;"
+        " or pass --allow-config-change to resume it with the new ones",
+        path=path,
+        listing=listing,
+        propose_folder=propose_folder(config.output_dir),
     )
 
 
@@ -283,11 +303,11 @@ def _check_same_data(data: Prepared, meta: CheckpointMeta, path: Path, allow_cha
         )
         return
     raise ConfigError(
-        f"cannot resume {path} exactly: the training data has changed",
-        fix=(
-            "restore the data, the tokenizer and its chat template; or pass --allow-config-change;"
-            " or set another `output_dir`"
-        ),
+        "cannot resume {path} exactly: the training data has changed",
+        code="changed-data",
+        fix="restore the data, the tokenizer and its chat template; or pass --allow-config-change;"
+        " or set another `output_dir`",
+        path=path,
     )
 
 
@@ -315,12 +335,12 @@ def check_run_folder(loaded: Loaded, run_dir: RunDir, is_first_attempt: bool) ->
     """
     if is_first_attempt and loaded.config.resume == "never" and run_dir.is_run():
         raise ConfigError(
-            f"`output_dir: {run_dir.root}` already contains a run, but `resume: never` starts a"
-            " new one",
-            fix=(
-                f"set `output_dir={propose_folder(loaded.config.output_dir)}`, delete that folder,"
-                " or set `resume: auto` to resume it"
-            ),
+            "`output_dir: {root}` already contains a run, but `resume: never` starts a new one",
+            code="output-dir-contains-run",
+            fix="set `output_dir={propose_folder}`, delete that folder, or set `resume: auto` to"
+            " resume it",
+            root=run_dir.root,
+            propose_folder=propose_folder(loaded.config.output_dir),
         )
     _check_no_overwriting(loaded, run_dir)
     _wait_until_free(run_dir)
@@ -338,12 +358,19 @@ def check_checkpoint_dir(location: str, output_dir: Path) -> None:
     folder, checkpoints = Path(location).absolute(), RunDir(output_dir).checkpoints.absolute()
     if folder in (checkpoints, output_dir.absolute()) or checkpoints in folder.parents:
         raise ConfigError(
-            f"`checkpoint_dir: {location}` is inside the run's folder, which contains the latest"
+            "`checkpoint_dir: {location}` is inside the run's folder, which contains the latest"
             " checkpoint anyway",
+            code="checkpoint-dir-in-output-dir",
             fix="remove `checkpoint_dir`, or set a folder outside of `output_dir`",
+            location=location,
         )
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"`checkpoint_dir: {location}` is a file", fix="set a folder")
+        raise ConfigError(
+            "`checkpoint_dir: {location}` is a file",
+            code="checkpoint-dir-is-file",
+            fix="set a folder",
+            location=location,
+        )
 
 
 def check_output_dir(folder: Path) -> None:
@@ -354,22 +381,33 @@ def check_output_dir(folder: Path) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
-            f"`output_dir: {folder}` is a file", fix="set a folder, e.g. `output_dir=./output/run`"
+            "`output_dir: {folder}` is a file",
+            code="output-dir-is-file",
+            fix="set a folder, e.g. `output_dir=./output/run`",
+            folder=folder,
         )
     parent = folder
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir():
         raise ConfigError(
-            f"`output_dir: {folder}` is below {parent}, which is a file", fix="set another folder"
+            "`output_dir: {folder}` is below {parent}, which is a file",
+            code="output-dir-below-file",
+            fix="set another folder",
+            folder=folder,
+            parent=parent,
         )
     try:
         with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
         raise ConfigError(
-            f"`output_dir: {folder}` is not writable: {error.strerror or error} ({parent})",
+            "`output_dir: {folder}` is not writable: {reason} ({parent})",
+            code="output-dir-not-writable",
             fix="set a folder that you can write to, e.g. `output_dir=./output/run`",
+            folder=folder,
+            reason=error.strerror or error,
+            parent=parent,
         ) from error
 
 
@@ -384,7 +422,9 @@ def _wait_until_free(run_dir: RunDir) -> None:
         try:
             lock_run(run_dir, wait_s=10.0, sign=False).close()
         except RunError as error:
-            raise ConfigError(error.what, fix=error.fix) from error
+            raise ConfigError(
+                error.what, code="checkpoint-dir-not-usable", fix=error.fix
+            ) from error
 
 
 def _check_no_overwriting(loaded: Loaded, run_dir: RunDir) -> None:
@@ -398,16 +438,22 @@ def _check_no_overwriting(loaded: Loaded, run_dir: RunDir) -> None:
         and loaded.path.resolve() == run_dir.config.resolve()
     ):
         raise ConfigError(
-            f"the run would overwrite your config file {loaded.path} with its own config.yaml:"
-            f" it is in `output_dir: {root}`",
+            "the run would overwrite your config file {loaded} with its own config.yaml: it is in"
+            " `output_dir: {root}`",
+            code="config-would-be-overwritten",
             fix="set another `output_dir`, e.g. `output_dir=./output/run`, or rename the file",
+            loaded=loaded.path,
+            root=root,
         )
     existing = [
         path.name for path in (run_dir.model, run_dir.report, run_dir.report_html) if path.exists()
     ]
     if existing and not run_dir.config.is_file():
         raise ConfigError(
-            f"`output_dir: {root}` does not contain a run, and the run would overwrite files in it:"
-            f" {', '.join(existing)}",
+            "`output_dir: {root}` does not contain a run, and the run would overwrite files in it:"
+            " {existing}",
+            code="files-would-be-overwritten",
             fix="set another `output_dir`, e.g. `output_dir=./output/run`",
+            root=root,
+            existing=", ".join(existing),
         )

@@ -76,8 +76,10 @@ def check_schedule(draft: Draft) -> None:
     problem = schedule_problem(args.lr_scheduler_type, args.lr_scheduler_kwargs, rate)
     if problem is not None:
         raise ConfigError(
-            f"`train_args.lr_scheduler_kwargs`: {problem}",
+            "`train_args.lr_scheduler_kwargs`: {problem}",
+            code="invalid-schedule-arguments",
             fix="set `train_args.learning_rate`, or correct it",
+            problem=problem,
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice, log_notices
+from paceline.core.texts import UserText
 from paceline.distributed.devices import (
     check_several_ranks,
     choose_devices,
@@ -56,13 +57,18 @@ def check_host(draft: Draft) -> Sequence[Notice]:
     for check in quick_checks(draft.config, draft.device_type, known(draft.host).devices.count):
         if check.fatal:
             raise ConfigError(
-                f"this host cannot run the config: {check.name}: {check.value}", fix=check.advice
+                "this host cannot run the config: {check}: {result}",
+                code="host-check-failed",
+                fix=check.advice,
+                check=check.name,
+                result=check.value,
             )
         notices.append(Notice("warning", f"{check.name}: {check.value}; {check.advice}"))
     if expands_segments(draft.device_type):
-        text = (
+        text = UserText(
             "memory: torch's allocator uses expandable segments, which fragment less; another"
-            " setting in PYTORCH_ALLOC_CONF takes precedence"
+            " setting in PYTORCH_ALLOC_CONF takes precedence",
+            code="expandable-segments",
         )
         notices.append(Notice("info", text))
     return notices

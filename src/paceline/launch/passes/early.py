@@ -63,9 +63,12 @@ def check_resume(draft: Draft) -> None:
         check_url("resume", setting)
     elif setting not in ("auto", "never") and not Path(setting).exists():
         raise ConfigError(
-            f"`resume: {setting}` does not exist",
-            allowed=f"auto, never, or a checkpoint such as RUN/checkpoints/{name_of(40)}",
+            "`resume: {setting}` does not exist",
+            code="missing-resume-checkpoint",
+            allowed="auto, never, or a checkpoint such as RUN/checkpoints/{example}",
             fix="check the path, or remove `resume`: the default resumes the latest checkpoint",
+            setting=setting,
+            example=name_of(40),
         )
 
 

@@ -13,6 +13,7 @@ from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.run_dir import RunDir
+from paceline.core.texts import UserText
 from paceline.distributed.mesh import ParallelDims
 from paceline.launch.passes.data import read_data_early
 from paceline.launch.passes.draft import Draft, known
@@ -61,8 +62,10 @@ def choose_layout(draft: Draft) -> Draft:
         num_devices -= get_spec(name).extra_ranks(draft.config)
     if num_devices < 1:
         raise ConfigError(
-            f"`parallel.mode: {name}` has no worker: all ranks are servers",
+            "`parallel.mode: {name}` has no worker: all ranks are servers",
+            code="no-worker",
             fix="start more ranks, or lower `parameter_server.num_servers`",
+            name=name,
         )
     chosen = layout(draft.config.parallel, num_devices, name)
     _log_strategy(chosen.text())
@@ -86,7 +89,7 @@ def _choose_mode(draft: Draft) -> Draft:
         choice = pick(config, num_devices, free_bytes, device_type=draft.device_type)
     _log_strategy(f"{choice.layout.text()}, chosen by `mode: auto`: {choice.why}")
     for remark in choice.remarks:
-        logger.info("auto: %s", remark)
+        logger.info(UserText("auto: {remark}", code="auto-remark", remark=remark))
     settings = {**kept, **choice.settings}
     draft = draft.with_config(with_settings(draft.config, settings))
     return _with_layout(replace(draft, settings=settings), choice.layout)
@@ -159,7 +162,9 @@ def check_vision_language(config: Config, dims: ParallelDims) -> None:
     if names and reads_images(config):
         setting = f"`parallel.{names[0]}: {getattr(dims, names[0])}`"
         raise ConfigError(
-            f"{setting} is not supported with the vision-language model `{config.model}`",
-            code="not-supported",
+            "{setting} is not supported with the vision-language model `{model}`",
+            code="vision-language-layout",
             fix="set `parallel.mode: ddp`, `zero1`, `zero2` or `zero3`",
+            setting=setting,
+            model=config.model,
         )

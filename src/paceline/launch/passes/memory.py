@@ -23,6 +23,7 @@ from paceline.config.chosen import (
 from paceline.config.derive import accumulation_of
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.launch.passes.draft import Draft, known
 from paceline.launch.passes.layout import kept_settings
 from paceline.launch.passes.rank_memory import RankMemory
@@ -139,7 +140,14 @@ def _choose(
     if not config.train_args.auto_find_batch_size and _fits_by_far(preferred, memory):
         changed = changed_settings(config, kept.settings)
         if changed:
-            logger.info(f"memory: {settings_text(changed)}, {kept.reason}")
+            logger.info(
+                UserText(
+                    "memory: {settings_text}, {reason}",
+                    code="memory-settings",
+                    settings_text=settings_text(changed),
+                    reason=kept.reason,
+                )
+            )
         return kept.settings
     from paceline.planner.model_profile import describe
 

@@ -44,9 +44,9 @@ def check_model(config: Config, layout: ParallelLayout) -> list[Notice]:
         return []
     stored = _stored(config, layout)
     if (result := stored.read()) is not None:
-        return [Notice(*entry) for entry in result]
+        return [Notice.from_json(entry) for entry in result]
     notices = _build_and_check(config, layout)
-    stored.write([[*notice] for notice in notices])
+    stored.write([notice.as_json() for notice in notices])
     return notices
 
 
@@ -127,8 +127,7 @@ class _BackgroundCheck:
         assert self._scratch is not None
         outcome = self._scratch.path / "refused.json"
         if outcome.exists():
-            what, allowed, fix = json.loads(outcome.read_text())
-            raise ConfigError(what, allowed=allowed, fix=fix)
+            raise ConfigError.from_record(json.loads(outcome.read_text()))
 
     def _start(self) -> None:
         self._scratch = Scratch()
@@ -154,4 +153,4 @@ def _check_in_process(config: Config, layout: ParallelLayout, outcome: str) -> N
     try:
         check_model(config, layout)
     except ConfigError as error:
-        write_json_atomic(Path(outcome), [error.what, error.allowed, error.fix])
+        write_json_atomic(Path(outcome), error.record())

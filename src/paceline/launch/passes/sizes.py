@@ -14,6 +14,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.distributed.devices import cpu_cores
 from paceline.launch.passes.draft import Draft, known
 from paceline.parallel.balance import equal_notice
@@ -46,7 +47,12 @@ def find_idle_settings(draft: Draft) -> Iterable[tuple[str, str]]:
     for name in config.preference.unused(config.task):
         yield (
             "warning",
-            f"`preference.{name}` has no effect with the loss of `task: {config.task}`",
+            UserText(
+                "`preference.{name}` has no effect with the loss of `task: {task}`",
+                code="preference-without-effect",
+                name=name,
+                task=config.task,
+            ),
         )
     num_ranks = layout.num_processes
     if draft.host is not None:
@@ -55,8 +61,13 @@ def find_idle_settings(draft: Draft) -> Iterable[tuple[str, str]]:
     if loaders != "auto" and loaders * num_ranks > cores:
         yield (
             "warning",
-            f"{loaders * num_ranks} loader processes on {cores} cores: fewer"
-            " (`dataloader_num_workers`) may be faster",
+            UserText(
+                "{loaders} loader processes on {cores} cores: fewer (`dataloader_num_workers`) may"
+                " be faster",
+                code="many-loader-processes",
+                loaders=loaders * num_ranks,
+                cores=cores,
+            ),
         )
     wasted = notice_of_compression(layout.strategy, config, layout.axes)
     if wasted is not None:
@@ -103,12 +114,22 @@ def check_selection(draft: Draft) -> Iterable[tuple[str, str]]:
     names = [f"`train_args.{name}`" for name, is_set in settings.items() if is_set]
     if names:
         raise ConfigError(
-            f"{' and '.join(names)} compare evaluations, and {why}",
+            "{names} compare evaluations, and {why}",
             code="no-validation-data",
-            fix=f"{fix}, or remove these settings",
+            fix="{advice}, or remove these settings",
+            names=" and ".join(names),
+            why=why,
+            advice=fix,
         )
     if args.metric_for_best_model is not None:
-        yield "warning", f"`train_args.metric_for_best_model` has no effect: {why}"
+        yield (
+            "warning",
+            UserText(
+                "`train_args.metric_for_best_model` has no effect: {why}",
+                code="best-metric-without-effect",
+                why=why,
+            ),
+        )
 
 
 def check_profile(draft: Draft) -> None:
@@ -116,9 +137,12 @@ def check_profile(draft: Draft) -> None:
     profile, steps = draft.config.train_args.profile, known(draft.derived).steps
     if profile is not None and profile.last_step > steps:
         raise ConfigError(
-            f"`train_args.profile`: step {profile.last_step} is to be recorded, and the run has"
-            f" {counted(steps, 'step')}",
+            "`train_args.profile`: step {last_step} is to be recorded, and the run has"
+            " {steps:step}",
+            code="profile-beyond-end",
             fix="lower `profile.start_step` or `profile.num_steps`",
+            last_step=profile.last_step,
+            steps=steps,
         )
 
 
@@ -160,28 +184,32 @@ def check_sizes(derived: ResolvedValues, samples: int | None, mode: str) -> list
     if samples == 0:
         raise ConfigError(
             "the dataset contains no training sample",
-            code="no-rows",
+            code="no-training-samples",
             fix="check `dataset` and `max_length`",
         )
     if derived.replicas > samples and mode in OTHER_TRAINING:
         raise ConfigError(
-            f"`parallel.mode: {mode}` trains each worker on separate samples, but there are"
-            f" {derived.replicas} workers and only {counted(samples, 'training sample')}",
-            fix=(
-                f"set `parallel.num_gpus` to at most {samples}, use `parallel.mode: ddp`, or add"
-                " data"
-            ),
+            "`parallel.mode: {mode}` trains each worker on separate samples, but there are"
+            " {replicas} workers and only {samples:training sample}",
+            code="too-few-samples-for-workers",
+            fix="set `parallel.num_gpus` to at most {samples}, use `parallel.mode: ddp`, or add"
+            " data",
+            mode=mode,
+            replicas=derived.replicas,
+            samples=samples,
         )
     if derived.replicas > derived.global_batch_size:
         max_ranks = derived.global_batch_size * (derived.world_size // derived.replicas)
         raise ConfigError(
-            f"the run's global batch of {counted(derived.global_batch_size, 'sample')} cannot be"
-            f" shared among {derived.replicas} replicas: some would have nothing to train on",
-            fix=(
-                f"set `parallel.num_gpus` to at most {max_ranks}, or split the model over the ranks"
-                " (`parallel.tensor`, `parallel.pipeline`), or set another `output_dir` for a"
-                " new run"
-            ),
+            "the run's global batch of {global_batch_size:sample} cannot be shared among"
+            " {replicas} replicas: some would have nothing to train on",
+            code="batch-too-small-for-replicas",
+            fix="set `parallel.num_gpus` to at most {max_ranks}, or split the model over the ranks"
+            " (`parallel.tensor`, `parallel.pipeline`), or set another `output_dir` for a new"
+            " run",
+            global_batch_size=derived.global_batch_size,
+            replicas=derived.replicas,
+            max_ranks=max_ranks,
         )
     warm_up = _warm_up_notices(derived)
     if derived.global_batch_size <= samples:
@@ -209,9 +237,14 @@ def _warm_up_notices(derived: ResolvedValues) -> list[Notice]:
     if warmup <= steps:
         return []
     last = derived.learning_rate * (steps - 1) / warmup  # the first step of a warm-up has rate 0
-    text = (
-        f"the warm-up of {warmup:,} steps is longer than the training of {counted(steps, 'step')},"
-        f" so the learning rate only reaches about {last:.2g} of {derived.learning_rate:g}; lower"
-        " `train_args.warmup_steps`, or train longer"
+    text = UserText(
+        "the warm-up of {warmup} steps is longer than the training of {steps:step}, so the"
+        " learning rate only reaches about {last} of {learning_rate}; lower"
+        " `train_args.warmup_steps`, or train longer",
+        code="warmup-too-long",
+        warmup=f"{warmup:,}",
+        steps=steps,
+        last=f"{last:.2g}",
+        learning_rate=f"{derived.learning_rate:g}",
     )
     return [Notice("warning", text)]

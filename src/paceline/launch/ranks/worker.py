@@ -23,6 +23,7 @@ from paceline.core.failures import ExitRecord, FailureKind, classify, classify_o
 from paceline.core.log import configure_logging, mute_console
 from paceline.core.processes import end_with_starter
 from paceline.core.stop import StopFlag
+from paceline.core.texts import UserText, translatable
 from paceline.distributed.environment import RankEnv, from_environment
 from paceline.distributed.progress import PROGRESS
 from paceline.launch.out_of_memory import explain
@@ -84,20 +85,24 @@ def _failed(error: BaseException, env: RankEnv, spec: Any) -> ExitRecord:
     if isinstance(error, OutOfMemory):
         failure, message = replace(failure, text=error.what), explain(error, spec)
     elif failure.kind is FailureKind.MEMORY:  # before the training, or in a run that is no training
-        failure = replace(failure, text=_out_of_memory_text(error, spec.config))
+        text = _out_of_memory_text(error, spec.config)
+        failure = replace(failure, text=text, **translatable(text))
     if failure.kind is FailureKind.MEMORY:
         phase = PROGRESS.phase
     return ExitRecord.failed(failure, message, traceback=traceback.format_exc(), phase=phase)
 
 
-def _out_of_memory_text(error: BaseException, config: Config) -> str:
+def _out_of_memory_text(error: BaseException, config: Config) -> UserText:
     args = config.train_args
-    return (
-        f"Out of memory: {first_line(error)}. To fix: lower `per_device_train_batch_size` (now"
-        f" {args.per_device_train_batch_size}) and raise `gradient_accumulation_steps` by the"
-        f" same factor (the result stays the same), lower `max_length` (now {args.max_length}),"
-        " or set `gradient_checkpointing: full`, `precision: bf16-mixed` or `lora.enable:"
-        " true`."
+    return UserText(
+        "Out of memory: {reason}. To fix: lower `per_device_train_batch_size` (now {batch_size})"
+        " and raise `gradient_accumulation_steps` by the same factor (the result stays the same),"
+        " lower `max_length` (now {max_length}), or set `gradient_checkpointing: full`,"
+        " `precision: bf16-mixed` or `lora.enable: true`.",
+        code="allocation-failed",
+        reason=first_line(error),
+        batch_size=args.per_device_train_batch_size,
+        max_length=args.max_length,
     )
 
 

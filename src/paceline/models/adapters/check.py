@@ -8,6 +8,7 @@ from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.sources.opening import with_slashes
 from paceline.models.json_config import JsonObject, read_object
 
@@ -46,10 +47,19 @@ def fit_adapter(loaded: Loaded) -> Loaded:
         listed = ", ".join(
             f"`lora.{name}: {now[name]}` (it has {values[name]})" for name in ignored
         )
-        text = f"lora.adapter: it keeps its own settings, so these are not used: {listed}"
+        text = UserText(
+            "lora.adapter: it keeps its own settings, so these are not used: {listed}",
+            code="adapter-keeps-settings",
+            listed=listed,
+        )
         notices.append(Notice("warning", text))
     if "rank" in values:
-        text = f"lora.adapter: rank {values['rank']}, alpha {values.get('alpha', 'none')}"
+        text = UserText(
+            "lora.adapter: rank {rank}, alpha {alpha}",
+            code="adapter-settings",
+            rank=values["rank"],
+            alpha=values.get("alpha", "none"),
+        )
         notices.append(Notice("info", text))
     config = loaded.config.model_copy(update={"lora": lora.model_copy(update=changed)})
     return replace(loaded, config=config, notices=[*loaded.notices, *notices])
@@ -82,19 +92,27 @@ def check_adapters(config: Config) -> None:
     if not lora.enable:
         if lora.quantize != "none":
             raise ConfigError(
-                f"`lora.quantize: {lora.quantize}` requires `lora.enable: true`: quantized weights"
+                "`lora.quantize: {quantize}` requires `lora.enable: true`: quantized weights"
                 " cannot be trained, only adapters on them",
                 code="needs-lora",
                 fix="set `lora.enable: true`, or leave `lora.quantize` out",
+                quantize=lora.quantize,
             )
         return
     for setting, reason, fix in _conflicts(config):
-        raise ConfigError(f"{setting} is not supported: {reason}", code="not-supported", fix=fix)
+        raise ConfigError(
+            "{setting} is not supported: {reason}",
+            code="quantize-not-supported",
+            fix=fix,
+            setting=setting,
+            reason=reason,
+        )
     if lora.quantize != "none" and find_spec("bitsandbytes") is None:
         raise ConfigError(
-            f"`lora.quantize: {lora.quantize}` requires the package bitsandbytes, which is not"
-            " installed",
+            "`lora.quantize: {quantize}` requires the package bitsandbytes, which is not installed",
+            code="missing-bitsandbytes",
             fix='run `pip install "paceline[bitsandbytes]"`',
+            quantize=lora.quantize,
         )
 
 

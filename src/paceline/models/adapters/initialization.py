@@ -44,10 +44,12 @@ def add_initial_buffers(adapted: nn.Module, config: Config) -> None:
     others = [name for name, layer in layers.items() if not _is_linear(layer)]
     if others:
         raise ConfigError(
-            f"{setting} is not supported with adapters on {short_names(others)}: only the weights"
-            " of linear layers are decomposed",
-            code="not-supported",
+            "{setting} is not supported with adapters on {short_names}: only the weights of linear"
+            " layers are decomposed",
+            code="dora-without-linear-layers",
             fix="list linear layers in `lora.target_modules`, such as [q_proj, v_proj, o_proj]",
+            setting=setting,
+            short_names=short_names(others),
         )
     _check_rank(layers.values(), config)
     for layer in layers.values():
@@ -62,10 +64,13 @@ def _check_rank(layers: Iterable[Any], config: Config) -> None:
     smallest = min(min(layer.in_features, layer.out_features) for layer in layers)
     if lora.rank > smallest:
         raise ConfigError(
-            f"`lora.init_lora_weights: {lora.init_lora_weights}` is not supported with `lora.rank:"
-            f" {lora.rank}`: the smallest adapted weight has {smallest} singular values",
-            code="not-supported",
-            fix=f"set `lora.rank: {smallest}` or less, or another initialization",
+            "`lora.init_lora_weights: {init_lora_weights}` is not supported with `lora.rank:"
+            " {rank}`: the smallest adapted weight has {smallest} singular values",
+            code="rank-too-large-for-initialization",
+            fix="set `lora.rank: {smallest}` or less, or another initialization",
+            init_lora_weights=lora.init_lora_weights,
+            rank=lora.rank,
+            smallest=smallest,
         )
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, first_line
+from paceline.core.texts import UserText
 from paceline.data.sources.opening import with_slashes
 from paceline.models import qwen
 from paceline.models.adapters.initialization import add_initial_buffers, correct_rounding
@@ -77,9 +78,11 @@ def _load_adapters(model: Any, config: Config, read_weights: bool) -> Any:
         settings = PeftConfig.from_pretrained(folder)
         if settings.peft_type not in ("LORA", "VERA"):
             raise ConfigError(
-                f"{key} is an adapter of the type {str(settings.peft_type).rpartition('.')[2]}",
+                "{key} is an adapter of the type {peft_type}",
                 code="unknown-adapter-type",
                 allowed="an adapter of LoRA, with or without DoRA, or of VeRA",
+                key=key,
+                peft_type=str(settings.peft_type).rpartition(".")[2],
             )
         settings.inference_mode = False
         with warnings.catch_warnings():
@@ -91,11 +94,19 @@ def _load_adapters(model: Any, config: Config, read_weights: bool) -> Any:
             result = adapted.load_adapter(folder, _ADAPTER, is_trainable=True, torch_device="cpu")
             absent = list(result.missing_keys)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{key} cannot be loaded: {first_line(error)}") from error
+        raise ConfigError(
+            "{key} cannot be loaded: {reason}",
+            code="adapter-not-loaded",
+            key=key,
+            reason=first_line(error),
+        ) from error
     if absent:
         raise ConfigError(
-            f"{key} does not fit the model: its file has no weights for {short_names(absent)}",
+            "{key} does not fit the model: its file has no weights for {short_names}",
+            code="adapter-without-weights",
             fix="give the adapter of this model",
+            key=key,
+            short_names=short_names(absent),
         )
     if any(not _supports_dropout(layer) for _, layer in adapter_layers(adapted)):
         # Such an adapter is saved without its dropout, because peft would not load it otherwise.
@@ -128,17 +139,19 @@ def _create_adapters(model: Any, config: Config) -> Any:
         RuntimeError,
     ) as error:
         raise ConfigError(
-            f"`lora.target_modules: {targets}` does not fit this model: {first_line(error)}",
-            code="unfit-adapter",
+            "`lora.target_modules: {targets}` does not fit this model: {reason}",
+            code="unfit-target-modules",
             allowed=allowed,
             fix=(
                 "leave `lora.use_dora` out, or list modules of `lora.target_modules` that are not"
                 " experts"
-                if "use_dora" in str(error)
-                else None
-                if selects_all
-                else "set `lora.target_modules: all-linear`, which selects the modules that fit"
-            ),
+            )
+            if "use_dora" in str(error)
+            else None
+            if selects_all
+            else "set `lora.target_modules: all-linear`, which selects the modules that fit",
+            targets=targets,
+            reason=first_line(error),
         ) from error
     set_dropout(adapted, config.lora.dropout)
     if config.lora.subtracts_adapter:
@@ -243,7 +256,11 @@ def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
     notices: list[Notice] = []
     if lora.adapter is None and added_tokens(config) is not None:
         names = short_names(embedding_names(adapted.get_base_model()))
-        text = f"LoRA: tokens are added, so these are trained in full and saved: {names}"
+        text = UserText(
+            "LoRA: tokens are added, so these are trained in full and saved: {names}",
+            code="trained-with-new-tokens",
+            names=names,
+        )
         notices.append(("info", text))
     layers = dict(adapter_layers(adapted))
     without = [
@@ -254,15 +271,22 @@ def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
     if without and lora.dropout > 0:
         level = "warning" if "dropout" in lora.model_fields_set else "info"
         applies_to = "the other adapters only" if len(without) < len(layers) else "no adapter"
-        text = (
-            f"lora.dropout: {lora.dropout:g} applies to {applies_to}; peft cannot apply dropout to"
-            f" {short_names(without)}"
+        text = UserText(
+            "lora.dropout: {dropout} applies to {applies_to}; peft cannot apply dropout to"
+            " {short_names}",
+            code="dropout-not-applied",
+            dropout=f"{lora.dropout:g}",
+            applies_to=applies_to,
+            short_names=short_names(without),
         )
         notices.append((level, text))
     if lora.quantize != "none" and (kept := expert_weights(adapted)):
         names = short_names(kept)
-        text = (
-            f"lora.quantize: {lora.quantize} does not apply to {names}, which are no linear layers"
+        text = UserText(
+            "lora.quantize: {quantize} does not apply to {names}, which are no linear layers",
+            code="quantize-not-applied",
+            quantize=lora.quantize,
+            names=names,
         )
         notices.append(("info", text))
     if selects_all_linear(config) and lora.adapter is None:
@@ -272,7 +296,15 @@ def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
     elif ineffective := ineffective_adapters(adapted):
         names = short_names(ineffective)
         notices.append(
-            ("warning", f"LoRA: the adapters on {names} may have no effect: {WHY_BYPASSED}")
+            (
+                "warning",
+                UserText(
+                    "LoRA: the adapters on {names} may have no effect: {why_bypassed}",
+                    code="adapter-may-have-no-effect",
+                    names=names,
+                    why_bypassed=WHY_BYPASSED,
+                ),
+            )
         )
     return notices
 
@@ -283,9 +315,29 @@ def _left_out(base: Any, saved: list[str]) -> list[Notice]:
     notices: list[Notice] = []
     bypassed = bypassed_modules(base)
     if bypassed:
-        notices.append(("info", f"LoRA: no adapter on {short_names(bypassed)}: {WHY_BYPASSED}"))
+        notices.append(
+            (
+                "info",
+                UserText(
+                    "LoRA: no adapter on {short_names}: {why_bypassed}",
+                    code="no-adapter-on-bypassed",
+                    short_names=short_names(bypassed),
+                    why_bypassed=WHY_BYPASSED,
+                ),
+            )
+        )
     if special := special_linear_modules(base):
-        notices.append(("info", f"LoRA: no adapter on {short_names(special)}: {WHY_SPECIAL}"))
+        notices.append(
+            (
+                "info",
+                UserText(
+                    "LoRA: no adapter on {short_names}: {why_special}",
+                    code="no-adapter-on-special",
+                    short_names=short_names(special),
+                    why_special=WHY_SPECIAL,
+                ),
+            )
+        )
     inside = tuple(
         f"{name}." for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)
     )
@@ -299,9 +351,10 @@ def _left_out(base: Any, saved: list[str]) -> list[Notice]:
     experts = expert_weights(base)
     plain = [*linear, *(name for name in experts if not name.startswith(inside))]
     if plain:
-        text = (
-            f"LoRA: no adapter on {short_names(plain)}: peft does not select these in this"
-            " architecture"
+        text = UserText(
+            "LoRA: no adapter on {short_names}: peft does not select these in this architecture",
+            code="no-adapter-selected",
+            short_names=short_names(plain),
         )
         notices.append(("info", text))
     return notices

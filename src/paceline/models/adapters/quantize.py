@@ -51,10 +51,12 @@ def quantize_layers(model: Any, config: Config) -> None:
     layers = _linear_layers(model)
     if not layers:
         raise ConfigError(
-            f"`lora.quantize: {lora.quantize}` is not supported with `model: {config.model}`: it"
-            " has no torch.nn.Linear layers",
-            code="not-supported",
+            "`lora.quantize: {quantize}` is not supported with `model: {model}`: it has no"
+            " torch.nn.Linear layers",
+            code="quantize-without-linear-layers",
             fix="leave `lora.quantize` out",
+            quantize=lora.quantize,
+            model=config.model,
         )
     stored = _stored_weights(model, layers, config)
     for name, linear in layers.items():

@@ -26,6 +26,7 @@ from paceline.core.errors import ConfigError, RunError, first_line
 from paceline.core.files import cache_dir, human_bytes
 from paceline.core.formatting import counted
 from paceline.core.log import ON_EVERY_RANK
+from paceline.core.texts import UserText
 from paceline.data.cache import build_once, discard, key_of
 from paceline.distributed.environment import from_environment
 from paceline.distributed.torch_compat import has_values
@@ -75,8 +76,13 @@ def stored_weights(
         folder, identity = _identify(model, config, has_files=bool(stored))
     except LookupError as error:
         logger.info(
-            f"quantized weights: each rank quantizes {counted(len(layers), 'layer')}, and stores"
-            f" nothing in the cache: {error.args[0]}"
+            UserText(
+                "quantized weights: each rank quantizes {num_layers:layer}, and stores nothing in"
+                " the cache: {reason}",
+                code="quantized-by-each-rank",
+                num_layers=len(layers),
+                reason=error.args[0],
+            )
         )
         return {}
     sizes = {name: layer.weight.numel() for name, layer in stored.items()}
@@ -141,13 +147,24 @@ class _QuantizedStore:
         if self._num_quantized:
             rest = f"; {counted(others, 'layer')} read from there" if others else ""
             logger.info(
-                f"quantized weights: {counted(self._num_quantized, 'layer')} quantized in"
-                f" {elapsed_s:.1f} s and stored in {self._folder}{rest}"
+                UserText(
+                    "quantized weights: {num_quantized:layer} quantized in {elapsed_s} s and"
+                    " stored in {folder}{rest}",
+                    code="quantized-weights-stored",
+                    num_quantized=self._num_quantized,
+                    elapsed_s=f"{elapsed_s:.1f}",
+                    folder=self._folder,
+                    rest=rest,
+                )
             )
         elif num_stored:
             logger.info(
-                f"quantized weights: {counted(num_stored, 'layer')} read from the cache:"
-                f" {self._folder}"
+                UserText(
+                    "quantized weights: {num_stored:layer} read from the cache: {folder}",
+                    code="quantized-weights-read",
+                    num_stored=num_stored,
+                    folder=self._folder,
+                )
             )
 
     def _part(self, number: int) -> Path:
@@ -221,7 +238,12 @@ class _QuantizedStore:
         try:
             if discard(part, lambda: _read_file(part / _FILE)[1] is not None):
                 logger.warning(
-                    f"quantized weights: {part / _FILE} is damaged and is built again: {damage}",
+                    UserText(
+                        "quantized weights: {part} is damaged and is built again: {damage}",
+                        code="quantized-weights-damaged",
+                        part=part / _FILE,
+                        damage=damage,
+                    ),
                     extra={"is_of_this_rank": True},
                 )
             self._build(number)
@@ -246,8 +268,12 @@ class _QuantizedStore:
 
     def _warn_not_stored(self, reason: str) -> None:
         logger.warning(
-            "quantized weights: each rank quantizes them itself, because they cannot be stored in"
-            f" the cache: {reason}"
+            UserText(
+                "quantized weights: each rank quantizes them itself, because they cannot be stored"
+                " in the cache: {reason}",
+                code="quantized-weights-not-stored",
+                reason=reason,
+            )
         )
 
 

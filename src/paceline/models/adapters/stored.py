@@ -82,8 +82,11 @@ def _compare(stored: Mapping[str, Shape], expected: Mapping[str, Shape], key: st
         )
     if problems:
         raise ConfigError(
-            f"{key} does not fit the model: {'; '.join(problems)}",
+            "{key} does not fit the model: {problems}",
+            code="adapter-of-another-model",
             fix="give the adapter of this model, or the model that the adapter was trained on",
+            key=key,
+            problems="; ".join(problems),
         )
 
 

@@ -124,10 +124,13 @@ def check_names(model: Any, config: Config) -> None:
         absent := _missing([target for target in targets if target not in experts], paths)
     ):
         raise ConfigError(
-            f"`lora.target_modules: {targets}`: the model has no module named {_quoted(absent)}",
-            code="unknown-module",
-            allowed=f"all-linear, a regular expression, or some of: {allowed}",
+            "`lora.target_modules: {targets}`: the model has no module named {quoted}",
+            code="unknown-target-modules",
+            allowed="all-linear, a regular expression, or some of: {choices}",
             fix=did_you_mean(absent[0], names, "remove the names that belong to another model"),
+            targets=targets,
+            quoted=_quoted(absent),
+            choices=allowed,
         )
     if (
         isinstance(targets, str)
@@ -136,12 +139,14 @@ def check_names(model: Any, config: Config) -> None:
     ):
         example = next((path for path in paths if path.rpartition(".")[2] in names), paths[-1])
         raise ConfigError(
-            f"`lora.target_modules: {targets}` is a regular expression that matches no module of"
+            "`lora.target_modules: {targets}` is a regular expression that matches no module of"
             " this model",
-            allowed=(
-                f"all-linear, a list of some of: {allowed}; or an expression that matches a whole"
-                f" name such as {example}"
-            ),
+            code="target-modules-match-nothing",
+            allowed="all-linear, a list of some of: {choices}; or an expression that matches a"
+            " whole name such as {example}",
+            targets=targets,
+            choices=allowed,
+            example=example,
         )
     if not selects_all_linear(config):
         _check_special(targets, special_linear_modules(model), allowed)
@@ -150,10 +155,12 @@ def check_names(model: Any, config: Config) -> None:
             dict.fromkeys(path.rpartition(".")[2] for path in paths if not path[-1].isdigit())
         )
         raise ConfigError(
-            f"`lora.modules_to_save: {lora.modules_to_save}`: the model has no module named"
-            f" {_quoted(absent)}",
-            allowed="the last parts of names of modules, such as " + ", ".join(leaves[:12]),
+            "`lora.modules_to_save: {modules_to_save}`: the model has no module named {quoted}",
+            code="unknown-modules-to-save",
+            allowed=("the last parts of names of modules, such as " + ", ".join(leaves[:12])),
             fix=did_you_mean(absent[0], leaves),
+            modules_to_save=lora.modules_to_save,
+            quoted=_quoted(absent),
         )
 
 
@@ -170,10 +177,14 @@ def _check_special(targets: str | list[str], special: list[str], allowed: str) -
         ]
     if selected:
         raise ConfigError(
-            f"`lora.target_modules: {targets}` selects {short_names(selected)}, which cannot have"
-            f" adapters: {WHY_SPECIAL}",
-            code="unfit-adapter",
-            allowed=f"all-linear, a regular expression, or some of: {allowed}",
+            "`lora.target_modules: {targets}` selects {short_names}, which cannot have adapters:"
+            " {why_special}",
+            code="special-target-modules",
+            allowed="all-linear, a regular expression, or some of: {choices}",
+            targets=targets,
+            short_names=short_names(selected),
+            why_special=WHY_SPECIAL,
+            choices=allowed,
         )
 
 
@@ -182,7 +193,10 @@ def _regex_matches(pattern: str, model: Any, paths: list[str], experts: Iterable
         regex = re.compile(pattern)
     except re.error as error:
         raise ConfigError(
-            f"`lora.target_modules: {pattern}` is not a valid regular expression: {error}"
+            "`lora.target_modules: {pattern}` is not a valid regular expression: {reason}",
+            code="invalid-target-modules",
+            pattern=pattern,
+            reason=error,
         ) from error
     if any(regex.fullmatch(path) for path in paths):
         return True

@@ -12,6 +12,7 @@ from pydantic import JsonValue
 
 from paceline.config.schema import Config
 from paceline.core.files import cache_dir, write_json_atomic
+from paceline.core.texts import UserText
 from paceline.data.cache import key_of
 from paceline.models.builtin import resolve_model
 from paceline.models.files import files_identity
@@ -49,7 +50,13 @@ class StoredCheck:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_json_atomic(self.file, result)
         except OSError as error:
-            logger.warning(f"model: the result of a check cannot be stored in the cache: {error}")
+            logger.warning(
+                UserText(
+                    "model: the result of a check cannot be stored in the cache: {reason}",
+                    code="check-not-stored",
+                    reason=error,
+                )
+            )
 
 
 def check_of_config(name: str, config: Config, *parts: object) -> StoredCheck:

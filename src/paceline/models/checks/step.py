@@ -28,9 +28,12 @@ def check_adapted_step(adapted: Any) -> None:
             return
     place = f"the adapter on {short_names([layer])}" if layer else "a model with these adapters"
     raise ConfigError(
-        f"{place} cannot be trained: {type(error).__name__}: {first_line(error)}",
+        "{place} cannot be trained: {kind}: {reason}",
         code="unfit-adapter",
         fix="list other modules in `lora.target_modules`, such as [q_proj, k_proj, v_proj, o_proj]",
+        place=place,
+        kind=type(error).__name__,
+        reason=first_line(error),
     )
 
 

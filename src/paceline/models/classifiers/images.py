@@ -14,6 +14,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, first_line, unknown_name
 from paceline.core.files import write_json_atomic
 from paceline.core.hub import go_offline_if_unreachable
+from paceline.core.texts import UserText
 from paceline.data.images import ImageForm
 from paceline.models.hub_configs import find_file
 from paceline.models.json_config import read_object
@@ -96,23 +97,30 @@ def check_image_model(config: Config) -> None:
     if not folder.exists():
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise ConfigError(
-                f"`model: {name}` does not exist",
-                code="missing-file",
+                "`model: {name}` does not exist",
+                code="missing-image-model",
                 allowed=_ALLOWED,
                 fix="check the path",
+                name=name,
             )
         return
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"`model: {name}` is not a model: it has no config.json",
+            "`model: {name}` is not a model: it has no config.json",
             code="no-model-config",
             allowed=_ALLOWED,
             fix="check the path",
+            name=name,
         )
     try:
         content = json.loads((folder / "config.json").read_text())
     except ValueError as error:
-        raise ConfigError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
+        raise ConfigError(
+            "{folder} is not valid JSON: {reason}",
+            code="model-file-invalid-json",
+            folder=folder / "config.json",
+            reason=error,
+        ) from error
     if content.get("format") == _FORMAT:
         return
     language = [
@@ -126,10 +134,12 @@ def check_image_model(config: Config) -> None:
 
 def _not_an_image_model(name: str, kind: str) -> ConfigError:
     return ConfigError(
-        f"`model: {name}` is a {kind}, but `task: classify` trains image classifiers",
-        code="wrong-kind-of-model",
+        "`model: {name}` is a {kind}, but `task: classify` trains image classifiers",
+        code="not-an-image-classifier",
         allowed=_ALLOWED,
         fix="set `task: sft` for a language model, or name an image model",
+        name=name,
+        kind=kind,
     )
 
 
@@ -154,15 +164,38 @@ def find_form(config: Config, *, digits: bool) -> tuple[ImageForm, list[tuple[st
     height, width = image_size if isinstance(image_size, list | tuple) else (image_size, image_size)
     if (height, width) != (size, size):
         notices.append(
-            ("info", f"images are resized to {height} × {width}, the size of {config.model}")
+            (
+                "info",
+                UserText(
+                    "images are resized to {height} × {width}, the size of {model}",
+                    code="images-resized",
+                    height=height,
+                    width=width,
+                    model=config.model,
+                ),
+            )
         )
     channels = int(getattr(model_config, "num_channels", 3))
     mean, std = _normalization(config.model)
     if mean is None or std is None:
-        notices.append(("info", f"{config.model} does not normalize pixels: they stay in [0, 1]"))
+        notices.append(
+            (
+                "info",
+                UserText(
+                    "{model} does not normalize pixels: they stay in [0, 1]",
+                    code="pixels-not-normalized",
+                    model=config.model,
+                ),
+            )
+        )
     elif len(mean) != channels or len(std) != channels:
         raise ConfigError(
-            f"{_PREPROCESSOR} of {config.model} has {len(mean)} means for {channels} channels"
+            "{preprocessor} of {model} has {num_mean} means for {channels} channels",
+            code="wrong-number-of-channels",
+            preprocessor=_PREPROCESSOR,
+            model=config.model,
+            num_mean=len(mean),
+            channels=channels,
         )
     return ImageForm(channels, int(height), int(width), mean, std), notices
 
@@ -210,9 +243,13 @@ def load_image_model(config: Config, form: ImageForm, classes: list[str]) -> nn.
     if saved is not None:
         if saved["classes"] != classes:
             raise ConfigError(
-                f"`model: {config.model}` was trained on the classes {_few(saved['classes'])}, but"
-                f" the data has {_few(classes)}",
+                "`model: {model}` was trained on the classes {classes}, but the data has"
+                " {classes_of_data}",
+                code="other-classes",
                 fix="use data with the same classes, or start from a built-in model",
+                model=config.model,
+                classes=_few(saved["classes"]),
+                classes_of_data=_few(classes),
             )
         return load_classifier(config.model)[0].train()
     import torch
@@ -261,9 +298,12 @@ def _local(name: str) -> str:
 
 def _cannot_load(name: str, error: BaseException) -> ConfigError:
     return ConfigError(
-        f"`model: {name}` cannot be loaded: {first_line(error)}",
+        "`model: {name}` cannot be loaded: {reason}",
+        code="image-model-not-loaded",
         allowed=_ALLOWED,
         fix="download the model where there is a network and set `model=/path/to/folder`",
+        name=name,
+        reason=first_line(error),
     )
 
 
@@ -340,8 +380,10 @@ def load_classifier(folder: str | Path) -> tuple[nn.Module, list[str]]:
         return model.eval(), list(spec["classes"])
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{folder} is not an image classifier: it has no config.json",
+            "{folder} is not an image classifier: it has no config.json",
+            code="missing-image-config",
             allowed="the `model` folder of a run",
+            folder=folder,
         )
     from transformers import AutoModelForImageClassification
 

@@ -161,10 +161,11 @@ def check_attention(
     what = f"`train_args.attn_implementation: {requested}` is not supported"
     if requested == "flex_attention" and device_type == "cpu":
         raise ConfigError(
-            f"{what} on a CPU: torch has no backward pass of it there",
-            code="not-supported",
+            "{subject} on a CPU: torch has no backward pass of it there",
+            code="attention-on-cpu",
             allowed="auto, sdpa, eager",
             fix="set `train_args.attn_implementation: auto`",
+            subject=what,
         )
     kernel = fused_kernel(requested)
     if kernel is None or config.task not in CAUSAL_TASKS:
@@ -182,5 +183,10 @@ def check_attention(
     else:
         fix = "set `train_args.attn_implementation: auto`"
     raise ConfigError(
-        f"{what}: {missing}", code="not-supported", allowed="auto, sdpa, eager", fix=fix
+        "{subject}: {missing}",
+        code="attention-missing",
+        allowed="auto, sdpa, eager",
+        fix=fix,
+        subject=what,
+        missing=missing,
     )

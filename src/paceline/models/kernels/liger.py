@@ -32,16 +32,20 @@ def check_liger(config: Config, device_type: str) -> None:
         return
     if device_type not in _DEVICES:
         raise ConfigError(
-            f"{_WHAT} is not supported on `{device_type}`: its kernels are written in Triton",
-            code="not-supported",
+            "{subject} is not supported on `{device_type}`: its kernels are written in Triton",
+            code="liger-on-device",
             allowed=", ".join(_DEVICES),
             fix=_FIX,
+            subject=_WHAT,
+            device_type=device_type,
         )
     if find_spec("liger_kernel") is None:
         raise ConfigError(
-            f"{_WHAT} requires the package `liger-kernel`",
-            code="missing-package",
-            fix=f"run `pip install 'paceline[liger]'`, or {_FIX}",
+            "{subject} requires the package `liger-kernel`",
+            code="missing-liger",
+            fix="run `pip install 'paceline[liger]'`, or {advice}",
+            subject=_WHAT,
+            advice=_FIX,
         )
 
 
@@ -61,10 +65,14 @@ def install_liger(model: Any, config: Config) -> None:
     kind = model.config.model_type
     if kind not in families:
         raise ConfigError(
-            f"{_WHAT} is not supported with `model: {config.model}`: liger-kernel has no kernels"
-            f" for its family, {kind}",
+            "{subject} is not supported with `model: {model}`: liger-kernel has no kernels for its"
+            " family, {kind}",
+            code="liger-with-model",
             allowed=", ".join(sorted(families)),
             fix=_FIX,
+            subject=_WHAT,
+            model=config.model,
+            kind=kind,
         )
     apply = families[kind]
     arguments = inspect.signature(apply).parameters

@@ -69,27 +69,25 @@ def find_tensor_plan(model: nn.Module, configured: Mapping[str, str]) -> dict[st
         plan.update(_chain(model))
     if not plan:
         raise ConfigError(
-            f"`parallel.tensor` is not supported with {_class_name(model)}: it has no plan for"
-            " splitting its layers",
+            "`parallel.tensor` is not supported with {class_name}: it has no plan for splitting"
+            " its layers",
             code="no-tensor-plan",
-            allowed=(
-                "models of transformers with a base_model_tp_plan; the families of"
-                " models/tensor_plan/families.py (GPT-2, OPT, BLOOM, Falcon, MPT, …); an"
-                " nn.Sequential with Linear → activation → Linear; or a plan in the config"
-            ),
-            fix=(
-                "list pairs of layers, the first split by rows of its weight, the second by"
-                " columns: `parallel.tensor_plan: {layers.*.up: colwise, layers.*.down: rowwise}`"
-            ),
+            allowed="models of transformers with a base_model_tp_plan; GPT-2, OPT, BLOOM, Falcon,"
+            " MPT and similar families; an nn.Sequential with Linear → activation → Linear; or a"
+            " plan in the config",
+            fix="list pairs of layers, the first split by rows of its weight, the second by"
+            " columns: `parallel.tensor_plan: {layers.*.up: colwise, layers.*.down: rowwise}`",
+            class_name=_class_name(model),
         )
     _check_pairs(plan)
     for name, style in plan.items():
         if kind_of(style) == EXPERTS and not any(other.startswith(f"{name}.") for other in plan):
             raise ConfigError(
-                f"`parallel.tensor`: the weights of the experts `{name}` are not found at their"
+                "`parallel.tensor`: the weights of the experts `{name}` are not found at their"
                 " names in the model's plan, because they have an adapter",
                 code="experts-not-found",
                 fix="remove the experts from `lora.target_modules`, or set `parallel.mode: zero3`",
+                name=name,
             )
     order = {
         name: number for number, name in enumerate(dict.fromkeys(_in_order(names, parameters)))
@@ -113,9 +111,11 @@ def _model_plan(
     problem = unsupported(config)
     if problem is not None:
         raise ConfigError(
-            f"`parallel.tensor` is not supported with {_class_name(model)}: {problem}",
-            code="not-supported",
+            "`parallel.tensor` is not supported with {class_name}: {problem}",
+            code="tensor-with-model",
             fix=_WITHOUT_TENSOR,
+            class_name=_class_name(model),
+            problem=problem,
         )
     patterns.update({base + key: style for key, style in family_plan(config).items()})
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
@@ -181,10 +181,13 @@ def _configured_plan(
         if not matches:
             near = nearest(pattern, {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names})
             raise ConfigError(
-                f"`parallel.tensor_plan`: `{pattern}` matches no module of {_class_name(model)}",
-                code="unknown-module",
+                "`parallel.tensor_plan`: `{pattern}` matches no module of {class_name}",
+                code="tensor-plan-matches-nothing",
                 allowed="dotted names of modules, `*` for one part of a name",
-                fix=f"write `{near}`" if near else None,
+                fix="write `{near}`" if near else None,
+                pattern=pattern,
+                class_name=_class_name(model),
+                near=near,
             )
         plan.update(dict.fromkeys(matches, _style(style, pattern, "`parallel.tensor_plan`")))
     return plan
@@ -196,10 +199,13 @@ def _style(style: str, pattern: str, source: str) -> str:
         parse_style(style)
     except (KeyError, ValueError):
         raise ConfigError(
-            f"`parallel.tensor`: {source} has `{pattern}: {style}`, an unsupported style",
+            "`parallel.tensor`: {source} has `{pattern}: {style}`, an unsupported style",
             code="unsupported-style",
             allowed=", ".join(STYLES),
             fix=_WITHOUT_TENSOR,
+            source=source,
+            pattern=pattern,
+            style=style,
         ) from None
     return style
 
@@ -215,10 +221,14 @@ def _check_pairs(plan: Mapping[str, str]) -> None:
     if bool(columns) != bool(rows):
         lone, missing = (columns[0], ROW) if columns else (rows[0], COLUMN)
         raise ConfigError(
-            f"`parallel.tensor`: `{lone}` has the style {plan[lone]}, but no layer has the style"
-            f" {missing}, which completes the pair",
+            "`parallel.tensor`: `{lone}` has the style {plan}, but no layer has the style"
+            " {missing}, which completes the pair",
             code="incomplete-tensor-plan",
-            fix=f"set the style of the layer {'after' if columns else 'before'} it to {missing}",
+            fix="set the style of the layer {side} it to {missing}",
+            lone=lone,
+            plan=plan[lone],
+            missing=missing,
+            side="after" if columns else "before",
         )
 
 
@@ -302,10 +312,13 @@ def check_divisible(sizes: Mapping[str, int], tensor: int) -> None:
     fitting = fitting_sizes(sizes.values())
     below = max([size for size in fitting if size <= tensor], default=1)
     raise ConfigError(
-        f"`parallel.tensor: {tensor}` does not divide the model's "
-        + ", ".join(f"{name} ({wrong[name]})" for name in wrong),
-        code="not-divisible",
-        allowed=f"{', '.join(map(str, fitting))}: what divides "
-        + ", ".join(f"{name} ({size})" for name, size in sizes.items()),
-        fix=(f"set `parallel.tensor: {below}`" if below > 1 else _WITHOUT_TENSOR),
+        "`parallel.tensor: {tensor}` does not divide the model's {wrong}",
+        code="tensor-not-divisible",
+        allowed="{fitting}: what divides {sizes}",
+        fix="set `parallel.tensor: {below}`" if below > 1 else _WITHOUT_TENSOR,
+        tensor=tensor,
+        wrong=", ".join(f"{name} ({size})" for name, size in wrong.items()),
+        fitting=", ".join(map(str, fitting)),
+        sizes=", ".join(f"{name} ({size})" for name, size in sizes.items()),
+        below=below,
     )

@@ -60,13 +60,13 @@ def checkpoint_activations(model: nn.Module, setting: str | int) -> None:
         return
     if not blocks:
         raise ConfigError(
-            f"`gradient_checkpointing: {setting}` is not supported with {type(model).__name__}: it"
-            " has no ModuleList or Sequential to recompute",
+            "`gradient_checkpointing: {setting}` is not supported with {kind}: it has no"
+            " ModuleList or Sequential to recompute",
             code="no-blocks",
-            fix=(
-                "set `train_args.gradient_checkpointing: none`, or give the model a method"
-                " gradient_checkpointing_enable(gradient_checkpointing_kwargs)"
-            ),
+            fix="set `train_args.gradient_checkpointing: none`, or give the model a method"
+            " gradient_checkpointing_enable(gradient_checkpointing_kwargs)",
+            setting=setting,
+            kind=type(model).__name__,
         )
     for block in blocks[::every]:
         wrap_forward(block, partial(_run, keywords))
@@ -125,9 +125,12 @@ def _enable(
         enable(gradient_checkpointing_kwargs=keywords)
     except ValueError as error:  # raised by transformers
         raise ConfigError(
-            f"`gradient_checkpointing: {setting}` is not supported with {type(model).__name__}:"
-            f" {error}",
+            "`gradient_checkpointing: {setting}` is not supported with {kind}: {reason}",
+            code="checkpointing-not-supported",
             fix="set `train_args.gradient_checkpointing: none`",
+            setting=setting,
+            kind=type(model).__name__,
+            reason=error,
         ) from error
 
 

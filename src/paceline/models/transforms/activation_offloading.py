@@ -56,10 +56,11 @@ def offload_activations(model: nn.Module, settings: Parallel) -> "ActivationOffl
     blocks = recomputable_blocks(model)
     if not blocks:
         raise ConfigError(
-            f"`parallel.cpu_offload: activations` is not supported with {type(model).__name__}: it"
-            " has no ModuleList or Sequential whose activations could be offloaded",
-            code="no-blocks",
+            "`parallel.cpu_offload: activations` is not supported with {kind}: it has no"
+            " ModuleList or Sequential whose activations could be offloaded",
+            code="no-blocks-to-offload",
             fix="leave `activations` out of `parallel.cpu_offload`",
+            kind=type(model).__name__,
         )
     offloader = ActivationOffloader()
     for index, block in enumerate(blocks):

@@ -18,24 +18,31 @@ def check_compile(config: Config, device_type: str) -> None:
         return
     if args.recomputation == "selective":
         raise ConfigError(
-            f"{_WHAT} is not supported with `train_args.gradient_checkpointing: selective`: the"
+            "{subject} is not supported with `train_args.gradient_checkpointing: selective`: the"
             " compiler itself selects which results of a graph it stores, and matrix products are"
             " among them",
-            code="not-supported",
+            code="compile-with-selective-checkpointing",
             allowed="none, full, N",
             fix="set `train_args.gradient_checkpointing: none`, or `full` to store less",
+            subject=_WHAT,
         )
     if args.torch_compile_backend != "inductor":
         return
     if device_type == "cpu":
         if not any(which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name):
             raise ConfigError(
-                f"{_WHAT} requires a C++ compiler on CPUs, and none was found",
+                "{subject} requires a C++ compiler on CPUs, and none was found",
                 code="missing-compiler",
-                fix=f"install g++, set the variable CXX to a compiler, or {_OFF}",
+                fix="install g++, set the variable CXX to a compiler, or {off}",
+                subject=_WHAT,
+                off=_OFF,
             )
     elif device_type in ("cuda", "xpu") and find_spec("triton") is None:
         raise ConfigError(
-            f"{_WHAT} requires Triton on `{device_type}`, and it is not installed",
-            fix=f"run `pip install triton`, or {_OFF}",
+            "{subject} requires Triton on `{device_type}`, and it is not installed",
+            code="missing-triton",
+            fix="run `pip install triton`, or {off}",
+            subject=_WHAT,
+            device_type=device_type,
+            off=_OFF,
         )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import nn
 
 from paceline.config.schema.train_args import TrainArgs
+from paceline.core.texts import UserText
 from paceline.models.blocks import base_model, find_blocks
 
 #: Float8 kernels multiply matrices whose sizes are multiples of this.
@@ -51,8 +52,11 @@ def convert_to_float8(model: nn.Module, args: TrainArgs) -> list[tuple[str, str]
         notices.append(
             (
                 "warning",
-                "float8: without `train_args.torch_compile: true`, scaling and rounding are"
-                " separate kernels, which may take longer than float8 saves",
+                UserText(
+                    "float8: without `train_args.torch_compile: true`, scaling and rounding are"
+                    " separate kernels, which may take longer than float8 saves",
+                    code="float8-without-compile",
+                ),
             )
         )
     return notices

@@ -32,23 +32,25 @@ def check_float8(
     if args.fp8_emulate:
         if device_type != "cuda" and args.precision != "32":
             raise ConfigError(
-                f"`train_args.fp8_emulate: true` is not supported with `precision:"
-                f" {args.precision}` on `{device_type}`: torchao reads the dtype of autocast on"
-                " GPUs",
-                code="not-supported",
+                "`train_args.fp8_emulate: true` is not supported with `precision: {precision}` on"
+                " `{device_type}`: torchao reads the dtype of autocast on GPUs",
+                code="fp8-emulation-with-autocast",
                 allowed="`precision: 32`",
                 fix="set `train_args.precision: 32`",
+                precision=args.precision,
+                device_type=device_type,
             )
         return
     if capability is not None and capability >= _CAPABILITY:
         return
     shown = with_capability(device_type, capability)
     raise ConfigError(
-        f"{what} is not supported on {shown}: the devices have no float8 products",
-        code="not-supported",
+        "{subject} is not supported on {shown}: the devices have no float8 products",
+        code="fp8-on-device",
         allowed="NVIDIA GPUs of compute capability 8.9 and higher, such as L40S, H100 and B200",
-        fix=(
-            f"{_OFF}; to see its effect on the loss, set `train_args.fp8_emulate: true`, which is"
-            " slower"
-        ),
+        fix="{off}; to see its effect on the loss, set `train_args.fp8_emulate: true`, which is"
+        " slower",
+        subject=what,
+        shown=shown,
+        off=_OFF,
     )

@@ -72,10 +72,9 @@ def check_token_embeddings(model: nn.Module, config: Config) -> None:
         raise ConfigError(
             "`new_tokens` and `new_special_tokens` add tokens whose embeddings would not be"
             " trained: the embeddings or the head are frozen",
-            fix=(
-                "train them too (`train_args.freeze`, `trainable`, `trainable_layers`;"
-                " `modules_to_save` of `lora.adapter`), or do not add tokens"
-            ),
+            code="frozen-new-tokens",
+            fix="train them too (`train_args.freeze`, `trainable`, `trainable_layers`;"
+            " `modules_to_save` of `lora.adapter`), or do not add tokens",
         )
 
 

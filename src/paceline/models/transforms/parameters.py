@@ -44,8 +44,8 @@ def freeze_parameters(model: nn.Module, args: TrainArgs) -> None:
         parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(
-            "no parameter is trained: `train_args.freeze`, `trainable` and `trainable_layers` leave"
-            " none",
+            "no parameter is trained: `train_args.freeze`, `trainable` and `trainable_layers`"
+            " leave none",
             code="nothing-trained",
             fix="remove a pattern of `train_args.freeze`",
         )
@@ -86,10 +86,13 @@ def _matching(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
         if not matches:
             examples = ", ".join(names[:: max(1, len(names) // _NAMES_SHOWN)][:_NAMES_SHOWN])
             raise ConfigError(
-                f"`{key}`: `{pattern}` matches no parameter of the model",
+                "`{key}`: `{pattern}` matches no parameter of the model",
                 code="unknown-parameter",
-                allowed=f"regular expressions for names such as {examples}",
+                allowed="regular expressions for names such as {examples}",
                 fix="correct or remove the pattern",
+                key=key,
+                pattern=pattern,
+                examples=examples,
             )
         selected.update(aliases.get(name, name) for name in matches)
     return selected
@@ -101,9 +104,11 @@ def _in_layers(model: nn.Module, number: int) -> set[str]:
     blocks = find_blocks(model)
     if abs(number) > len(blocks):
         raise ConfigError(
-            f"`train_args.trainable_layers: {number}`: the model has {len(blocks)} layers",
-            code="out-of-range",
-            fix=f"set a number from 1 to {len(blocks)}",
+            "`train_args.trainable_layers: {number}`: the model has {num_blocks} layers",
+            code="too-many-trainable-layers",
+            fix="set a number from 1 to {num_blocks}",
+            number=number,
+            num_blocks=len(blocks),
         )
     chosen = blocks[-number:] if number > 0 else blocks[: abs(number)]
     return {name for prefix, block in chosen for name in _names_in(prefix, block)}

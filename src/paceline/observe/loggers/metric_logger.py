@@ -16,9 +16,10 @@ from typing import NamedTuple
 from paceline.core.errors import first_line
 from paceline.core.events import Event, RunStartEvent
 from paceline.core.files import write_json_atomic
-from paceline.core.formatting import counted, finite
+from paceline.core.formatting import finite
 from paceline.core.report import Report
 from paceline.core.run_dir import RunDir
+from paceline.core.texts import UserText
 from paceline.distributed.progress import PROGRESS
 from paceline.observe.loggers.base import TrackedRun, Tracker
 from paceline.observe.loggers.scalars import eval_scalars, report_scalars, step_scalars
@@ -147,14 +148,24 @@ class MetricLogger:
         if self.error is not None:
             self._has_reported = True
             logger.warning(
-                f"`report_to`: {self.name} failed ({first_line(self.error)}); it receives no more"
-                " figures, and training is not affected"
+                UserText(
+                    "`report_to`: {name} failed ({reason}); it receives no more figures, and"
+                    " training is not affected",
+                    code="tracker-failed",
+                    name=self.name,
+                    reason=first_line(self.error),
+                )
             )
         if self.num_dropped and (self.error is not None or self._ending.is_set()):
             self._has_reported = True
             logger.warning(
-                f"`report_to`: {self.name} was too slow, and"
-                f" {counted(self.num_dropped, 'record')} were dropped; events.jsonl has all"
+                UserText(
+                    "`report_to`: {name} was too slow, and {num_dropped:record} were dropped;"
+                    " events.jsonl has all",
+                    code="tracker-too-slow",
+                    name=self.name,
+                    num_dropped=self.num_dropped,
+                )
             )
 
 

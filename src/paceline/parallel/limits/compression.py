@@ -25,71 +25,84 @@ def check_compression(
     algorithm = config.parallel.all_reduce_algorithm
     if algorithm != "native" and not (reduces_in_buckets and axes.shard == 1) and axes.size > 1:
         raise ConfigError(
-            f"`parallel.all_reduce_algorithm: {algorithm}` is not supported with"
-            f" `parallel.mode: {name}`"
-            f" ({axes.text()}): it does not all-reduce gradients of full replicas",
-            code="not-supported",
-            allowed=(
-                "`parallel.mode: ddp`; `tensor`, `pipeline` and `hybrid` without `parallel.shard`"
-            ),
+            "`parallel.all_reduce_algorithm: {algorithm}` is not supported with `parallel.mode:"
+            " {name}` ({axes}): it does not all-reduce gradients of full replicas",
+            code="all-reduce-with-mode",
+            allowed="`parallel.mode: ddp`; `tensor`, `pipeline` and `hybrid` without"
+            " `parallel.shard`",
             fix="set `parallel.mode: ddp`, or `parallel.all_reduce_algorithm: native`",
+            algorithm=algorithm,
+            name=name,
+            axes=axes.text(),
         )
     if not settings.chain:
         return
     setting = f"`compression.method: {settings.text}`"
     if not reduces_in_buckets or axes.shard > 1 or (axes.data == 1 and axes.size > 1):
         raise ConfigError(
-            f"{setting} is not supported with `parallel.mode: {name}` ({axes.text()}): it does not"
+            "{setting} is not supported with `parallel.mode: {name}` ({axes}): it does not"
             " all-reduce gradients of full replicas, so there is nothing to compress",
-            code="not-supported",
-            allowed=(
-                f"`parallel.mode: ddp`; with {', '.join(FOR_PARTS)} also `tensor`, `pipeline` and"
-                " `hybrid` with `parallel.data` of at least 2 and without `parallel.shard`"
-            ),
+            code="compression-with-mode",
+            allowed="`parallel.mode: ddp`; with {for_parts} also `tensor`, `pipeline` and `hybrid`"
+            " with `parallel.data` of at least 2 and without `parallel.shard`",
             fix="set `parallel.mode: ddp`, or leave `compression` out",
+            setting=setting,
+            name=name,
+            axes=axes.text(),
+            for_parts=", ".join(FOR_PARTS),
         )
     if axes.data == 1:
         raise ConfigError(
-            f"{setting} is not supported with one rank: nothing is sent",
-            code="not-supported",
+            "{setting} is not supported with one rank: nothing is sent",
+            code="compression-with-one-rank",
             allowed="two ranks or more",
             fix="set `parallel.num_gpus: 2`, or leave it out",
+            setting=setting,
         )
     sharded = axes.tensor > 1 or axes.pipeline > 1
     if sharded and (len(settings.chain) > 1 or settings.chain[0] not in FOR_PARTS):
         raise ConfigError(
-            f"{setting} is not supported with {axes.text()}: ranks of one replica that hold the"
-            " same weight would compress it differently",
-            code="not-supported",
-            allowed=(
-                f"with mode {name}: {', '.join(FOR_PARTS)}; with `parallel.mode: ddp` every method"
-            ),
-            fix=f"set `compression.method: {FOR_PARTS[-1]}`, or `parallel.mode: ddp`",
+            "{setting} is not supported with {axes}: ranks of one replica that hold the same"
+            " weight would compress it differently",
+            code="compression-with-axes",
+            allowed="with mode {name}: {for_parts}; with `parallel.mode: ddp` every method",
+            fix="set `compression.method: {method}`, or `parallel.mode: ddp`",
+            setting=setting,
+            axes=axes.text(),
+            name=name,
+            for_parts=", ".join(FOR_PARTS),
+            method=FOR_PARTS[-1],
         )
     if algorithm != "native":
         raise ConfigError(
-            f"{setting} is not supported with `parallel.all_reduce_algorithm: {algorithm}`:"
-            " compressed"
-            " gradients are sent by the backend's collectives",
-            code="not-supported",
+            "{setting} is not supported with `parallel.all_reduce_algorithm: {algorithm}`:"
+            " compressed gradients are sent by the backend's collectives",
+            code="compression-with-all-reduce",
             fix="set `parallel.all_reduce_algorithm: native`, or leave `compression` out",
+            setting=setting,
+            algorithm=algorithm,
         )
     if settings.local_moments is True and not uses_local_moments(config):
         raise ConfigError(
-            f"`compression.local_moments: true` is not supported with {setting} and"
-            f" `train_args.optim: {args.optim}`: only sparse methods with Adam keep moments",
-            code="not-supported",
+            "`compression.local_moments: true` is not supported with {setting} and"
+            " `train_args.optim: {optim}`: only sparse methods with Adam keep moments",
+            code="local-moments-not-supported",
             allowed="topk or randomk, with adamw or adam",
             fix="set `compression.local_moments: auto`",
+            setting=setting,
+            optim=args.optim,
         )
     if settings.momentum_correction is True and momentum_correction(config) <= 0:
         raise ConfigError(
-            f"`compression.momentum_correction: true` is not supported with {setting},"
-            f" `train_args.optim: {args.optim}` and `train_args.momentum: {args.momentum}`: there"
-            " is no momentum to correct",
-            code="not-supported",
+            "`compression.momentum_correction: true` is not supported with {setting},"
+            " `train_args.optim: {optim}` and `train_args.momentum: {momentum}`: there is no"
+            " momentum to correct",
+            code="momentum-correction-not-supported",
             allowed="topk or randomk, with sgd and `train_args.momentum` > 0",
             fix="set `compression.momentum_correction: auto`",
+            setting=setting,
+            optim=args.optim,
+            momentum=args.momentum,
         )
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
-from paceline.core.formatting import counted
+from paceline.core.files import human_bytes
+from paceline.core.texts import UserText
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.registry import (
     OTHER_TRAINING,
@@ -24,7 +25,7 @@ from paceline.planner.micro_batch import MicroBatchProfile
 from paceline.planner.model_profile import ModelProfile
 from paceline.planner.search.details import loader_processes
 from paceline.planner.search.lossy import Proposal, proposals
-from paceline.planner.search.reasons import bucket_reason, comparison, reason_for
+from paceline.planner.search.reasons import bucket_reason, comparison, next_text, reason_for
 from paceline.planner.search.search import (
     Candidate,
     Objective,
@@ -172,11 +173,12 @@ def choose(
     why = reason_for(chosen, searched, machine.memory_bytes, objective)
     for mode in modes:
         if mode.layout.strategy == "ddp" and mode.cost is not None and not mode.fits:
-            why += f"; ddp {mode.reason}"
+            of_ddp = f"; ddp {mode.reason}"
+            why = UserText.of(f"{why}{of_ddp}", why.code, why.values)
     details: dict[str, Setting] = {}
     if chosen.mode.layout.world_size < machine.count:
         details["parallel.num_gpus"] = chosen.mode.layout.world_size
-    remarks = [f"next: {comparison(each, chosen, objective)}" for each in runners]
+    remarks = [next_text(each, chosen, objective) for each in runners]
     tuned = with_settings(config, chosen.settings)
     if chosen.buckets:
         default = trials.estimate(chosen.mode.layout, chosen.settings)
@@ -244,16 +246,15 @@ def eligible_layouts(config: Config, num_devices: int) -> list[ParallelLayout]:
     ]
 
 
-def nothing_fits(trials: Trials, smallest: Candidate | None) -> str:
+def nothing_fits(trials: Trials, smallest: Candidate | None) -> UserText:
     """Explain which set-up needs the least memory and which changes would make it fit. Each change
     is estimated."""
     if smallest is None:
-        return "no mode can run this config on these devices; the plan gives the reason for each"
+        return UserText(
+            "no mode can run this config on these devices; the plan gives the reason for each",
+            code="no-possible-mode",
+        )
     machine = trials.machine
-    text = (
-        f"no mode fits {counted(machine.count, 'device')}: {smallest.name} needs the least memory,"
-        f" and {smallest.mode.reason}"
-    )
     config = with_settings(trials.config, smallest.settings)
     profile, batch = trials.model(config), trials.batch(config)
     change = advise(config, profile, batch, machine, smallest.mode).smallest
@@ -262,7 +263,17 @@ def nothing_fits(trials: Trials, smallest: Candidate | None) -> str:
         changes.append("train adapters (`lora.enable=true`)")
     num_devices = _sufficient_devices(config, profile, batch, machine)
     changes += [f"use {num_devices} such devices"] if num_devices else []
-    return text + (f". To make it fit: {'; or '.join(changes)}" if changes else "")
+    return UserText(
+        "no mode fits {count:device}: {name} needs the least memory, and {reason}{advice}",
+        code="nothing-fits",
+        count=machine.count,
+        name=smallest.name,
+        reason=smallest.mode.reason,
+        needed=human_bytes(smallest.mode.total),
+        memory=human_bytes(machine.memory_bytes),
+        advice=f". To make it fit: {'; or '.join(changes)}" if changes else "",
+        change="" if change is None else change.text,
+    )
 
 
 def _sufficient_devices(

@@ -82,12 +82,11 @@ def pick(
             )
             return AutoChoice(smallest.mode.layout, smallest.all_settings, why, choice.remarks)
     raise ConfigError(
-        f"`parallel.mode: auto`: {choice.why}",
+        "`parallel.mode: auto`: {why}",
         code="does-not-fit",
-        fix=(
-            "make one of these changes, or set a mode (`parallel.mode=zero3`) to try it anyway;"
-            " `paceline plan` shows all modes"
-        ),
+        fix="make one of these changes, or set a mode (`parallel.mode=zero3`) to try it anyway;"
+        " `paceline plan` shows all modes",
+        why=choice.why,
     )
 
 

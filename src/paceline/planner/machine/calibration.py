@@ -68,9 +68,10 @@ def calibrate(runs: Sequence[PastRun]) -> Calibration:
     kinds = sorted({run.device for run in runs})
     if len(kinds) > 1:
         raise ConfigError(
-            f"`--calibrate` has runs on different devices: {', '.join(kinds)}",
+            "`--calibrate` has runs on different devices: {kinds}",
             code="different-devices",
             fix="name only runs on one type of device",
+            kinds=", ".join(kinds),
         )
     parts = np.array([[_sum(run, names) for names in _PARTS.values()] for run in runs])
     measured = np.array([run.measured_s for run in runs])

@@ -90,15 +90,20 @@ def read_run(folder: Path) -> PastRun:
         model = str(starts[-1]["model"]["name"])
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise ConfigError(
-            f"`--calibrate {folder}`: there is no finished run in this folder",
+            "`--calibrate {folder}`: there is no finished run in this folder",
+            code="no-finished-run",
             allowed="the `output_dir` of a run that is done, with report.json and events.jsonl",
+            folder=folder,
         ) from error
     run = run_of(report, model, str(folder))
     if run is None:
         raise ConfigError(
-            f"`--calibrate {folder}`: the report has no step time that was both predicted and"
-            f" measured over at least {MIN_STEPS} steps",
+            "`--calibrate {folder}`: the report has no step time that was both predicted and"
+            " measured over at least {min_steps} steps",
+            code="no-step-time-to-calibrate",
             fix="name a longer run of a language model, on a device that `paceline plan` knows",
+            folder=folder,
+            min_steps=MIN_STEPS,
         )
     return run
 

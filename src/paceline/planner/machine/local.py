@@ -8,6 +8,7 @@ from typing import Any
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
+from paceline.core.texts import UserText
 from paceline.planner.devices import recognize
 from paceline.planner.hardware import Machine, cpu_machine, named_machine, unknown_machine
 from paceline.planner.machine import profile as machine_profile
@@ -49,11 +50,11 @@ def local_machine(
     name = names[0] if names else (kind or "accelerator")
     if not memory:
         raise ConfigError(
-            f"{name} does not report its memory",
-            fix=(
-                "set it with `--device-memory 24GB`, or name the device if it is in the table:"
-                " `--device NAME`"
-            ),
+            "{name} does not report its memory",
+            code="device-memory-unknown",
+            fix="set it with `--device-memory 24GB`, or name the device if it is in the table:"
+            " `--device NAME`",
+            name=name,
         )
     known = recognize(name, memory)
     if known is None:
@@ -143,8 +144,12 @@ def _occupied_memory(index: int) -> int:
     except Exception as error:  # no NVML or AMD SMI, an error of theirs, or another type of device
         if not index:
             logger.info(
-                "memory: the driver does not report what other processes hold on the devices"
-                f" ({type(error).__name__}), so the settings are chosen as if they held nothing"
+                UserText(
+                    "memory: the driver does not report what other processes hold on the devices"
+                    " ({kind}), so the settings are chosen as if they held nothing",
+                    code="driver-hides-memory",
+                    kind=type(error).__name__,
+                )
             )
         return 0
     return used if used > _DRIVER_BYTES else 0

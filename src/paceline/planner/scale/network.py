@@ -50,13 +50,12 @@ def parse_network(text: str, devices_per_host: int = 8) -> Network:
     """
     kind, *rest = text.split(":")
     error = ConfigError(
-        f"`--network {text}` is not a network",
-        code="invalid-option",
-        allowed=(
-            "rail or fat-tree, then the hosts per group of leaf switches (at least 1) and the"
-            " oversubscription above them (at least 1), separated by colons"
-        ),
+        "`--network {text}` is not a network",
+        code="invalid-network",
+        allowed="rail or fat-tree, then the hosts per group of leaf switches (at least 1) and the"
+        " oversubscription above them (at least 1), separated by colons",
         fix="write e.g. `--network rail:32` or `--network fat-tree:4:2`",
+        text=text,
     )
     if kind not in ("rail", "fat-tree") or len(rest) > 2:
         raise error

@@ -4,6 +4,7 @@ import logging
 import math
 
 from paceline.config.schema import Config
+from paceline.core.texts import UserText
 from paceline.models.shape.record import ModelShape, total_bytes
 from paceline.parallel.registry import ParallelLayout
 from paceline.planner.hardware import Machine
@@ -44,12 +45,16 @@ def with_save_interval(config: Config, layout: ParallelLayout, machine: Machine)
     goodput = goodput_on(FailureModel(recovery.mtbf_hours), config, shape, machine)
     seconds = max(1.0, round(goodput.interval_s, 1))
     logger.info(
-        "save_interval_s: %s, from recovery.mtbf_hours: %s: a failure every %.3g h on %s devices,"
-        " and checkpoints that pause the run for an estimated %.2g s",
-        seconds,
-        recovery.mtbf_hours,
-        goodput.mtbf_s / 3600,
-        machine.count,
-        goodput.pause_s,
+        UserText(
+            "save_interval_s: {seconds}, from recovery.mtbf_hours: {mtbf_hours}: a failure every"
+            " {mtbf_s} h on {count} devices, and checkpoints that pause the run for an estimated"
+            " {pause_s} s",
+            code="save-interval-chosen",
+            seconds=seconds,
+            mtbf_hours=recovery.mtbf_hours,
+            mtbf_s=f"{goodput.mtbf_s / 3600:.3g}",
+            count=machine.count,
+            pause_s=f"{goodput.pause_s:.2g}",
+        ),
     )
     return with_settings(config, {"recovery.save_interval_s": seconds})

@@ -181,13 +181,14 @@ def check_fits(fit: MemoryFit, trials: Trials, memory_bytes: int, name: str) -> 
     config = with_settings(trials.config, fit.settings)
     change = advise(config, trials.model(config), trials.batch(config), machine, mode).smallest
     raise ConfigError(
-        f"the run does not fit: {what} {needed}, and {has}",
-        code="does-not-fit",
-        fix=(
-            "use more devices, a smaller model or a shorter `max_length`, or train adapters"
-            " (`lora.enable=true`); `paceline plan` shows what each mode needs"
-            if change is None
-            else f"set `{change.text}` ({human_bytes(change.mode.total)} per rank;"
-            f" {'; '.join(change.costs)})"
-        ),
+        "the run does not fit: {subject} {needed}, and {has}",
+        code="run-does-not-fit",
+        fix="use more devices, a smaller model or a shorter `max_length`, or train adapters"
+        " (`lora.enable=true`); `paceline plan` shows what each mode needs"
+        if change is None
+        else f"set `{change.text}` ({human_bytes(change.mode.total)} per rank;"
+        f" {'; '.join(change.costs)})",
+        subject=what,
+        needed=needed,
+        has=has,
     )

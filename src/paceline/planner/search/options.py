@@ -95,10 +95,12 @@ def parse_time(text: str, flag: str) -> float:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|min|h|d)\s*", text)
     if match is None or float(match.group(1)) <= 0:
         raise ConfigError(
-            f"`{flag} {text}` is not a time",
-            code="invalid-option",
+            "`{flag} {text}` is not a time",
+            code="invalid-time",
             allowed="a positive number and a unit: s, min, h, d",
-            fix=f"write e.g. `{flag} 8h`",
+            fix="write e.g. `{flag} 8h`",
+            flag=flag,
+            text=text,
         )
     return float(match.group(1)) * _SECONDS[match.group(2)]
 
@@ -110,8 +112,9 @@ def _price(text: str, value: str) -> float:
         price = -1.0
     if not 0 < price < float("inf"):
         raise ConfigError(
-            f"`--price {text}` is not a price",
-            code="invalid-option",
+            "`--price {text}` is not a price",
+            code="invalid-price",
             allowed="a positive number per device and hour, or one for a device: `H100-SXM=2.5`",
+            text=text,
         )
     return price

@@ -1,6 +1,7 @@
 """Why a set-up was chosen and others were not, as text. Imports no torch."""
 
 from paceline.core.files import human_bytes
+from paceline.core.texts import UserText
 from paceline.planner.estimate import ModeEstimate
 from paceline.planner.search.search import EQUAL, Candidate, Objective, SearchResult
 from paceline.planner.search.trials import settings_text
@@ -29,21 +30,65 @@ _SMALL = 0.0005
 
 def reason_for(
     chosen: Candidate, searched: SearchResult, memory_bytes: int, objective: Objective
-) -> str:
+) -> UserText:
     """Return why a candidate was chosen among the results of a search."""
-    memory = f"{human_bytes(chosen.mode.total)} of {human_bytes(memory_bytes)} per rank"
+    needed, memory = human_bytes(chosen.mode.total), human_bytes(memory_bytes)
     count, superlative = searched.count, _SUPERLATIVES[objective]
     if count == 1:
-        return f"{chosen.name} is the only possible mode that fits: {memory}"
-    if chosen.value(objective) <= min(each.value(objective) for each in searched.fitting):
-        what = f"is the {superlative} that fits of {count} modes"
-    else:
-        preferred = "fastest" if objective == "memory" else "simplest"
-        what = (
-            f"is chosen: the {preferred} within {1 - EQUAL:.0%} of the {superlative} that fits of"
-            f" {count} modes"
+        return UserText(
+            "{name} is the only possible mode that fits: {needed} of {memory} per rank",
+            code="only-mode",
+            name=chosen.name,
+            needed=needed,
+            memory=memory,
         )
-    return f"{chosen.name} {what}, by estimate: {memory}"
+    if chosen.value(objective) <= min(each.value(objective) for each in searched.fitting):
+        return UserText(
+            "{name} is the {superlative} that fits of {count} modes, by estimate: {needed} of"
+            " {memory} per rank",
+            code="fastest-mode"
+            if objective == "time"
+            else "smallest-mode"
+            if objective == "memory"
+            else "cheapest-mode",
+            name=chosen.name,
+            superlative=superlative,
+            count=count,
+            needed=needed,
+            memory=memory,
+        )
+    return UserText(
+        "{name} is chosen: the {preferred} within {share} of the {superlative} that fits of"
+        " {count} modes, by estimate: {needed} of {memory} per rank",
+        code="preferred-mode",
+        name=chosen.name,
+        preferred="fastest" if objective == "memory" else "simplest",
+        share=f"{1 - EQUAL:.0%}",
+        superlative=superlative,
+        count=count,
+        needed=needed,
+        memory=memory,
+    )
+
+
+def next_text(other: Candidate, chosen: Candidate, objective: Objective) -> str:
+    """Return the remark about a runner-up."""
+    change = other.value(objective) / chosen.value(objective) - 1
+    percent = f"{abs(change):.1%}" if abs(change) >= _SMALL else ""
+    worse, better = (percent, "") if change > 0 else ("", percent)
+    return UserText(
+        "next: {comparison}",
+        code="next-by-time"
+        if objective == "time"
+        else "next-by-memory"
+        if objective == "memory"
+        else "next-by-cost",
+        comparison=comparison(other, chosen, objective),
+        name=other.name,
+        worse=worse,
+        better=better,
+        needed=human_bytes(other.mode.total),
+    )
 
 
 def comparison(
@@ -89,9 +134,12 @@ def bucket_reason(chosen: Candidate, default: ModeEstimate) -> str:
     assert before_s is not None
     assert seconds is not None
     [size_mib] = chosen.buckets.values()
-    return (
-        f"{settings_text(chosen.buckets)}: buckets of {size_mib:g} MiB save"
-        f" {1000 * (before_s - seconds):.2g} ms per step on the measured link"
+    return UserText(
+        "{settings}: buckets of {size_mib} MiB save {saved_ms} ms per step on the measured link",
+        code="bucket-size-chosen",
+        settings=settings_text(chosen.buckets),
+        size_mib=f"{size_mib:g}",
+        saved_ms=f"{1000 * (before_s - seconds):.2g}",
     )
 
 

@@ -187,10 +187,13 @@ def _copy_to(model: nn.Module, device: torch.device, first: torch.device) -> nn.
         replica = copy.deepcopy(model).to(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"`parallel.mode: dp` is not supported with {type(model).__name__}: the model cannot be"
-            f" copied to each device: {error}",
+            "`parallel.mode: dp` is not supported with {kind}: the model cannot be copied to each"
+            " device: {reason}",
+            code="model-not-copyable",
             allowed="models that copy.deepcopy can copy",
             fix="set `parallel.mode: ddp`",
+            kind=type(model).__name__,
+            reason=error,
         ) from error
     if device != first:
         replica.register_forward_pre_hook(

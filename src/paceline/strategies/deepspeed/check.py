@@ -13,6 +13,7 @@ def check_settings(config: Config, dims: ParallelDims) -> None:
     if stage_of(config.parallel) == 0:
         raise ConfigError(
             "`parallel.mode: deepspeed` is not supported with ZeRO stage 0: stage 0 shards nothing",
+            code="deepspeed-stage-zero",
             allowed="stages 1, 2 and 3",
             fix="set `parallel.mode: ddp`, which does the same",
         )

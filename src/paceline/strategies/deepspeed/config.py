@@ -58,10 +58,15 @@ def check_json(config: Config, num_ranks: int) -> None:
         problems += [] if text in problems else [text]
     if problems:
         raise ConfigError(
-            "`parallel.deepspeed_config` has settings that are not supported:\n  "
-            + "\n  ".join(problems),
-            allowed='"auto" for what the config sets; in `zero_optimization`: '
-            + ", ".join(HONORED_ZERO),
+            (
+                "`parallel.deepspeed_config` has settings that are not supported:\n  "
+                + "\n  ".join(problems)
+            ),
+            code="deepspeed-settings-not-supported",
+            allowed=(
+                '"auto" for what the config sets; in `zero_optimization`: '
+                + ", ".join(HONORED_ZERO)
+            ),
             fix="remove these settings, or change them as the lines above say",
         )
 

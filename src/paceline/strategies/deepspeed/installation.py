@@ -23,9 +23,9 @@ def check_installed(stage: int) -> None:
 def not_installed(mode: str) -> ConfigError:
     return ConfigError(
         "`parallel.mode: deepspeed`: DeepSpeed is not installed",
+        code="missing-deepspeed",
         allowed="`parallel.mode: zero1`, `zero2` and `zero3` shard the same without DeepSpeed",
-        fix=(
-            f"run `pip install 'paceline[deepspeed]'`, or set `parallel.mode: {mode}`"
-            f" (`parallel.mode={mode}` on the command line)"
-        ),
+        fix="run `pip install 'paceline[deepspeed]'`, or set `parallel.mode: {mode}`"
+        " (`parallel.mode={mode}` on the command line)",
+        mode=mode,
     )

@@ -40,10 +40,12 @@ def import_deepspeed(device_type: str) -> Any:
         if (missing or "").partition(".")[0] == "deepspeed":
             raise not_installed("zero2") from error
         raise ConfigError(
-            "`parallel.mode: deepspeed`: DeepSpeed cannot be imported:"
-            f" {type(error).__name__}: {error}",
+            "`parallel.mode: deepspeed`: DeepSpeed cannot be imported: {kind}: {reason}",
+            code="deepspeed-import-failed",
             allowed="`parallel.mode: zero1`, `zero2` and `zero3` do the same without it",
             fix="run `pip install 'paceline[deepspeed]'`, or set another mode",
+            kind=type(error).__name__,
+            reason=error,
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device_type == "cpu":
@@ -182,8 +184,13 @@ def _find(zero: Any, name: str) -> Any:
     if not hasattr(zero, name):
         version = importlib.metadata.version("deepspeed")
         raise ConfigError(
-            f"deepspeed {version} has no `{type(zero).__name__}.{name}`, which Paceline requires",
+            "deepspeed {version} has no `{kind}.{name}`, which Paceline requires",
+            code="missing-in-deepspeed",
             allowed=SUPPORTED,
-            fix=f"run `pip install '{SUPPORTED}'`",
+            fix="run `pip install '{supported}'`",
+            version=version,
+            kind=type(zero).__name__,
+            name=name,
+            supported=SUPPORTED,
         )
     return getattr(zero, name)

@@ -25,6 +25,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.models.blocks import BATCH_NORMS
@@ -87,9 +88,10 @@ class DeepSpeedStrategy(Strategy):
         self._num_steps = 0
         is_set = "reduce_dtype" in config.parallel.model_fields_set
         if is_set and low_dtype(config) and config.parallel.reduce_dtype == "float32":
-            text = (
+            text = UserText(
                 "`parallel.reduce_dtype: float32` has no effect with DeepSpeed, which reduces"
-                " gradients in the type of `train_args.precision`"
+                " gradients in the type of `train_args.precision`",
+                code="reduce-dtype-without-effect",
             )
             self.notices.append(("warning", text))
 
@@ -292,12 +294,13 @@ def _check_types(model: nn.Module, low_dtype: torch.dtype | None) -> None:
     if low_dtype is not None and norms:
         kind = type(norms[0]).__name__
         raise ConfigError(
-            f"mixed precision with `parallel.mode: deepspeed` is not supported with {kind}:"
+            "mixed precision with `parallel.mode: deepspeed` is not supported with {kind}:"
             " DeepSpeed converts its weights to half precision, which cannot be combined with"
             " float32 running statistics",
-            code="not-supported",
+            code="deepspeed-with-running-statistics",
             allowed="models without running statistics, or float32",
             fix="set `parallel.mode: ddp`, or `train_args.precision: 32`",
+            kind=kind,
         )
 
 

@@ -14,9 +14,10 @@ def check_offload(config: Config, dims: ParallelDims) -> None:
 def offload_needs_accelerator(offload: str) -> ConfigError:
     """Return the error for offloading from the CPU to the CPU."""
     return ConfigError(
-        f"`parallel.cpu_offload: {offload}` is not supported with `parallel.device: cpu`: all state"
+        "`parallel.cpu_offload: {offload}` is not supported with `parallel.device: cpu`: all state"
         " is already in the host's memory; offloading requires an accelerator",
-        code="not-supported",
+        code="offload-on-cpu",
         allowed="on the CPU: `parallel.cpu_offload: none`",
         fix="leave `parallel.cpu_offload` out",
+        offload=offload,
     )

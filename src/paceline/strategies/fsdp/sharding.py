@@ -393,11 +393,13 @@ def _check_dtypes(model: nn.Module) -> None:
     if len(dtypes) > 1:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise ConfigError(
-            f"sharding is not supported with {type(model).__name__}: its trained parameters have"
-            f" several dtypes ({names}), and a shard packs them together",
+            "sharding is not supported with {kind}: its trained parameters have several dtypes"
+            " ({names}), and a shard packs them together",
             code="mixed-dtypes",
             allowed="one dtype, preferably float32: `precision: bf16-mixed` casts in the forward",
             fix="cast the model with .float(), or set `parallel.mode: zero1` or `ddp`",
+            kind=type(model).__name__,
+            names=names,
         )
 
 

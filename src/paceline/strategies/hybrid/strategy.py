@@ -197,8 +197,10 @@ class HybridStrategy(BucketedStrategy):
         if remaining and sharding.copies.size > 1:
             raise RunError(
                 "the last micro-batch of this step reaches no trained parameter of pipeline stage"
-                f" {min(remaining)}, so the replicas cannot sum that stage's gradients",
+                " {remaining}, so the replicas cannot sum that stage's gradients",
+                code="stage-without-gradients",
                 fix="set `parallel.data: 1`, or train parameters that every batch reaches",
+                remaining=min(remaining),
             )
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:

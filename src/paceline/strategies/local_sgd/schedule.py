@@ -97,13 +97,13 @@ def num_workers(settings: LocalSgd, env: RankEnv) -> int:
     if env.world_size % settings.workers:
         divisors = [size for size in range(1, env.world_size + 1) if env.world_size % size == 0]
         raise ConfigError(
-            f"`local_sgd.workers: {settings.workers}` does not divide"
-            f" {counted(env.world_size, 'rank')}",
+            "`local_sgd.workers: {workers}` does not divide {world_size:rank}",
+            code="workers-do-not-divide-ranks",
             allowed=", ".join(map(str, divisors)),
-            fix=(
-                "leave `local_sgd.workers` out: one worker per machine, or one per rank on a single"
-                " machine"
-            ),
+            fix="leave `local_sgd.workers` out: one worker per machine, or one per rank on a"
+            " single machine",
+            workers=settings.workers,
+            world_size=env.world_size,
         )
     return settings.workers
 
@@ -119,25 +119,35 @@ def check_steps(config: Config, steps: int | None) -> None:
     if steps is not None and warmup + period > steps:
         after = f" after {counted(warmup, 'step')} of warm-up" if warmup else ""
         raise ConfigError(
-            f"`local_sgd.sync_every: {period}`{after} is more than the run's"
-            f" {counted(steps, 'step')}: the workers would never be synchronized",
+            "`local_sgd.sync_every: {period}`{after} is more than the run's {steps:step}: the"
+            " workers would never be synchronized",
             code="too-few-steps",
-            allowed=f"with this warm-up, 1 to {steps - warmup}" if steps > warmup else None,
+            allowed="with this warm-up, 1 to {most}" if steps > warmup else None,
             fix="lower `local_sgd.sync_every` (and `local_sgd.warmup_steps`), or train longer",
+            period=period,
+            after=after,
+            steps=steps,
+            most=steps - warmup,
         )
     if settings.num_fragments > period:
         raise ConfigError(
-            f"`local_sgd.num_fragments: {settings.num_fragments}` is more than"
-            f" `local_sgd.sync_every: {period}`: at most one fragment is synchronized per step",
-            allowed=f"1 to {period}",
-            fix=f"set `local_sgd.num_fragments: {period}`, or raise `local_sgd.sync_every`",
+            "`local_sgd.num_fragments: {num_fragments}` is more than `local_sgd.sync_every:"
+            " {period}`: at most one fragment is synchronized per step",
+            code="too-many-fragments",
+            allowed="1 to {period}",
+            fix="set `local_sgd.num_fragments: {period}`, or raise `local_sgd.sync_every`",
+            num_fragments=settings.num_fragments,
+            period=period,
         )
     if settings.fragment_sync_delay >= period:
         raise ConfigError(
-            f"`local_sgd.fragment_sync_delay: {settings.fragment_sync_delay}`: a synchronization"
-            f" would not complete before the next one starts, after `local_sgd.sync_every:"
-            f" {period}`",
-            allowed=f"0 to {period - 1}",
+            "`local_sgd.fragment_sync_delay: {fragment_sync_delay}`: a synchronization would not"
+            " complete before the next one starts, after `local_sgd.sync_every: {period}`",
+            code="sync-delay-too-long",
+            allowed="0 to {last_period}",
+            fragment_sync_delay=settings.fragment_sync_delay,
+            period=period,
+            last_period=period - 1,
         )
 
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from paceline.core.formatting import counted
+from paceline.core.texts import UserText
 from paceline.parallel.optimizer_state import entry_shapes, stored_entries_of
 from paceline.parallel.save_load import load_entries
 from paceline.parallel.state import (
@@ -93,10 +93,13 @@ class ResumableLocalSGD(LocalSGDBase):
         if same_workers:
             self._load_worker(source)
         elif workers is not None:
-            text = (
-                f"the checkpoint has {counted(workers, 'worker')} and this run has {self.workers}:"
-                " all start from the mean of their parameters and the first worker's optimizer; the"
-                " state of the other workers is dropped"
+            text = UserText(
+                "the checkpoint has {workers:worker} and this run has {workers_now}: all start"
+                " from the mean of their parameters and the first worker's optimizer; the"
+                " state of the other workers is dropped",
+                code="other-number-of-workers",
+                workers=workers,
+                workers_now=self.workers,
             )
             notices.append(("warning", text))
         self.pending = {}
@@ -109,7 +112,10 @@ class ResumableLocalSGD(LocalSGDBase):
                 values = source.read_flat(name, offset, stop - start).to(self.params.device)
                 self.pending[number] = PendingSync(None, result=values)
             elif workers is not None:
-                text = "a synchronization that was pending in the checkpoint is dropped"
+                text = UserText(
+                    "a synchronization that was pending in the checkpoint is dropped",
+                    code="pending-synchronization-dropped",
+                )
                 notices.append(("warning", text))
         return notices
 

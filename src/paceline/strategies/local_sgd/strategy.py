@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.formatting import counted
+from paceline.core.texts import UserText
 from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.distributed.communicator import Communicator, new_group
 from paceline.distributed.mesh import ParallelDims
@@ -87,9 +88,13 @@ class LocalSGDBase(Strategy):
         self.local_tensors = FlatParams([*self.trained.values(), *self.statistics])
         ranks = self.world.size // self.workers
         ranks_text = "" if ranks == 1 else f" of {counted(ranks, 'rank')}"
-        text = (
-            f"{self.name}: {counted(self.workers, 'worker')}{ranks_text}, synchronized every"
-            f" {counted(self.schedule.period, 'step')}"
+        text = UserText(
+            "{name}: {workers:worker}{ranks_text}, synchronized every {period:step}",
+            code="workers",
+            name=self.name,
+            workers=self.workers,
+            ranks_text=ranks_text,
+            period=self.schedule.period,
         )
         self.notices.append(("info", text))
         return model
@@ -103,7 +108,10 @@ class LocalSGDBase(Strategy):
             and len(set(world.gather_objects(world.env.local_world_size))) > 1
         ):
             self.workers = world.size
-            text = "machines have different numbers of ranks, so each rank is a worker"
+            text = UserText(
+                "machines have different numbers of ranks, so each rank is a worker",
+                code="rank-per-worker",
+            )
             self.notices.append(("warning", text))
         axes = ParallelDims(data=self.workers, shard=world.size // self.workers)
         groups = type(world)(world.env, world.device, axes, world.group, world.ranks, world.waits)

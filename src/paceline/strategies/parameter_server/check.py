@@ -15,7 +15,12 @@ def check_stored(config: Config, stored: Config, path: Path) -> None:
     stored_optimizer, optimizer = stored.parameter_server.optimizer, config.train_args.optim
     if stored_optimizer != optimizer:
         raise ConfigError(
-            f"{path} was written with `parameter_server.optimizer: {stored_optimizer}`, whose state"
-            f" `optim: {optimizer}` (`parallel.mode: {config.parallel.mode}`) cannot use",
+            "{path} was written with `parameter_server.optimizer: {stored_optimizer}`, whose state"
+            " `optim: {optimizer}` (`parallel.mode: {mode}`) cannot use",
+            code="optimizer-of-another-mode",
             fix="set `parallel.mode: parameter_server`, or another `output_dir` for a new run",
+            path=path,
+            stored_optimizer=stored_optimizer,
+            optimizer=optimizer,
+            mode=config.parallel.mode,
         )

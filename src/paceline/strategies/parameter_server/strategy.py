@@ -27,6 +27,7 @@ from torch.distributed import rpc
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.models.recommend import (
@@ -157,6 +158,7 @@ class ParameterServerStrategy(Strategy):
             raise ConfigError(
                 "`parallel.mode: parameter_server`: the model has no embedding table for the"
                 " servers",
+                code="no-embedding-table",
                 allowed="a model with paceline.models.recommend.Table, such as `builtin:dlrm`",
                 fix="set `parallel.mode: ddp`",
             )
@@ -230,9 +232,10 @@ class ParameterServerStrategy(Strategy):
             # and which breaks when a worker exits.
             self.changing_buffers = buffers
         elif buffers:
-            text = (
-                "each worker computes running statistics of normalization layers from its share of"
-                " the batch; the first worker's are saved"
+            text = UserText(
+                "each worker computes running statistics of normalization layers from its"
+                " share of the batch; the first worker's are saved",
+                code="running-statistics-of-workers",
             )
             self.notices.append(("warning", text))
 
@@ -432,13 +435,15 @@ class ParameterServerStrategy(Strategy):
             }
             if stored and stored != expected:
                 raise ConfigError(
-                    f"the checkpoint's `{shard.name}` has the optimizer state"
-                    f" {', '.join(sorted(stored))}, and `parameter_server.optimizer:"
-                    f" {self.options.optimizer}` needs {', '.join(sorted(expected)) or 'none'}",
-                    fix=(
-                        "set the `parameter_server.optimizer` of the checkpoint, or another"
-                        " `output_dir` for a new run"
-                    ),
+                    "the checkpoint's `{shard}` has the optimizer state {stored}, and"
+                    " `parameter_server.optimizer: {optimizer}` needs {expected}",
+                    code="optimizer-state-mismatch",
+                    fix="set the `parameter_server.optimizer` of the checkpoint, or another"
+                    " `output_dir` for a new run",
+                    shard=shard.name,
+                    stored=", ".join(sorted(stored)),
+                    optimizer=self.options.optimizer,
+                    expected=", ".join(sorted(expected)) or "none",
                 )
 
     def after_load(self) -> None:

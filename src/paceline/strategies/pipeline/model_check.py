@@ -87,10 +87,11 @@ def check_bypasses(trace: Trace | None, num_first_blocks: int) -> None:
 
 def _unsupported(reason: str) -> ConfigError:
     return ConfigError(
-        f"`parallel.pipeline` is not supported with this model: {reason}",
+        "`parallel.pipeline` is not supported with this model: {reason}",
         code="not-a-pipeline",
         allowed="a model with one ModuleList or Sequential of blocks that run in order, each once",
         fix="use a mode that keeps the order of layers, such as `parallel.mode: zero3` or `tensor`",
+        reason=reason,
     )
 
 

@@ -204,12 +204,12 @@ def _describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
 def partition_error(reason: str) -> RunError:
     """Return the error for a model whose blocks do not run as in a pipeline."""
     return RunError(
-        f"`parallel.pipeline` is not supported with this model: {reason}",
-        allowed=(
-            "blocks that run in order, each once, whose only trained input is the output of the"
-            " block before"
-        ),
+        "`parallel.pipeline` is not supported with this model: {reason}",
+        code="not-a-pipeline-at-run-time",
+        allowed="blocks that run in order, each once, whose only trained input is the output of"
+        " the block before",
         fix="use a mode that does not partition the model, such as `parallel.mode: zero3`",
+        reason=reason,
     )
 
 

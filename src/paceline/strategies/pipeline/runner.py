@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.config.schema import Config
+from paceline.core.texts import UserText
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
@@ -173,9 +174,13 @@ class PipelineRunner:
     def _supported_schedule(self, num_micro_batches: int) -> str:
         schedule, reason = supported_schedule(self.schedule, self.comm.size, num_micro_batches)
         if reason is not None:
-            text = (
-                f"`parallel.pipeline_schedule: {self.schedule}` is not supported with {reason}:"
-                f" {_NAMES[schedule]} is used instead, with the same result"
+            text = UserText(
+                "`parallel.pipeline_schedule: {schedule}` is not supported with {reason}:"
+                " {names} is used instead, with the same result",
+                code="other-schedule-used",
+                schedule=self.schedule,
+                reason=reason,
+                names=_NAMES[schedule],
             )
             if ("warning", text) not in self.notices:
                 self.notices.append(("warning", text))

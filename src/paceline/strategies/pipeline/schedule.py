@@ -169,10 +169,14 @@ class DynamicStage(_PipelineStageBase):
             hidden = (tuple(out.shape), out.dtype)
             if hidden != self.shapes[fwd_chunk_id][self.stage_index]:
                 raise RunError(
-                    f"hidden states after pipeline stage {self.stage_index} have shape and dtype"
-                    f" {hidden}, expected {self.shapes[fwd_chunk_id][self.stage_index]}",
+                    "hidden states after pipeline stage {stage_index} have shape and dtype"
+                    " {hidden}, expected {shapes}",
+                    code="stage-shape-mismatch",
                     allowed="blocks whose output shape follows from the shape of their input",
                     fix="use a mode that does not partition the model, such as `zero3`",
+                    stage_index=self.stage_index,
+                    hidden=hidden,
+                    shapes=self.shapes[fwd_chunk_id][self.stage_index],
                 )
             # stage_backward detaches the output in place, which a view does not support
             out = out.clone() if out._is_view() else out

@@ -239,10 +239,12 @@ def too_many_stages(
         per_rank = f" with {counted(chunks, 'stage')} per rank" if chunks > 1 else ""
         needed = f"`parallel.pipeline: {pipeline}`{per_rank} needs"
     return ConfigError(
-        f"{needed} {counted(stages, 'stage')}, but the model has {counted(layers, 'layer')}",
+        "{needed} {stages:stage}, but the model has {layers:layer}",
         code="too-many-stages",
-        allowed=(
-            f"at most {counted(max(layers, 1), 'stage')} (ranks of the pipeline × stages per rank)"
-        ),
+        allowed="at most {layers_2:stage} (ranks of the pipeline × stages per rank)",
         fix=fix,
+        needed=needed,
+        stages=stages,
+        layers=layers,
+        layers_2=max(layers, 1),
     )

@@ -53,11 +53,12 @@ def check_split_step(model: Any, config: Config, num_ranks: int) -> None:
     if failure is not None:
         error = failure[1]
         raise ConfigError(
-            f"`parallel.tensor` is not supported with {type(base_model(model)).__name__}: with its"
-            f" layers split over {num_ranks} ranks, a step fails: {type(error).__name__}:"
-            f" {first_line(error)}",
+            "`parallel.tensor` is not supported with {kind}: with its layers split over"
+            " {num_ranks} ranks, a step fails: {exception}: {reason}",
             code="failed-step",
-            fix=(
-                "leave `parallel.tensor` out, or describe another split in `parallel.tensor_plan`"
-            ),
+            fix="leave `parallel.tensor` out, or describe another split in `parallel.tensor_plan`",
+            kind=type(base_model(model)).__name__,
+            num_ranks=num_ranks,
+            exception=type(error).__name__,
+            reason=first_line(error),
         )

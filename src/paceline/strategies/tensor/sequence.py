@@ -81,6 +81,7 @@ class SequenceParallelizer:
         raise RunError(
             "`parallel.sequence_parallel: true` is not supported with this model: the inputs of a"
             " block do not tell the number of tokens of the row",
+            code="sequence-parallel-input",
             fix="set `parallel.sequence_parallel: false`",
         )
 
@@ -168,11 +169,10 @@ def _check_blocks(
 
 def _unsupported(reason: str) -> ConfigError:
     return ConfigError(
-        f"`parallel.sequence_parallel: true` is not supported with this model: {reason}",
-        code="not-supported",
-        allowed=(
-            "models of blocks that consist of modules with colwise and rowwise layers, and norms"
-            " between them"
-        ),
+        "`parallel.sequence_parallel: true` is not supported with this model: {reason}",
+        code="sequence-parallel-not-supported",
+        allowed="models of blocks that consist of modules with colwise and rowwise layers, and"
+        " norms between them",
         fix="set `parallel.sequence_parallel: false`: tensor parallelism works without it",
+        reason=reason,
     )

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 from paceline.models.blocks import base_model, wrap_forward
@@ -201,9 +202,13 @@ class TensorParallelizer:
         full = getattr(module, key)
         if id(full) in self._tied:
             raise ConfigError(
-                f"`parallel.tensor` is not supported with `{name}.{key}`: it is used under several"
-                f" names: {', '.join(self._tied[id(full)])}",
+                "`parallel.tensor` is not supported with `{name}.{key}`: it is used under several"
+                " names: {tied}",
+                code="tensor-with-tied-weights",
                 fix="leave this module out of `parallel.tensor_plan`: it is then not split",
+                name=name,
+                key=key,
+                tied=", ".join(self._tied[id(full)]),
             )
         dim = cut_axis(style, full.dim())
         assert dim is not None
@@ -282,9 +287,11 @@ class TensorParallelizer:
                 if isinstance(module, nn.Dropout) and "lora_" not in name
             ]
             if any(isinstance(rate, float) and rate > 0 for rate in rates):
-                text = (
-                    f"tensor: {parent} has dropout, and each rank draws the masks of its part of"
-                    " the layer, so losses differ slightly from a run on one rank"
+                text = UserText(
+                    "tensor: {parent} has dropout, and each rank draws the masks of its part"
+                    " of the layer, so losses differ slightly from a run on one rank",
+                    code="dropout-differs-with-tensor",
+                    parent=parent,
                 )
                 self.notices.append(("warning", text))
                 return
@@ -426,13 +433,13 @@ def _unwrap(name: str, module: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Line
     is_linear = isinstance(linear, nn.Linear) or type(linear).__name__ == "Conv1D"
     if not is_linear or not linear.weight.is_floating_point() or isinstance(module, _NEVER_SPLIT):
         raise ConfigError(
-            f"`parallel.tensor` is not supported with `{name}`: it is a"
-            f" {type(linear).__name__}, and only torch's Linear and transformers' Conv1D layers can"
-            " be split",
-            fix=(
-                "leave it out of `parallel.tensor_plan` and of `lora.modules_to_save`, or set"
-                " `parallel.mode: zero3`"
-            ),
+            "`parallel.tensor` is not supported with `{name}`: it is a {kind}, and only torch's"
+            " Linear and transformers' Conv1D layers can be split",
+            code="tensor-with-layer",
+            fix="leave it out of `parallel.tensor_plan` and of `lora.modules_to_save`, or set"
+            " `parallel.mode: zero3`",
+            name=name,
+            kind=type(linear).__name__,
         )
     return linear, adapters
 
@@ -446,8 +453,10 @@ def _adapters(name: str, module: Any) -> Iterator[tuple[nn.Linear, nn.Linear]]:
             or not isinstance(down, nn.Linear)
         ):
             raise ConfigError(
-                f"`parallel.tensor` is not supported with the adapter of `{name}`: it is not plain"
+                "`parallel.tensor` is not supported with the adapter of `{name}`: it is not plain"
                 " LoRA, or has a bias",
+                code="tensor-with-adapter",
                 fix="set `parallel.mode: zero3`, or use a plain LoRA adapter",
+                name=name,
             )
         yield down, up

@@ -65,10 +65,12 @@ class RewardTask(SequenceClassifierTask):
         ):
             if is_set:
                 raise ConfigError(
-                    f"`train_args.{setting}` is not supported with `task: reward`: the loss"
+                    "`train_args.{setting}` is not supported with `task: reward`: the loss"
                     " compares one reward per answer, and has no tokens with loss",
-                    code="not-supported",
-                    fix=f"leave `train_args.{setting.partition(':')[0]}` out",
+                    code="setting-with-reward",
+                    fix="leave `train_args.{key}` out",
+                    setting=setting,
+                    key=setting.partition(":")[0],
                 )
 
     def prepare(self) -> Prepared:

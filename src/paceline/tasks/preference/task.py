@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.data.collate import MetricSums, TokenBatch, collate_packed, collate_padded
 from paceline.data.kinds.pair import PairKind, PreferenceSample, PreferenceTransform
 from paceline.data.text.prepare import PreparedTokens, prepare_tokens, text_kind
@@ -92,10 +93,13 @@ class PreferenceTask(LanguageTask):
         ):  # fmt: skip
             if is_set:
                 raise ConfigError(
-                    f"`train_args.{setting}` is not supported with `task: {self.config.task}`:"
-                    f" {reason}",
-                    code="not-supported",
-                    fix=f"leave `train_args.{setting.partition(':')[0]}` out",
+                    "`train_args.{setting}` is not supported with `task: {task}`: {reason}",
+                    code="setting-with-preference",
+                    fix="leave `train_args.{key}` out",
+                    setting=setting,
+                    task=self.config.task,
+                    reason=reason,
+                    key=setting.partition(":")[0],
                 )
 
     def check_batch(self, global_batch_size: int) -> None:
@@ -104,12 +108,11 @@ class PreferenceTask(LanguageTask):
             raise ConfigError(
                 "`task: kto` with a global batch of 1 sample cannot train: the divergence from the"
                 " reference is estimated on the answers to other prompts of the batch",
+                code="kto-batch-too-small",
                 allowed="a global batch of at least 2 samples",
-                fix=(
-                    "raise `train_args.per_device_train_batch_size` or"
-                    " `train_args.gradient_accumulation_steps`, or set"
-                    " `preference.loss_type: apo_zero_unpaired`"
-                ),
+                fix="raise `train_args.per_device_train_batch_size` or"
+                " `train_args.gradient_accumulation_steps`, or set `preference.loss_type:"
+                " apo_zero_unpaired`",
             )
 
     def prepare(self) -> Prepared:
@@ -138,7 +141,7 @@ class PreferenceTask(LanguageTask):
             what = "off (`preference.disable_dropout`)"
             if not self.config.preference.disable_dropout:
                 what = "on in training, and off for the reference log-probabilities"
-            notices.append(("info", f"dropout: {what}"))
+            notices.append(("info", UserText("dropout: {subject}", code="dropout", subject=what)))
         return notices
 
     # -- batches

@@ -195,12 +195,13 @@ class AnswerGenerator:
             if self._works_together and not self._all_fail():
                 # The others wait for this rank in a collective of the forward pass.
                 raise RunError(
-                    f"rank {self.comm.rank} failed to generate answers at an evaluation, and others"
-                    f" did not: {error_summary(error)}",
-                    fix=(
-                        "set `evaluation.num_samples: 0`, and remove metrics of generated answers"
-                        " from `evaluation.metrics`, to train without generating"
-                    ),
+                    "rank {rank} failed to generate answers at an evaluation, and others did not:"
+                    " {reason}",
+                    code="generation-failed-on-rank",
+                    fix="set `evaluation.num_samples: 0`, and remove metrics of generated answers"
+                    " from `evaluation.metrics`, to train without generating",
+                    rank=self.comm.rank,
+                    reason=error_summary(error),
                 ) from error
             return Answers({}, is_cut, error_summary(error))
         finally:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.core.texts import UserText
 from paceline.core.user_code import error_summary
 from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.train.answers.generation import AnswerGenerator, Prompt
@@ -29,7 +30,13 @@ def answer_metrics(
         answers = generator.generate(prompts, batch_size)
         reason = answers.error
     if reason is not None:
-        logger.warning(f"`evaluation.metrics`: no answers were generated: {reason}")
+        logger.warning(
+            UserText(
+                "`evaluation.metrics`: no answers were generated: {reason}",
+                code="no-answers-generated",
+                reason=reason,
+            )
+        )
         return {}, 0
     comm = generator.comm
     metrics = None
@@ -59,5 +66,12 @@ def _compute(names: Sequence[str], answers: list[str], references: list[str]) ->
         try:
             metrics |= text_metric(name)(answers, references)
         except Exception as error:  # training must not be lost because of a metric
-            logger.warning(f"`evaluation.metrics: {name}` failed: {error_summary(error)}")
+            logger.warning(
+                UserText(
+                    "`evaluation.metrics: {name}` failed: {reason}",
+                    code="metric-failed",
+                    name=name,
+                    reason=error_summary(error),
+                )
+            )
     return metrics

@@ -121,10 +121,13 @@ def _user_metric(name: str) -> TextMetric:
     function = getattr(import_user_module(location, setting, _FORM), function_name, None)
     if not callable(function):
         raise ConfigError(
-            f"`{setting}`: {location} has no function {function_name}",
-            code="wrong-result",
+            "`{setting}`: {location} has no function {function_name}",
+            code="metric-function-missing",
             allowed=_FORM,
-            fix=f"define `def {function_name}(answers, references):` in it",
+            fix="define `def {function_name}(answers, references):` in it",
+            setting=setting,
+            location=location,
+            function_name=function_name,
         )
 
     def compute(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]:

@@ -72,7 +72,12 @@ class CallbackList:
             try:
                 state = json.loads(json.dumps(self._call("state_dict", names=[name])))
             except (TypeError, ValueError) as error:
-                raise RunError(f"the state of the callback {name} is not JSON: {error}") from error
+                raise RunError(
+                    "the state of the callback {name} is not JSON: {reason}",
+                    code="callback-state-not-json",
+                    name=name,
+                    reason=error,
+                ) from error
             if state:
                 states[name] = state
         return states
@@ -140,5 +145,5 @@ class CallbackList:
                 if name not in self._user_names:
                     raise
                 text = f"{hook} of the callback {name} failed"
-                raise RunError(user_error(text, error).what) from error
+                raise RunError(user_error(text, error).what, code="callback-failed") from error
         return result

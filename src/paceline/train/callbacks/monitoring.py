@@ -12,8 +12,8 @@ from torch import nn
 
 from paceline.core.event_log import EventLog
 from paceline.core.events import StepEvent, StepFigures
-from paceline.core.formatting import counted
 from paceline.core.log import log_notices
+from paceline.core.texts import UserText
 from paceline.data.order.base import Order
 from paceline.health.anomalies import AnomalyDetector
 from paceline.health.replicas import check_replicas
@@ -43,15 +43,28 @@ class CompileReport(Callback):
     def on_step_end(self, result: StepResult, state: TrainState) -> None:
         times, steps_done = self.times, state.step - state.first_step
         if steps_done == 1:
-            logger.info(f"torch.compile: {times.count} graphs in {times.seconds:.0f} s")
+            logger.info(
+                UserText(
+                    "torch.compile: {count} graphs in {seconds} s",
+                    code="compiled-graphs",
+                    count=times.count,
+                    seconds=f"{times.seconds:.0f}",
+                )
+            )
         if steps_done <= 2:
             times.num_expected = times.count
         elif times.recompilations >= self._next_warning:
             self._next_warning = 2 * times.recompilations
             logger.warning(
-                f"torch.compile compiled again after the first steps:"
-                f" {counted(times.recompilations, 'graph')} up to step {state.step},"
-                f" {times.seconds:.0f} s in all; the reasons are printed with TORCH_LOGS=recompiles"
+                UserText(
+                    "torch.compile compiled again after the first steps: {recompilations:graph} up"
+                    " to step {step}, {seconds} s in all; the reasons are printed with"
+                    " TORCH_LOGS=recompiles",
+                    code="compiled-again",
+                    recompilations=times.recompilations,
+                    step=state.step,
+                    seconds=f"{times.seconds:.0f}",
+                )
             )
 
 
@@ -171,8 +184,12 @@ class StepLogger(Callback):
         if math.isnan(figures["loss"]) and not self._has_reported_nan:
             self._has_reported_nan = True
             logger.warning(
-                f"step {logged.step}: the loss is NaN; lower `learning_rate` or set"
-                " `precision: bf16-mixed`"
+                UserText(
+                    "step {step}: the loss is NaN; lower `learning_rate` or set `precision:"
+                    " bf16-mixed`",
+                    code="loss-is-nan",
+                    step=logged.step,
+                )
             )
         if result is not None:
             result.figures.update(figures)

@@ -7,6 +7,7 @@ import warnings
 from torch.profiler import profile, schedule, supported_activities
 
 from paceline.config.schema.train_args_sections import Profile
+from paceline.core.texts import UserText
 from paceline.distributed.torch_compat import (
     can_record_memory_history,
     dump_memory_history,
@@ -39,8 +40,13 @@ class StepProfiler(Callback):
         step, settings = state.step + 1, self.settings
         if step > settings.last_step and step == state.first_step + 1:
             logger.warning(
-                f"`train_args.profile`: nothing is recorded, because the run continues from step"
-                f" {state.first_step}, and the last step to record is {settings.last_step}"
+                UserText(
+                    "`train_args.profile`: nothing is recorded, because the run continues from"
+                    " step {first_step}, and the last step to record is {last_step}",
+                    code="nothing-to-profile",
+                    first_step=state.first_step,
+                    last_step=settings.last_step,
+                )
             )
         is_due = settings.start_step - _WARM_UP_STEPS <= step <= settings.last_step
         if is_due and self._profiler is None and not self._is_done:
@@ -63,7 +69,12 @@ class StepProfiler(Callback):
         if self._has_snapshot:
             record_memory_history()
         elif self.ctx.device.type == "cuda":
-            logger.info("`train_args.profile`: this build of torch records no memory snapshot")
+            logger.info(
+                UserText(
+                    "`train_args.profile`: this build of torch records no memory snapshot",
+                    code="no-memory-snapshot",
+                )
+            )
         self._profiler.start()
         self.ctx.cleanup.callback(self._stop)
 
@@ -92,7 +103,14 @@ class StepProfiler(Callback):
             if self._has_snapshot:
                 dump_memory_history(str(root / snapshots[comm.rank]))
         except OSError as error:
-            logger.warning(f"the profile of rank {comm.rank} was not written: {error}")
+            logger.warning(
+                UserText(
+                    "the profile of rank {rank} was not written: {reason}",
+                    code="profile-not-written",
+                    rank=comm.rank,
+                    reason=error,
+                )
+            )
             return
         self.ctx.events.emit(
             {

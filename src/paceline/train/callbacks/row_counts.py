@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import JsonValue
 
-from paceline.core.formatting import counted
+from paceline.core.texts import UserText
 from paceline.data.counts import StreamCounts
 from paceline.data.loader import MicroBatch
 from paceline.data.pipeline import DataPipeline
@@ -80,8 +80,15 @@ class RowCounter(Callback):
             return
         for reason in total.dropped.keys() - self._total.dropped.keys():
             logger.warning(
-                f"step {step}: {counted(total.dropped[reason], 'row')} of {total.read:,} dropped:"
-                f" {reason} (first: {total.first.get(reason)})"
+                UserText(
+                    "step {step}: {dropped:row} of {read} dropped: {reason} (first: {first})",
+                    code="streamed-rows-dropped",
+                    step=step,
+                    dropped=total.dropped[reason],
+                    read=f"{total.read:,}",
+                    reason=reason,
+                    first=total.first.get(reason),
+                )
             )
         self._total = self.data.counts = total
         self.ctx.events.emit({"type": "data", "step": step, "data": total.as_dict()})

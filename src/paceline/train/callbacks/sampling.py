@@ -10,6 +10,7 @@ from typing import Any
 from paceline.config.schema import Config
 from paceline.core.event_log import EventLog
 from paceline.core.events import SampleText
+from paceline.core.texts import UserText
 from paceline.distributed.progress import ProgressTracker
 from paceline.models.kinds import reads_images
 from paceline.train.answers.generation import AnswerGenerator, Prompt
@@ -66,8 +67,12 @@ class SampleGenerator(Callback):
         if reason is not None:
             self.active = False
             logger.info(
-                f"no samples are generated at evaluations: {reason} (`evaluation.num_samples: 0`"
-                " hides this message)"
+                UserText(
+                    "no samples are generated at evaluations: {reason} (`evaluation.num_samples:"
+                    " 0` hides this message)",
+                    code="no-samples-generated",
+                    reason=reason,
+                )
             )
             return
         start = time.perf_counter()
@@ -79,8 +84,12 @@ class SampleGenerator(Callback):
         if answers.error is not None:
             self.active = False
             logger.info(
-                "no samples are generated at evaluations: the model failed to generate"
-                f" ({answers.error})"
+                UserText(
+                    "no samples are generated at evaluations: the model failed to generate"
+                    " ({reason})",
+                    code="sample-generation-failed",
+                    reason=answers.error,
+                )
             )
             return
         max_new_tokens = self.config.evaluation.max_new_tokens

@@ -20,6 +20,7 @@ from paceline.core.errors import ConfigError, RunError, did_you_mean
 from paceline.core.formatting import counted
 from paceline.core.formatting import loss as figure_text
 from paceline.core.report import BestModel
+from paceline.core.texts import UserText
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.train.callbacks.base import Callback, TrainingInfo
@@ -122,10 +123,11 @@ class ModelSelection(Callback):
         names, value = self.comm.broadcast_object((list(metrics), metrics.get(self.metric)))
         if value is None:
             raise RunError(
-                f"`train_args.metric_for_best_model: {self.metric}`: the evaluation has no such"
-                " metric",
+                "`train_args.metric_for_best_model: {metric}`: the evaluation has no such metric",
+                code="missing-best-metric",
                 allowed=", ".join(names),
                 fix=did_you_mean(self.metric, names, "set one of these"),
+                metric=self.metric,
             )
         return float(value)
 
@@ -142,13 +144,15 @@ class ModelSelection(Callback):
         best = self._selection.best_step
         saved = f"; the best evaluation was at step {best}" if best is not None else ""
         return RunError(
-            f"early stopping: {self.metric} is {value} at step {step}, so training has"
-            f" diverged{saved}",
-            fix=(
-                "lower `train_args.learning_rate` or warm it up for longer, and resume an earlier"
-                " checkpoint with `resume: RUN/checkpoints/…`; with `fp16-mixed`, set"
-                " `train_args.precision: bf16-mixed`"
-            ),
+            "early stopping: {metric} is {value} at step {step}, so training has diverged{saved}",
+            code="early-stopping-diverged",
+            fix="lower `train_args.learning_rate` or warm it up for longer, and resume an earlier"
+            " checkpoint with `resume: RUN/checkpoints/…`; with `fp16-mixed`, set"
+            " `train_args.precision: bf16-mixed`",
+            metric=self.metric,
+            value=value,
+            step=step,
+            saved=saved,
         )
 
     def on_train_end(self, state: TrainState) -> None:
@@ -164,8 +168,14 @@ class ModelSelection(Callback):
         problem = self.comm.broadcast_object(problem)
         if problem is not None:
             logger.warning(
-                f"`load_best_model_at_end`: the checkpoint of step {best_step}, which is the best,"
-                f" cannot be loaded ({problem}); the model has the weights of step {state.step}"
+                UserText(
+                    "`load_best_model_at_end`: the checkpoint of step {best_step}, which is the"
+                    " best, cannot be loaded ({problem}); the model has the weights of step {step}",
+                    code="best-checkpoint-not-loaded",
+                    best_step=best_step,
+                    problem=problem,
+                    step=state.step,
+                )
             )
             return
         strategy = self.components.strategy
@@ -176,8 +186,14 @@ class ModelSelection(Callback):
         self.final_step = best_step
         value = figure_text(self._selection.best_value)
         logger.info(
-            f"the model has the weights of step {best_step}, the best evaluation ({self.metric}"
-            f" {value})"
+            UserText(
+                "the model has the weights of step {best_step}, the best evaluation ({metric}"
+                " {value})",
+                code="best-weights-loaded",
+                best_step=best_step,
+                metric=self.metric,
+                value=value,
+            )
         )
 
     def _find(self, path: Path) -> str | None:
@@ -208,8 +224,13 @@ class ModelSelection(Callback):
     def load_state_dict(self, state: Mapping[str, JsonValue]) -> None:
         if state and state.get("metric") != self.metric:
             logger.warning(
-                f"`train_args.metric_for_best_model` is `{self.metric}` now; evaluations before"
-                f" this step, which were compared by `{state.get('metric')}`, no longer count"
+                UserText(
+                    "`train_args.metric_for_best_model` is `{metric}` now; evaluations before this"
+                    " step, which were compared by `{metric_before}`, no longer count",
+                    code="best-metric-changed",
+                    metric=self.metric,
+                    metric_before=state.get("metric"),
+                )
             )
             state = {}
         self._selection = _SELECTION.validate_python({"metric": self.metric, **state})

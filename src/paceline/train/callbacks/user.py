@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from paceline.core.errors import ConfigError, did_you_mean
+from paceline.core.texts import UserText
 from paceline.core.user_code import import_user_module, user_error
 from paceline.train.callbacks.base import Callback
 
@@ -41,7 +42,14 @@ def check_callbacks(config: Config) -> None:
             if name.startswith(("on_", "before_", "after_")) and name not in known:
                 question = did_you_mean(name, known, f"known are {', '.join(known)}")
                 logger.warning(
-                    f"the callback {text} defines {name}, which Paceline does not call; {question}"
+                    UserText(
+                        "the callback {text} defines {name}, which Paceline does not call;"
+                        " {question}",
+                        code="unknown-callback-method",
+                        text=text,
+                        name=name,
+                        question=question,
+                    )
                 )
 
 
@@ -49,7 +57,10 @@ def _load(text: str, config: Config) -> Callback:
     location, _, class_name = text.strip().rpartition(":")
     if not location or class_name.endswith(".py"):
         raise ConfigError(
-            f"`callbacks: [{text}]` names no class", code="missing-class", allowed=_FORM
+            "`callbacks: [{text}]` names no class",
+            code="callback-without-class",
+            allowed=_FORM,
+            text=text,
         )
     module = import_user_module(location, f"callbacks: [{text}]", _FORM)
     classes = sorted(name for name, value in vars(module).items() if _is_callback(value))
@@ -60,10 +71,12 @@ def _load(text: str, config: Config) -> Callback:
         if callback_class is not None:
             problem = f"{class_name} is not a subclass of paceline.Callback"
         raise ConfigError(
-            f"`callbacks: [{text}]`: {problem}",
-            code="unknown-class-name",
+            "`callbacks: [{text}]`: {problem}",
+            code="unknown-callback-class",
             allowed=listing,
             fix=did_you_mean(class_name, classes, "derive it from paceline.Callback"),
+            text=text,
+            problem=problem,
         )
     return _create(cast("type[Callback]", callback_class), text, config)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from paceline.core.formatting import counted
+from paceline.core.texts import UserText
 from paceline.parallel.state import TensorShard
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,12 @@ def can_compile(optimizer: torch.optim.Optimizer) -> bool:
     else:
         return True
     logger.info(
-        f"bf16-true: {reason}, so the rounding of weights takes many kernels, and each step is"
-        " slower"
+        UserText(
+            "bf16-true: {reason}, so the rounding of weights takes many kernels, and each step is"
+            " slower",
+            code="rounding-not-compiled",
+            reason=reason,
+        )
     )
     return False
 
@@ -58,9 +62,13 @@ class CompiledAdamW:
         if self.works and count and not self._has_reported:
             self._has_reported = True
             logger.info(
-                f"bf16-true: {counted(count, 'weight')} on this rank cannot be updated by the"
-                " compiled kernel (not contiguous, not in bfloat16, or split along two dimensions),"
-                " which makes each step slower"
+                UserText(
+                    "bf16-true: {count:weight} on this rank cannot be updated by the compiled"
+                    " kernel (not contiguous, not in bfloat16, or split along two dimensions),"
+                    " which makes each step slower",
+                    code="weights-not-in-kernel",
+                    count=count,
+                )
             )
 
     def takes(self, param: torch.Tensor, shards: list[TensorShard], state: Any) -> bool:
@@ -118,9 +126,12 @@ class CompiledAdamW:
         except Exception as error:  # the compiler raises errors of many types
             self.works = False
             logger.warning(
-                "bf16-true: the update of the weights cannot be compiled, so it takes many kernels,"
-                " and each step is slower: %s",
-                str(error).partition("\n")[0],
+                UserText(
+                    "bf16-true: the update of the weights cannot be compiled, so it takes many"
+                    " kernels, and each step is slower: {reason}",
+                    code="rounding-compilation-failed",
+                    reason=str(error).partition("\n")[0],
+                ),
             )
             return False
         state["step"] = step

@@ -16,10 +16,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 if not hasattr(TorchaoAdamW, "_new_buffer"):  # not documented
     raise ConfigError(
-        f"torchao {version('torchao')} has no `AdamW8bit._new_buffer`, which"
-        " `train_args.optim: adamw_torchao_8bit` requires",
+        "torchao {version} has no `AdamW8bit._new_buffer`, which `train_args.optim:"
+        " adamw_torchao_8bit` requires",
+        code="missing-in-torchao",
         allowed=SUPPORTED,
-        fix=f"run `pip install '{SUPPORTED}'`",
+        fix="run `pip install '{supported}'`",
+        version=version("torchao"),
+        supported=SUPPORTED,
     )
 
 

@@ -18,6 +18,7 @@ from paceline.config.yaml_edit import edit_yaml
 from paceline.config.yaml_read import parse_yaml
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.run_dir import RunDir
+from paceline.core.texts import translatable
 from paceline.web.files import JSONObject
 
 _PLACE = re.compile(r"line (\d+)(?:, column \d+)?: ")
@@ -45,7 +46,9 @@ def check(text: str) -> JSONObject:
         "ok": loaded is not None,
         "error": mistakes[0] if mistakes else None,
         "errors": mistakes,
-        "notices": [{"level": level, "text": notice} for level, notice in notices],
+        "notices": [
+            {"level": level, "text": notice, **translatable(notice)} for level, notice in notices
+        ],
         "values": _written(text, loaded),
     }
 
@@ -60,7 +63,7 @@ def _mistakes(error: ConfigError, text: str) -> list[JsonValue]:
     elif place:  # the page shows the line separately
         what = what[place.end() :]
     line = int(place[1]) if place else None
-    return [{"what": what, "allowed": error.allowed, "fix": error.fix, "key": None, "line": line}]
+    return [{**error.record(), "what": what, "key": None, "line": line}]
 
 
 def _written(text: str, loaded: Loaded | None) -> JSONObject:
@@ -95,7 +98,11 @@ def differences(run: Path, text: str) -> list[JsonValue]:
         old = load_config(RunDir(run).config, overrides).config
     except PacelineError as error:
         raise ConfigError(
-            f"cannot read the config of {run.name}: {error.what}", fix="start a new run"
+            "cannot read the config of {run}: {reason}",
+            code="panel-config-unreadable",
+            fix="start a new run",
+            run=run.name,
+            reason=error.what,
         ) from error
     if new.parallel.mode == "auto":  # the run's config has what was chosen
         new.parallel.mode = old.parallel.mode

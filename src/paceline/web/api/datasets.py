@@ -139,7 +139,7 @@ async def upload(request: Request, panel: Panel) -> dict[str, str | int] | Respo
     try:
         path, size_bytes = await take_upload(request, panel.folder / _UPLOADS)
     except TooLarge as error:
-        return problem(413, error.what, error.allowed, error.fix)
+        return problem(413, error)
     return {"path": f"./{_UPLOADS}/{path.name}", "size_bytes": size_bytes}
 
 
@@ -165,10 +165,11 @@ def safe_name(file_name: str) -> str:
     stem, suffix = os.path.splitext(name)
     if suffix.lower() not in SUFFIXES or not stem:
         raise ConfigError(
-            f"`{base[:100]}` is not a supported data file",
+            "`{base}` is not a supported data file",
             code="unknown-file-type",
             allowed=", ".join(SUFFIXES),
             fix="rename the file so that its extension matches its contents",
+            base=base[:100],
         )
     while len(os.fsencode(stem)) > _MAX_NAME_BYTES:
         stem = stem[:-1]
@@ -219,7 +220,9 @@ class _UploadedFile:
             return
         if self.name is not None:
             raise ConfigError(
-                "the upload contains more than one file", fix="upload one file at a time"
+                "the upload contains more than one file",
+                code="several-uploads",
+                fix="upload one file at a time",
             )
         self.name, self._is_file = safe_name(file_name.decode("utf-8", "replace")), True
 
@@ -248,29 +251,45 @@ async def take_upload(
     if kind != b"multipart/form-data" or not boundary:
         raise ConfigError(
             "the request contains no file",
+            code="upload-without-file",
             allowed="multipart/form-data with one file",
             fix="choose a file and try again",
         )
     try:
         folder.mkdir(exist_ok=True)
         if os.path.realpath(folder) != str(folder):
-            raise ConfigError(f"{folder} is a symbolic link", fix="replace it with a folder")
+            raise ConfigError(
+                "{folder} is a symbolic link",
+                code="upload-folder-is-link",
+                fix="replace it with a folder",
+                folder=folder,
+            )
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".upload-") as output:
             part = _UploadedFile(output)
             try:
                 await _take(request, part.parser(boundary), folder, limit_bytes)
             except FormParserError as error:
                 raise ConfigError(
-                    f"cannot parse the upload: {error}", fix="choose the file and try again"
+                    "cannot parse the upload: {reason}",
+                    code="upload-not-parsed",
+                    fix="choose the file and try again",
+                    reason=error,
                 ) from None
             if part.name is None:
-                raise ConfigError("the request contains no file", fix="choose a file and try again")
+                raise ConfigError(
+                    "the request contains no file",
+                    code="upload-without-file",
+                    fix="choose a file and try again",
+                )
             output.flush()
             os.fsync(output.fileno())
             return _rename(output.name, folder, part.name), part.size_bytes
     except OSError as error:
         raise RunError(
-            f"cannot write the file: {error.strerror or error}", fix="free some disk space"
+            "cannot write the file: {reason}",
+            code="upload-not-written",
+            fix="free some disk space",
+            reason=error.strerror or error,
         ) from error
 
 
@@ -280,17 +299,20 @@ async def _take(request: Request, parser: MultipartParser, folder: Path, limit_b
         received_bytes += len(chunk)
         if received_bytes > limit_bytes:
             raise TooLarge(
-                f"the file is larger than {human_bytes(limit_bytes)}",
+                "the file is larger than {limit_bytes}",
+                code="upload-too-large",
                 fix="copy it into the served folder, and choose it from the list",
+                limit_bytes=human_bytes(limit_bytes),
             )
         if received_bytes >> 26 != last_check:  # every 64 MiB
             last_check = received_bytes >> 26
             disk = os.statvfs(folder)
             if disk.f_bavail * disk.f_frsize < _MIN_FREE_BYTES:
                 raise RunError(
-                    f"less than {human_bytes(_MIN_FREE_BYTES)} of disk space would be left for"
-                    " the runs",
+                    "less than {min_free_bytes} of disk space would be left for the runs",
+                    code="too-little-disk-space",
                     fix="free some disk space",
+                    min_free_bytes=human_bytes(_MIN_FREE_BYTES),
                 )
         await asyncio.to_thread(parser.write, chunk)
     parser.finalize()
@@ -311,4 +333,9 @@ def _rename(temporary: str, folder: Path, name: str) -> Path:
         Path(temporary).touch()
         os.chmod(path, 0o644)
         return path
-    raise ConfigError(f"there are already 1,000 files named {name}", fix="rename the file")
+    raise ConfigError(
+        "there are already 1,000 files named {name}",
+        code="too-many-files",
+        fix="rename the file",
+        name=name,
+    )

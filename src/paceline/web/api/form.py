@@ -128,7 +128,7 @@ train_args:
   warmup_ratio: 0.05
 """,
     "own": """\
-# Your own model, data and loss: a class in a Python file (docs/how-to/own-task.md).
+# Your own model, data and loss: a subclass of paceline.Task in a Python file.
 model: my-model        # shown in the report
 task: ./my_task.py:MyTask
 dataset: my-data       # shown in the report if the task creates its own data

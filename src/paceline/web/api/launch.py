@@ -145,7 +145,12 @@ def resumable(id: RunId, panel: Panel) -> dict[str, str | bool]:
         text = read_inside(path)
         if text is not None:
             return {"yaml": text.decode("utf-8", "replace"), "is_running": is_locked(run)}
-    raise ConfigError(f"{run.name} has no config to resume with", fix="start a new run")
+    raise ConfigError(
+        "{run} has no config to resume with",
+        code="no-config-to-resume",
+        fix="start a new run",
+        run=run.name,
+    )
 
 
 @router.post("/api/runs/{id}/diff")
@@ -173,8 +178,10 @@ async def export(id: RunId, panel: Panel) -> JSONObject:
     model, exported = RunDir(run).model, run / "exported"
     if not model.is_dir():
         raise ConfigError(
-            f"{run.name} has no model yet",
+            "{run} has no model yet",
+            code="no-model-yet",
             fix="wait until the run has finished; resume it if it was stopped",
+            run=run.name,
         )
     if not (model / "adapter_config.json").is_file():
         return {"path": str(model), "merged": False}

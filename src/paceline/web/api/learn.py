@@ -65,7 +65,12 @@ def page(panel: Panel, name: str) -> Response:
     _check(name)
     explanation = panel.explanations.get(name)
     if explanation is None:
-        raise NotFound(f"`{name}` is not recorded yet", fix="record it on the page Learn")
+        raise NotFound(
+            "`{name}` is not recorded yet",
+            code="not-recorded",
+            fix="record it on the page Learn",
+            name=name,
+        )
     return Response(
         explanation.page,
         media_type="text/html; charset=utf-8",
@@ -76,5 +81,11 @@ def page(panel: Panel, name: str) -> Response:
 def _check(name: str) -> Topic:
     topic = TOPICS.get(name)
     if topic is None:
-        raise NotFound(f"there is no topic `{name}`", fix=f"use one of {', '.join(TOPICS)}")
+        raise NotFound(
+            "there is no topic `{name}`",
+            code="unknown-topic",
+            fix="use one of {topics}",
+            name=name,
+            topics=", ".join(TOPICS),
+        )
     return topic

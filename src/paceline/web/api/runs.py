@@ -155,7 +155,10 @@ def config(panel: Panel, id: str) -> Response:
     text = read_inside(run.run_dir.config)
     if text is None:
         raise NotFound(
-            f"{run.name} has no config.yaml", fix="wait until the run has started to train"
+            "{run} has no config.yaml",
+            code="no-config-yet",
+            fix="wait until the run has started to train",
+            run=run.name,
         )
     return Response(text, media_type="text/yaml; charset=utf-8")
 
@@ -166,7 +169,12 @@ def report(panel: Panel, id: str) -> Response:
     run = panel.runs.get(id)
     page = read_inside(run.run_dir.report_html, 64 << 20)
     if page is None:
-        raise NotFound(f"{run.name} has no report.html", fix="wait until the run has ended")
+        raise NotFound(
+            "{run} has no report.html",
+            code="no-report-yet",
+            fix="wait until the run has ended",
+            run=run.name,
+        )
     return Response(
         page,
         media_type="text/html; charset=utf-8",
@@ -191,7 +199,10 @@ def compare(
     unique_ids = list(dict.fromkeys(id.strip() for id in ids.split(",") if id.strip()))
     if not 1 <= len(unique_ids) <= 50:
         raise ConfigError(
-            f"cannot compare {len(unique_ids)} runs", allowed="1 to 50 comma-separated ids"
+            "cannot compare {num_unique_ids} runs",
+            code="wrong-number-of-runs",
+            allowed="1 to 50 comma-separated ids",
+            num_unique_ids=len(unique_ids),
         )
     runs = [panel.runs.get(id) for id in unique_ids]
     rows = [{**run.entry(), "report": run.summary.report} for run in runs]

@@ -14,7 +14,7 @@ from typing import IO
 
 from pydantic import JsonValue
 
-from paceline.core.errors import ConfigError, PacelineError, RunError
+from paceline.core.errors import ERROR_FILE, ConfigError, PacelineError
 from paceline.core.processes import end_with_parent
 from paceline.web.files import JSONObject, as_object
 from paceline.web.jobs.commands import end, error_of
@@ -40,7 +40,8 @@ class ChatModel:
         self, run: Path, request: JSONObject, device: str
     ) -> AsyncGenerator[ChatEvent]:
         """Yield the events of one answer: ``state`` {state: loading | ready, device, base},
-        ``token`` {text}, ``end`` {num_tokens, wall_s, stopped}, ``error`` {what, allowed, fix}.
+        ``token`` {text}, ``end`` {num_tokens, wall_s, stopped}, ``error``, the record of
+        an error.
         Closing the iterator stops the answer.
 
         Raises:
@@ -48,7 +49,9 @@ class ChatModel:
         """
         if self._turn.locked():
             raise ConfigError(
-                "the model is answering another question", fix="wait for that answer, or stop it"
+                "the model is answering another question",
+                code="model-busy",
+                fix="wait for that answer, or stop it",
             )
         async with self._turn:
             self._stop_timer()
@@ -63,7 +66,7 @@ class ChatModel:
                 async for event in worker.ask(self._last_id, request):
                     yield event
             except PacelineError as error:
-                yield "error", {"what": error.what, "allowed": error.allowed, "fix": error.fix}
+                yield "error", as_object(error.record())
             finally:
                 self._timer = asyncio.get_running_loop().call_later(IDLE_S, self.close)
 
@@ -87,14 +90,22 @@ class _Worker:
     unnamed file."""
 
     def __init__(
-        self, run: Path, device: str, process: asyncio.subprocess.Process, output: IO[bytes]
+        self,
+        run: Path,
+        device: str,
+        process: asyncio.subprocess.Process,
+        output: IO[bytes],
+        scratch: tempfile.TemporaryDirectory[str],
     ) -> None:
         self.run, self.device, self.process, self._output = run, device, process, output
+        self._scratch = scratch
         self._ready: JSONObject | None = None
 
     @staticmethod
     async def start(run: Path, device: str) -> _Worker:
         output = tempfile.TemporaryFile()  # noqa: SIM115  (open until the worker ends)
+        scratch = tempfile.TemporaryDirectory(prefix="paceline-panel-")
+        record = Path(scratch.name) / "error.json"
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "paceline"),
             *("generate", str(run), "--serve", "--device", device),
@@ -102,11 +113,11 @@ class _Worker:
             stdout=asyncio.subprocess.PIPE,
             stderr=output,
             limit=_LINE_BYTES,
-            env={**os.environ, "NO_COLOR": "1"},
+            env={**os.environ, "NO_COLOR": "1", ERROR_FILE: str(record)},
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
-        return _Worker(run, device, process, output)
+        return _Worker(run, device, process, output, scratch)
 
     def serves(self, run: Path, device: str) -> bool:
         return self.process.returncode is None and (self.run, self.device) == (run, device)
@@ -153,14 +164,16 @@ class _Worker:
             raise await self._exit_error()
         return as_object(json.loads(line))
 
-    async def _exit_error(self) -> ConfigError | RunError:
+    async def _exit_error(self) -> PacelineError:
         code = await self.process.wait()
         self._output.seek(0)
         output = self._output.read().decode("utf-8", "replace")
-        return error_of(output, code, f"the process of the model ended with exit code {code}")
+        otherwise = f"the process of the model ended with exit code {code}"
+        return error_of(Path(self._scratch.name) / "error.json", code, otherwise, output)
 
     def close(self) -> None:
         if self.process.stdin is not None:
             self.process.stdin.close()  # the worker ends when its input does
         end(self.process)
         self._output.close()
+        self._scratch.cleanup()

@@ -9,8 +9,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, cast
 
-from paceline.core.errors import EXIT_USAGE, ConfigError, RunError
+from pydantic import JsonValue
+
+from paceline.core.errors import (
+    ERROR_FILE,
+    EXIT_USAGE,
+    ConfigError,
+    PacelineError,
+    RunError,
+    read_error,
+)
 from paceline.core.processes import end_with_parent
 from paceline.web.files import JSONObject
 
@@ -47,7 +57,7 @@ class CommandRunner:
         """
         self._cancel(kind)
         with TemporaryDirectory(prefix="paceline-panel-") as scratch:
-            path = Path(scratch) / _CONFIG
+            path, record = Path(scratch) / _CONFIG, Path(scratch) / "error.json"
             if yaml is not None:
                 path.write_text(yaml, encoding="utf-8")
             process = await asyncio.create_subprocess_exec(
@@ -55,7 +65,8 @@ class CommandRunner:
                 *(str(path) if arg == "CONFIG" else arg for arg in args),
                 "--json", cwd=self.folder, stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                env={**os.environ, "NO_COLOR": "1"}, start_new_session=True,
+                env={**os.environ, "NO_COLOR": "1", ERROR_FILE: str(record)},
+                start_new_session=True,
                 preexec_fn=_lower_priority,
             )  # fmt: skip
             self._running[kind] = process
@@ -64,29 +75,31 @@ class CommandRunner:
             except TimeoutError:
                 command = " ".join(args).replace("CONFIG", _CONFIG)
                 raise RunError(
-                    f"`paceline {args[0]}` was ended because it took longer than {timeout_s:.0f} s",
-                    fix=f"run `paceline {command}` in a terminal",
+                    "`paceline {args}` was ended because it took longer than {timeout_s} s",
+                    code="command-too-slow",
+                    fix="run `paceline {command}` in a terminal",
+                    args=args[0],
+                    timeout_s=f"{timeout_s:.0f}",
+                    command=command,
                 ) from None
             finally:
                 is_superseded = self._running.get(kind) is not process
                 if not is_superseded:
                     del self._running[kind]
                 end(process)
+            otherwise = f"`paceline {args[0]}` ended with exit code {process.returncode}"
+            output = err.decode("utf-8", "replace")
+            error = error_of(record, process.returncode, otherwise, output)
         if is_superseded:
             raise Superseded(
-                "a newer request has replaced this one", fix="wait for the result of the newer one"
+                "a newer request has replaced this one",
+                code="superseded",
+                fix="wait for the result of the newer one",
             )
         if process.returncode == 0:
             with contextlib.suppress(ValueError):
                 return dict(json.loads(out))
-        message = (
-            err.decode("utf-8", "replace")
-            .replace(f"{path}: ", "")
-            .replace(f"{path} ", "")
-            .replace(str(path), _CONFIG)
-        )
-        otherwise = f"`paceline {args[0]}` ended with exit code {process.returncode}"
-        raise error_of(message, process.returncode, otherwise)
+        raise _without(path, error)
 
     def _cancel(self, kind: str) -> None:
         running = self._running.pop(kind, None)
@@ -110,24 +123,32 @@ def _lower_priority() -> None:
     end_with_parent()
 
 
-def error_of(output: str, code: int | None, otherwise: str) -> ConfigError | RunError:
-    """Return the error that a command has printed; ``otherwise`` if it printed none."""
-    kind = ConfigError if code == EXIT_USAGE else RunError
-    message = output.rpartition("error: ")[2].strip() if "error: " in output else ""
-    if not message:
-        last_lines = "\n".join(output.strip().splitlines()[-3:])
-        return kind(
-            f"{otherwise}: {last_lines}" if last_lines else otherwise,
-            fix="run the same command in a terminal with --debug",
-        )
-    what, fix = _split_off(message, " To fix: ")
-    what, allowed = _split_off(what, " Allowed: ")
-    return kind(what, allowed=allowed, fix=fix)
+def error_of(path: Path, code: int | None, otherwise: str, output: str) -> PacelineError:
+    """Return the error that a process has recorded in the file that :data:`ERROR_FILE` named; if it
+    recorded none, ``otherwise`` with the last lines of its output."""
+    error = read_error(path, code)
+    if error is not None:
+        return error
+    last_lines = "\n".join(output.strip().splitlines()[-3:])
+    ended = RunError(
+        "{otherwise}: {lines}" if last_lines else "{otherwise}",
+        code="ended-without-error",
+        fix="run the same command in a terminal with --debug",
+        otherwise=otherwise,
+        lines=last_lines,
+    )
+    return ConfigError.from_record(ended.record()) if code == EXIT_USAGE else ended
 
 
-def _split_off(message: str, label: str) -> tuple[str, str | None]:
-    """Split a message at a label that occurs in it once."""
-    if message.count(label) != 1:
-        return message, None
-    before, after = message.split(label)
-    return before, after or None
+def _without(path: Path, error: PacelineError) -> PacelineError:
+    """Return the error with the name of the config instead of its path in the scratch folder."""
+
+    def shown(content: JsonValue) -> JsonValue:
+        if isinstance(content, str):
+            for text, name in ((f"{path}: ", ""), (f"{path} ", ""), (str(path), _CONFIG)):
+                content = content.replace(text, name)
+        elif isinstance(content, dict):
+            return {key: shown(value) for key, value in content.items()}
+        return content
+
+    return type(error).from_record(cast(dict[str, Any], shown(error.record())))

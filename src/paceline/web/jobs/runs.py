@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from paceline.core.errors import EXIT_DONE, ConfigError, RunError
+from paceline.core.errors import ERROR_FILE, EXIT_DONE, ConfigError, RunError
 from paceline.core.event_log import parse_event, tail_events
 from paceline.core.events import RunStartEvent
 from paceline.core.files import write_atomic, write_json_atomic
@@ -37,6 +39,7 @@ class Launched:
     Args:
         log_start: the size of its output file before this start.
         events_before: the size of its event log before this start.
+        error_file: the file for the record of its error.
         is_new: the run's folder was created for this start.
         config_before: the config that a resume has replaced; None if it replaced none.
         is_stopping: the run was asked to stop.
@@ -46,6 +49,7 @@ class Launched:
     process: subprocess.Popen[bytes]
     log_start: int
     events_before: int
+    error_file: Path
     is_new: bool
     config_before: str | None = None
     is_stopping: bool = False
@@ -73,15 +77,19 @@ def check_name(folder: Path, name: str) -> Path:
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"`{name[:120]}` is not a valid name for a run",
+            "`{name}` is not a valid name for a run",
+            code="invalid-run-name",
             allowed="1 to 100 letters, digits, `-`, `_` and `.`; the first a letter or a digit",
+            name=name[:120],
         )
     run = folder / name
     if os.path.lexists(run):
         raise ConfigError(
-            f"`{name}` already exists in {folder}",
-            code="already-exists",
+            "`{name}` already exists in {folder}",
+            code="run-exists",
             fix="choose another name, or resume that run",
+            name=name,
+            folder=folder,
         )
     return run
 
@@ -98,6 +106,18 @@ class RunLauncher:
         self.folder = folder
         self.stop_requests: dict[Path, int] = {}
         self.by_folder: dict[Path, Launched] = {}
+        self._scratch: TemporaryDirectory[str] | None = None
+
+    def close(self) -> None:
+        """Remove the files of this server. Runs continue."""
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def _error_file(self) -> Path:
+        """Return the path of a new file for the record of an error."""
+        if self._scratch is None:
+            self._scratch = TemporaryDirectory(prefix="paceline-panel-")
+        return Path(self._scratch.name) / f"{secrets.token_hex(8)}.json"
 
     def start(self, name: str, yaml: str) -> Launched:
         """Start a new run in its own folder, which also gets the config as it was typed."""
@@ -109,15 +129,21 @@ class RunLauncher:
         except OSError as error:
             _remove(run)
             raise RunError(
-                f"cannot write {run}: {error.strerror}",
+                "cannot write {run}: {reason}",
+                code="run-not-written",
                 fix="free some disk space, or serve another folder",
+                run=run,
+                reason=error.strerror,
             ) from error
 
     def resume(self, run: Path, yaml: str | None, allow_config_change: bool) -> Launched:
         """Resume a run from its latest checkpoint, with the config ``yaml`` if it is given."""
         if is_locked(run):
             raise ConfigError(
-                f"{run.name} is already running", fix="wait until it ends, or stop it first"
+                "{run} is already running",
+                code="already-running",
+                fix="wait until it ends, or stop it first",
+                run=run.name,
             )
         config, cwd = run / CONFIG, started_from(run, self.folder)
         config_before = None
@@ -127,7 +153,12 @@ class RunLauncher:
         elif stat_inside(config) is None:
             config = RunDir(run).config
         if stat_inside(config) is None:
-            raise ConfigError(f"{run} has no config to resume with", fix="start a new run")
+            raise ConfigError(
+                "{run} has no config to resume with",
+                code="no-config-to-resume",
+                fix="start a new run",
+                run=run,
+            )
         args = [str(config), f"output_dir={run}", "resume=auto"]
         if allow_config_change:
             args.append("--allow-config-change")
@@ -136,15 +167,15 @@ class RunLauncher:
         return launched
 
     def _launch(self, run: Path, args: Sequence[str], cwd: Path, is_new: bool) -> Launched:
-        events = RunDir(run).events
+        events, error_file = RunDir(run).events, self._error_file()
+        env = {"NO_COLOR": "1", "PYTHONUNBUFFERED": "1", ERROR_FILE: str(error_file)}
         # A symbolic link in place of the output file is not followed.
         with open(run / OUTPUT, "ab", opener=_open_no_follow) as output:
             log_start = os.fstat(output.fileno()).st_size
             process = subprocess.Popen(
                 [sys.executable, "-m", "paceline", "sft", "--config", *args],
                 cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env={**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
+                env={**os.environ, **env}, start_new_session=True,
             )  # fmt: skip
         # Waiting for the process keeps it from becoming a zombie.
         threading.Thread(target=process.wait, name=f"wait-{run.name}", daemon=True).start()
@@ -153,7 +184,7 @@ class RunLauncher:
             {"pid": process.pid, "host": host_name(), "cwd": str(cwd), "time": time.time()},
         )
         events_before = events.stat().st_size if events.exists() else 0
-        launched = Launched(run, process, log_start, events_before, is_new)
+        launched = Launched(run, process, log_start, events_before, error_file, is_new)
         self.by_folder[run] = launched
         return launched
 
@@ -180,9 +211,8 @@ class RunLauncher:
         if code in (None, EXIT_DONE) or launched.has_events() or launched.is_stopping:
             return
         self.by_folder.pop(launched.folder, None)
-        error = error_of(
-            launched.output(), code, f"the run ended with exit code {code} before its first event"
-        )
+        otherwise = f"the run ended with exit code {code} before its first event"
+        error = error_of(launched.error_file, code, otherwise, launched.output())
         if launched.is_new and not RunDir(launched.folder).is_run():
             _remove(launched.folder)
         if launched.config_before:
@@ -255,13 +285,18 @@ def stop(run: Path, launches: RunLauncher, now: bool = False) -> int:
     try:
         if not (pid_alive(pid, seen_at) and _may_be_run(pid)):
             raise ConfigError(
-                f"{run.name} is not running: its process {pid} no longer exists",
+                "{run} is not running: its process {pid} no longer exists",
                 code="not-running",
                 fix="resume it",
+                run=run.name,
+                pid=pid,
             )
         if launches.stop_requests.get(run) == pid and not now:
             raise Conflict(
-                f"{run.name} is already stopping", fix="wait for its checkpoint, or end it now"
+                "{run} is already stopping",
+                code="already-stopping",
+                fix="wait for its checkpoint, or end it now",
+                run=run.name,
             )
         launches.stop_requests[run] = pid
         if launched is not None:
@@ -275,8 +310,12 @@ def stop(run: Path, launches: RunLauncher, now: bool = False) -> int:
             signal.pidfd_send_signal(handle, signal.SIGTERM)
     except OSError as error:
         raise RunError(
-            f"cannot stop {run.name} (process {pid}): {error.strerror}",
+            "cannot stop {run} (process {pid}): {reason}",
+            code="not-stoppable",
             fix="stop it as the user who started it",
+            run=run.name,
+            pid=pid,
+            reason=error.strerror,
         ) from error
     finally:
         if handle is not None:
@@ -294,9 +333,11 @@ def _launcher(run: Path, launched: Launched | None) -> tuple[int, float]:
         pid, host = start.get("launcher") or start.get("pid"), start.get("host")
         if host != host_name():
             raise ConfigError(
-                f"{run.name} runs on host {host}, not on this one",
+                "{run} runs on host {host}, not on this one",
                 code="on-another-host",
-                fix=f"stop it on {host}, for example with Ctrl-C",
+                fix="stop it on {host}, for example with Ctrl-C",
+                run=run.name,
+                host=host,
             )
         if isinstance(pid, int) and pid > 1 and is_locked(run):
             return pid, started_at
@@ -305,10 +346,11 @@ def _launcher(run: Path, launched: Launched | None) -> tuple[int, float]:
         if isinstance(launcher, int) and launcher > 1 and panel_start.get("host") == host_name():
             return launcher, launched_at
     raise ConfigError(
-        f"{run.name} is not running on this host",
+        "{run} is not running on this host",
         code="not-on-this-host",
         fix="reload the page. A run that is still starting in a terminal can be stopped there with"
         " Ctrl-C",
+        run=run.name,
     )
 
 

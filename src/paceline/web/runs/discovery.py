@@ -81,7 +81,10 @@ class Notes:
             runs = self._read()
             if not isinstance(runs, dict):
                 raise ConfigError(
-                    f"`{self.path}` was not written by the panel", fix="repair it, or move it away"
+                    "`{path}` was not written by the panel",
+                    code="not-written-by-panel",
+                    fix="repair it, or move it away",
+                    path=self.path,
                 )
             runs = {name: entry for name, entry in runs.items() if name != run}
             if note or tags:
@@ -90,8 +93,11 @@ class Notes:
                 write_json_atomic(self.path, {"runs": runs})
             except OSError as error:
                 raise ConfigError(
-                    f"cannot write `{self.path}`: {error.strerror}",
+                    "cannot write `{path}`: {reason}",
+                    code="panel-file-not-written",
                     fix="free some disk space, or make the folder writable",
+                    path=self.path,
+                    reason=error.strerror,
                 ) from error
 
     def _read(self) -> JsonValue:
@@ -188,8 +194,10 @@ class Runs:
             run = self._runs.get(id)
         if run is None or not is_run(run.root):
             raise NotFound(
-                f"run `{id[:40]}` not found",
+                "run `{id}` not found",
+                code="run-not-found",
                 fix="it may have been moved or deleted; go back to the list of runs",
+                id=id[:40],
             )
         return run
 

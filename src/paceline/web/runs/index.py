@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.event_text import event_text
+from paceline.core.event_text import event_text, text_of_event
 from paceline.core.events import Event
 from paceline.core.formatting import finite
+from paceline.core.texts import Values, translatable
 from paceline.web.files import open_inside, stat_inside
 from paceline.web.runs.columns import ROW, Columns, step_row
 from paceline.web.runs.log_lines import is_step, parse, parse_without_ranks, sample_lines
@@ -35,14 +36,22 @@ _SAMPLED_LINES = 1200
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """An event other than a step, for the log and the time axis. ``step``: its own step, or the
-    last step before it."""
+    """An event other than a step, for the log and the time axis.
+
+    Args:
+        step: its own step, or the last step before it.
+        code: the kind of text; None if it has none. ``values`` are what the text contains.
+        reason: code and values of the value ``reason``, which is a text itself.
+    """
 
     time: float | None
     step: int | None
     type: str
     level: str
     text: str
+    code: str | None = None
+    values: Values | None = None
+    reason: dict[str, Any] | None = None
 
 
 class RunIndex:
@@ -200,12 +209,15 @@ def mark_of(event: Event, last_step: int | None) -> TimelineEvent:
     has no step of its own."""
     step = event.get("step")
     level, text = event_text(event)
+    reason = None if "text" in event else translatable(text_of_event(event, "reason"))
     return TimelineEvent(
         finite(event.get("time")),
         step if type(step) is int else last_step,
         str(event["type"])[:100],
         level,
         text,
+        **translatable(text),
+        reason=reason or None,
     )
 
 

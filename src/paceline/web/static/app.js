@@ -3,6 +3,7 @@
 import * as api from "./lib/api.js";
 import { h, put } from "./lib/dom.js";
 import { LANGUAGES, getLanguage, onLanguage, setLanguage, t } from "./lib/i18n.js";
+import { loadMessages } from "./lib/messages.js";
 import { THEMES, getTheme, setTheme } from "./lib/theme.js";
 import { announce, emptyState, errorState, hideBubble, icon } from "./lib/ui.js";
 
@@ -240,5 +241,9 @@ addEventListener("hashchange", async () => {
   if (!main.contains(document.activeElement) && document.activeElement === document.body)
     main.focus({ preventScroll: true });
 });
-onLanguage(() => route({ force: true }).then(() => document.getElementById("language")?.focus()));
-route();
+onLanguage(async () => {
+  await loadMessages(api.get);
+  await route({ force: true });
+  document.getElementById("language")?.focus();
+});
+loadMessages(api.get).then(() => route());

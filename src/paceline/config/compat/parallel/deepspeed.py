@@ -54,9 +54,7 @@ def use_deepspeed(keys: StrategyKeys, names: list[str]) -> None:
         keys.merge.refuse(by, error.why, error.fix, "parallel.mode")
         return
     except ConfigError as error:
-        keys.merge.problems.append(
-            Problem(error.what, error.code, by, fix=error.fix, target="parallel.mode")
-        )
+        keys.merge.problems.append(Problem(error.text(), by, fix=error.fix, target="parallel.mode"))
         return
     keys.set_strategy(by, settings)
     for name in names[1:]:
@@ -204,7 +202,7 @@ def read_native_json(keys: StrategyKeys) -> None:
         parsed = interpret(read_json(config.value, by.key))
     except ConfigError as error:
         keys.merge.problems.append(
-            Problem(error.what, error.code, by, fix=error.fix, target="parallel.deepspeed_config")
+            Problem(error.text(), by, fix=error.fix, target="parallel.deepspeed_config")
         )
         return
     source = "parallel.deepspeed_config"

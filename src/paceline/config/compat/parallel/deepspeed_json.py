@@ -352,24 +352,31 @@ def read_json(
         value = json.loads(text)
     except OSError as error:
         raise ConfigError(
-            f"`{key}: {config}` cannot be read: {error.strerror or error}",
-            code="unreadable-file",
+            "`{key}: {config}` cannot be read: {reason}",
+            code="deepspeed-config-unreadable",
             allowed="the path of a JSON file, or the mapping itself",
-            fix=(
-                "correct the path; for a ZeRO stage without a file set `parallel.mode: deepspeed`"
-                " and `parallel.deepspeed_stage`"
-            ),
+            fix="correct the path; for a ZeRO stage without a file set `parallel.mode: deepspeed`"
+            " and `parallel.deepspeed_stage`",
+            key=key,
+            config=config,
+            reason=error.strerror or error,
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"`{key}: {config}` is not valid JSON: {error}",
-            code="invalid-json",
+            "`{key}: {config}` is not valid JSON: {reason}",
+            code="deepspeed-config-invalid-json",
             allowed="the path of a JSON file, or the mapping itself",
+            key=key,
+            config=config,
+            reason=error,
         ) from error
     if not isinstance(value, dict):
         raise ConfigError(
-            f"`{key}: {config}` contains a {type(value).__name__}",
-            code="wrong-type",
+            "`{key}: {config}` contains a {kind}",
+            code="deepspeed-config-wrong-type",
             allowed="a JSON object",
+            key=key,
+            config=config,
+            kind=type(value).__name__,
         )
     return value

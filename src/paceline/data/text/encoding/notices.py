@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.core.errors import ConfigError
-from paceline.core.formatting import counted
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.kinds.base import EQUAL_PAIRS, NO_ANSWER, TOO_LONG, RowCounts, SampleKind
 from paceline.data.sources.resolve import ResolvedSource
 from paceline.data.text.columns import (
@@ -38,30 +38,49 @@ def nothing_kept(
         mapping = suggested_columns(columns) or kind.mapping
         shown = f"`{source.label}` ({', '.join(columns) or 'none'})"
         if source.spec.format == "auto":
-            what, fix = f"the columns of {shown} match no format", columns_fix(mapping)
+            what, fix = "the columns of {shown} match no format", columns_fix(mapping)
         else:
-            what = f"the columns of {shown} do not match the format `{source.spec.format}`"
+            what = "the columns of {shown} do not match the format `{format}`"
             matches = matching_formats({key: [{}] for key in columns})
             fix = f"set `format: {matches[0]}` or remove it; " if matches else ""
             fix += columns_fix(mapping)
-        return ConfigError(what, code="unknown-columns", allowed=formats, fix=fix)
-    if dropped and set(dropped) <= {TOO_LONG, NO_ANSWER}:
-        what = (
-            f"every sample of `{source.label}` is too long: the shortest has"
-            f" {counts.shortest_overlong:,} tokens, train_args.max_length is"
-            f" {kind.config.train_args.max_length:,}"
+        return ConfigError(
+            what,
+            code="unknown-columns",
+            allowed=formats,
+            fix=fix,
+            shown=shown,
+            format=source.spec.format,
+            formats=formats,
         )
-        fix = f"set `train_args.max_length` to at least {counts.shortest_overlong}"
-        if TOO_LONG in dropped:
-            return ConfigError(what, fix=f"{fix}, or `train_args.truncation_strategy: truncate`")
-        return ConfigError(f"{what}, and no answer starts before that", fix=fix)
+    if dropped and set(dropped) <= {TOO_LONG, NO_ANSWER}:
+        is_cut = TOO_LONG not in dropped
+        return ConfigError(
+            "every sample of `{source}` is too long: the shortest has {shortest} tokens,"
+            " train_args.max_length is {max_length}, and no answer starts before that"
+            if is_cut
+            else "every sample of `{source}` is too long: the shortest has {shortest} tokens,"
+            " train_args.max_length is {max_length}",
+            code="no-answer-before-limit" if is_cut else "samples-too-long",
+            fix="set `train_args.max_length` to at least {shortest}"
+            if is_cut
+            else "set `train_args.max_length` to at least {shortest}, or"
+            " `train_args.truncation_strategy: truncate`",
+            source=source.label,
+            shortest=counts.shortest_overlong,
+            max_length=kind.config.train_args.max_length,
+        )
     refusals = tally.refusals.most_common(1)
     refusal = f". Error of the chat template: {refusals[0][0]}" if refusals else ""
     return ConfigError(
-        f"no row of `{source.label}` can be used. {drop_reasons(counts)}{refusal}",
+        "no row of `{source}` can be used. {drop_reasons}{refusal}",
         code="no-usable-rows",
         allowed=formats,
-        fix=f"correct the rows, or {columns_fix(kind.mapping)}",
+        fix="correct the rows, or {columns_fix}",
+        source=source.label,
+        drop_reasons=drop_reasons(counts),
+        refusal=refusal,
+        columns_fix=columns_fix(kind.mapping),
     )
 
 
@@ -131,76 +150,148 @@ def row_notices(counts: RowCounts, kind: SampleKind, tally: Tally) -> list[Notic
     if counts.excluded_turns:
         every_token += ", except in turns whose loss the data disables"
     warnings = [
-        (dropped, f"{dropped:,} of {counts.read:,} rows dropped. {drop_reasons(counts)}"),
-        (counts.truncated, f"{counts.truncated:,} samples truncated to max_length {limit:,}"),
+        (
+            dropped,
+            UserText(
+                "{dropped} of {read} rows dropped. {reasons}",
+                code="training-rows-dropped",
+                dropped=f"{dropped:,}",
+                read=f"{counts.read:,}",
+                reasons=drop_reasons(counts),
+            ),
+        ),
+        (
+            counts.truncated,
+            UserText(
+                "{truncated} samples truncated to max_length {limit}",
+                code="samples-truncated",
+                truncated=f"{counts.truncated:,}",
+                limit=f"{limit:,}",
+            ),
+        ),
         (
             facts[EQUAL_PAIRS],
-            f"{counted(facts[EQUAL_PAIRS], 'pair')} of answers with the same tokens (first:"
-            f" {counts.first.get(EQUAL_PAIRS)}): no preference can be learned from them. If the"
-            " answers differ only after `max_length`, raise it",
+            UserText(
+                "{pairs:pair} of answers with the same tokens (first: {first}): no preference"
+                " can be"
+                " learned from them. If the answers differ only after `max_length`, raise it",
+                code="equal-answers",
+                pairs=facts[EQUAL_PAIRS],
+                first=counts.first.get(EQUAL_PAIRS),
+            ),
         ),
         (
             facts["unplaced"],
-            f"{facts['unplaced']:,} assistant turns are changed by the chat template and carry no"
-            " loss",
+            UserText(
+                "{turns} assistant turns are changed by the chat template and carry no loss",
+                code="turns-changed-by-template",
+                turns=f"{facts['unplaced']:,}",
+            ),
         ),
         (
             facts["no_eos"],
-            "the tokenizer has no end-of-text token: the model will not learn where to stop",
+            UserText(
+                "the tokenizer has no end-of-text token: the model will not learn where to stop",
+                code="no-end-of-text",
+            ),
         ),
         (
             facts["no_end_of_turn"],
-            f"the chat template adds no end-of-turn token to {facts['no_end_of_turn']:,} chats: the"
-            " model will not learn where to stop",
+            UserText(
+                "the chat template adds no end-of-turn token to {chats} chats: the model will"
+                " not learn"
+                " where to stop",
+                code="no-end-of-turn",
+                chats=f"{facts['no_end_of_turn']:,}",
+            ),
         ),
         (
             facts["formatted"],
-            f"{counted(facts['formatted'], 'sample')} with tokens of the chat template in a"
-            " question: if the prompts are formatted already, set `chat_template: empty`, or write"
-            " each sample to a column `text`",
+            UserText(
+                "{samples:sample} with tokens of the chat template in a question: if the prompts"
+                " are"
+                " formatted already, set `chat_template: empty`, or write each sample to a column"
+                " `text`",
+                code="template-tokens-in-questions",
+                samples=facts["formatted"],
+            ),
         ),
         (
             config.system and not has_template,
-            "`system` has no effect, because there is no chat template",
+            UserText(
+                "`system` has no effect, because there is no chat template",
+                code="system-without-template",
+            ),
         ),
     ]
     infos = [
         (
             facts["documents_cut"],
-            f"{facts['documents_cut']:,} documents cut into samples of {limit:,} tokens",
+            UserText(
+                "{documents} documents cut into samples of {limit} tokens",
+                code="documents-cut",
+                documents=f"{facts['documents_cut']:,}",
+                limit=f"{limit:,}",
+            ),
         ),
         (
             facts["lone_tokens"],
-            f"{facts['lone_tokens']:,} last samples with a single token dropped: nothing to"
-            " predict",
+            UserText(
+                "{samples} last samples with a single token dropped: nothing to predict",
+                code="lone-tokens-dropped",
+                samples=f"{facts['lone_tokens']:,}",
+            ),
         ),
         (
             counts.excluded_turns,
-            f"{counts.excluded_turns:,} assistant turns carry no loss ({reason})",
+            UserText(
+                "{turns} assistant turns carry no loss ({reason})",
+                code="turns-without-loss",
+                turns=f"{counts.excluded_turns:,}",
+                reason=reason,
+            ),
         ),
         (
             facts["other_template"],
-            f"{facts['other_template']:,} chats with tools or reasoning use the tokenizer's chat"
-            f" template, because `{config.chat_template}` does not support them",
+            UserText(
+                "{chats} chats with tools or reasoning use the tokenizer's chat template, because"
+                " `{template}` does not support them",
+                code="chats-with-tokenizer-template",
+                chats=f"{facts['other_template']:,}",
+                template=config.chat_template,
+            ),
         ),
         (
             facts["trailing_turns"],
-            f"{facts['trailing_turns']:,} chats do not end with an answer; the turns after the last"
-            " answer are removed",
+            UserText(
+                "{chats} chats do not end with an answer; the turns after the last answer are"
+                " removed",
+                code="trailing-turns-removed",
+                chats=f"{facts['trailing_turns']:,}",
+            ),
         ),
         (
             num_pairs and has_template,
-            "prompts and completions are formatted as user and assistant turns of the chat"
-            " template",
+            UserText(
+                "prompts and completions are formatted as user and assistant turns of the chat"
+                " template",
+                code="prompts-as-turns",
+            ),
         ),
         (
             num_pairs and not has_template,
-            "no chat template: prompts and completions are concatenated, followed by the"
-            " end-of-text token",
+            UserText(
+                "no chat template: prompts and completions are concatenated, followed by the"
+                " end-of-text token",
+                code="prompts-concatenated",
+            ),
         ),
         (
             formats["text"] and has_answers,
-            "plain text has no answers: every token of it carries loss",
+            UserText(
+                "plain text has no answers: every token of it carries loss",
+                code="loss-on-plain-text",
+            ),
         ),
         (has_answers and config.train_args.train_on_inputs, every_token),
     ]

@@ -53,6 +53,7 @@ def encode_chunks(
         raise RunError(
             "a worker process that tokenizes the data was killed, possibly by the out-of-memory"
             " killer",
+            code="tokenizer-process-killed",
             fix="free memory and run the command again; no tokens were stored",
         ) from error
     finally:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.config.schema import Config
+from paceline.core.texts import UserText
 from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.models.shape.record import TensorShape
 from paceline.parallel.buckets.layout import lay_out
@@ -47,10 +48,16 @@ def compression_notice(config: Config, num_ranks: int) -> tuple[str, str] | None
     settings = config.compression
     index = ", because each value is sent with a 4-byte index"
     amount = "as many bytes as" if ratio == limit else f"{ratio / limit:.2g} times the bytes of"
-    text = (
-        f"compression.ratio: {ratio:g} with {settings.text} on {num_ranks} ranks sends {amount} no"
-        f" compression{index if settings.chain[0] == 'topk' else ''}. It saves bytes below the"
-        f" break-even ratio {limit:.3g}"
+    text = UserText(
+        "compression.ratio: {ratio} with {settings} on {num_ranks} ranks sends {amount} no"
+        " compression{index}. It saves bytes below the break-even ratio {limit}",
+        code="compression-sends-more",
+        ratio=f"{ratio:g}",
+        settings=settings.text,
+        num_ranks=num_ranks,
+        amount=amount,
+        index=index if settings.chain[0] == "topk" else "",
+        limit=f"{limit:.3g}",
     )
     return "warning", text
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.config.schema.compression import Compression
+from paceline.core.texts import UserText
 from paceline.distributed import torch_compat
 from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.distributed.comm_thread import PendingComm
@@ -70,10 +71,13 @@ class CompressedReducer(GradientReducer):
         )
         self.late = self.adam is not None or momentum > 0
         if self.adam is not None:
-            text = (
-                f"{config.compression.text} with {args.optim}: each rank keeps Adam's second moment"
-                " of its local gradient. The residual replaces the first moment, so `adam_beta1`"
-                " has no effect"
+            text = UserText(
+                "{compression} with {optim}: each rank keeps Adam's second moment of its local"
+                " gradient. The residual replaces the first moment, so `adam_beta1` has no"
+                " effect",
+                code="moments-kept-by-ranks",
+                compression=config.compression.text,
+                optim=args.optim,
             )
             self.notices = (("info", text),)
         self.step = 0

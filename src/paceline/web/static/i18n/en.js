@@ -19,6 +19,7 @@ export const en = {
   "server.trying": "Connecting…",
   "server.retry_now": "Retry now",
   "server.reconnected": "Connected again.",
+  "message.english": "{text}",
   "error.allowed": "Allowed: {allowed}",
   "error.fix": "To fix: {fix}",
   "error.retry": "Retry",

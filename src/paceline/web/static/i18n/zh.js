@@ -18,6 +18,7 @@ export const zh = {
   "server.trying": "正在连接…",
   "server.retry_now": "立即重试",
   "server.reconnected": "已重新连接。",
+  "message.english": "{text}（英文）",
   "error.allowed": "允许的值：{allowed}",
   "error.fix": "解决办法：{fix}",
   "error.retry": "重试",

@@ -1,15 +1,20 @@
 // Requests to the server, event streams, and the connection state.
 
+import { reviveTexts } from "./messages.js";
+
 const TOKEN = "paceline-token";
+const parse = (text) => JSON.parse(text, reviveTexts);
 
 /**
  * An error response: `what` is wrong, which values are `allowed`, and how to `fix` it. `status` 0
  * means no response.
  */
 export class ApiError extends Error {
-  constructor(status, { what, allowed = null, fix = null, ...details }) {
-    super(what);
-    Object.assign(this, { name: "ApiError", status, what, allowed, fix }, details);
+  constructor(status, record) {
+    super(record.what);
+    Object.assign(this, { name: "ApiError", status, allowed: null, fix: null });
+    // The texts of a record follow the language of the panel: see `reviveTexts`.
+    Object.defineProperties(this, Object.getOwnPropertyDescriptors(record));
   }
 }
 
@@ -40,7 +45,7 @@ export async function getText(path, options = {}) {
 
 async function request(method, path, body, options = {}) {
   const response = await send(method, path, body, options);
-  return response.status === 204 ? null : response.json();
+  return response.status === 204 ? null : parse(await response.text());
 }
 
 /** Send a request. `body`: an object, which is sent as JSON, or FormData. */
@@ -75,7 +80,7 @@ async function send(method, path, body, { signal, accept = "application/json" } 
 async function readError(response) {
   let error = null;
   try {
-    error = (await response.json()).error;
+    error = parse(await response.text()).error;
   } catch {
     // The response is not from this server but, for example, from a proxy: only its status is
     // known.
@@ -193,7 +198,7 @@ function dispatch(block, handlers) {
     if (line.startsWith("event:")) name = line.slice(6).trim();
     else if (line.startsWith("data:")) data.push(line.slice(5).replace(/^ /, ""));
   }
-  if (data.length) handlers[name]?.(JSON.parse(data.join("\n")));
+  if (data.length) handlers[name]?.(parse(data.join("\n")));
 }
 
 function waitForRetry(wait_ms) {

@@ -1,0 +1,74 @@
+"""Texts for users that other languages can express: a template with named fields, and its values.
+
+An error or a notice is written in English where it is raised, as a template with fields such as
+``{key}``. Its code and its values go along with the text, so that the panel fills the template of
+another language, which it finds by the code. See :mod:`paceline.messages`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.core.formatting import counted
+
+#: What a text contains, by name.
+Values = Mapping[str, str | int | float | bool | None]
+#: ``{name}``, or ``{name:noun}`` for a number with its noun.
+FIELD = re.compile(r"\{([a-z_]\w*)(?::([a-z][a-z -]*))?\}")
+
+
+def fill(template: str, values: Values) -> str:
+    """Return a template with its fields replaced. Other braces remain, and so do those in values.
+
+    ``{steps:step}`` becomes "1 step" or "2 steps".
+    """
+
+    def replace(field: re.Match[str]) -> str:
+        name, noun = field.groups()
+        if name not in values:
+            return field[0]
+        return counted(values[name], noun) if noun else str(values[name])  # type: ignore[arg-type]
+
+    return FIELD.sub(replace, template)
+
+
+def plain_values(values: Mapping[str, object]) -> dict[str, str | int | float | bool | None]:
+    """Return the values as JSON can hold them: paths and other objects become text."""
+    return {
+        name: value if isinstance(value, str | int | float | bool | None) else str(value)
+        for name, value in values.items()
+    }
+
+
+class UserText(str):
+    """A text in English with its code and its values, for a notice or a reason.
+
+    Args:
+        template: the text, with fields such as ``{name}``.
+        code: the kind of text in a few words, such as ``rows-dropped``.
+        values: what replaces the fields.
+    """
+
+    code: str
+    values: dict[str, str | int | float | bool | None]
+
+    def __new__(cls, template: str, /, *, code: str, **values: object) -> UserText:
+        plain = plain_values(values)
+        return cls.of(fill(template, plain), code, plain)
+
+    @classmethod
+    def of(cls, text: str, code: str, values: Values) -> UserText:
+        """Return a text that was filled before, perhaps in another process."""
+        self = super().__new__(cls, text)
+        self.code, self.values = code, dict(values)
+        return self
+
+    def __reduce__(self) -> Any:
+        return UserText.of, (str(self), self.code, self.values)
+
+
+def translatable(text: str) -> dict[str, Any]:
+    """Return the fields ``code`` and ``values`` of a text, for a record; none of a plain string."""
+    return {"code": text.code, "values": text.values} if isinstance(text, UserText) else {}

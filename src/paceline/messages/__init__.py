@@ -1,0 +1,1 @@
+"""The codes of errors and notices: what each means, and its text in other languages."""
