@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from typing import TypedDict
 
@@ -14,8 +13,6 @@ from paceline.commands.options import AnyText, OptionParser
 from paceline.commands.reports import print_report
 from paceline.core.errors import EXIT_DONE, ConfigError, did_you_mean
 from paceline.messages.catalogue import Wording, cause_of, codes
-
-_FILE_WIDTH = 120
 
 
 class CodeHelp(TypedDict):
@@ -44,8 +41,7 @@ def run(args: Namespace) -> int:
     if args.code in parser.commands and not args.json:
         print(parser.commands[args.code].format_help(), end="")
         return EXIT_DONE
-    width = None if sys.stdout.isatty() else _FILE_WIDTH
-    print_report(args, explain_code(args.code), _detail, width)
+    print_report(args, explain_code(args.code), _detail)
     return EXIT_DONE
 
 
