@@ -162,7 +162,7 @@ class Console:
             return
         self._printed_at = formatting.finite(self._unprinted.get("time")) or 0.0
         self._unprinted = None
-        self._terminal.print("  ".join(text for _, text, _ in self.progress.fields()), "dim")
+        self._terminal.print_step(self.progress)
 
 
 def _prints_all_steps(start: RunStartEvent) -> bool:

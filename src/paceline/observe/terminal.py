@@ -190,6 +190,13 @@ class Terminal:
 
         self._rich().print(Text(text, style=style))
 
+    def print_step(self, progress: RunProgress) -> None:
+        """Print the figures of the latest step; those that fit on a terminal."""
+        fields = progress.fields()
+        if self._is_live:
+            fields = fit_fields(fields, self._stream.size()[0])
+        self.print("  ".join(text for _, text, _ in fields), "dim")
+
     def print_labelled(self, label: str, text: str, style: str = "") -> None:
         if not self._is_live:
             self.print(f"{label:<{_LABEL_WIDTH}} {text}")
@@ -239,11 +246,8 @@ class _Line:
         from rich.text import Text
 
         width = options.max_width - 1
-        fields, bar_width = self._progress.fields(), _BAR_WIDTH
-        while _width(fields) + 2 + bar_width > width and bar_width > 8:
-            bar_width -= 1
-        while _width(fields) + 2 + bar_width > width and any(priority for *_, priority in fields):
-            fields.remove(max(fields, key=lambda field: field[2]))
+        bar_width = max(8, min(_BAR_WIDTH, width - 2 - _width(self._progress.fields())))
+        fields = fit_fields(self._progress.fields(), width - 2 - bar_width)
         line = Text(no_wrap=True, overflow="crop", end="")
         if self._progress.total and _width(fields) + 2 + bar_width <= width:
             share = self._progress.done / self._progress.total
@@ -252,6 +256,14 @@ class _Line:
         for index, (style, text, _) in enumerate(fields):
             line.append("  " if index else "").append(text, style)
         yield line
+
+
+def fit_fields(fields: list[tuple[str, str, int]], width: int) -> list[tuple[str, str, int]]:
+    """Leave out fields, those with the highest number first, until the others fit the width."""
+    fields = list(fields)
+    while _width(fields) > width and any(priority for *_, priority in fields):
+        fields.remove(max(fields, key=lambda field: field[2]))
+    return fields
 
 
 def _width(fields: list[tuple[str, str, int]]) -> int:
