@@ -31,7 +31,9 @@ def test_errors_keep_code_and_values() -> None:
     assert error.printed() == "a failed. To fix: move a. [failed-path]"
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.record(), copy.ranks, str(copy)) == (error.record(), [1], str(error))
-    ended = ExitRecord.from_json(json.loads(json.dumps(ExitRecord.failed(classify(error)).as_json())))
+    ended = ExitRecord.from_json(
+        json.loads(json.dumps(ExitRecord.failed(classify(error)).as_json()))
+    )
     assert (ended.cause.code, ended.cause.values) == ("failed-path", error.values)
 
 
