@@ -9,7 +9,7 @@ from paceline.cli import main
 from paceline.core.errors import PacelineError
 from paceline.messages import reference
 from paceline.messages.catalogue import chinese, codes
-from paceline.messages.collect import SOURCE, sites
+from paceline.messages.collect import SOURCE, sites, trees
 
 FIELD = re.compile(r"\{(\w+)\}")
 
@@ -29,11 +29,11 @@ def test_catalogue_and_pages_are_up_to_date() -> None:
 def test_every_error_has_a_code() -> None:
     kinds = subclasses(PacelineError) - {"ReportedError"}
     without = []
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                if node.func.id in kinds and not any(word.arg == "code" for word in node.keywords):
-                    without.append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            is_error = isinstance(node, ast.Call) and getattr(node.func, "id", "") in kinds
+            if is_error and not any(word.arg == "code" for word in node.keywords):
+                without.append(f"{path.relative_to(SOURCE)}:{node.lineno}")
     assert without == []
 
 

@@ -145,7 +145,6 @@ def _skipped(event: SkippedEvent) -> tuple[str, str]:
         step=count(event.get("step")),
         updates=event["updates"],
         causes=f" ({event['cause']})" if event.get("cause") else "",
-        cause=event.get("cause"),
         origin=_origin(event),
         rank_numbers=_rank_numbers(event),
     )
@@ -194,7 +193,6 @@ def _eval(event: EvalEvent) -> tuple[str, str]:
         loss=loss(event.get("loss")),
         more="".join(f", {part}" for part in parts),
         metrics=metrics,
-        best_step=best_step,
     )
 
 

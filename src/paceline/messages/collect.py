@@ -1,7 +1,9 @@
 """Collect the codes from the syntax tree of the package: every call with an argument ``code``."""
 
 import ast
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from paceline.core.texts import FIELD
@@ -24,6 +26,9 @@ _OTHER = "…"
 
 #: Modules of ``config`` whose texts are notices. The texts of the others are problems of a config.
 _WITH_NOTICES = ("settings.py", "load.py")
+
+
+_NAMES_CODE = re.compile(r"\bcode=|raise \w+\(")
 
 
 class Site:
@@ -127,16 +132,27 @@ class _Resolver:
         return _OTHER
 
 
-def sites() -> Iterator[Site]:
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Return the syntax trees of the modules that name a code or create an error."""
+    texts = {path: path.read_text("utf-8") for path in sorted(SOURCE.rglob("*.py"))}
+    return {path: ast.parse(text) for path, text in texts.items() if _NAMES_CODE.search(text)}
+
+
+@cache
+def sites() -> list[Site]:
     """Return every call with a code, in the order of paths and lines."""
-    trees = {path: ast.parse(path.read_text("utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
+    return list(_find_sites())
+
+
+def _find_sites() -> Iterator[Site]:
     bases = {
         node.name: [base.id for base in node.bases if isinstance(base, ast.Name)]
-        for tree in trees.values()
-        for node in ast.walk(tree)
+        for tree in trees().values()
+        for node in tree.body
         if isinstance(node, ast.ClassDef)
     }
-    for path, tree in trees.items():
+    for path, tree in trees().items():
         names = {
             target.id: node.value
             for node in tree.body

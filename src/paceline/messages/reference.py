@@ -6,6 +6,7 @@ stale.
 """
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from itertools import groupby
@@ -45,9 +46,10 @@ _ORDER = ("usage", "run", "stopped", "notice")
 
 
 def _prose(text: str) -> str:
-    """Return a template as text of a page: one line, with fields in capitals."""
+    """Return a template as a sentence of a page."""
     line = " ".join(text.split()).replace("<", "\\<").replace("*", "\\*")
-    return line if line.endswith((".", "?", "!", ":", "…", "。")) else f"{line}."
+    period = "。" if re.search("[一-鿿]", line) else "."
+    return line if line.endswith((".", "?", "!", ":", "…", "。", "？")) else f"{line}{period}"
 
 
 def main(arguments: Sequence[str]) -> str | None:

@@ -251,7 +251,8 @@ function bounds({ minimum, maximum, exclusive, kind }) {
       : t(exclusive.includes("exclusiveMaximum") ? "start.below" : "start.at_most", {
           value: maximum,
         });
-  return `(${[low, high].filter(Boolean).join(t("start.and"))})`;
+  const text = [low, high].filter(Boolean).join(t("start.and"));
+  return t("start.bounds", { bounds: text });
 }
 
 /** Convert text with backticks to nodes with `code` elements. */
