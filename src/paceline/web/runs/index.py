@@ -220,9 +220,9 @@ class SampledRun:
     size: int
 
 
-def sample_overview(path: Path) -> SampledRun:
-    """Read about ``_SAMPLED_LINES`` lines. If a run was rolled back, later lines replace earlier
-    ones of the same steps."""
+def sample_overview(path: Path, num_lines: int = _SAMPLED_LINES) -> SampledRun:
+    """Read about ``num_lines`` lines. If a run was rolled back, later lines replace earlier ones of
+    the same steps."""
     rows: list[tuple[Any, ...]] = []
     others: list[tuple[Event, int | None]] = []
     handle = open_inside(path)
@@ -230,7 +230,7 @@ def sample_overview(path: Path) -> SampledRun:
     if handle is not None:
         with handle:
             size = os.fstat(handle.fileno()).st_size
-            for offset, line in sample_lines(handle, 0, size, _SAMPLED_LINES):
+            for offset, line in sample_lines(handle, 0, size, num_lines):
                 event = parse_without_ranks(line) if is_step(line) else parse(line)
                 if event is None:
                     continue

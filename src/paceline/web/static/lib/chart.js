@@ -56,14 +56,24 @@ const MARK_LEVEL = { error: "--bad", warning: "--warn", info: "--line-strong" };
  * - `name`: the title.
  * - `height`: the height of the plot, in px.
  * - `x`: `{name, format(value)}`.
- * - `y`: `{format(value), min, log}`.
+ * - `y`: `{format(value), min, log}`. On a logarithmic axis, values up to 0 are gaps.
  * - `series`: [{name, color: "--s1", dash: [..], width, faint, points, format}]. `band: [i, j]`
  *   fills the area between two series. A series with `isHidden` is in neither the legend nor the
  *   tooltip.
  * - `zoomed(min, max)`: called when the user selects a range of x; null, null for the full range.
  * - `sync`: charts with the same key share a cursor.
+ * - `hasLegend`: false if the page has a legend for several charts.
  */
-export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync }) {
+export function lineChart({
+  name,
+  height = 190,
+  x,
+  y = {},
+  series,
+  zoomed,
+  sync,
+  hasLegend = true,
+}) {
   const plot = h("div", { class: "plot" });
   const legend = h("ul", { class: "legend", "aria-hidden": "true" });
   const tip = h("div", { class: "chart-tip", hidden: true, "aria-hidden": "true" });
@@ -123,7 +133,8 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
           x: { time: false },
           y: {
             distr: y.log ? 3 : 1,
-            range: y.log ? undefined : (_, low, high) => paddedRange(low, high, y.min),
+            range: (_, low, high) =>
+              y.log ? logRange(low, high) : paddedRange(low, high, y.min),
           },
         },
         axes: [
@@ -139,6 +150,9 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
             size: (_, labels) =>
               16 + 7 * Math.max(3, ...(labels ?? []).map((label) => String(label ?? "").length)),
             space: 34,
+            ...(y.log
+              ? { splits: (_, axisIndex, low, high) => logTicks(low, high), filter: (_, all) => all }
+              : {}),
             incrs: y.format === bytes ? BYTE_TICKS : y.format === duration ? TIME_TICKS : undefined,
             values: (_, ticks) =>
               ticks.map((tick) => (tick === null ? null : (y.format ?? digits)(tick))),
@@ -341,7 +355,7 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
   }
 
   function drawLegend() {
-    const visibleSeries = series.filter((line) => !line.isHidden);
+    const visibleSeries = hasLegend ? series.filter((line) => !line.isHidden) : [];
     put(
       legend,
       visibleSeries.length > 1 || visibleSeries[0]?.alwaysInLegend
@@ -369,7 +383,7 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
   return {
     node,
     set(next, nextMarks = []) {
-      data = next;
+      data = y.log ? [next[0], ...next.slice(1).map(positive)] : next;
       marks = nextMarks;
       frame.setAttribute("aria-label", summary(name, x, y, series, data));
       if (chart) chart.setData(data);
@@ -441,6 +455,30 @@ function paddedRange(low, high, min) {
   const padding = (high - low || Math.abs(high) || 1) * 0.08;
   const bottom = min === undefined ? low - padding : Math.min(low, min);
   return [bottom, high + padding];
+}
+
+const positive = (values) => values.map((value) => (value > 0 ? value : null));
+
+function logRange(low, high) {
+  if (!(low > 0) || !(high > 0)) return [1, 10];
+  const factor = high > low ? (high / low) ** 0.06 : 1.1;
+  return [low / factor, high * factor];
+}
+
+/** Return ticks at powers of ten; of a narrower range, at 1, 2 and 5 times them, or round numbers. */
+function logTicks(low, high) {
+  const powers = [];
+  for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power++) powers.push(power);
+  const within = (tick) => tick >= low && tick <= high;
+  const stride = Math.ceil(powers.length / 6);
+  const decades = powers.filter((power) => power % stride === 0).map((power) => 10 ** power);
+  if (decades.filter(within).length >= 3) return decades.filter(within);
+  const fine = powers.flatMap((power) => [1, 2, 5].map((factor) => factor * 10 ** power));
+  if (fine.filter(within).length >= 3) return fine.filter(within);
+  const step = INTEGER_TICKS.map((tick) => tick * 1e-9).find((tick) => (high - low) / tick <= 5);
+  const first = Math.ceil(low / step);
+  const count = Math.floor(high / step) - first + 1;
+  return Array.from({ length: count }, (_, index) => Number(((first + index) * step).toPrecision(12)));
 }
 
 function translucent(rgb, alpha) {

@@ -62,7 +62,7 @@ const FIGURES = [
   },
   {
     name: "wall_s",
-    getValue: (run) => run.report?.wall_s ?? run.wall_s,
+    getValue: (run) => run.wall_s,
     show: format.duration,
     better: -1,
   },
@@ -130,8 +130,9 @@ export function figureTable(runs, names, sort, lineStyle, onSort) {
       };
     }),
   ];
+  const isComparable = new Set(runs.map(trainingOf)).size === 1;
   const best = new Map(
-    FIGURES.filter((figure) => figure.better && runs.length > 1).map((figure) => [
+    FIGURES.filter((figure) => figure.better && isComparable).map((figure) => [
       figure.name,
       bestOf(figure, runs),
     ]),
@@ -175,11 +176,20 @@ export function figureTable(runs, names, sort, lineStyle, onSort) {
       "div",
       { class: "card-head" },
       h("h2", {}, t("compare.figures")),
-      h("span", { class: "muted small" }, t("compare.figures.what")),
+      h(
+        "span",
+        { class: "muted small" },
+        t("compare.figures.what"),
+        isComparable ? null : ` · ${t("compare.best.none")}`,
+      ),
     ),
     table(t("compare.figures"), columns, rows, { class: "compare-figures" }),
   );
 }
+
+// The values of runs with another model or other data do not say which run is better.
+const trainingOf = ({ model, dataset, val_dataset }) =>
+  JSON.stringify([model, dataset ?? null, val_dataset ?? null]);
 
 function bestOf({ getValue, better }, runs) {
   const values = runs.filter(ended).map(getValue).filter(Number.isFinite);
