@@ -112,6 +112,27 @@ def test_live_run_is_updated(serve, tmp_path):
     assert (run["status"], run["problem"]) == ("failed", "rank 1: out of memory")
 
 
+def test_remaining_time_changes_little_with_a_slow_step():
+    from paceline.web.runs.summary import StepTime
+
+    step_time = StepTime()
+    assert step_time.mean_s is None
+    for step in range(1, 401):
+        step_time.add({"step": step, "time": 2.0 * step})
+    assert step_time.mean_s == pytest.approx(2.0)
+    step_time.add({"step": 401, "time": 2.0 * 401 + 60})  # with an evaluation
+    assert 2.0 < step_time.mean_s < 2.5
+    for step in range(402, 2402):  # the run is faster from here on
+        step_time.add({"step": step, "time": 862.0 + (step - 401)})
+    assert step_time.mean_s == pytest.approx(1.0, rel=0.01)
+
+
+def test_epoch_is_in_the_list(serve, tmp_path):
+    finished(tmp_path / "one", derived={"steps": 20, "epochs": 0.2})
+    (run,) = serve(tmp_path).get("/api/runs")["runs"]
+    assert (run["epoch"], run["epochs"]) == (0.2, 0.2)
+
+
 def test_run_whose_process_has_ended_is_lost(serve, tmp_path):
     log = begin(tmp_path / "one", pid=ended_process())
     log.close()

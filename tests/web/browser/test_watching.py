@@ -189,6 +189,12 @@ def test_older_run_names_data_not_recorded(page: Page, server: Server) -> None:
     open_tab(page, server, "older", "overview")
     # loss, learning rate, throughput, step time; no empty chart
     expect(page.get_by_role("application")).to_have_count(4)
+    # A run that has ended has no figure without a value, and no chart is alone in a row.
+    expect(page.locator("[data-key='f.eval_loss'], [data-key='f.epoch']")).to_have_count(0)
+    widths = page.locator(".charts > *").evaluate_all(
+        "cards => cards.map((card) => Math.round(card.getBoundingClientRect().width))"
+    )
+    assert len(set(widths)) == 1
 
 
 def test_zoom_requests_range_from_server(page: Page, server: Server) -> None:

@@ -97,7 +97,7 @@ class _Scale:
             shown = [10.0**power for power in powers][:: max(1, len(powers) // _MAX_VALUE_TICKS)]
             labels = [f"{value:g}" for value in shown]
         else:
-            shown = ticks(low, high, 4)
+            shown = ticks(low, high)
             step = shown[1] - shown[0] if len(shown) > 1 else abs(shown[0])
             labels = [tick_label(value, step) for value in shown]
         if len(shown) < 2:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from paceline.core.formatting import clean
 from paceline.web.responses import StrictJSONResponse
 from paceline.web.runs.deletion import delete_run
-from paceline.web.runs.longer import Continuation, continuation
+from paceline.web.runs.longer import continuation
 from paceline.web.runs.notes import Note, NoteChange
 from paceline.web.state import AppState, Panel, RunId
 
@@ -58,6 +58,7 @@ def put_archived(panel: Panel, id: RunId, body: ArchiveRequest) -> StrictJSONRes
 def _update(panel: AppState, id: str, change: NoteChange) -> StrictJSONResponse:
     run = panel.runs.get(id)
     panel.runs.notes.update(run.path, change)
+    panel.streams.list_changed()
     note: Note = panel.runs.notes.of(run.path)
     return StrictJSONResponse(note)
 
@@ -70,13 +71,16 @@ def delete(panel: Panel, id: RunId) -> StrictJSONResponse:
     panel.launches.by_folder.pop(run.root, None)
     panel.runs.all(fresh=True)
     panel.runs.notes.remove(run.path)
+    panel.streams.list_changed()
     return StrictJSONResponse({"id": id})
 
 
 @router.get("/api/runs/{id}/longer")
-def longer(panel: Panel, id: RunId, steps: Annotated[int, Field(ge=1, le=1 << 40)]) -> Continuation:
+def longer(
+    panel: Panel, id: RunId, steps: Annotated[int, Field(ge=1, le=1 << 40)]
+) -> StrictJSONResponse:
     """Return what the learning rate does if a run that has ended continues to the step
     ``steps``."""
     run = panel.runs.get(id)
     run.entry()  # reads what is new
-    return continuation(run.summary.start, run.summary.newest, steps)
+    return StrictJSONResponse(continuation(run.summary.start, run.summary.newest, steps))

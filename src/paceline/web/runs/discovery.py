@@ -18,7 +18,8 @@ from paceline.web.runs.summary import RunState, RunSummary
 
 _MAX_DEPTH = 8
 _MAX_FOLDERS = 20_000
-_SPARKLINE_LINES = 60
+_SPARKLINE_POINTS = 60
+_SHORT_LOG_BYTES = 1 << 16
 _MAX_AGE_S = 0.9  # a search this recent is not repeated
 _SKIPPED = {
     "checkpoints",
@@ -79,9 +80,12 @@ class Run:
         status = stat_inside(self.run_dir.events)
         key = (0, 0) if status is None else (status.st_ino, status.st_size)
         if self._sparkline is None or self._sparkline[0] != key:
-            losses = sample_overview(self.run_dir.events, _SPARKLINE_LINES).rows["loss"]
-            known = losses[np.isfinite(losses)].tolist()
-            self._sparkline = key, [float(f"{loss:.4g}") for loss in known]
+            # Of a short log, every line is read: its lines have over a hundred bytes.
+            count = key[1] // 100 if key[1] < _SHORT_LOG_BYTES else _SPARKLINE_POINTS
+            losses = sample_overview(self.run_dir.events, count).rows["loss"]
+            known = losses[np.isfinite(losses)]
+            shown = np.linspace(0, len(known) - 1, min(len(known), _SPARKLINE_POINTS)).astype(int)
+            self._sparkline = key, [float(f"{loss:.4g}") for loss in known[shown].tolist()]
         return self._sparkline[1]
 
 

@@ -452,7 +452,9 @@ function paddedRange(low, high, min) {
     !Number.isFinite(low)
   )
     return [0, 1];
-  const padding = (high - low || Math.abs(high) || 1) * 0.08;
+  // Differences in the seventh digit are those of rounding.
+  const isFlat = high - low <= 1e-6 * Math.max(Math.abs(low), Math.abs(high));
+  const padding = (isFlat ? Math.abs(high) || 1 : high - low) * 0.08;
   const bottom = min === undefined ? low - padding : Math.min(low, min);
   return [bottom, high + padding];
 }
@@ -461,7 +463,7 @@ const positive = (values) => values.map((value) => (value > 0 ? value : null));
 
 function logRange(low, high) {
   if (!(low > 0) || !(high > 0)) return [1, 10];
-  const factor = high > low ? (high / low) ** 0.06 : 1.1;
+  const factor = high > low * 1.000001 ? (high / low) ** 0.06 : 1.1;
   return [low / factor, high * factor];
 }
 

@@ -9,6 +9,8 @@ import { card, termOf } from "../../lib/ui.js";
 const WIDTH = 1000;
 const HEIGHT = 400;
 const percent = (share) => `${(share * 100).toFixed(2)}%`;
+/** A position in a scatter plot, whose outermost dots are not on its frame. */
+const inset = (share) => percent(0.05 + 0.9 * share);
 
 /** Return the cards of a sweep, which is from the response of `api/compare`. */
 export function sweepCards({ metric, plots, importance, ids }) {
@@ -44,10 +46,10 @@ function scatterCard(axis, index, metric, plots, ids) {
       "div",
       { class: "scatter", role: "group", "aria-label": t("sweep.over", { metric, name: axis.key }) },
       plots.metric.ticks.map(({ at, text }) =>
-        h("span", { class: "scatter-y", style: { bottom: percent(at) } }, text),
+        h("span", { class: "scatter-y", style: { bottom: inset(at) } }, text),
       ),
       axis.ticks.map(({ at, text }) =>
-        h("span", { class: "scatter-x", style: { left: percent(at) } }, text),
+        h("span", { class: "scatter-x", style: { left: inset(at) } }, text),
       ),
       dots.map(({ trial, rank }) =>
         h(ids[trial.name] ? "a" : "span", {
@@ -55,7 +57,7 @@ function scatterCard(axis, index, metric, plots, ids) {
           href: ids[trial.name] ? `#/run/${ids[trial.name]}` : null,
           title: trial.text,
           "aria-label": ids[trial.name] ? trial.text : null,
-          style: { left: percent(trial.at[index]), bottom: percent(trial.metric_at) },
+          style: { left: inset(trial.at[index]), bottom: inset(trial.metric_at) },
         }),
       ),
     ),
