@@ -64,6 +64,27 @@ def test_time_counts_from_the_start_of_the_command(serve, tmp_path):
     assert run["started_at"] < time.time() - 99
 
 
+def test_pause_before_a_resume_is_not_counted(serve, tmp_path):
+    """The commands' times are added; a restart by the same launcher is part of its command."""
+    begin(tmp_path / "one").close()
+    log = tmp_path / "one/events.jsonl"
+    start = json.loads(log.read_text())
+    resumed = {**start, "launcher": 2, "resumed_from_step": 1}
+    events = [
+        {**start, "time": 110.0, "launcher": 1, "command_started_at": 100.0},
+        {"type": "step", "step": 1, "time": 115.0},
+        {**start, "time": 120.0, "launcher": 1, "command_started_at": 100.0},
+        {"type": "step", "step": 1, "time": 150.0},
+        {**resumed, "time": 5010.0, "command_started_at": 5000.0},
+        {"type": "step", "step": 2, "time": 5020.0},
+        {"type": "run_end", "status": "done", "step": 2, "reason": None, "time": 5025.0},
+    ]
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    (run,) = serve(tmp_path).get("/api/runs")["runs"]
+    assert run["wall_s"] == 50.0 + 25.0
+    assert run["started_at"] == 100.0
+
+
 @pytest.mark.parametrize(
     ("cwd", "output_dir", "expected"),
     [

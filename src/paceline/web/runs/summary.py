@@ -112,6 +112,8 @@ class RunSummary:
         is_complete: every line was read, not only the ends of the log.
         first_start: the ``run_start`` that began the run.
         start: the newest ``run_start``; empty if there is none.
+        earlier_s: how long the earlier commands took, if the run was resumed by another one.
+        command_started_at: when the command of the newest ``run_start`` was started.
         report: the content of report.json.
     """
 
@@ -131,6 +133,8 @@ class RunSummary:
         self.end: RunEndEvent | None = None
         self.eval: EvalEvent | None = None
         self.num_starts = 0
+        self.earlier_s = 0.0
+        self.command_started_at: float | None = None
         self.updated_at: float | None = None
         self.resumed_at: int | None = None
         #: The newest steps since the last start, with :data:`_STEP_KEYS` only.
@@ -177,6 +181,8 @@ class RunSummary:
                 steps.append(line)
             elif line and (event := parse(line)) is not None:
                 if event["type"] in ("run_start", "resume"):
+                    if steps and (last := parse_without_ranks(steps[-1])) is not None:
+                        self.updated_at = finite(last.get("time")) or self.updated_at
                     steps.clear()
                     self.steps.clear()
                     self._step_time = StepTime()
@@ -192,7 +198,8 @@ class RunSummary:
         return size
 
     def _add_event(self, event: Event) -> None:
-        self.updated_at = finite(event.get("time")) or self.updated_at
+        ended_at = self.updated_at  # of what came before, if this is the start of another command
+        self.updated_at = finite(event.get("time")) or ended_at
         if event["type"] == "run_start":
             self.num_starts += 1
             from_start = not event.get("resumed_from_step")
@@ -200,7 +207,11 @@ class RunSummary:
             launcher = event.get("launcher")
             is_restart = launcher is not None and launcher == self.start.get("launcher")
             if self.first_start is None or (from_start and not is_restart):
-                self.first_start = event
+                self.first_start, self.earlier_s = event, 0.0
+            elif not is_restart and ended_at is not None:
+                self.earlier_s += max(0.0, ended_at - (self.command_started_at or ended_at))
+            if not is_restart:
+                self.command_started_at = _command_start(event)
             self.eval = None if from_start else self.eval
             self.start, self.end, self.resumed_at = event, None, event.get("resumed_from_step")
         elif event["type"] == "resume":
@@ -236,11 +247,10 @@ class RunSummary:
         newest, report = self.newest, (self.report or {}) if self.end is not None else {}
         step = _integer(newest.get("step"))
         tokens_per_second = self._measure_speed()
-        first = self.first_start or {}
-        started_at = finite(first.get("command_started_at")) or finite(first.get("time"))
+        started_at = _command_start(self.first_start or {})
         wall_s = finite(report.get("wall_s")) if self.num_starts == 1 else None
-        if wall_s is None and started_at is not None and self.updated_at is not None:
-            wall_s = max(0.0, self.updated_at - started_at)
+        if wall_s is None and self.command_started_at is not None and self.updated_at is not None:
+            wall_s = self.earlier_s + max(0.0, self.updated_at - self.command_started_at)
         eval_loss = self.eval.get("loss") if self.eval else report.get("final_eval_loss")
         restarts = _integer(report.get("restarts"))
         if self.is_complete:
@@ -336,6 +346,11 @@ class RunSummary:
         if loss is not None and finite(loss) is None:
             return "live", f"the loss of step {self.newest.get('step')} is {clean(loss)[:20]}"
         return "live", None
+
+
+def _command_start(event: RunStartEvent) -> float | None:
+    """Return when the command of a start was given; of an older run, when the start was logged."""
+    return finite(event.get("command_started_at")) or finite(event.get("time"))
 
 
 def _integer(value: Any) -> int | None:

@@ -52,7 +52,8 @@ const en = {
   "c.tokens_per_second.is": "Mean over the run without its first step.",
   "c.mfu.is": "Model FLOPs utilization: the share of the device's peak rate. Higher is better.",
   "c.train_tokens.is": "Tokens processed, without padding.",
-  "c.wall_s.is": "From the command to the end of the run.",
+  "c.wall_s.is":
+    "From the command to the end of the run, without the pause before it was resumed.",
   "c.time_to_first_step_s.is":
     "From the command to the end of the first step. Not compared for runs that were restarted.",
   "c.peak_memory_bytes.is": "Maximum over the processes of the ranks.",
@@ -123,7 +124,7 @@ const zh = {
   "c.tokens_per_second.is": "整个训练的平均值，不含第一步。",
   "c.mfu.is": "模型 FLOPs 利用率：占设备峰值速率的比例，越高越好。",
   "c.train_tokens.is": "训练处理的 token 数，不含填充。",
-  "c.wall_s.is": "从执行命令到训练结束。",
+  "c.wall_s.is": "从执行命令到训练结束，不含恢复训练之前的暂停。",
   "c.time_to_first_step_s.is": "从执行命令到第一步完成；重启过的训练不参与比较。",
   "c.peak_memory_bytes.is": "各 rank 进程中的最大值。",
   "c.traffic_bytes_per_step.is": "发送量最大的 rank 的实测值。",

@@ -78,7 +78,7 @@ export const en = {
   "runs.curve.from": "The loss goes from {first} to {last}.",
   "runs.duration": "Duration",
   "runs.duration.is":
-    "Time from the command to the end of the run, or to its latest event while it is running.",
+    "Time from the command to the end of the run, or to its latest event while it is running. The pause before a run was resumed does not count.",
   "runs.loss": "Loss",
   "runs.loss.is":
     "Training loss of the latest step: the mean over the label tokens (or images) of the batch. Lower is better.",

@@ -64,7 +64,8 @@ export const en = {
   "f.eta.is":
     "Remaining steps times the mean time per step, including evaluations and checkpoints. The latest 200 steps or so count most.",
   "f.wall": "Wall time",
-  "f.wall.is": "Time from the command to the end of the run.",
+  "f.wall.is":
+    "Time from the command to the end of the run. The pause before a run was resumed does not count.",
   "f.loss": "Training loss",
   "f.loss.is": "Mean loss over the label tokens (or images) of the latest batch. Lower is better.",
   "f.eval_loss": "Evaluation loss",

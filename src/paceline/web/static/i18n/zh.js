@@ -73,7 +73,7 @@ export const zh = {
   "runs.curve": "损失曲线",
   "runs.curve.from": "损失从 {first} 变为 {last}。",
   "runs.duration": "用时",
-  "runs.duration.is": "从执行命令到训练结束的时间；训练尚未结束时，算到最近一个事件。",
+  "runs.duration.is": "从执行命令到训练结束的时间；训练尚未结束时，算到最近一个事件。恢复训练之前的暂停不计入。",
   "runs.loss": "损失",
   "runs.loss.is": "最近一步的训练损失：该批次中标签 token（或图像）上的平均值。越低越好。",
   "runs.eval_loss": "评估损失",
