@@ -81,7 +81,7 @@ def test_pause_before_a_resume_is_not_counted(serve, tmp_path):
     ]
     log.write_text("".join(json.dumps(event) + "\n" for event in events))
     (run,) = serve(tmp_path).get("/api/runs")["runs"]
-    assert run["wall_s"] == 50.0 + 25.0
+    assert (run["wall_s"], run["restarts"]) == (50.0 + 25.0, 1)
     assert run["started_at"] == 100.0
 
 

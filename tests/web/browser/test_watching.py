@@ -92,6 +92,16 @@ def test_real_run_is_followed_to_its_end(page: Page, server: Server) -> None:
             page.frame_locator("iframe.report").get_by_role("heading", name="real")
         ).to_be_visible()
         assert process.wait(60) == 0
+        page.locator("#longer").click()
+        page.fill("#longer-steps", "2")
+        expect(page.locator("#longer-rate")).to_contain_text("The run ends at step 14.")
+        page.locator("#dialog-yes").click()
+        expect(page.locator("#stop")).to_be_visible()
+        expect(page.locator("[data-key='f.progress']")).to_contain_text(
+            "step 14 of 14", timeout=180_000
+        )
+        expect(page.locator(".badge").first).to_have_text("done", timeout=180_000)
+        expect(page.locator(".badge")).to_have_count(1)  # no restart after a fault
     finally:
         process.kill()
         process.wait()

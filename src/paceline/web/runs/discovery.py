@@ -62,8 +62,8 @@ class Run:
         with self._lock:
             self.summary.refresh()
             state = self.summary.state()
-        if state["restarts"] is None and self.index.num_starts and not self.index.behind_bytes:
-            state["restarts"] = self.index.num_starts - 1
+        if state["restarts"] is None and self.index.start and not self.index.behind_bytes:
+            state["restarts"] = self.index.num_restarts
         note = self._notes.of(self.path)
         return {
             **state,

@@ -23,7 +23,13 @@ from paceline.core.events import Event
 from paceline.core.formatting import finite
 from paceline.web.files import open_inside, stat_inside
 from paceline.web.runs.columns import ROW, Columns, step_row
-from paceline.web.runs.log_lines import is_step, parse, parse_without_ranks, sample_lines
+from paceline.web.runs.log_lines import (
+    is_restart,
+    is_step,
+    parse,
+    parse_without_ranks,
+    sample_lines,
+)
 
 _CHUNK_BYTES = 1 << 20
 _MAX_LINE_BYTES = 1 << 25  # longer lines are skipped
@@ -61,7 +67,7 @@ class RunIndex:
     def reset(self) -> None:
         """Forget everything, and read the log again from its beginning."""
         self.position = 0
-        self.num_starts = 0
+        self.num_restarts = 0
         self.unreadable = 0  # complete lines that are not events
         self._clear()
 
@@ -177,7 +183,7 @@ class RunIndex:
             return
         by_kind = {"eval": self.evals, "checkpoint": self.checkpoints, "sample": self.samples}
         if kind == "run_start":
-            self.num_starts += 1
+            self.num_restarts += is_restart(self.start, event)
             if not event.get("resumed_from_step"):
                 self._clear()
             self.start = event

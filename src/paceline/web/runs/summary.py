@@ -20,7 +20,7 @@ from paceline.web.files import (
     tail_inside,
 )
 from paceline.web.jobs.runs import OUTPUT, START
-from paceline.web.runs.log_lines import is_step, parse, parse_without_ranks
+from paceline.web.runs.log_lines import is_restart, is_step, parse, parse_without_ranks
 
 _MAX_READ_BYTES = 1 << 20  # of a longer log, the middle is not read
 _HEAD_BYTES = 1 << 16
@@ -133,6 +133,7 @@ class RunSummary:
         self.end: RunEndEvent | None = None
         self.eval: EvalEvent | None = None
         self.num_starts = 0
+        self.num_restarts = 0
         self.earlier_s = 0.0
         self.command_started_at: float | None = None
         self.updated_at: float | None = None
@@ -205,12 +206,13 @@ class RunSummary:
             from_start = not event.get("resumed_from_step")
             # An attempt of the same command may start from step 0 after a failure.
             launcher = event.get("launcher")
-            is_restart = launcher is not None and launcher == self.start.get("launcher")
-            if self.first_start is None or (from_start and not is_restart):
+            is_same_command = launcher is not None and launcher == self.start.get("launcher")
+            self.num_restarts += is_restart(self.start, event)
+            if self.first_start is None or (from_start and not is_same_command):
                 self.first_start, self.earlier_s = event, 0.0
-            elif not is_restart and ended_at is not None:
+            elif not is_same_command and ended_at is not None:
                 self.earlier_s += max(0.0, ended_at - (self.command_started_at or ended_at))
-            if not is_restart:
+            if not is_same_command:
                 self.command_started_at = _command_start(event)
             self.eval = None if from_start else self.eval
             self.start, self.end, self.resumed_at = event, None, event.get("resumed_from_step")
@@ -254,7 +256,7 @@ class RunSummary:
         eval_loss = self.eval.get("loss") if self.eval else report.get("final_eval_loss")
         restarts = _integer(report.get("restarts"))
         if self.is_complete:
-            restarts = self.num_starts - 1 if self.num_starts else None
+            restarts = self.num_restarts if self.num_starts else None
         return {
             "started_at": started_at,
             "updated_at": self.updated_at,
