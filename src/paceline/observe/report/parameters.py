@@ -167,4 +167,5 @@ def _describe(trial: Trial, metric: str, scales: Mapping[str, _Scale]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and formatting.finite(value) is not None
