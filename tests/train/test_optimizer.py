@@ -14,9 +14,8 @@ from transformers.trainer_utils import SchedulerType
 
 from paceline.config.derive import derive, optimizer_bytes_per_element
 from paceline.config.packages import check_optimizer_package
-from paceline.config.schedule_shape import schedule_share
 from paceline.config.schema import Config
-from paceline.config.schema.schedules import ARGUMENTS, LENGTH
+from paceline.config.schema.schedules import ARGUMENTS, LENGTH, schedule_share
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator

@@ -134,9 +134,9 @@ def test_live_run_is_updated(serve, tmp_path):
 
 
 def test_remaining_time_changes_little_with_a_slow_step():
-    from paceline.web.runs.summary import StepTime
+    from paceline.web.runs.summary import MeanStepTime
 
-    step_time = StepTime()
+    step_time = MeanStepTime()
     assert step_time.mean_s is None
     for step in range(1, 401):
         step_time.add({"step": step, "time": 2.0 * step})

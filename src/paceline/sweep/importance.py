@@ -26,7 +26,7 @@ def parameter_importance(runs: Sequence[SweepRun], metric: Metric) -> dict[str, 
     """Return the importance of each parameter, which add up to 1, the most important one first.
 
     None without Optuna, with fewer than two parameters that have several values, and with too few
-    runs that were made to their end. The values are those of a grid or of a search.
+    runs that were made to their end. The runs are from a grid or from a search.
     """
     if importlib.util.find_spec("optuna") is None:
         return None

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
+from paceline.config.yaml_read import YamlValue
 from paceline.core import formatting
 from paceline.observe.report.axes import tick_label, ticks
 
@@ -19,7 +20,7 @@ class Trial(NamedTuple):
 
     name: str
     status: str
-    values: Mapping[str, Any]
+    values: Mapping[str, YamlValue]
     metric: float | None
 
 

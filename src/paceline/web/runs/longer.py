@@ -5,7 +5,7 @@ from typing import TypedDict
 
 from pydantic import JsonValue
 
-from paceline.config.schedule_shape import schedule_share
+from paceline.config.schema.schedules import schedule_share
 from paceline.core.events import RunStartEvent, StepEvent
 from paceline.core.formatting import finite
 from paceline.web.files import as_object, as_text

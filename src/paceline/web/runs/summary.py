@@ -77,7 +77,7 @@ class RunState(RunFigures):
     problem: str | None
 
 
-class StepTime:
+class MeanStepTime:
     """The mean time per step, evaluations and checkpoints included. Older steps count less."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class RunSummary:
         self.resumed_at: int | None = None
         #: The newest steps since the last start, with :data:`_STEP_KEYS` only.
         self.steps: deque[StepEvent] = deque(maxlen=_RECENT_STEPS)
-        self._step_time = StepTime()
+        self._step_time = MeanStepTime()
 
     def refresh(self) -> None:
         self._read_report()
@@ -164,7 +164,7 @@ class RunSummary:
             self.is_complete = False
             self.end = None  # more events follow it
             self.steps.clear()
-            self._step_time = StepTime()
+            self._step_time = MeanStepTime()
             self.position = size - _MAX_READ_BYTES
             tail = os.pread(file, _MAX_READ_BYTES, self.position)
             skipped = tail.find(b"\n") + 1
@@ -186,7 +186,7 @@ class RunSummary:
                         self.updated_at = finite(last.get("time")) or self.updated_at
                     steps.clear()
                     self.steps.clear()
-                    self._step_time = StepTime()
+                    self._step_time = MeanStepTime()
                 self._add_event(event)
         for line in steps:
             event = parse_without_ranks(line)

@@ -16,7 +16,7 @@ export const zh = {
   "run.end_now.sent": "已请求立即结束。",
   "run.end_now.what": "训练正在完成当前步并写入检查点。若立即结束，最近一个检查点之后的进度会丢失，但可从该检查点恢复训练。",
   "run.resume": "恢复训练",
-  "run.duplicate": "复制",
+  "run.duplicate": "创建副本",
   "run.chat": "对话",
   "run.deleted": "该训练已不存在",
   "run.deleted.text": "页面打开期间，训练目录被移动或删除。如果是移动，检查点和模型位于新的位置。",

@@ -62,7 +62,7 @@ export const zh = {
   "runs.compare": "比较 {n} 个",
   "runs.compare.all": "比较全部 {n} 个",
   "runs.compare.first": "比较前 {n} 个",
-  "runs.duplicate": "复制",
+  "runs.duplicate": "创建副本",
   "runs.compare.hint": "选择两个或更多训练进行比较",
   "runs.clear": "取消选择",
   "runs.choose": "选择 {name} 进行比较",
