@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -145,7 +145,7 @@ def schedule_share(
         learning_rate: the peak.
     """
     known = {LENGTH, "min_lr", "min_lr_rate"} if kind == "cosine_with_min_lr" else {LENGTH}
-    if set(arguments) - known:
+    if kind not in _SHAPES or set(arguments) - known:
         return None
     length = arguments.get(LENGTH)
     end = int(length) if isinstance(length, int | float) else steps
@@ -154,12 +154,25 @@ def schedule_share(
     if step < warmup_steps:
         return step / max(1, warmup_steps)
     progress = min(1.0, (step - warmup_steps) / max(1, end - warmup_steps))
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    lowest_share = 0.0
     if kind == "cosine_with_min_lr":
-        lowest = arguments.get("min_lr")
-        share = arguments.get("min_lr_rate", 0.1)
+        lowest, share = arguments.get("min_lr"), arguments.get("min_lr_rate", 0.1)
         if isinstance(lowest, int | float):
-            share = lowest / learning_rate
-        return cosine * (1 - float(str(share))) + float(str(share))
-    shapes = {"constant_with_warmup": 1.0, "linear": 1.0 - progress, "cosine": cosine}
-    return shapes.get(kind)
+            lowest_share = lowest / learning_rate
+        elif isinstance(share, int | float):
+            lowest_share = share
+    return _SHAPES[kind](progress) * (1 - lowest_share) + lowest_share
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+#: The share of the peak by the progress after the warm-up, from 0 to 1.
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda _: 1.0,
+    "constant_with_warmup": lambda _: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": _cosine,
+    "cosine_with_min_lr": _cosine,
+}

@@ -1,14 +1,18 @@
 """Where the runs of a sweep are on the axes of their parameters and of their metric: for the
 scatter plots and the parallel coordinates of ``sweep.html`` and of the panel."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from paceline.config.yaml_read import YamlValue
 from paceline.core import formatting
 from paceline.observe.report.axes import tick_label, ticks
+
+if TYPE_CHECKING:
+    from paceline.config.yaml_read import YamlValue
 
 _MAX_VALUE_TICKS = 5
 # An axis whose largest value is this many times its smallest one is logarithmic.

@@ -8,7 +8,6 @@ from pydantic import AfterValidator, BaseModel, Field
 from paceline.core.formatting import clean
 from paceline.web.responses import StrictJSONResponse
 from paceline.web.runs.deletion import delete_run
-from paceline.web.runs.longer import continuation
 from paceline.web.runs.notes import Note, NoteChange
 from paceline.web.state import AppState, Panel, RunId
 
@@ -81,6 +80,9 @@ def longer(
 ) -> StrictJSONResponse:
     """Return what the learning rate does if a run that has ended continues to the step
     ``steps``."""
+    # It imports the config's schema, which would make the server start later.
+    from paceline.web.runs.longer import continuation
+
     run = panel.runs.get(id)
     run.entry()  # reads what is new
     return StrictJSONResponse(continuation(run.summary.start, run.summary.newest, steps))
