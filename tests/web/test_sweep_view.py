@@ -29,7 +29,10 @@ def test_compared_runs_of_one_sweep_have_its_plots(serve, tmp_path):
     sweep = served.get(f"/api/compare?ids={','.join(ids)}")["sweep"]
     assert (sweep["metric"], sweep["maximize"]) == ("accuracy", True)
     assert sweep["importance"] == {"lora.rank": 1.0}
-    assert sweep["ids"] == {"rank-8": ids[0], "rank-64": ids[1]}
+    # Also the runs that are not compared have a link.
+    assert sweep["ids"] == {
+        name: served.find_run_id(name) for name in ("rank-8", "rank-16", "rank-64")
+    }
     assert [trial["name"] for trial in sweep["plots"]["trials"]] == ["rank-64", "rank-16", "rank-8"]
     other = served.find_run_id("other")
     assert served.get(f"/api/compare?ids={ids[0]},{other}")["sweep"] is None

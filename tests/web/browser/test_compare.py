@@ -20,7 +20,7 @@ def test_two_selected_runs_are_compared(page: Page) -> None:
     page.get_by_label("Select two for comparison").check()
     page.locator("#compare").click()
     expect(page.locator(".compare-runs li")).to_have_count(2)
-    expect(page.get_by_role("application", name="Loss over step")).to_be_visible()
+    expect(page.get_by_role("application", name="Loss over step").first).to_be_visible()
     figures = page.get_by_role("region", name="Results")
     expect(figures.locator("tbody th")).to_have_text(["one", "two"])
     expect(figures).to_contain_text("zero1")

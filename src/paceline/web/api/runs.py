@@ -193,11 +193,12 @@ def compare(
         }
         for run in runs
     ]
+    known = {run.root: run.id for run in panel.runs.all()}
     return StrictJSONResponse(
         {
             "runs": rows,
             "config_differences": differences(configs),
-            "sweep": sweep_of({run.id: run.root for run in runs}),
+            "sweep": sweep_of([run.root for run in runs], known),
         }
     )
 

@@ -31,21 +31,21 @@ class SweepView(TypedDict):
     ids: dict[str, str]
 
 
-def sweep_of(roots: Mapping[str, Path]) -> SweepView | None:
+def sweep_of(roots: Sequence[Path], known: Mapping[Path, str]) -> SweepView | None:
     """Return the sweep that all runs belong to; None if they do not belong to one.
 
     Args:
-        roots: the folder of each run of the panel by its id.
+        roots: the folders of the runs.
+        known: the id of each run of the panel by its folder.
     """
-    folders = {root.parent for root in roots.values()}
+    folders = {root.parent for root in roots}
     if len(folders) != 1:
         return None
     folder = folders.pop()
     state = json_inside(folder / _STATE)
     trials = _trials(as_object(state).get("runs"))
     names = {trial.name for trial in trials}
-    ids = {root.name: id for id, root in roots.items()}
-    if state is None or not ids.keys() <= names:
+    if state is None or not {root.name for root in roots} <= names:
         return None
     metric = as_object(state.get("metric"))
     name, maximize = as_text(metric.get("name")) or "metric", metric.get("maximize") is True
@@ -54,7 +54,7 @@ def sweep_of(roots: Mapping[str, Path]) -> SweepView | None:
         "maximize": maximize,
         "plots": place_trials(trials, name, maximize),
         "importance": _importance(state.get("importance")),
-        "ids": ids,
+        "ids": {root.name: id for root, id in known.items() if root.parent == folder},
     }
 
 

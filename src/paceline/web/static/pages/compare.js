@@ -73,7 +73,15 @@ export async function show(root, params, ctx) {
     curves.build();
   }
 
-  const sweepNode = sweep ? sweepCards(sweep) : null;
+  const sweepNode = h("div", {});
+  let drawnSweep = "";
+  function drawSweep(newSweep) {
+    if (!newSweep || JSON.stringify(newSweep) === drawnSweep) return;
+    if (sweepNode.contains(document.activeElement)) return;
+    drawnSweep = JSON.stringify(newSweep);
+    put(sweepNode, sweepCards(newSweep));
+  }
+  drawSweep(sweep);
   const drawFigures = () =>
     put(
       figures,
@@ -90,7 +98,7 @@ export async function show(root, params, ctx) {
     total > ids.length
       ? h("p", { class: "muted" }, t("compare.latest", { n: ids.length, total }))
       : null,
-    sweepNode,
+    sweep ? sweepNode : null,
     controls(state, redraw, ctx, () => curvesCsv(runs, names, state.answers)),
     curves.node,
     figures,
@@ -114,6 +122,7 @@ export async function show(root, params, ctx) {
     for (const run of live)
       state.answers.set(run.id, await curvesOf(run));
     curves.renew();
+    drawSweep(updated.sweep);
     if (!figures.contains(document.activeElement)) drawFigures();
   }
   return () => {
