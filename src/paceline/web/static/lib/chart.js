@@ -6,6 +6,7 @@ import { h, newId, put, svg } from "./dom.js";
 import { color, onTheme } from "./theme.js";
 import { t } from "./i18n.js";
 import { bytes, digits, duration } from "./format.js";
+import { BYTE_TICKS, TIME_TICKS, logRange, logTicks, paddedRange, positive } from "./scale.js";
 
 export const COLORS = ["--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7", "--s8"];
 export const DASHES = [
@@ -18,35 +19,6 @@ export const DASHES = [
   [1, 4],
   [8, 2, 2, 2, 2, 2],
 ];
-// Tick distances of an axis: integers, times (seconds, minutes, hours, days) and bytes (powers of
-// two).
-export const INTEGER_TICKS = Array.from({ length: 15 }, (_, power) =>
-  [1, 2, 5].map((factor) => factor * 10 ** power),
-).flat();
-export const TIME_TICKS = [
-  ...[-6, -5, -4, -3, -2, -1].flatMap((power) => [1, 2, 5].map((factor) => factor * 10 ** power)),
-  1,
-  2,
-  5,
-  10,
-  15,
-  30,
-  60,
-  120,
-  300,
-  600,
-  900,
-  1800,
-  3600,
-  7200,
-  10800,
-  21600,
-  43200,
-  ...[1, 2, 5, 10, 20, 50, 100].map((days) => days * 86400),
-];
-const BYTE_TICKS = [0, 1, 2, 3, 4].flatMap((power) =>
-  [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].map((factor) => factor * 1024 ** power),
-);
 const MARK_LEVEL = { error: "--bad", warning: "--warn", info: "--line-strong" };
 
 /**
@@ -151,7 +123,10 @@ export function lineChart({
               16 + 7 * Math.max(3, ...(labels ?? []).map((label) => String(label ?? "").length)),
             space: 34,
             ...(y.log
-              ? { splits: (_, axisIndex, low, high) => logTicks(low, high), filter: (_, all) => all }
+              ? {
+                  splits: (_, axisIndex, low, high) => logTicks(low, high, y.format === bytes),
+                  filter: (_, all) => all,
+                }
               : {}),
             incrs: y.format === bytes ? BYTE_TICKS : y.format === duration ? TIME_TICKS : undefined,
             values: (_, ticks) =>
@@ -441,46 +416,6 @@ function summary(name, x, y, series, data) {
     high: format(values.reduce((a, b) => Math.max(a, b))),
     x: x.name,
   });
-}
-
-function paddedRange(low, high, min) {
-  if (
-    low === null ||
-    high === null ||
-    low === undefined ||
-    high === undefined ||
-    !Number.isFinite(low)
-  )
-    return [0, 1];
-  // Differences in the seventh digit are those of rounding.
-  const isFlat = high - low <= 1e-6 * Math.max(Math.abs(low), Math.abs(high));
-  const padding = (isFlat ? Math.abs(high) || 1 : high - low) * 0.08;
-  const bottom = min === undefined ? low - padding : Math.min(low, min);
-  return [bottom, high + padding];
-}
-
-const positive = (values) => values.map((value) => (value > 0 ? value : null));
-
-function logRange(low, high) {
-  if (!(low > 0) || !(high > 0)) return [1, 10];
-  const factor = high > low * 1.000001 ? (high / low) ** 0.06 : 1.1;
-  return [low / factor, high * factor];
-}
-
-/** Return ticks at powers of ten; of a narrower range, at 1, 2 and 5 times them, or round numbers. */
-function logTicks(low, high) {
-  const powers = [];
-  for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power++) powers.push(power);
-  const within = (tick) => tick >= low && tick <= high;
-  const stride = Math.ceil(powers.length / 6);
-  const decades = powers.filter((power) => power % stride === 0).map((power) => 10 ** power);
-  if (decades.filter(within).length >= 3) return decades.filter(within);
-  const fine = powers.flatMap((power) => [1, 2, 5].map((factor) => factor * 10 ** power));
-  if (fine.filter(within).length >= 3) return fine.filter(within);
-  const step = INTEGER_TICKS.map((tick) => tick * 1e-9).find((tick) => (high - low) / tick <= 5);
-  const first = Math.ceil(low / step);
-  const count = Math.floor(high / step) - first + 1;
-  return Array.from({ length: count }, (_, index) => Number(((first + index) * step).toPrecision(12)));
 }
 
 function translucent(rgb, alpha) {

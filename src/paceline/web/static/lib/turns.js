@@ -1,4 +1,4 @@
-// The turns of a prompt that was written with a chat template, without the template's control tokens.
+// The turns of a prompt that was written with a chat template, without its control tokens.
 
 // The beginnings of turns in common templates: ChatML, Llama 3, Gemma, Phi and Zephyr, Mistral and
 // Llama 2, DeepSeek.
@@ -14,15 +14,17 @@ const STARTS = new RegExp(
   "g",
 );
 const ROLES = { "[INST]": "user", "[/INST]": "assistant", "model": "assistant" };
-const CONTROLS = /<\|[^<>|\s]{1,40}\|>|<｜[^<>｜]{1,40}｜>|<(?:bos|eos|pad|end_of_turn)>|<<\/?SYS>>/g;
+const CONTROLS =
+  /<\|[^<>|\s]{1,40}\|>|<｜[^<>｜]{1,40}｜>|<(?:bos|eos|pad|end_of_turn)>|<<\/?SYS>>/g;
 const ENDS = /^\s*<s>|<\/s>\s*$/g;
 
 /** Return `text` without control tokens, such as `<|im_end|>`, and the white space around it. */
 export const withoutControls = (text) => text.replace(CONTROLS, "").replace(ENDS, "").trim();
 
 /**
- * Return the turns of a prompt: [{role, text}]. `role` is "system", "user", "assistant", another name
- * that the template uses, or null for text that is in no turn. Turns without a text are left out.
+ * Return the turns of a prompt: [{role, text}]. `role` is "system", "user", "assistant", another
+ * name that the template uses, or null for text that is in no turn. Turns without a text are left
+ * out.
  */
 export function turnsOf(prompt) {
   const turns = [];

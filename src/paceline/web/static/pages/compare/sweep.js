@@ -120,7 +120,11 @@ function importanceCard(importance) {
       { class: "importance", id: "importance" },
       Object.entries(importance).map(([key, share]) => [
         h("code", {}, key),
-        h("div", { class: "bars-bar" }, h("span", { class: "fill fill-1", style: { width: percent(share) } })),
+        h(
+          "div",
+          { class: "bars-bar" },
+          h("span", { class: "fill fill-1", style: { width: percent(share) } }),
+        ),
         h("span", { class: "number" }, format.percent(share)),
       ]),
     ),

@@ -95,8 +95,9 @@ function runFigures(run, isRunning) {
       run.world_size,
       "f.world",
       run.world_size ? t("runs.ranks", { n: run.world_size }) : format.NONE,
-      [run.device, run.host, describeAxes(run.mesh?.axes ?? run.axes)].filter(Boolean).join(" · ") ||
-        null,
+      [run.device, run.host, describeAxes(run.mesh?.axes ?? run.axes)]
+        .filter(Boolean)
+        .join(" · ") || null,
     ),
     figure(
       "f.last_event",

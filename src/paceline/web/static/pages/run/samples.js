@@ -95,9 +95,12 @@ const bubble = ({ role, text }) =>
   h(
     "div",
     { class: BUBBLES[role ?? "user"] ?? "instruction" },
-    h("span", { class: "sr" }, `${has(`samples.role.${role}`) ? t(`samples.role.${role}`) : (role ?? t("samples.prompt"))}: `),
+    h("span", { class: "sr" }, `${roleName(role)}: `),
     text,
   );
+
+const roleName = (role) =>
+  has(`samples.role.${role}`) ? t(`samples.role.${role}`) : (role ?? t("samples.prompt"));
 
 const BUBBLES = { user: "asked", assistant: "answer answer-past" };
 
@@ -106,5 +109,9 @@ const answer = (key, text, className = "", isReference = false) =>
     "div",
     { class: isReference ? "answer answer-base" : "answer" },
     h("div", { class: "answer-head" }, t(key)),
-    h("div", { class: `answer-text ${className}` }, withoutControls(text ?? "") || t("samples.empty")),
+    h(
+      "div",
+      { class: `answer-text ${className}` },
+      withoutControls(text ?? "") || t("samples.empty"),
+    ),
   );
