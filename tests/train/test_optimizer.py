@@ -15,7 +15,7 @@ from transformers.trainer_utils import SchedulerType
 from paceline.config.derive import derive, optimizer_bytes_per_element
 from paceline.config.packages import check_optimizer_package
 from paceline.config.schema import Config
-from paceline.config.schema.schedules import ARGUMENTS, LENGTH
+from paceline.config.schema.schedules import ARGUMENTS, LENGTH, schedule_share
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
@@ -95,6 +95,18 @@ def test_learning_rate_matches_transformers_at_every_step(
     for step in (17, 3, 11):  # steps can be set in any order
         assert actual.set_step(step) == pytest.approx(expected[step], rel=1e-12, abs=1e-18)
         assert {group["lr"] for group in actual.optimizer.param_groups} == {actual.set_step(step)}
+
+
+@pytest.mark.parametrize(("kind", "kwargs"), [*SCHEDULES, ("cosine", {"num_training_steps": 12})])
+def test_shape_without_transformers_matches_the_schedule(kind: str, kwargs: dict[str, Any]) -> None:
+    schedule = make_schedule(kind, kwargs)
+    shares = [schedule_share(kind, kwargs, step, 20, 4, 1e-3) for step in range(20)]
+    if None in shares:
+        assert set(shares) == {None}
+        assert kwargs or kind not in ("linear", "cosine", "constant", "constant_with_warmup")
+        return
+    expected = [schedule.set_step(step) / 1e-3 for step in range(20)]
+    assert shares == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "cosine_with_restarts", "polynomial"])

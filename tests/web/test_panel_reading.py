@@ -64,6 +64,27 @@ def test_time_counts_from_the_start_of_the_command(serve, tmp_path):
     assert run["started_at"] < time.time() - 99
 
 
+def test_pause_before_a_resume_is_not_counted(serve, tmp_path):
+    """The commands' times are added; a restart by the same launcher is part of its command."""
+    begin(tmp_path / "one").close()
+    log = tmp_path / "one/events.jsonl"
+    start = json.loads(log.read_text())
+    resumed = {**start, "launcher": 2, "resumed_from_step": 1}
+    events = [
+        {**start, "time": 110.0, "launcher": 1, "command_started_at": 100.0},
+        {"type": "step", "step": 1, "time": 115.0},
+        {**start, "time": 120.0, "launcher": 1, "command_started_at": 100.0},
+        {"type": "step", "step": 1, "time": 150.0},
+        {**resumed, "time": 5010.0, "command_started_at": 5000.0},
+        {"type": "step", "step": 2, "time": 5020.0},
+        {"type": "run_end", "status": "done", "step": 2, "reason": None, "time": 5025.0},
+    ]
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    (run,) = serve(tmp_path).get("/api/runs")["runs"]
+    assert (run["wall_s"], run["restarts"]) == (50.0 + 25.0, 1)
+    assert run["started_at"] == 100.0
+
+
 @pytest.mark.parametrize(
     ("cwd", "output_dir", "expected"),
     [
@@ -110,6 +131,27 @@ def test_live_run_is_updated(serve, tmp_path):
     )
     (run,) = served.get("/api/runs")["runs"]
     assert (run["status"], run["problem"]) == ("failed", "rank 1: out of memory")
+
+
+def test_remaining_time_changes_little_with_a_slow_step():
+    from paceline.web.runs.summary import MeanStepTime
+
+    step_time = MeanStepTime()
+    assert step_time.mean_s is None
+    for step in range(1, 401):
+        step_time.add({"step": step, "time": 2.0 * step})
+    assert step_time.mean_s == pytest.approx(2.0)
+    step_time.add({"step": 401, "time": 2.0 * 401 + 60})  # with an evaluation
+    assert 2.0 < step_time.mean_s < 2.5
+    for step in range(402, 2402):  # the run is faster from here on
+        step_time.add({"step": step, "time": 862.0 + (step - 401)})
+    assert step_time.mean_s == pytest.approx(1.0, rel=0.01)
+
+
+def test_epoch_is_in_the_list(serve, tmp_path):
+    finished(tmp_path / "one", derived={"steps": 20, "epochs": 0.2})
+    (run,) = serve(tmp_path).get("/api/runs")["runs"]
+    assert (run["epoch"], run["epochs"]) == (0.2, 0.2)
 
 
 def test_run_whose_process_has_ended_is_lost(serve, tmp_path):

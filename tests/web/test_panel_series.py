@@ -348,3 +348,21 @@ def test_csv_has_every_effective_step(serve, tmp_path):
         < 1e-3
     )
     assert response.headers["content-type"].startswith("text/csv")
+
+
+def test_sparklines_follow_the_loss_of_each_run(serve, tmp_path):
+    finished(tmp_path / "short")
+    log = begin(tmp_path / "long")
+    for step in range(1, 1001):
+        log.emit({"type": "step", **step_fields(step), "loss": 1000.0 / step})
+    served = serve(tmp_path)
+    ids = {name: served.find_run_id(name) for name in ("short", "long")}
+    path = f"/api/sparklines?ids={ids['short']},{ids['long']},000000000000"
+    curves = served.get(path)
+    assert set(curves) == set(ids.values())
+    assert curves[ids["short"]] == [float(f"{9 / step:.4g}") for step in range(1, 21)]
+    assert 40 < len(curves[ids["long"]]) <= 60
+    assert curves[ids["long"]] == sorted(curves[ids["long"]], reverse=True)
+    emit_steps(log, 1001, 1001)
+    log.emit({"type": "resume", "step": 5, "path": "checkpoints/step-00000005"})
+    assert served.get(path)[ids["short"]] == curves[ids["short"]]

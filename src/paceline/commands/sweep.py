@@ -205,6 +205,7 @@ def _prepare(
     checked = scheduler.check(to_check)
     metric = choose_metric(args.metric, args.maximize, checked["has_evaluations"])
     check_metric(metric, checked["has_evaluations"], checked["metrics"])
+    state.metric = metric
     for number, run in enumerate(runs):
         if number in checked["complete"]:
             run["status"] = "done"  # perhaps by another command, such as a job of a cluster
@@ -222,9 +223,12 @@ def _prepare(
 def _finish(args: Namespace, state: SweepState, runs: list[SweepRun], metric: Metric) -> None:
     """Write the page, and print the results."""
     from paceline.commands.reports import open_console
+    from paceline.sweep.importance import parameter_importance
     from paceline.sweep.page import result_table, write_page
     from paceline.sweep.state import PAGE_FILE
 
+    state.importance = parameter_importance(runs, metric)
+    state.save()
     write_page(state, runs, metric)
     if args.json:
         print(json.dumps([state.as_json(run) for run in runs], indent=2))

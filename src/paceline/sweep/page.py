@@ -14,6 +14,7 @@ from paceline.core.event_log import effective_events, read_events
 from paceline.core.files import write_atomic
 from paceline.observe.report.charts import DrawnPlot, Plot, Series, draw, smooth
 from paceline.observe.report.html import template
+from paceline.observe.report.parameters import Trial, place_trials
 from paceline.sweep.metric import Metric
 from paceline.sweep.state import PAGE_FILE, SweepRun, SweepState
 
@@ -80,6 +81,12 @@ def write_page(state: SweepState, runs: Sequence[SweepRun], metric: Metric) -> N
         ],
         "num_curves": len(curves) if len(curves) < len(runs) else None,
         "plots": _plots(state, curves, metric, colours),
+        "parameters": place_trials(
+            [Trial(run["name"], run["status"], run["overrides"], run["metric"]) for run in runs],
+            metric.name,
+            metric.maximize,
+        ),
+        "importance": state.importance,
     }
     write_atomic(state.folder / PAGE_FILE, template("sweep.html.jinja").render(page))
 

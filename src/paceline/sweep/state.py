@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypedDict, cast
 
@@ -52,10 +52,17 @@ class SweepRun(TypedDict):
 
 @dataclass
 class SweepState:
-    """The runs of a sweep, including the runs of earlier commands in the same folder."""
+    """The runs of a sweep, including the runs of earlier commands in the same folder.
+
+    Args:
+        metric: the metric of this command; None before it is known.
+        importance: the importance of each parameter; None if it is not known.
+    """
 
     folder: Path
     runs: list[SweepRun] = field(default_factory=list)
+    metric: Metric | None = None
+    importance: dict[str, float] | None = None
 
     def run_dir(self, run: SweepRun) -> RunDir:
         return RunDir(self.folder / run["name"])
@@ -87,7 +94,9 @@ class SweepState:
         Raises:
             OSError: it cannot be written.
         """
-        write_json_atomic(self.folder / STATE_FILE, {"version": _VERSION, "runs": self.runs})
+        metric = None if self.metric is None else asdict(self.metric)
+        content = {"metric": metric, "importance": self.importance, "runs": self.runs}
+        write_json_atomic(self.folder / STATE_FILE, {"version": _VERSION, **content})
 
     def read_report(self, run: SweepRun) -> dict[str, JsonValue]:
         """Return the content of ``report.json`` of a run; empty if there is none."""

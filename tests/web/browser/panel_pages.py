@@ -109,6 +109,7 @@ def _record_error(message: ConsoleMessage, errors: list[str]) -> None:
         "ERR_INCOMPLETE",
         "status of 404",
         "status of 400",
+        "status of 409",
         "ERR_EMPTY_RESPONSE",
         "ERR_NETWORK",
     )

@@ -20,7 +20,7 @@ def test_two_selected_runs_are_compared(page: Page) -> None:
     page.get_by_label("Select two for comparison").check()
     page.locator("#compare").click()
     expect(page.locator(".compare-runs li")).to_have_count(2)
-    expect(page.get_by_role("application", name="Loss over step")).to_be_visible()
+    expect(page.get_by_role("application", name="Loss over step").first).to_be_visible()
     figures = page.get_by_role("region", name="Results")
     expect(figures.locator("tbody th")).to_have_text(["one", "two"])
     expect(figures).to_contain_text("zero1")
@@ -28,8 +28,8 @@ def test_two_selected_runs_are_compared(page: Page) -> None:
 
 def test_address_contains_page_state(page: Page, server: Server) -> None:
     open_compare(page, server, "one", "two")
-    page.select_option("#metric", "tokens_per_second")
     page.get_by_label("time", exact=True).check(force=True)
+    page.get_by_label("logarithmic").check(force=True)
     page.get_by_role("button", name="Sort by Steps").click()
     page.get_by_role("button", name="Sort by Steps").click()
     expect(page.get_by_role("region", name="Results").locator("tbody th")).to_have_text(
@@ -39,12 +39,40 @@ def test_address_contains_page_state(page: Page, server: Server) -> None:
     expect(page.get_by_role("region", name="Results").locator("tbody th")).to_have_text(
         ["two", "one"]
     )
-    assert all(part in page.url for part in ("x=time", "y=tokens_per_second", "sort=steps"))
+    page.get_by_role("button", name="Throughput on the full screen").click()
+    parts = ("x=time", "y=tokens_per_second", "scale=log", "sort=steps")
+    assert all(part in page.url for part in parts)
     page.reload()
-    expect(page.get_by_role("application", name="Throughput over time")).to_be_visible()
+    full = page.get_by_role("dialog", name="Throughput")
+    expect(full.get_by_role("application", name="Throughput over time")).to_be_visible()
+    box = full.bounding_box()
+    assert box is not None
+    assert (box["width"], box["height"]) == (1280, 900)
+    page.keyboard.press("Escape")
+    expect(full).to_have_count(0)
+    assert "y=" not in page.url
     expect(page.get_by_role("region", name="Results").locator("tbody th")).to_have_text(
         ["two", "one"]
     )
+
+
+def test_all_metrics_are_shown_and_the_best_value_of_comparable_runs(
+    page: Page, server: Server
+) -> None:
+    open_compare(page, server, "one", "two")
+    expect(page.locator("#curves .u-over")).to_have_count(12)
+    names = page.locator(".chart-full").evaluate_all(
+        "buttons => buttons.map((button) => button.getAttribute('aria-label').split(' on the')[0])"
+    )
+    assert names == [
+        *("Loss", "Evaluation loss", "Learning rate", "Gradient norm", "Throughput", "Samples"),
+        *("Step time", "Data wait", "Communication wait", "Memory", "Traffic", "accuracy"),
+    ]
+    best = page.get_by_role("region", name="Results").locator("td.best")
+    expect(best).to_have_text(["0.2250 best", "0.2000 best"])  # of one, which made more steps
+    open_compare(page, server, "one", "two", "cluster")
+    expect(best).to_have_count(0)
+    expect(page.get_by_text("no value is marked as the best")).to_be_visible()
 
 
 def test_config_differences_are_shown_by_key(page: Page, server: Server) -> None:
@@ -72,7 +100,7 @@ def test_note_and_tags_are_stored(page: Page, server: Server) -> None:
 
 def test_curves_download_as_csv_and_png(page: Page, server: Server, tmp_path: Path) -> None:
     open_compare(page, server, "one", "two")
-    expect(page.locator(".u-over")).to_be_visible()
+    expect(page.locator(".u-over").first).to_be_visible()
     with page.expect_download() as download:
         page.locator("#save-csv").click()
     download.value.save_as(tmp_path / "a.csv")
@@ -81,6 +109,7 @@ def test_curves_download_as_csv_and_png(page: Page, server: Server, tmp_path: Pa
     assert len(lines) == 70
     assert lines[0].startswith("one,1,4096,")
     assert float(lines[9].split(",")[4]) == 0.9
+    page.get_by_role("button", name="Loss on the full screen", exact=True).click()
     with page.expect_download() as download:
         page.locator("#save-png").click()
     download.value.save_as(tmp_path / "a.png")

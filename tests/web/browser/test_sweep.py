@@ -1,5 +1,6 @@
 """The pages of a sweep in a browser: its own page, offline, and the comparison of its runs."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,14 @@ def test_panel_opens_on_the_comparison_of_the_sweep(browser: Browser, folder: Pa
         assert server.url.endswith("#/compare/all")
         page.goto(server.url)
         expect(page.locator(".compare-runs li")).to_have_count(2)
+        dots = page.locator("#sweep .scatter a.dot")
+        expect(dots).to_have_count(2)
+        expect(page.locator("#sweep .parallel path")).to_have_count(2)
+        expect(page.locator("#sweep .parallel-axis b")).to_have_text(["rank", "eval_loss"])
         differences = page.get_by_role("region", name="Config differences")
         expect(differences.locator("tbody tr th")).to_have_text(["lora.rank"])
+        dots.last.click()  # the best one is on top
+        expect(page.get_by_role("heading", level=1)).to_have_text(re.compile("rank-[24]"))
         page.close()
     finally:
         server.stop()

@@ -92,6 +92,16 @@ def test_real_run_is_followed_to_its_end(page: Page, server: Server) -> None:
             page.frame_locator("iframe.report").get_by_role("heading", name="real")
         ).to_be_visible()
         assert process.wait(60) == 0
+        page.locator("#longer").click()
+        page.fill("#longer-steps", "2")
+        expect(page.locator("#longer-rate")).to_contain_text("The run ends at step 14.")
+        page.locator("#dialog-yes").click()
+        expect(page.locator("#stop")).to_be_visible()
+        expect(page.locator("[data-key='f.progress']")).to_contain_text(
+            "step 14 of 14", timeout=180_000
+        )
+        expect(page.locator(".badge").first).to_have_text("done", timeout=180_000)
+        expect(page.locator(".badge")).to_have_count(1)  # no restart after a fault
     finally:
         process.kill()
         process.wait()
@@ -189,6 +199,12 @@ def test_older_run_names_data_not_recorded(page: Page, server: Server) -> None:
     open_tab(page, server, "older", "overview")
     # loss, learning rate, throughput, step time; no empty chart
     expect(page.get_by_role("application")).to_have_count(4)
+    # A run that has ended has no figure without a value, and no chart is alone in a row.
+    expect(page.locator("[data-key='f.eval_loss'], [data-key='f.epoch']")).to_have_count(0)
+    widths = page.locator(".charts > *").evaluate_all(
+        "cards => cards.map((card) => Math.round(card.getBoundingClientRect().width))"
+    )
+    assert len(set(widths)) == 1
 
 
 def test_zoom_requests_range_from_server(page: Page, server: Server) -> None:

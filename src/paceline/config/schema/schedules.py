@@ -1,11 +1,12 @@
-"""The arguments of each learning rate schedule, as in transformers."""
+"""The learning rate schedules of transformers: their arguments, and the shapes of common ones."""
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, JsonValue
 
 ArgumentValue = float | int | str
 
@@ -122,3 +123,56 @@ def _rate_problem(
     if kind == "polynomial" and not isinstance(end, str) and end >= learning_rate:
         return f"lr_end: {end:g} must be below the learning rate of {learning_rate:g}"
     return None
+
+
+def schedule_share(
+    kind: str,
+    arguments: Mapping[str, JsonValue],
+    step: int,
+    steps: int,
+    warmup_steps: int,
+    learning_rate: float,
+) -> float | None:
+    """Return the share of the peak learning rate at a step; None for a schedule that is not known
+    here, or with arguments that change its shape.
+
+    Args:
+        kind: ``train_args.lr_scheduler_type``.
+        arguments: ``train_args.lr_scheduler_kwargs``.
+        step: counted from 0.
+        steps: the number of steps in all.
+        warmup_steps: the number of steps before the peak.
+        learning_rate: the peak.
+    """
+    known = {LENGTH, "min_lr", "min_lr_rate"} if kind == "cosine_with_min_lr" else {LENGTH}
+    if kind not in _SHAPES or set(arguments) - known:
+        return None
+    length = arguments.get(LENGTH)
+    end = int(length) if isinstance(length, int | float) else steps
+    if kind == "constant":
+        return 1.0
+    if step < warmup_steps:
+        return step / max(1, warmup_steps)
+    progress = min(1.0, (step - warmup_steps) / max(1, end - warmup_steps))
+    lowest_share = 0.0
+    if kind == "cosine_with_min_lr":
+        lowest, share = arguments.get("min_lr"), arguments.get("min_lr_rate", 0.1)
+        if isinstance(lowest, int | float):
+            lowest_share = lowest / learning_rate
+        elif isinstance(share, int | float):
+            lowest_share = share
+    return _SHAPES[kind](progress) * (1 - lowest_share) + lowest_share
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+#: The share of the peak by the progress after the warm-up, from 0 to 1.
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda _: 1.0,
+    "constant_with_warmup": lambda _: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": _cosine,
+    "cosine_with_min_lr": _cosine,
+}

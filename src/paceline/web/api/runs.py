@@ -4,10 +4,10 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Annotated, Any, TypedDict
+from typing import Any, TypedDict
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, Field, JsonValue
+from pydantic import JsonValue
 from starlette.responses import PlainTextResponse, Response
 
 from paceline.core.errors import ConfigError
@@ -21,6 +21,7 @@ from paceline.web.runs.discovery import Run
 from paceline.web.runs.index import TimelineEvent, mark_of
 from paceline.web.runs.log_lines import parse
 from paceline.web.runs.stream import EventStream
+from paceline.web.runs.sweep import sweep_of
 from paceline.web.state import AppState, Panel
 
 router = APIRouter()
@@ -36,13 +37,6 @@ class ConfigDifference(TypedDict):
 
     key: str
     values: dict[str, JsonValue]
-
-
-class NoteRequest(BaseModel):
-    """A user's note on a run, and the run's tags."""
-
-    note: str = Field("", max_length=10_000)
-    tags: list[Annotated[str, Field(min_length=1, max_length=60)]] = Field([], max_length=30)
 
 
 @router.get("/api/runs")
@@ -99,9 +93,11 @@ def run(panel: Panel, id: str) -> StrictJSONResponse:
             "report": run.summary.report,
             "has": {
                 "report_html": read_inside(run.run_dir.report_html, 1) is not None,
-                "model": (run.run_dir.root / "model").is_dir(),
+                "model": run.run_dir.model.is_dir(),
                 "config": read_inside(run.run_dir.config, 1) is not None,
             },
+            "folder": str(run.root),
+            "model_folder": str(run.run_dir.model),
             "shell": _shell(run, start.get("cwd"), start.get("output_dir")),
             "pid": start.get("pid"),
             "host": start.get("host"),
@@ -179,20 +175,12 @@ def report(panel: Panel, id: str) -> Response:
     )
 
 
-@router.put("/api/runs/{id}/note")
-def put_note(panel: Panel, id: str, body: NoteRequest) -> StrictJSONResponse:
-    """Save a note and tags."""
-    run = panel.runs.get(id)
-    panel.runs.notes.put(run.path, body.note, list(dict.fromkeys(body.tags)))
-    return StrictJSONResponse(panel.runs.notes.of(run.path))
-
-
 @router.get("/api/compare")
 def compare(
     panel: Panel, ids: str = Query(..., max_length=2000, description="comma-separated")
 ) -> StrictJSONResponse:
-    """Return the summaries and reports of several runs, and the config keys in which they
-    differ."""
+    """Return the summaries and reports of several runs, the config keys in which they differ, and
+    the sweep that all of them belong to, if there is one."""
     unique_ids = list(dict.fromkeys(id.strip() for id in ids.split(",") if id.strip()))
     if not 1 <= len(unique_ids) <= 50:
         raise ConfigError(
@@ -202,9 +190,25 @@ def compare(
             num_unique_ids=len(unique_ids),
         )
     runs = [panel.runs.get(id) for id in unique_ids]
-    rows = [{**run.entry(), "report": run.summary.report} for run in runs]
+    entries = {run.id: run.entry() for run in runs}  # reads what is new
     configs = {run.id: as_object(run.summary.start.get("config")) for run in runs}
-    return StrictJSONResponse({"runs": rows, "config_differences": differences(configs)})
+    rows = [
+        {
+            **entries[run.id],
+            "report": run.summary.report,
+            "dataset": configs[run.id].get("dataset"),
+            "val_dataset": configs[run.id].get("val_dataset"),
+        }
+        for run in runs
+    ]
+    known = {run.root: run.id for run in panel.runs.all()}
+    return StrictJSONResponse(
+        {
+            "runs": rows,
+            "config_differences": differences(configs),
+            "sweep": sweep_of([run.root for run in runs], known),
+        }
+    )
 
 
 @router.get("/api/machine")

@@ -80,6 +80,18 @@ def series(
     )
 
 
+@router.get("/api/sparklines")
+def sparklines(
+    panel: Panel, ids: str = Query(..., max_length=4000, description="comma-separated")
+) -> StrictJSONResponse:
+    """Return a few values of the loss of each run, for the list: ``{id: [loss, …]}``. Runs that do
+    not exist are left out."""
+    known = {run.id: run for run in panel.runs.all()}
+    return StrictJSONResponse(
+        {id: known[id].sparkline() for id in dict.fromkeys(ids.split(",")) if id in known}
+    )
+
+
 @router.get("/api/runs/{id}/csv")
 def csv(
     panel: Panel, id: str, names: str = Query(_NAMES, description="comma-separated")

@@ -5,22 +5,21 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import TypedDict
 
-from pydantic import JsonValue
+import numpy as np
 
-from paceline.core.errors import ConfigError
-from paceline.core.files import write_json_atomic
 from paceline.core.run_dir import RunDir
-from paceline.web.files import json_inside, shown, stat_inside
+from paceline.web.files import shown, stat_inside
 from paceline.web.jobs.runs import START
 from paceline.web.responses import NotFound
-from paceline.web.runs.index import IndexWorker, RunIndex
+from paceline.web.runs.index import IndexWorker, RunIndex, sample_overview
+from paceline.web.runs.notes import Note, Notes
 from paceline.web.runs.summary import RunState, RunSummary
 
-NOTES = ".paceline-ui.json"
 _MAX_DEPTH = 8
 _MAX_FOLDERS = 20_000
+_SPARKLINE_POINTS = 60
+_SHORT_LOG_BYTES = 1 << 16
 _MAX_AGE_S = 0.9  # a search this recent is not repeated
 _SKIPPED = {
     "checkpoints",
@@ -33,81 +32,13 @@ _SKIPPED = {
 }
 
 
-class Note(TypedDict):
-    """A user's note on a run, and the run's tags; empty without them."""
-
-    note: str
-    tags: list[str]
-
-
 class RunEntry(RunState, Note):
-    """A run as ``GET /api/runs`` returns it."""
+    """A run as ``GET /api/runs`` returns it. ``folder_name``: the name of its folder, which a
+    ``name`` that a user gave hides."""
 
     id: str
-    name: str
+    folder_name: str
     path: str
-
-
-class Notes:
-    """Notes and tags of runs, by the path of a run in the served folder. They are stored in a file
-    of that folder; a run's own folder is never written to."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / NOTES
-        self._lock = threading.Lock()
-        self._key: tuple[int, int] | None = None
-        self._runs: JsonValue = {}
-
-    def of(self, run: str) -> Note:
-        """Return the note and the tags of a run."""
-        with self._lock:
-            runs = self._read()
-        entry = runs.get(run) if isinstance(runs, dict) else None
-        if not isinstance(entry, dict):
-            return {"note": "", "tags": []}
-        tags = entry.get("tags")
-        return {
-            "note": str(entry.get("note") or ""),
-            "tags": [str(tag) for tag in tags] if isinstance(tags, list) else [],
-        }
-
-    def put(self, run: str, note: str, tags: list[str]) -> None:
-        """Store the note and the tags of a run.
-
-        Raises:
-            ConfigError: the file was not written by the panel, or it cannot be written.
-        """
-        with self._lock:
-            runs = self._read()
-            if not isinstance(runs, dict):
-                raise ConfigError(
-                    "`{path}` was not written by the panel",
-                    code="not-written-by-panel",
-                    fix="repair it, or move it away",
-                    path=self.path,
-                )
-            runs = {name: entry for name, entry in runs.items() if name != run}
-            if note or tags:
-                runs[run] = {"note": note, "tags": [*tags]}
-            try:
-                write_json_atomic(self.path, {"runs": runs})
-            except OSError as error:
-                raise ConfigError(
-                    "cannot write `{path}`: {reason}",
-                    code="panel-file-not-written",
-                    fix="free some disk space, or make the folder writable",
-                    path=self.path,
-                    reason=error.strerror,
-                ) from error
-
-    def _read(self) -> JsonValue:
-        """Return the entries of the file; an object only if the panel wrote it."""
-        status = stat_inside(self.path)
-        key = None if status is None else (status.st_size, status.st_mtime_ns)
-        if key != self._key:
-            self._key = key
-            self._runs = {} if key is None else (json_inside(self.path) or {}).get("runs")
-        return self._runs
 
 
 class Run:
@@ -124,21 +55,38 @@ class Run:
         self.summary = RunSummary(self.run_dir)
         self._notes = notes
         self._lock = threading.Lock()
+        self._sparkline: tuple[tuple[int, int], list[float]] | None = None
 
     def entry(self) -> RunEntry:
         """Return the run as ``GET /api/runs`` returns it."""
         with self._lock:
             self.summary.refresh()
             state = self.summary.state()
-        if state["restarts"] is None and self.index.num_starts and not self.index.behind_bytes:
-            state["restarts"] = self.index.num_starts - 1
+        if state["restarts"] is None and self.index.start and not self.index.behind_bytes:
+            state["restarts"] = self.index.num_restarts
+        note = self._notes.of(self.path)
         return {
-            "id": self.id,
-            "name": self.name,
-            "path": self.path,
             **state,
-            **self._notes.of(self.path),
+            **note,
+            "id": self.id,
+            "name": note["name"] or self.name,
+            "folder_name": self.name,
+            "path": self.path,
         }
+
+    def sparkline(self) -> list[float]:
+        """Return a few values of the loss, spread evenly over the log. They are read again if the
+        log has grown."""
+        status = stat_inside(self.run_dir.events)
+        key = (0, 0) if status is None else (status.st_ino, status.st_size)
+        if self._sparkline is None or self._sparkline[0] != key:
+            # Of a short log, every line is read: its lines have over a hundred bytes.
+            count = key[1] // 100 if key[1] < _SHORT_LOG_BYTES else _SPARKLINE_POINTS
+            losses = sample_overview(self.run_dir.events, count).rows["loss"]
+            known = losses[np.isfinite(losses)]
+            shown = np.linspace(0, len(known) - 1, min(len(known), _SPARKLINE_POINTS)).astype(int)
+            self._sparkline = key, [float(f"{loss:.4g}") for loss in known[shown].tolist()]
+        return self._sparkline[1]
 
 
 def run_id(relative: str) -> str:

@@ -24,7 +24,13 @@ from paceline.core.formatting import finite
 from paceline.core.texts import Values, translatable
 from paceline.web.files import open_inside, stat_inside
 from paceline.web.runs.columns import ROW, Columns, step_row
-from paceline.web.runs.log_lines import is_step, parse, parse_without_ranks, sample_lines
+from paceline.web.runs.log_lines import (
+    is_restart,
+    is_step,
+    parse,
+    parse_without_ranks,
+    sample_lines,
+)
 
 _CHUNK_BYTES = 1 << 20
 _MAX_LINE_BYTES = 1 << 25  # longer lines are skipped
@@ -70,7 +76,7 @@ class RunIndex:
     def reset(self) -> None:
         """Forget everything, and read the log again from its beginning."""
         self.position = 0
-        self.num_starts = 0
+        self.num_restarts = 0
         self.unreadable = 0  # complete lines that are not events
         self._clear()
 
@@ -186,7 +192,7 @@ class RunIndex:
             return
         by_kind = {"eval": self.evals, "checkpoint": self.checkpoints, "sample": self.samples}
         if kind == "run_start":
-            self.num_starts += 1
+            self.num_restarts += is_restart(self.start, event)
             if not event.get("resumed_from_step"):
                 self._clear()
             self.start = event
@@ -232,9 +238,9 @@ class SampledRun:
     size: int
 
 
-def sample_overview(path: Path) -> SampledRun:
-    """Read about ``_SAMPLED_LINES`` lines. If a run was rolled back, later lines replace earlier
-    ones of the same steps."""
+def sample_overview(path: Path, num_lines: int = _SAMPLED_LINES) -> SampledRun:
+    """Read about ``num_lines`` lines. If a run was rolled back, later lines replace earlier ones of
+    the same steps."""
     rows: list[tuple[Any, ...]] = []
     others: list[tuple[Event, int | None]] = []
     handle = open_inside(path)
@@ -242,7 +248,7 @@ def sample_overview(path: Path) -> SampledRun:
     if handle is not None:
         with handle:
             size = os.fstat(handle.fileno()).st_size
-            for offset, line in sample_lines(handle, 0, size, _SAMPLED_LINES):
+            for offset, line in sample_lines(handle, 0, size, num_lines):
                 event = parse_without_ranks(line) if is_step(line) else parse(line)
                 if event is None:
                     continue

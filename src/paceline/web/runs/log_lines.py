@@ -93,3 +93,12 @@ def next_line(file: int, position: int) -> int | None:
             return offset + end + 1
         offset += len(block)
     return None
+
+
+def is_restart(previous: Event | None, start: Event) -> bool:
+    """Return whether a ``run_start`` is a restart by the same command, and not the first start or
+    a user's resume. Without the record of a launcher, every further start is one."""
+    if not previous:
+        return False
+    launcher = start.get("launcher")
+    return launcher is None or launcher == previous.get("launcher")

@@ -265,6 +265,10 @@ class ListSource(_Source):
         if self._sent:
             viewer.put("runs", encode({"changed": list(self._sent.values()), "removed": []}))
 
+    def poll_soon(self) -> None:
+        """Look for changes at the next tick."""
+        self._polled_at = -float("inf")
+
     async def _tick(self) -> None:
         if time.monotonic() - self._polled_at < _STATUS_S:
             return
@@ -286,6 +290,10 @@ class Streams:
         self._viewers: set[SSEClient] = set()
         self._lookup = asyncio.Lock()
         self._closed = False
+
+    def list_changed(self) -> None:
+        """Send the list again soon, because a user has changed it."""
+        self._list.poll_soon()
 
     def of_list(self, viewer: SSEClient) -> AbstractAsyncContextManager[None]:
         """Send ``runs`` messages."""

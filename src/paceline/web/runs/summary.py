@@ -20,7 +20,7 @@ from paceline.web.files import (
     tail_inside,
 )
 from paceline.web.jobs.runs import OUTPUT, START
-from paceline.web.runs.log_lines import is_step, parse, parse_without_ranks
+from paceline.web.runs.log_lines import is_restart, is_step, parse, parse_without_ranks
 
 _MAX_READ_BYTES = 1 << 20  # of a longer log, the middle is not read
 _HEAD_BYTES = 1 << 16
@@ -28,8 +28,22 @@ _HEAD_BYTES = 1 << 16
 _RESTART_S = 5.0
 # A run on another host is reported if its log is this old, because its process cannot be checked.
 _OLD_LOG_S = 120.0
-_RECENT_STEPS = 30  # used to estimate speed and remaining time
-_STEP_KEYS = ("time", "step", "loss", "tokens", "samples", "step_time_s", "fill", "sources")
+_RECENT_STEPS = 30  # used to estimate speed
+# The time per step is a mean in which the newest 200 steps or so count most, so that an evaluation
+# or a slow step hardly changes the remaining time.
+_DECAY_PER_STEP = 0.995
+_STEP_KEYS = (
+    "time",
+    "step",
+    "epoch",
+    "loss",
+    "learning_rate",
+    "tokens",
+    "samples",
+    "step_time_s",
+    "fill",
+    "sources",
+)
 
 
 class RunFigures(TypedDict):
@@ -39,6 +53,8 @@ class RunFigures(TypedDict):
     updated_at: float | None
     step: int | None
     steps: int | None
+    epoch: float | None
+    epochs: float | None
     loss: float | None
     eval_loss: float | None
     strategy: str | None
@@ -61,6 +77,32 @@ class RunState(RunFigures):
     problem: str | None
 
 
+class MeanStepTime:
+    """The mean time per step, evaluations and checkpoints included. Older steps count less."""
+
+    def __init__(self) -> None:
+        self._total_s = self._weight = 0.0
+        self._last: tuple[int, float] | None = None
+
+    def add(self, event: StepEvent) -> None:
+        """Take note of the next logged step."""
+        step, time_s = _integer(event.get("step")), finite(event.get("time"))
+        if step is None or time_s is None:
+            return
+        if self._last is not None and step > self._last[0] and time_s >= self._last[1]:
+            count = step - self._last[0]
+            decay = _DECAY_PER_STEP**count
+            share = (1 - decay) / count
+            self._total_s = self._total_s * decay + share * (time_s - self._last[1])
+            self._weight = self._weight * decay + share * count
+        self._last = step, time_s
+
+    @property
+    def mean_s(self) -> float | None:
+        """The seconds per step; None before the second step."""
+        return self._total_s / self._weight if self._weight else None
+
+
 class RunSummary:
     """Computes the state of one run. :meth:`refresh` reads what is new, and nothing if the files
     have the same size and time as before.
@@ -70,6 +112,8 @@ class RunSummary:
         is_complete: every line was read, not only the ends of the log.
         first_start: the ``run_start`` that began the run.
         start: the newest ``run_start``; empty if there is none.
+        earlier_s: how long the earlier commands took, if the run was resumed by another one.
+        command_started_at: when the command of the newest ``run_start`` was started.
         report: the content of report.json.
     """
 
@@ -78,7 +122,6 @@ class RunSummary:
         self._key: tuple[int, ...] | None = None
         self._report_key: tuple[int, int] | None = None
         self._figures: RunFigures | None = None
-        self._step_s: float | None = None
         self.report: JSONObject | None = None
         self._reset()
 
@@ -90,10 +133,14 @@ class RunSummary:
         self.end: RunEndEvent | None = None
         self.eval: EvalEvent | None = None
         self.num_starts = 0
+        self.num_restarts = 0
+        self.earlier_s = 0.0
+        self.command_started_at: float | None = None
         self.updated_at: float | None = None
         self.resumed_at: int | None = None
         #: The newest steps since the last start, with :data:`_STEP_KEYS` only.
         self.steps: deque[StepEvent] = deque(maxlen=_RECENT_STEPS)
+        self._step_time = MeanStepTime()
 
     def refresh(self) -> None:
         self._read_report()
@@ -117,6 +164,7 @@ class RunSummary:
             self.is_complete = False
             self.end = None  # more events follow it
             self.steps.clear()
+            self._step_time = MeanStepTime()
             self.position = size - _MAX_READ_BYTES
             tail = os.pread(file, _MAX_READ_BYTES, self.position)
             skipped = tail.find(b"\n") + 1
@@ -134,28 +182,38 @@ class RunSummary:
                 steps.append(line)
             elif line and (event := parse(line)) is not None:
                 if event["type"] in ("run_start", "resume"):
+                    if steps and (last := parse_without_ranks(steps[-1])) is not None:
+                        self.updated_at = finite(last.get("time")) or self.updated_at
                     steps.clear()
                     self.steps.clear()
+                    self._step_time = MeanStepTime()
                 self._add_event(event)
         for line in steps:
             event = parse_without_ranks(line)
             if event is not None:
                 step = {key: value for key, value in event.items() if key in _STEP_KEYS}
                 self.steps.append(cast(StepEvent, step))
+                self._step_time.add(self.newest)
         times = (self.updated_at, finite(self.newest.get("time")))
         self.updated_at = max((time for time in times if time is not None), default=None)
         return size
 
     def _add_event(self, event: Event) -> None:
-        self.updated_at = finite(event.get("time")) or self.updated_at
+        ended_at = self.updated_at  # of what came before, if this is the start of another command
+        self.updated_at = finite(event.get("time")) or ended_at
         if event["type"] == "run_start":
             self.num_starts += 1
             from_start = not event.get("resumed_from_step")
             # An attempt of the same command may start from step 0 after a failure.
             launcher = event.get("launcher")
-            is_restart = launcher is not None and launcher == self.start.get("launcher")
-            if self.first_start is None or (from_start and not is_restart):
-                self.first_start = event
+            is_same_command = launcher is not None and launcher == self.start.get("launcher")
+            self.num_restarts += is_restart(self.start, event)
+            if self.first_start is None or (from_start and not is_same_command):
+                self.first_start, self.earlier_s = event, 0.0
+            elif not is_same_command and ended_at is not None:
+                self.earlier_s += max(0.0, ended_at - (self.command_started_at or ended_at))
+            if not is_same_command:
+                self.command_started_at = _command_start(event)
             self.eval = None if from_start else self.eval
             self.start, self.end, self.resumed_at = event, None, event.get("resumed_from_step")
         elif event["type"] == "resume":
@@ -180,8 +238,9 @@ class RunSummary:
             self._figures = self._read_figures()
         state: RunState = {"status": status, **self._figures, "problem": problem}
         steps, step = state["steps"], state["step"]
-        if status == "live" and steps and step and self._step_s:
-            state["eta_s"] = max(0, steps - step) * self._step_s
+        step_s = self._step_time.mean_s or finite(self.newest.get("step_time_s"))
+        if status == "live" and steps and step and step_s:
+            state["eta_s"] = max(0, steps - step) * step_s
         return state
 
     def _read_figures(self) -> RunFigures:
@@ -189,21 +248,22 @@ class RunSummary:
         config, model = as_object(start.get("config")), as_object(start.get("model"))
         newest, report = self.newest, (self.report or {}) if self.end is not None else {}
         step = _integer(newest.get("step"))
-        self._step_s, tokens_per_second = self._measure_speed()
-        first = self.first_start or {}
-        started_at = finite(first.get("command_started_at")) or finite(first.get("time"))
+        tokens_per_second = self._measure_speed()
+        started_at = _command_start(self.first_start or {})
         wall_s = finite(report.get("wall_s")) if self.num_starts == 1 else None
-        if wall_s is None and started_at is not None and self.updated_at is not None:
-            wall_s = max(0.0, self.updated_at - started_at)
+        if wall_s is None and self.command_started_at is not None and self.updated_at is not None:
+            wall_s = self.earlier_s + max(0.0, self.updated_at - self.command_started_at)
         eval_loss = self.eval.get("loss") if self.eval else report.get("final_eval_loss")
         restarts = _integer(report.get("restarts"))
         if self.is_complete:
-            restarts = self.num_starts - 1 if self.num_starts else None
+            restarts = self.num_restarts if self.num_starts else None
         return {
             "started_at": started_at,
             "updated_at": self.updated_at,
             "step": _integer(self.resumed_at) if step is None else step,
             "steps": _integer(derived.get("steps")),
+            "epoch": finite(newest.get("epoch")),
+            "epochs": finite(derived.get("epochs")),
             "loss": finite(newest.get("loss")),
             "eval_loss": finite(eval_loss),
             "strategy": as_text(start.get("strategy")),
@@ -222,20 +282,11 @@ class RunSummary:
     def newest(self) -> StepEvent:
         return self.steps[-1] if self.steps else {}
 
-    def _measure_speed(self) -> tuple[float | None, float | None]:
-        """Return the seconds per step, including evaluations and checkpoints, and the tokens per
-        second within steps, over the newest steps."""
-        if not self.steps:
-            return None, None
+    def _measure_speed(self) -> float | None:
+        """Return the tokens per second within steps, over the newest steps."""
         with_tokens = [step for step in list(self.steps)[-10:] if step.get("tokens") is not None]
         rates = [rate for step in with_tokens if (rate := throughput(step)[0]) is not None]
-        tokens_per_second = sum(rates) / len(rates) if rates else None
-        first, last = self.steps[0], self.steps[-1]
-        num_steps = (_integer(last.get("step")) or 0) - (_integer(first.get("step")) or 0)
-        begin_s, end_s = finite(first.get("time")), finite(last.get("time"))
-        if num_steps > 0 and begin_s is not None and end_s is not None and end_s > begin_s:
-            return (end_s - begin_s) / num_steps, tokens_per_second
-        return finite(last.get("step_time_s")), tokens_per_second
+        return sum(rates) / len(rates) if rates else None
 
     def _status(self) -> tuple[str, str | None]:
         if not self.start and not self.steps:
@@ -297,6 +348,11 @@ class RunSummary:
         if loss is not None and finite(loss) is None:
             return "live", f"the loss of step {self.newest.get('step')} is {clean(loss)[:20]}"
         return "live", None
+
+
+def _command_start(event: RunStartEvent) -> float | None:
+    """Return when the command of a start was given; of an older run, when the start was logged."""
+    return finite(event.get("command_started_at")) or finite(event.get("time"))
 
 
 def _integer(value: Any) -> int | None:

@@ -2,7 +2,7 @@
 
 import { count, duration, short } from "./format.js";
 import { t } from "./i18n.js";
-import { TIME_TICKS, INTEGER_TICKS } from "./chart.js";
+import { TIME_TICKS, INTEGER_TICKS } from "./scale.js";
 
 export const AXES = ["step", "tokens", "time"];
 

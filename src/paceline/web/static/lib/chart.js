@@ -6,6 +6,7 @@ import { h, newId, put, svg } from "./dom.js";
 import { color, onTheme } from "./theme.js";
 import { t } from "./i18n.js";
 import { bytes, digits, duration } from "./format.js";
+import { BYTE_TICKS, TIME_TICKS, logRange, logTicks, paddedRange, positive } from "./scale.js";
 
 export const COLORS = ["--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7", "--s8"];
 export const DASHES = [
@@ -18,35 +19,6 @@ export const DASHES = [
   [1, 4],
   [8, 2, 2, 2, 2, 2],
 ];
-// Tick distances of an axis: integers, times (seconds, minutes, hours, days) and bytes (powers of
-// two).
-export const INTEGER_TICKS = Array.from({ length: 15 }, (_, power) =>
-  [1, 2, 5].map((factor) => factor * 10 ** power),
-).flat();
-export const TIME_TICKS = [
-  ...[-6, -5, -4, -3, -2, -1].flatMap((power) => [1, 2, 5].map((factor) => factor * 10 ** power)),
-  1,
-  2,
-  5,
-  10,
-  15,
-  30,
-  60,
-  120,
-  300,
-  600,
-  900,
-  1800,
-  3600,
-  7200,
-  10800,
-  21600,
-  43200,
-  ...[1, 2, 5, 10, 20, 50, 100].map((days) => days * 86400),
-];
-const BYTE_TICKS = [0, 1, 2, 3, 4].flatMap((power) =>
-  [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].map((factor) => factor * 1024 ** power),
-);
 const MARK_LEVEL = { error: "--bad", warning: "--warn", info: "--line-strong" };
 
 /**
@@ -56,14 +28,24 @@ const MARK_LEVEL = { error: "--bad", warning: "--warn", info: "--line-strong" };
  * - `name`: the title.
  * - `height`: the height of the plot, in px.
  * - `x`: `{name, format(value)}`.
- * - `y`: `{format(value), min, log}`.
+ * - `y`: `{format(value), min, log}`. On a logarithmic axis, values up to 0 are gaps.
  * - `series`: [{name, color: "--s1", dash: [..], width, faint, points, format}]. `band: [i, j]`
  *   fills the area between two series. A series with `isHidden` is in neither the legend nor the
  *   tooltip.
  * - `zoomed(min, max)`: called when the user selects a range of x; null, null for the full range.
  * - `sync`: charts with the same key share a cursor.
+ * - `hasLegend`: false if the page has a legend for several charts.
  */
-export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync }) {
+export function lineChart({
+  name,
+  height = 190,
+  x,
+  y = {},
+  series,
+  zoomed,
+  sync,
+  hasLegend = true,
+}) {
   const plot = h("div", { class: "plot" });
   const legend = h("ul", { class: "legend", "aria-hidden": "true" });
   const tip = h("div", { class: "chart-tip", hidden: true, "aria-hidden": "true" });
@@ -123,7 +105,8 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
           x: { time: false },
           y: {
             distr: y.log ? 3 : 1,
-            range: y.log ? undefined : (_, low, high) => paddedRange(low, high, y.min),
+            range: (_, low, high) =>
+              y.log ? logRange(low, high) : paddedRange(low, high, y.min),
           },
         },
         axes: [
@@ -139,6 +122,12 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
             size: (_, labels) =>
               16 + 7 * Math.max(3, ...(labels ?? []).map((label) => String(label ?? "").length)),
             space: 34,
+            ...(y.log
+              ? {
+                  splits: (_, axisIndex, low, high) => logTicks(low, high, y.format === bytes),
+                  filter: (_, all) => all,
+                }
+              : {}),
             incrs: y.format === bytes ? BYTE_TICKS : y.format === duration ? TIME_TICKS : undefined,
             values: (_, ticks) =>
               ticks.map((tick) => (tick === null ? null : (y.format ?? digits)(tick))),
@@ -341,7 +330,7 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
   }
 
   function drawLegend() {
-    const visibleSeries = series.filter((line) => !line.isHidden);
+    const visibleSeries = hasLegend ? series.filter((line) => !line.isHidden) : [];
     put(
       legend,
       visibleSeries.length > 1 || visibleSeries[0]?.alwaysInLegend
@@ -369,7 +358,7 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
   return {
     node,
     set(next, nextMarks = []) {
-      data = next;
+      data = y.log ? [next[0], ...next.slice(1).map(positive)] : next;
       marks = nextMarks;
       frame.setAttribute("aria-label", summary(name, x, y, series, data));
       if (chart) chart.setData(data);
@@ -427,20 +416,6 @@ function summary(name, x, y, series, data) {
     high: format(values.reduce((a, b) => Math.max(a, b))),
     x: x.name,
   });
-}
-
-function paddedRange(low, high, min) {
-  if (
-    low === null ||
-    high === null ||
-    low === undefined ||
-    high === undefined ||
-    !Number.isFinite(low)
-  )
-    return [0, 1];
-  const padding = (high - low || Math.abs(high) || 1) * 0.08;
-  const bottom = min === undefined ? low - padding : Math.min(low, min);
-  return [bottom, high + padding];
 }
 
 function translucent(rgb, alpha) {

@@ -84,6 +84,15 @@ export function duration(value_s) {
   return `${sign}${Math.floor(value / factor)} ${unit}${rest ? ` ${rest} ${nextUnit}` : ""}`;
 }
 
+/** Format an epoch with two decimals, and the number of epochs if it is known: 1.25 of 3. */
+export function epoch(value, total = null) {
+  if (!isKnown(value)) return NONE;
+  const rounded = (number) => String(Number(Number(number).toFixed(2)));
+  return isKnown(total)
+    ? t("epoch.of", { epoch: rounded(value), epochs: rounded(total) })
+    : rounded(value);
+}
+
 /** Format a throughput: 2.37k tokens/s. */
 export const rate = (value) => (isKnown(value) ? `${short(value)} ${t("unit.tokens_s")}` : NONE);
 

@@ -33,6 +33,10 @@ const ICONS = {
   save: "M12 4v11M7 11l5 5 5-5M5 20h14",
   play: "M8 5l11 7-11 7z",
   chat: "M4 5h16v11H9l-5 4z",
+  edit: "M4 20l1-4L16 5l3 3L8 19zM14 7l3 3",
+  archive: "M3 4h18v4H3zM5 8v12h14V8M10 12h4",
+  delete: "M4 7h16M9 7V4h6v3M6 7l1 13h10l1-13M10 11v6M14 11v6",
+  expand: "M4 9V4h5M20 9V4h-5M4 15v5h5M20 15v5h-5",
 };
 
 /** Return an icon, which is hidden from screen readers because a text is next to it. */
@@ -118,16 +122,23 @@ export function card(title, headerContent, ...children) {
 }
 
 /**
- * Return a table that scrolls horizontally if it is too wide, also by keyboard. `columns`: [{label,
- * number, sort}].
+ * Return a table that scrolls horizontally if it is too wide, also by keyboard; on a phone, its rows
+ * are cards. `columns`: [{label, number, sort}].
  */
 export function table(caption, columns, rows, attrs = {}) {
+  const names = columns.map(({ label }) => labelText(label));
+  for (const each of rows.flat())
+    [...each.children].forEach((cell, index) => {
+      if (names[index] && !cell.hasAttribute("colspan")) cell.dataset.label = names[index];
+      // In a card, the content of a cell is one box beside its label.
+      if (cell.childNodes.length > 1) cell.replaceChildren(h("span", {}, ...cell.childNodes));
+    });
   return h(
     "div",
     { class: "table-wrap", tabindex: 0, role: "region", "aria-label": caption },
     h(
       "table",
-      attrs,
+      { ...attrs, class: ["cards", attrs.class].filter(Boolean).join(" ") },
       h("caption", { class: "sr" }, caption),
       h(
         "thead",
@@ -147,6 +158,12 @@ export function table(caption, columns, rows, attrs = {}) {
       h("tbody", {}, rows),
     ),
   );
+}
+
+/** Return the text of a label without the explanation of its term. */
+function labelText(label) {
+  if (!(label instanceof Node)) return String(label ?? "");
+  return (label.querySelector?.(".term") ?? label).textContent;
 }
 
 export const row = (cells, columns) =>

@@ -1,34 +1,25 @@
 // The comparison of several runs: curves, results, config differences and notes.
 
 import { get } from "../lib/api.js";
-import { AXES, axis, mergeX, eventX, seriesX } from "../lib/axis.js";
-import { COLORS, DASHES, key, lineChart } from "../lib/chart.js";
+import { AXES } from "../lib/axis.js";
+import { COLORS, DASHES, key } from "../lib/chart.js";
 import { axisChoice, smoothField } from "../lib/controls.js";
 import { h, put } from "../lib/dom.js";
-import * as format from "../lib/format.js";
 import { addTexts, t } from "../lib/i18n.js";
-import { numbers, smooth } from "../lib/smooth.js";
-import { badge, card, copy, download, emptyState, icon, termOf } from "../lib/ui.js";
+import { badge, choice, copy, download, emptyState, icon } from "../lib/ui.js";
 import { texts } from "../i18n/watch.js";
+import { texts as compareTexts } from "../i18n/compare.js";
 import { configCard } from "./compare/config.js";
+import { SERIES, curveGrid } from "./compare/curves.js";
 import { figureTable } from "./compare/figures.js";
 import { notesCard } from "./compare/notes.js";
-import { chartPng, curvesCsv } from "./compare/save.js";
+import { curvesCsv } from "./compare/save.js";
+import { sweepCards } from "./compare/sweep.js";
 import { fetchSeries } from "./run/series.js";
 
 addTexts(texts);
+addTexts(compareTexts);
 
-const METRICS = {
-  loss: format.loss,
-  eval_loss: format.loss,
-  learning_rate: format.digits,
-  grad_norm: format.digits,
-  tokens_per_second: format.short,
-  step_time_s: format.duration,
-  memory_bytes: format.bytes,
-  traffic_bytes: format.bytes,
-};
-const SERIES = Object.keys(METRICS).filter((name) => name !== "eval_loss");
 const RENEW_MS = 3000;
 const MAX_RUNS = 50; // of a request
 
@@ -38,14 +29,14 @@ export async function show(root, params, ctx) {
   const query = ctx.query();
   const state = {
     x: AXES.includes(query.get("x")) ? query.get("x") : "step",
-    metric: query.get("y") in METRICS ? query.get("y") : "loss",
+    isLog: query.get("scale") === "log",
     weight: Number(query.get("smooth") ?? 0.6),
     sort: query.get("sort") ?? "",
     runs: [],
     answers: new Map(),
     differences: [],
   };
-  const { runs, missing, config_differences } = await runsOf(ids);
+  const { runs, missing, config_differences, sweep } = await runsOf(ids);
   if (runs.length === 0) {
     put(
       root,
@@ -58,9 +49,10 @@ export async function show(root, params, ctx) {
     return () => {};
   }
   state.runs = runs;
-  const answers = await Promise.all(
-    runs.map((run) => fetchSeries(run.id, { names: SERIES, points: 800 })),
-  );
+  // Of many runs, fewer points are requested, so that the page stays fast.
+  const points = Math.max(200, Math.min(800, Math.round(8000 / runs.length)));
+  const curvesOf = (run) => fetchSeries(run.id, { names: SERIES, points });
+  const answers = await Promise.all(runs.map(curvesOf));
   runs.forEach((run, index) => state.answers.set(run.id, answers[index]));
 
   const lineStyle = (index) => ({
@@ -68,80 +60,28 @@ export async function show(root, params, ctx) {
     dash: DASHES[index % DASHES.length],
   });
   const names = namesOf(runs);
-  const chartNode = h("div", {});
+  const curves = curveGrid(runs, names, lineStyle, state, ctx);
   const figures = h("div", {});
-  let chart = null;
-
-  function lines() {
-    return runs.map((run, index) => {
-      const series = state.answers.get(run.id);
-      const started = run.started_at ?? series.time[0] ?? 0;
-      if (state.metric === "eval_loss") {
-        const evals = series.evals.filter((evaluation) => Number.isFinite(evaluation.loss));
-        return {
-          name: names[index],
-          ...lineStyle(index),
-          points: true,
-          xs: evals.map((evaluation) => eventX(evaluation, series, state.x, started)),
-          values: evals.map((evaluation) => evaluation.loss),
-        };
-      }
-      const values = numbers(series.series[state.metric].mean);
-      return {
-        name: names[index],
-        ...lineStyle(index),
-        xs: seriesX(series, state.x, started),
-        values: state.metric === "learning_rate" ? values : smooth(values, state.weight),
-      };
-    });
-  }
-
-  function drawChart(renewed = false) {
-    const curves = lines();
-    const hasValues = curves.some((curve) => curve.values.some((value) => value !== null));
-    if (!hasValues) {
-      chart?.end();
-      chart = null;
-      return void put(chartNode, h("p", { class: "muted" }, t("compare.none")));
-    }
-    const mergedX = mergeX(
-      curves.flatMap((curve) => curve.xs),
-      [],
-    );
-    if (!chart || !renewed) {
-      chart?.end();
-      chart = lineChart({
-        name: t(`m.${state.metric}`),
-        height: 360,
-        x: axis(state.x),
-        y: {
-          format: METRICS[state.metric] === format.loss ? format.digits : METRICS[state.metric],
-        },
-        series: curves.map(({ name, color, dash, points }) => ({
-          name,
-          color,
-          dash,
-          points,
-          alwaysInLegend: true,
-          format: METRICS[state.metric],
-        })),
-      });
-      put(chartNode, chart.node);
-    }
-    chart.set([mergedX.xs, ...curves.map((curve) => mergedX.place(curve.values, curve.xs))]);
-    return undefined;
-  }
 
   function redraw() {
     ctx.setQuery({
       x: state.x === "step" ? null : state.x,
-      y: state.metric === "loss" ? null : state.metric,
+      scale: state.isLog ? "log" : null,
       smooth: state.weight === 0.6 ? null : state.weight,
       sort: state.sort,
     });
-    drawChart();
+    curves.build();
   }
 
+  const sweepNode = h("div", {});
+  let drawnSweep = "";
+  function drawSweep(newSweep) {
+    if (!newSweep || JSON.stringify(newSweep) === drawnSweep) return;
+    if (sweepNode.contains(document.activeElement)) return;
+    drawnSweep = JSON.stringify(newSweep);
+    put(sweepNode, sweepCards(newSweep));
+  }
+  drawSweep(sweep);
   const drawFigures = () =>
     put(
       figures,
@@ -158,20 +98,15 @@ export async function show(root, params, ctx) {
     total > ids.length
       ? h("p", { class: "muted" }, t("compare.latest", { n: ids.length, total }))
       : null,
-    controls(state, redraw, ctx, {
-      png: () => chart && chartPng(chart, t(`m.${state.metric}`), axis(state.x).name),
-      csv: () => curvesCsv(runs, names, state.answers),
-    }),
-    card(
-      termOf("compare.curves"),
-      h("span", { class: "muted small" }, t(`m.${state.metric}.unit`)),
-      chartNode,
-    ),
+    sweep ? sweepNode : null,
+    controls(state, redraw, ctx, () => curvesCsv(runs, names, state.answers)),
+    curves.node,
     figures,
     notesCard(runs, names, ctx),
     configCard(config_differences, runs, names),
   );
-  drawChart();
+  curves.build();
+  curves.openRequested();
   drawFigures();
 
   const timer = setInterval(() => renew().catch(() => {}), RENEW_MS);
@@ -185,20 +120,22 @@ export async function show(root, params, ctx) {
         updatedRun,
       );
     for (const run of live)
-      state.answers.set(run.id, await fetchSeries(run.id, { names: SERIES, points: 800 }));
-    drawChart(true);
+      state.answers.set(run.id, await curvesOf(run));
+    curves.renew();
+    drawSweep(updated.sweep);
     if (!figures.contains(document.activeElement)) drawFigures();
   }
   return () => {
     clearInterval(timer);
-    chart?.end();
+    curves.end();
   };
 }
 
 /** Return the ids in the address, or of `all` runs the latest ones, and how many there are. */
 async function requestedIds(text) {
   let ids = [...new Set(text.split(","))].filter(Boolean);
-  if (text === "all") ids = (await get("api/runs")).runs.map((run) => run.id);
+  if (text === "all")
+    ids = (await get("api/runs")).runs.filter((run) => !run.archived).map((run) => run.id);
   return { ids: text === "all" ? ids.slice(0, MAX_RUNS) : ids, total: ids.length };
 }
 
@@ -275,22 +212,7 @@ function header(runs, names, missing, lineStyle, ids) {
   );
 }
 
-function controls(state, redraw, ctx, { png, csv }) {
-  const metric = h(
-    "select",
-    {
-      id: "metric",
-      on: {
-        change: (event) => {
-          state.metric = event.target.value;
-          redraw();
-        },
-      },
-    },
-    Object.keys(METRICS).map((name) =>
-      h("option", { value: name, prop: { selected: name === state.metric } }, t(`m.${name}`)),
-    ),
-  );
+function controls(state, redraw, ctx, csv) {
   const link = h(
     "button",
     {
@@ -306,47 +228,39 @@ function controls(state, redraw, ctx, { png, csv }) {
     icon("link"),
     h("span", {}, t("compare.link")),
   );
+  const csvButton = h(
+    "button",
+    {
+      type: "button",
+      id: "save-csv",
+      on: { click: () => download("compare.csv", csv(), "text/csv") },
+    },
+    icon("save"),
+    t("compare.csv"),
+  );
   return h(
     "div",
     { class: "toolbar" },
-    h("label", { class: "field" }, t("compare.metric"), metric),
     axisChoice(state.x, (kind) => {
       state.x = kind;
       redraw();
     }),
+    choice(
+      t("compare.scale"),
+      [
+        ["linear", t("compare.linear")],
+        ["log", t("compare.log")],
+      ],
+      state.isLog ? "log" : "linear",
+      (scale) => {
+        state.isLog = scale === "log";
+        redraw();
+      },
+    ),
     smoothField(state.weight, (weight) => {
       state.weight = weight;
       redraw();
     }),
-    h(
-      "div",
-      { class: "end toolbar" },
-      h(
-        "button",
-        {
-          type: "button",
-          id: "save-csv",
-          on: { click: () => download("compare.csv", csv(), "text/csv") },
-        },
-        icon("save"),
-        t("compare.csv"),
-      ),
-      h(
-        "button",
-        {
-          type: "button",
-          id: "save-png",
-          on: {
-            click: async () => {
-              const blob = await png();
-              if (blob) download(`compare-${state.metric}.png`, blob);
-            },
-          },
-        },
-        icon("save"),
-        t("compare.png"),
-      ),
-      link,
-    ),
+    h("div", { class: "end toolbar" }, csvButton, link),
   );
 }

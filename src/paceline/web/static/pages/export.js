@@ -7,14 +7,15 @@ import { command, errorState, icon } from "../lib/ui.js";
 
 /**
  * Return `{button, feedback}`: a button that exports the model, and a node that shows the result.
+ * `text`: of the button.
  */
-export function exportModel(id) {
+export function exportModel(id, text = t("export.start")) {
   const feedback = h("div", { "aria-live": "polite" });
   const button = h(
     "button",
     { type: "button", id: "export", on: { click } },
     icon("save"),
-    t("export.start"),
+    text,
   );
   async function click() {
     button.disabled = true;

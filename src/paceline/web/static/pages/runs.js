@@ -1,48 +1,26 @@
-// The list of runs, live ones first, with search, filters and selection for comparison.
+// The list of runs, live ones first, with search, filters and selection.
 
 import { get, stream } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { t } from "../lib/i18n.js";
-import { announce, errorState, icon, termOf } from "../lib/ui.js";
+import { announce, errorState, termOf } from "../lib/ui.js";
 import { machineStrip } from "./machine.js";
+import { MAX_COMPARED, compareLink, selectionButtons } from "./runs/actions.js";
 import { noMatchingRuns, noRuns } from "./runs/empty.js";
+import { SORTS, filterFields, filtersOf, matches, queryOf } from "./runs/filters.js";
 import { rowCells, selectedIds, replaceCell } from "./runs/rows.js";
+import { sparklines } from "./runs/sparkline.js";
 
 const PAGE = 200;
 const RUNNING = ["live", "waiting"];
-const SORTS = {
-  started: (a, b) => (b.started_at ?? b.updated_at ?? 0) - (a.started_at ?? a.updated_at ?? 0),
-  name: (a, b) => a.name.localeCompare(b.name, undefined, { numeric: true }),
-  loss: (a, b) => compareNumbers(a.loss, b.loss),
-  eval_loss: (a, b) => compareNumbers(a.eval_loss, b.eval_loss),
-  rate: (a, b) =>
-    compareNumbers(-(a.tokens_per_second ?? -Infinity), -(b.tokens_per_second ?? -Infinity)),
-};
-const SORT_LABELS = {
-  started: "runs.started",
-  name: "runs.name",
-  loss: "runs.loss",
-  eval_loss: "runs.eval_loss",
-  rate: "runs.rate",
-};
-const compareNumbers = (a, b) =>
-  (Number.isFinite(a) ? a : Infinity) - (Number.isFinite(b) ? b : Infinity) || 0;
 
 export async function show(root, params, ctx) {
   ctx.title(t("runs.title"));
-  const state = {
-    runs: new Map(),
-    folder: "",
-    limit: PAGE,
-    query: params.query.get("q") ?? "",
-    status: params.query.get("status") ?? "",
-    tag: params.query.get("tag") ?? "",
-    sort: params.query.get("sort") in SORTS ? params.query.get("sort") : "started",
-  };
+  const state = { runs: new Map(), folder: "", limit: PAGE, ...filtersOf(params.query) };
   let firstRequest = get("api/runs"); // sent before the page is drawn, to save time
   firstRequest.catch(() => {});
-  const view = frame(state, ctx, redraw);
+  const view = frame(state, redraw);
   put(root, view.root);
 
   async function load() {
@@ -56,12 +34,7 @@ export async function show(root, params, ctx) {
   }
 
   function redraw() {
-    ctx.setQuery({
-      q: state.query,
-      status: state.status,
-      tag: state.tag,
-      sort: state.sort === "started" ? null : state.sort,
-    });
+    ctx.setQuery(queryOf(state));
     view.draw();
   }
 
@@ -96,67 +69,15 @@ export async function show(root, params, ctx) {
   };
 }
 
-function frame(state, ctx, redraw) {
+function frame(state, redraw) {
   const heading = h("span", { class: "muted", id: "runs-count" });
   const machine = machineStrip();
+  const curves = sparklines();
   const body = h("div", {});
-  const search = h("input", {
-    type: "search",
-    id: "search",
-    placeholder: t("runs.search.hint"),
-    "aria-label": t("runs.search"),
-    prop: { value: state.query },
-    on: {
-      input: (event) => {
-        state.query = event.target.value;
-        redraw();
-      },
-    },
-  });
-  const status = h("select", {
-    id: "status",
-    on: {
-      change: (event) => {
-        state.status = event.target.value;
-        redraw();
-      },
-    },
-  });
-  const tags = h("select", {
-    id: "tag",
-    on: {
-      change: (event) => {
-        state.tag = event.target.value;
-        redraw();
-      },
-    },
-  });
-  const sort = h(
-    "select",
-    {
-      id: "sort",
-      on: {
-        change: (event) => {
-          state.sort = event.target.value;
-          redraw();
-        },
-      },
-    },
-    Object.keys(SORTS).map((name) =>
-      h("option", { value: name, prop: { selected: name === state.sort } }, t(SORT_LABELS[name])),
-    ),
-  );
-  const tagField = h("label", { class: "field" }, t("runs.tags"), tags);
-  const selectionTools = h("div", { class: "end toolbar" });
-  const tools = h(
-    "div",
-    { class: "toolbar runs-tools" },
-    search,
-    h("label", { class: "field" }, t("runs.status"), status),
-    tagField,
-    h("label", { class: "field" }, t("runs.sort"), sort),
-    selectionTools,
-  );
+  const filters = filterFields(state, redraw);
+  const selectionTools = h("div", { class: "end toolbar", id: "selection" });
+  const feedback = h("div", { "aria-live": "polite" });
+  const tools = h("div", { class: "toolbar runs-tools" }, filters.nodes, selectionTools);
   const root = h(
     "div",
     { class: "stack" },
@@ -168,101 +89,55 @@ function frame(state, ctx, redraw) {
       h("div", { class: "end" }, machine.node),
     ),
     tools,
+    feedback,
     body,
   );
   const rows = new Map();
   const tbody = h("tbody", {});
-
-  const table = h(
-    "div",
-    { class: "card flush" },
-    h(
-      "table",
-      { class: "runs" },
-      h("caption", { class: "sr" }, t("runs.title")),
-      h(
-        "thead",
-        {},
-        h(
-          "tr",
-          {},
-          [
-            [h("span", { class: "sr" }, t("runs.compare.hint"))],
-            [t("runs.name")],
-            [t("runs.progress")],
-            [termOf("runs.loss"), true],
-            [termOf("runs.eval_loss"), true],
-            [termOf("runs.rate"), true],
-            [termOf("runs.strategy")],
-            [t("runs.model")],
-            [t("runs.started")],
-          ].map(([label, isNumber]) =>
-            h("th", { scope: "col", class: isNumber ? "number" : null }, label),
-          ),
-        ),
-      ),
-      tbody,
-    ),
-  );
+  const table = runTable(tbody);
 
   function draw() {
     const runs = [...state.runs.values()];
-    const live = runs.filter((run) => RUNNING.includes(run.status)).length;
+    const live = runs.filter(isRunning).length;
     put(
       heading,
-      t("runs.count", { n: runs.length }),
+      t("runs.count", { n: runs.filter((run) => !run.archived || state.archived).length }),
       live ? ` · ${t("runs.live", { n: live })}` : "",
     );
     tools.hidden = runs.length === 0;
-    setOptions(
-      status,
-      [
-        ["", t("runs.all")],
-        ...[...new Set(runs.map((run) => run.status))].map((status) => [
-          status,
-          t(`status.${status}`),
-        ]),
-      ],
-      state.status,
-    );
-    const knownTags = [...new Set(runs.flatMap((run) => run.tags ?? []))].sort();
-    tagField.hidden = knownTags.length === 0 && !state.tag;
-    setOptions(tags, [["", t("runs.all")], ...knownTags.map((tag) => [tag, tag])], state.tag);
-    drawSelection();
-    if (runs.length === 0) return void put(body, noRuns(state.folder));
+    filters.draw(runs);
     const matching = runs
       .filter((run) => matches(run, state))
-      .sort((a, b) => running(b) - running(a) || SORTS[state.sort](a, b));
-    if (matching.length === 0) return void put(body, noMatchingRuns(runs.length, clearFilters));
+      .sort((a, b) => isRunning(b) - isRunning(a) || SORTS[state.sort](a, b));
+    drawSelection(matching);
+    if (runs.length === 0) return void put(body, noRuns(state.folder));
+    if (matching.length === 0) return void put(body, noMatchingRuns(runs.length, clear));
     fillRows(matching.slice(0, state.limit));
     const hiddenCount = matching.length - state.limit;
-    if (table.parentNode !== body || hiddenCount > 0 || body.children.length > 1) {
-      put(
-        body,
-        table,
-        hiddenCount > 0
-          ? h(
-              "p",
-              {},
-              h(
-                "button",
-                {
-                  type: "button",
-                  on: {
-                    click: () => {
-                      state.limit += PAGE;
-                      draw();
-                    },
-                  },
-                },
-                t("runs.more", { n: Math.min(hiddenCount, PAGE) }),
-              ),
-            )
-          : null,
-      );
-    }
+    if (table.parentNode !== body || hiddenCount > 0 || body.children.length > 1)
+      put(body, table, hiddenCount > 0 ? h("p", {}, moreButton(hiddenCount)) : null);
     return undefined;
   }
+
+  function clear() {
+    state.archived ||= [...state.runs.values()].every((run) => run.archived);
+    filters.clear();
+  }
+
+  const moreButton = (hiddenCount) =>
+    h(
+      "button",
+      {
+        type: "button",
+        on: {
+          click: () => {
+            state.limit += PAGE;
+            draw();
+          },
+        },
+      },
+      t("runs.more", { n: Math.min(hiddenCount, PAGE) }),
+    );
 
   // A row is redrawn only if its run has changed, and moved only if the order has changed, so that
   // it keeps the focus.
@@ -278,11 +153,11 @@ function frame(state, ctx, redraw) {
       if (!row)
         rows.set(run.id, {
           run,
-          node: h("tr", { data: { id: run.id } }, rowCells(run, drawSelection)),
+          node: h("tr", { data: { id: run.id } }, rowCells(run, draw, curves.node)),
         });
       else if (row.run !== run) {
         row.run = run;
-        const [selectionCell, ...otherCells] = rowCells(run, drawSelection);
+        const [selectionCell, ...otherCells] = rowCells(run, draw, curves.node);
         [...row.node.children]
           .slice(1)
           .forEach((cell, index) => replaceCell(cell, otherCells[index]));
@@ -291,61 +166,61 @@ function frame(state, ctx, redraw) {
       const node = rows.get(run.id).node;
       if (tbody.children[index] !== node) tbody.insertBefore(node, tbody.children[index] ?? null);
     });
+    curves.show(runs);
   }
 
-  function drawSelection() {
-    const ids = [...selectedIds];
-    const ready = ids.length >= 2;
+  function drawSelection(matching) {
+    const selected = [...selectedIds].map((id) => state.runs.get(id)).filter(Boolean);
+    const shownIds = matching.map((run) => run.id);
+    const compared = Math.min(shownIds.length, MAX_COMPARED);
     put(
       selectionTools,
-      ids.length
-        ? h(
-            "button",
-            {
-              type: "button",
-              class: "quiet",
-              on: {
-                click: () => {
-                  selectedIds.clear();
-                  for (const checkbox of tbody.querySelectorAll("input")) checkbox.checked = false;
-                  drawSelection();
-                  search.focus();
-                },
-              },
-            },
+      selected.length
+        ? h("button", { type: "button", class: "quiet", on: { click: clearSelection } }, [
             t("runs.clear"),
-          )
+          ])
         : null,
-      ids.length === 1
-        ? h(
-            "a",
-            { class: "button", id: "duplicate", href: `#/new?from=${ids[0]}` },
-            icon("copy"),
-            t("runs.duplicate"),
-          )
-        : null,
-      ready
-        ? h(
-            "a",
-            { class: "button main", id: "compare", href: `#/compare/${ids.join(",")}` },
-            icon("compare"),
-            t("runs.compare", { n: ids.length }),
-          )
-        : h("span", { class: "muted small" }, t("runs.compare.hint")),
+      selected.length ? selectionButtons(selected, done) : null,
+      selected.length >= 2
+        ? compareLink("compare", [...selectedIds], t("runs.compare", { n: selected.length }), true)
+        : shownIds.length >= 2 && !selected.length
+          ? compareLink(
+              "compare-all",
+              shownIds,
+              t(compared < shownIds.length ? "runs.compare.first" : "runs.compare.all", {
+                n: compared,
+              }),
+            )
+          : h("span", { class: "muted small" }, t("runs.compare.hint")),
     );
   }
 
-  function clearFilters() {
-    Object.assign(state, { query: "", status: "", tag: "" });
-    search.value = "";
-    redraw();
-    search.focus();
+  function clearSelection() {
+    selectedIds.clear();
+    for (const checkbox of tbody.querySelectorAll("input")) checkbox.checked = false;
+    draw();
+    filters.search.focus();
+  }
+
+  /** Show runs that were renamed, archived or deleted here, before the server reports it. */
+  function done({ changed = [], removed = [], error = null }) {
+    for (const run of changed) state.runs.set(run.id, run);
+    for (const run of changed) if (run.archived && !state.archived) selectedIds.delete(run.id);
+    for (const id of removed) {
+      state.runs.delete(id);
+      selectedIds.delete(id);
+    }
+    put(feedback, error ? errorState(error) : null);
+    draw();
   }
 
   return {
     root,
     draw,
-    end: machine.end,
+    end: () => {
+      machine.end();
+      curves.end();
+    },
     fail: (error) =>
       put(
         body,
@@ -358,38 +233,42 @@ function frame(state, ctx, redraw) {
   };
 }
 
-const running = (run) => (RUNNING.includes(run.status) ? 1 : 0);
-
-function matches(run, { query, status, tag }) {
-  if (status && run.status !== status) return false;
-  if (tag && !(run.tags ?? []).includes(tag)) return false;
-  const text = [
-    run.name,
-    run.path,
-    run.model,
-    run.task,
-    run.strategy,
-    run.device,
-    run.note,
-    ...(run.tags ?? []),
-  ]
-    .join(" ")
-    .toLowerCase();
-  return query
-    .toLowerCase()
-    .split(/\s+/)
-    .every((term) => text.includes(term));
-}
-
-function setOptions(select, choices, value) {
-  const key = JSON.stringify([choices, value]);
-  if (select.dataset.key === key) return;
-  select.dataset.key = key;
-  if (!choices.some(([choice]) => choice === value)) choices = [...choices, [value, value]];
-  put(
-    select,
-    choices.map(([choice, text]) =>
-      h("option", { value: choice, prop: { selected: choice === value } }, text),
+function runTable(tbody) {
+  const columns = [
+    [h("span", { class: "sr" }, t("runs.compare.hint"))],
+    [t("runs.name")],
+    [t("runs.progress")],
+    [t("runs.epoch"), true],
+    [t("runs.curve")],
+    [termOf("runs.loss"), true],
+    [termOf("runs.eval_loss"), true],
+    [termOf("runs.rate"), true],
+    [termOf("runs.duration"), true],
+    [termOf("runs.strategy")],
+    [t("runs.model")],
+    [t("runs.started")],
+  ];
+  return h(
+    "div",
+    { class: "card flush" },
+    h(
+      "table",
+      { class: "runs" },
+      h("caption", { class: "sr" }, t("runs.title")),
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          columns.map(([label, isNumber]) =>
+            h("th", { scope: "col", class: isNumber ? "number" : null }, label),
+          ),
+        ),
+      ),
+      tbody,
     ),
   );
 }
+
+const isRunning = (run) => (RUNNING.includes(run.status) ? 1 : 0);

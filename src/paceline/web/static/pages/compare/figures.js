@@ -6,8 +6,9 @@ import * as format from "../../lib/format.js";
 import { t } from "../../lib/i18n.js";
 import { badge, icon, table } from "../../lib/ui.js";
 
-// A run in progress is not marked as the best.
-const ended = (run) => !["live", "waiting"].includes(run.status);
+// A run that is in progress, or was not made to its end, is not marked as the best.
+const isDone = (run) => run.status === "done";
+const isKnown = (value) => value !== null && value !== undefined;
 const largest = (values) =>
   Array.isArray(values) && values.some(Number.isFinite)
     ? Math.max(...values.filter(Number.isFinite))
@@ -62,7 +63,7 @@ const FIGURES = [
   },
   {
     name: "wall_s",
-    getValue: (run) => run.report?.wall_s ?? run.wall_s,
+    getValue: (run) => run.wall_s,
     show: format.duration,
     better: -1,
   },
@@ -98,6 +99,7 @@ const FIGURES = [
  */
 export function figureTable(runs, names, sort, lineStyle, onSort) {
   const isDescending = sort.startsWith("-");
+  const shownFigures = FIGURES.filter((figure) => runs.some((run) => isKnown(figure.getValue(run))));
   const sortFigure = FIGURES.find((figure) => figure.name === sort.replace("-", ""));
   const order = runs.map((_, index) => index);
   if (sortFigure)
@@ -107,7 +109,7 @@ export function figureTable(runs, names, sort, lineStyle, onSort) {
   const columns = [
     { label: t("runs.name") },
     { label: t("c.status") },
-    ...FIGURES.map((figure) => {
+    ...shownFigures.map((figure) => {
       const isSorted = sortFigure === figure;
       return {
         number: !figure.text,
@@ -130,8 +132,9 @@ export function figureTable(runs, names, sort, lineStyle, onSort) {
       };
     }),
   ];
+  const isComparable = new Set(runs.map(trainingOf)).size === 1;
   const best = new Map(
-    FIGURES.filter((figure) => figure.better && runs.length > 1).map((figure) => [
+    FIGURES.filter((figure) => figure.better && isComparable).map((figure) => [
       figure.name,
       bestOf(figure, runs),
     ]),
@@ -148,13 +151,12 @@ export function figureTable(runs, names, sort, lineStyle, onSort) {
         h("a", { href: `#/run/${runs[index].id}` }, names[index]),
       ),
       h("td", {}, badge(runs[index].status)),
-      FIGURES.map((figure) => {
+      shownFigures.map((figure) => {
         const value = figure.getValue(runs[index]);
         const isBest =
           best.get(figure.name) === value &&
-          ended(runs[index]) &&
-          value !== null &&
-          value !== undefined;
+          isDone(runs[index]) &&
+          isKnown(value);
         return h(
           "td",
           {
@@ -175,21 +177,30 @@ export function figureTable(runs, names, sort, lineStyle, onSort) {
       "div",
       { class: "card-head" },
       h("h2", {}, t("compare.figures")),
-      h("span", { class: "muted small" }, t("compare.figures.what")),
+      h(
+        "span",
+        { class: "muted small" },
+        t("compare.figures.what"),
+        isComparable ? null : ` · ${t("compare.best.none")}`,
+      ),
     ),
     table(t("compare.figures"), columns, rows, { class: "compare-figures" }),
   );
 }
 
+// The values of runs with another model or other data do not say which run is better.
+const trainingOf = ({ model, dataset, val_dataset }) =>
+  JSON.stringify([model, dataset ?? null, val_dataset ?? null]);
+
 function bestOf({ getValue, better }, runs) {
-  const values = runs.filter(ended).map(getValue).filter(Number.isFinite);
+  const values = runs.filter(isDone).map(getValue).filter(Number.isFinite);
   if (values.length < 2 || values.every((value) => value === values[0])) return null;
   return better > 0 ? Math.max(...values) : Math.min(...values);
 }
 
 // Unknown values are sorted last in both directions.
 function compare(a, b, isDescending) {
-  const [aUnknown, bUnknown] = [a, b].map((value) => value === null || value === undefined);
+  const [aUnknown, bUnknown] = [!isKnown(a), !isKnown(b)];
   if (aUnknown || bUnknown) return aUnknown - bUnknown;
   const order = typeof a === "string" ? a.localeCompare(b) : a - b;
   return isDescending ? -order : order;

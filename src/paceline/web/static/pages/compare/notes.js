@@ -57,8 +57,8 @@ function noteForm(run, name, canEdit, ctx) {
           .map((tag) => tag.trim())
           .filter(Boolean),
       });
-      Object.assign(run, saved);
-      tags.value = (saved?.tags ?? run.tags).join(", ");
+      Object.assign(run, { note: saved.note, tags: saved.tags });
+      tags.value = run.tags.join(", ");
       put(feedback, icon("done"), " ", t("compare.saved"));
     } catch (error) {
       put(

@@ -1,17 +1,15 @@
-// The tab Checkpoints of a run, with the export of its model.
+// The tab Checkpoints of a run.
 
 import { h, put } from "../../lib/dom.js";
 import * as format from "../../lib/format.js";
 import { t } from "../../lib/i18n.js";
 import { command, emptyState, icon, row, table, termOf } from "../../lib/ui.js";
-import { exportModel } from "../export.js";
 
 export async function show(root, store) {
-  const { button, feedback } = exportModel(store.id);
   let drawnKey = "";
   function draw() {
     const checkpoints = store.run.checkpoints ?? [];
-    const newKey = JSON.stringify(checkpoints) + store.run.status + store.run.has?.model;
+    const newKey = JSON.stringify(checkpoints);
     if (newKey === drawnKey) return;
     drawnKey = newKey;
     if (!checkpoints.length)
@@ -48,15 +46,9 @@ export async function show(root, store) {
       h(
         "section",
         { class: "card flush" },
-        h(
-          "div",
-          { class: "card-head" },
-          h("h2", {}, t("tab.checkpoints")),
-          store.run.has?.model ? button : null,
-        ),
+        h("div", { class: "card-head" }, h("h2", {}, t("tab.checkpoints"))),
         table(t("tab.checkpoints"), columns, rows),
       ),
-      feedback,
       h(
         "section",
         { class: "card" },

@@ -60,7 +60,7 @@ export async function show(root, store) {
         ),
     h(
       "div",
-      { class: "grid" },
+      { class: "grid charts" },
       facts("config.derived", run.derived),
       h(
         "div",

@@ -149,7 +149,7 @@ export async function show(root, store, ctx) {
         h("div", { class: "card-head" }, h("h2", {}, termOf("m.loss")), note),
         loss.node,
       ),
-      h("div", { class: "grid" }, evalCards, metricCards),
+      h("div", { class: "grid charts" }, evalCards, metricCards),
     );
     draw();
   }

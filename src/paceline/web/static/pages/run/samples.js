@@ -2,7 +2,8 @@
 
 import { h, put } from "../../lib/dom.js";
 import * as format from "../../lib/format.js";
-import { t } from "../../lib/i18n.js";
+import { has, t } from "../../lib/i18n.js";
+import { turnsOf, withoutControls } from "../../lib/turns.js";
 import { emptyState } from "../../lib/ui.js";
 
 export async function show(root, store) {
@@ -71,9 +72,13 @@ export async function show(root, store) {
           h(
             "section",
             { class: "card sample", "aria-label": t("samples.nth", { nth: sampleIndex + 1 }) },
-            part("samples.prompt", sample.prompt),
-            part("samples.text", sample.text, "sample-text"),
-            sample.reference ? part("samples.reference", sample.reference) : null,
+            turnsOf(sample.prompt ?? "").map(bubble),
+            h(
+              "div",
+              { class: sample.reference ? "answers sides-2" : "answers" },
+              answer("samples.text", sample.text, "sample-text"),
+              sample.reference ? answer("samples.reference", sample.reference, "", true) : null,
+            ),
           ),
         ),
       ),
@@ -85,7 +90,28 @@ export async function show(root, store) {
   return store.on("change", () => (selected === null ? draw() : null));
 }
 
-const part = (key, text, className = "") => [
-  h("h3", { class: "muted" }, t(key)),
-  h("p", { class: `sample-part ${className}` }, text || t("samples.empty")),
-];
+// What comes before the answer. A prompt without a chat template is one turn of the user.
+const bubble = ({ role, text }) =>
+  h(
+    "div",
+    { class: BUBBLES[role ?? "user"] ?? "instruction" },
+    h("span", { class: "sr" }, `${roleName(role)}: `),
+    text,
+  );
+
+const roleName = (role) =>
+  has(`samples.role.${role}`) ? t(`samples.role.${role}`) : (role ?? t("samples.prompt"));
+
+const BUBBLES = { user: "asked", assistant: "answer answer-past" };
+
+const answer = (key, text, className = "", isReference = false) =>
+  h(
+    "div",
+    { class: isReference ? "answer answer-base" : "answer" },
+    h("div", { class: "answer-head" }, t(key)),
+    h(
+      "div",
+      { class: `answer-text ${className}` },
+      withoutControls(text ?? "") || t("samples.empty"),
+    ),
+  );

@@ -10,8 +10,11 @@ import { badge, icon } from "../../lib/ui.js";
  */
 export const selectedIds = new Set();
 
-/** Return the cells of a run. `onSelect()` is called when the run is selected or deselected. */
-export function rowCells(run, onSelect) {
+/**
+ * Return the cells of a run. `onSelect()` is called when the run is selected or deselected;
+ * `curveOf(id)` returns the curve of its loss.
+ */
+export function rowCells(run, onSelect, curveOf) {
   const checkbox = h("input", {
     type: "checkbox",
     "aria-label": t("runs.choose", { name: run.name }),
@@ -35,13 +38,17 @@ export function rowCells(run, onSelect) {
         h("a", { href: `#/run/${run.id}` }, run.name || run.path),
         " ",
         badge(run.status),
+        run.archived ? h("span", { class: "tag" }, t("runs.archived")) : null,
       ),
       runDetails(run),
     ),
-    h("td", label("runs.progress"), progressBar(run)),
+    h("td", { class: "run-steps", ...label("runs.progress") }, progressBar(run)),
+    h("td", { class: "number", ...label("runs.epoch") }, format.epoch(run.epoch, run.epochs)),
+    h("td", { class: "run-curve", ...label("runs.curve") }, curveOf(run.id)),
     h("td", { class: "number", ...label("runs.loss") }, format.loss(run.loss)),
     h("td", { class: "number", ...label("runs.eval_loss") }, format.loss(run.eval_loss)),
     h("td", { class: "number", ...label("runs.rate") }, format.short(run.tokens_per_second)),
+    h("td", { class: "number", ...label("runs.duration") }, format.duration(run.wall_s)),
     h(
       "td",
       label("runs.strategy"),
@@ -75,8 +82,17 @@ function runDetails(run) {
       : null,
   ];
   if (run.problem)
-    lines.push(h("div", { class: "run-problem small" }, icon("warning"), " ", run.problem));
-  if (run.note) lines.push(h("div", { class: "muted small run-note" }, run.note));
+    lines.push(
+      h(
+        "div",
+        { class: "run-problem small one-line", title: run.problem },
+        icon("warning"),
+        " ",
+        run.problem,
+      ),
+    );
+  if (run.note)
+    lines.push(h("div", { class: "muted small run-note one-line", title: run.note }, run.note));
   if (run.tags?.length)
     lines.push(
       h(
