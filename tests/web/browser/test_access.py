@@ -155,11 +155,12 @@ def test_every_figure_has_an_explanation(page: Page, server: Server) -> None:
     visit(page, f"#/run/{run_id(server.folder, 'cluster')}")
     expect(page.locator(".figure").first).to_be_visible()
     # In one call, because the page creates the figures again, with other ids, when data arrive.
-    meanings = page.locator(".figure button.term").evaluate_all(
-        "terms => terms.map((term) =>"
-        " document.getElementById(term.getAttribute('aria-describedby')).textContent)"
+    meanings, num_figures = page.evaluate(
+        "() => [[...document.querySelectorAll('.figure button.term')].map((term) =>"
+        " document.getElementById(term.getAttribute('aria-describedby')).textContent),"
+        " document.querySelectorAll('.figure').length]"
     )
-    assert len(meanings) == page.locator(".figure").count() > 0
+    assert len(meanings) == num_figures > 0
     assert all(len(meaning) > 20 for meaning in meanings)
 
 

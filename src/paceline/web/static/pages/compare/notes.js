@@ -6,13 +6,16 @@ import { h, put } from "../../lib/dom.js";
 import { t } from "../../lib/i18n.js";
 import { icon } from "../../lib/ui.js";
 
+const FORMS_OPEN = 6;
+
 /** Return the card with a form for the note and the tags of each run. */
 export function notesCard(runs, names, ctx) {
   const canEdit = hasToken();
+  // Of many runs, the forms are closed at first, because they would be most of the page.
   return h(
-    "section",
-    { class: "card" },
-    h("div", { class: "card-head" }, h("h2", {}, t("compare.notes"))),
+    "details",
+    { class: "card", open: runs.length <= FORMS_OPEN },
+    h("summary", { class: "card-head" }, h("h2", {}, t("compare.notes"))),
     canEdit ? null : h("p", { class: "muted" }, t("compare.token")),
     h(
       "div",
