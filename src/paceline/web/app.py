@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.staticfiles import StaticFiles
 
-from paceline.web.api import chat, datasets, launch, learn, plan, ranks, runs, series
+from paceline.web.api import chat, choices, datasets, launch, learn, plan, ranks, runs, series
 from paceline.web.responses import StrictJSONResponse, add_handlers
 from paceline.web.security import SecurityMiddleware
 from paceline.web.state import AppState
@@ -37,7 +37,7 @@ def create_app(panel: AppState) -> FastAPI:
     )  # fmt: skip
     app.state.panel = panel
     add_handlers(app)
-    for routes in (runs, series, ranks, launch, plan, datasets, chat, learn):
+    for routes in (runs, series, ranks, launch, plan, choices, datasets, chat, learn):
         app.include_router(routes.router)
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=5)

@@ -37,11 +37,17 @@ class ChatModel:
         self._last_id = 0
 
     async def answer(
-        self, run: Path, request: JSONObject, device: str
+        self, run: Path, request: JSONObject, device: str, cwd: Path
     ) -> AsyncGenerator[ChatEvent]:
         """Yield the events of one answer: ``state`` {state: loading | ready, device, base},
         ``token`` {text}, ``end`` {num_tokens, wall_s, stopped}, ``error`` {what, allowed, fix}.
         Closing the iterator stops the answer.
+
+        Args:
+            run: the folder of the run.
+            request: the chat, as ``paceline generate --serve`` reads it.
+            device: ``auto`` or ``cpu``.
+            cwd: the folder at which relative paths of the run's config start.
 
         Raises:
             ConfigError: another answer is being generated.
@@ -57,7 +63,7 @@ class ChatModel:
                 if worker is None or not worker.serves(run, device):
                     yield "state", {"state": "loading"}
                     self.close()
-                    self._worker = worker = await _Worker.start(run, device)
+                    self._worker = worker = await _Worker.start(run, device, cwd)
                 yield "state", {"state": "ready", **await worker.ready()}
                 self._last_id += 1
                 async for event in worker.ask(self._last_id, request):
@@ -93,7 +99,7 @@ class _Worker:
         self._ready: JSONObject | None = None
 
     @staticmethod
-    async def start(run: Path, device: str) -> _Worker:
+    async def start(run: Path, device: str, cwd: Path) -> _Worker:
         output = tempfile.TemporaryFile()  # noqa: SIM115  (open until the worker ends)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "paceline"),
@@ -101,6 +107,7 @@ class _Worker:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=output,
+            cwd=cwd,
             limit=_LINE_BYTES,
             env={**os.environ, "NO_COLOR": "1"},
             start_new_session=True,
