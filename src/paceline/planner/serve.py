@@ -10,12 +10,13 @@ Out: first ``{ready: true}``; then for each request ``{id, plan}``, the JSON of 
 ends.
 
 A process that this one forks answers each request, so an outdated plan can be ended at any time.
-This process keeps only what all plans share: the imported modules.
+This process keeps what later plans use too: the imported modules, and the profiles of models.
 """
 
 import gc
 import json
 import os
+import pickle
 import select
 import signal
 from typing import Any, NoReturn, TypedDict
@@ -27,8 +28,13 @@ from paceline.core.processes import end_with_parent, exit_text
 from paceline.core.user_code import hide_packages, show_packages
 from paceline.models.files import fit_to_model
 from paceline.planner.api import make_plan
+from paceline.planner.model_profile import ModelProfile, remember_profiles
+
+#: The values of a JSON line.
+Answer = dict[str, Any]
 
 _CHUNK_BYTES = 1 << 16
+_MAX_PROFILES = 64
 _STDIN = 0
 #: The name of the config in messages.
 _NAME = "config.yaml"
@@ -59,6 +65,7 @@ def serve() -> int:
     # As in the fork server of the ranks: what is imported before a fork must not initialize CUDA.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     hide_packages(DEVICE_PACKAGES)
+    profiles = remember_profiles()
     _answer_of(PlanRequest(yaml=_FIRST, world_size=8, device="H100-SXM"))
     gc.freeze()  # the collector would otherwise copy the shared memory into each process
     _send(out, {"ready": True})
@@ -68,7 +75,11 @@ def serve() -> int:
         sources = [_STDIN] if planning is None else [_STDIN, planning.pipe]
         ready = select.select(sources, [], [])[0]
         if planning is not None and planning.pipe in ready and planning.has_ended():
-            _send(out, planning.answer())
+            answer, new_profiles = planning.result()
+            _send(out, answer)
+            profiles.update(new_profiles)
+            for key in [*profiles][:-_MAX_PROFILES]:
+                del profiles[key]
             planning = None
         if _STDIN not in ready:
             continue
@@ -103,16 +114,17 @@ class _Planning:
         self._received += part
         return not part
 
-    def answer(self) -> dict[str, Any]:
-        """Return the answer of a process that has ended."""
+    def result(self) -> tuple[Answer, dict[str, ModelProfile]]:
+        """Return the answer of a process that has ended, and the profiles of new models."""
         os.close(self.pipe)
         _, status = os.waitpid(self._pid, 0)
         id = self.request.get("id")
         if status == 0:
-            return {"id": id, **json.loads(self._received)}
+            answer, profiles = pickle.loads(self._received)
+            return {"id": id, **answer}, profiles
         text = exit_text(os.waitstatus_to_exitcode(status))
         error = RunError(f"the process that plans {text}", fix="change the config, or try again")
-        return {"id": id, **_as_answer(error)}
+        return {"id": id, **_as_answer(error)}, {}
 
     def end(self) -> None:
         os.close(self.pipe)
@@ -125,15 +137,18 @@ def _plan_and_exit(request: PlanRequest, pipe: int) -> NoReturn:
     try:
         end_with_parent()
         show_packages()
-        answer = json.dumps(_answer_of(request)).encode()
+        profiles = remember_profiles()
+        known = set(profiles)
+        answer = _answer_of(request)
+        new = {key: profile for key, profile in profiles.items() if key not in known}
         with os.fdopen(pipe, "wb") as handle:
-            handle.write(answer)
+            pickle.dump((answer, new), handle)
         code = EXIT_DONE
     finally:
         os._exit(code)
 
 
-def _answer_of(request: PlanRequest) -> dict[str, Any]:
+def _answer_of(request: PlanRequest) -> Answer:
     try:
         cwd = request.get("cwd")
         if cwd is not None:
@@ -150,7 +165,7 @@ def _answer_of(request: PlanRequest) -> dict[str, Any]:
         return _as_answer(RunError(text, fix="run `paceline plan` with --debug in a terminal"))
 
 
-def _as_answer(error: PacelineError) -> dict[str, Any]:
+def _as_answer(error: PacelineError) -> Answer:
     is_config = isinstance(error, ConfigError)
     return {
         "error": {
@@ -163,7 +178,7 @@ def _as_answer(error: PacelineError) -> dict[str, Any]:
     }
 
 
-def _send(out: int, message: dict[str, Any]) -> None:
+def _send(out: int, message: Answer) -> None:
     line = json.dumps(message).encode() + b"\n"
     while line:
         line = line[os.write(out, line) :]
