@@ -61,7 +61,7 @@ def test_answers_are_those_of_the_command(planner, tmp_path):
     assert (answer["id"], answer["error"]["kind"]) == (3, "config")
     assert "empty` is not a model: it has no config.json" in answer["error"]["what"]
     planner.send(id=4, yaml="model: [\n")
-    assert planner.receive()["error"]["what"].startswith("line ")
+    assert planner.receive()["error"]["what"].startswith("is not valid YAML")
     planner.send(id=5, yaml=CONFIG, device="no such device")
     assert "no such device" in planner.receive()["error"]["what"]
     planner.process.stdin.close()

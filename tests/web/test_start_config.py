@@ -1,6 +1,7 @@
 """Test that the form matches the schema, that checks report line and key, and that edits change the
 text."""
 
+import os
 import re
 import threading
 import time
@@ -194,7 +195,7 @@ def test_all_plans_come_from_one_process_that_ends_with_the_server(panel):
         assert panel.ask("/api/plan", **body)["world_size"] == 2
         processes.append(panel.panel.planner.process)
     assert len({process.pid for process in processes}) == 1
-    assert psutil.Process(processes[0].pid).nice() == 10
+    assert psutil.Process(processes[0].pid).nice() > os.nice(0)
     processes[0].kill()
     wait_until(lambda: panel.panel.planner.process.returncode is not None)
     assert panel.ask("/api/plan", **body)["world_size"] == 2

@@ -128,7 +128,7 @@ def test_run_reads_data_where_the_panel_was_started(panel, project):
     assert events(run, "run_start")[0]["cwd"] == str(project)
 
 
-def test_duplicate_of_a_run_of_another_folder_has_absolute_paths(serve, panel, project, tmp_path):
+def test_duplicate_of_a_run_of_another_folder_has_absolute_paths(serve, project, tmp_path):
     """Without the folder of the run, and with the text as it was otherwise."""
     run = project / "output" / "one"
     begin(run)
@@ -139,12 +139,13 @@ def test_duplicate_of_a_run_of_another_folder_has_absolute_paths(serve, panel, p
         "dataset: [./data/mine.jsonl#10, {path: data, split: test}, builtin:python-docs]\n"
     )
     (run / "config.yaml").write_text(f"{yaml}output_dir: ./output/one\n")
+    panel = serve(project / "output", start_folder=project)
     id = panel.find_run_id("one")
     assert panel.get(f"/api/runs/{id}/duplicate") == {"yaml": yaml}
     elsewhere = serve(project / "output", start_folder=tmp_path)
     assert elsewhere.get(f"/api/runs/{id}/duplicate")["yaml"] == (
         f"model: {project}/models/mine  # my own\ntokenizer: Qwen/Qwen2.5-0.5B\n"
-        f"dataset: ['{project}/data/mine.jsonl#10', {{path: {project}/data, split: test}},"
+        f"dataset: [{project}/data/mine.jsonl#10, {{path: {project}/data, split: test}},"
         " 'builtin:python-docs']\n"
     )
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, JsonValue
 
@@ -124,10 +125,16 @@ def _written(text: str, loaded: Loaded | None) -> JSONObject:
             continue
         value = entry.value
         if loaded is not None:
-            value = attrgetter(key)(loaded.config)
-            value = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+            value = _as_json(attrgetter(key)(loaded.config))
         written[key] = {"value": value, "line": entry.line}
     return written
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_json(item) for item in value]
+    is_model = isinstance(value, BaseModel)
+    return value.model_dump(mode="json", exclude_unset=True) if is_model else value
 
 
 def differences(run: Path, text: str) -> list[JsonValue]:
