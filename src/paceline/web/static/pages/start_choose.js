@@ -121,7 +121,7 @@ async function openDialog(button, { title, about, load, select }) {
 export function openModal(opener, title, children, closeText = t("cancel")) {
   const dialog = h(
     "dialog",
-    { class: "dialog wide", "aria-label": title },
+    { class: "dialog large", "aria-label": title },
     h("h2", {}, title),
     children,
     h("form", { method: "dialog", class: "toolbar" }, h("button", { value: "" }, closeText)),

@@ -61,7 +61,7 @@ export function makeField(field, state, action = null) {
     if (!isUnsent && !isEdited) control.show(isSet ? entry.value : undefined);
     for (const each of control.inputs) each.setAttribute("aria-invalid", String(Boolean(error)));
     const { what, fix } = error ? describeError(error) : {};
-    put(errorNote, error ? [what, fix ? ` ${fix}` : ""] : "");
+    put(errorNote, error ? [what, fix ? [h("br"), fix] : null] : null);
   }
   return { node, set };
 }
@@ -112,7 +112,7 @@ function helpNote(field, id) {
     renderCode(helpOf(field)),
     field.kind === "text" || field.kind === "bool"
       ? null
-      : h("span", { class: "takes" }, ` ${bounds(field)}`),
+      : h("span", { class: "takes" }, bounds(field)),
   );
 }
 
