@@ -4,8 +4,8 @@ are JSON lines.
 In: ``{id, yaml, world_size, device, cwd}``; all but ``id`` and ``yaml`` may be null or missing.
 Relative paths of the config start at ``cwd``. A newer request ends an older one, which gets no
 answer.
-Out: first ``{ready: true}``; then for each request ``{id, plan}``, the JSON of ``paceline plan
---json`` with ``max_steps``, or ``{id, error: {kind, code, what, allowed, fix}}``. ``kind`` is
+Out: first ``{ready: true}``; then for each request ``{id, plan, max_steps}`` with the JSON of
+``paceline plan --json``, or ``{id, error: {kind, code, what, allowed, fix}}``. ``kind`` is
 ``config`` if the command would exit with code 2, else ``run``. The process ends when its input
 ends.
 
@@ -19,7 +19,7 @@ import os
 import pickle
 import select
 import signal
-from typing import Any, NoReturn, TypedDict
+from typing import NoReturn, TypedDict
 
 from paceline.config.load import load_text
 from paceline.config.packages import DEVICE_PACKAGES, unused_packages
@@ -27,11 +27,8 @@ from paceline.core.errors import EXIT_DONE, ConfigError, PacelineError, RunError
 from paceline.core.processes import end_with_parent, exit_text
 from paceline.core.user_code import hide_packages, show_packages
 from paceline.models.files import fit_to_model
-from paceline.planner.api import make_plan
+from paceline.planner.api import PlanReport, make_plan
 from paceline.planner.model_profile import ModelProfile, remember_profiles
-
-#: The values of a JSON line.
-Answer = dict[str, Any]
 
 _CHUNK_BYTES = 1 << 16
 _MAX_PROFILES = 64
@@ -48,7 +45,7 @@ train_args: {precision: bf16-mixed}
 """
 
 
-class PlanRequest(TypedDict, total=False):
+class ConfigToPlan(TypedDict, total=False):
     """A request, as described above."""
 
     id: int
@@ -56,6 +53,26 @@ class PlanRequest(TypedDict, total=False):
     world_size: int | None
     device: str | None
     cwd: str | None
+
+
+class PlanFailure(TypedDict):
+    """Why there is no plan, as described above."""
+
+    kind: str
+    code: str
+    what: str
+    allowed: str | None
+    fix: str | None
+
+
+class PlanAnswer(TypedDict, total=False):
+    """An answer, as described above."""
+
+    id: int | None
+    ready: bool
+    plan: PlanReport
+    max_steps: int | None
+    error: PlanFailure
 
 
 def serve() -> int:
@@ -66,7 +83,7 @@ def serve() -> int:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     hide_packages(DEVICE_PACKAGES)
     profiles = remember_profiles()
-    _answer_of(PlanRequest(yaml=_FIRST, world_size=8, device="H100-SXM"))
+    _answer_of(ConfigToPlan(yaml=_FIRST, world_size=8, device="H100-SXM"))
     gc.freeze()  # the collector would otherwise copy the shared memory into each process
     _send(out, {"ready": True})
     planning: _Planning | None = None
@@ -98,7 +115,7 @@ class _Planning:
     """A process that answers one request. ``pipe`` is readable when it has sent a part of its
     answer."""
 
-    def __init__(self, request: PlanRequest) -> None:
+    def __init__(self, request: ConfigToPlan) -> None:
         self.request = request
         self.pipe, end = os.pipe()
         self._received = b""
@@ -114,7 +131,7 @@ class _Planning:
         self._received += part
         return not part
 
-    def result(self) -> tuple[Answer, dict[str, ModelProfile]]:
+    def result(self) -> tuple[PlanAnswer, dict[str, ModelProfile]]:
         """Return the answer of a process that has ended, and the profiles of new models."""
         os.close(self.pipe)
         _, status = os.waitpid(self._pid, 0)
@@ -132,7 +149,7 @@ class _Planning:
         os.waitpid(self._pid, 0)
 
 
-def _plan_and_exit(request: PlanRequest, pipe: int) -> NoReturn:
+def _plan_and_exit(request: ConfigToPlan, pipe: int) -> NoReturn:
     code = 1
     try:
         end_with_parent()
@@ -148,7 +165,7 @@ def _plan_and_exit(request: PlanRequest, pipe: int) -> NoReturn:
         os._exit(code)
 
 
-def _answer_of(request: PlanRequest) -> Answer:
+def _answer_of(request: ConfigToPlan) -> PlanAnswer:
     try:
         cwd = request.get("cwd")
         if cwd is not None:
@@ -157,7 +174,7 @@ def _answer_of(request: PlanRequest) -> Answer:
         hide_packages(unused_packages(loaded.config))
         config = fit_to_model(loaded).config
         plan = make_plan(config, request.get("world_size"), device=request.get("device"))
-        return {"plan": {**plan.as_dict(), "max_steps": config.train_args.max_steps}}
+        return {"plan": plan.as_dict(), "max_steps": config.train_args.max_steps}
     except PacelineError as error:
         return _as_answer(error)
     except Exception as error:
@@ -165,12 +182,11 @@ def _answer_of(request: PlanRequest) -> Answer:
         return _as_answer(RunError(text, fix="run `paceline plan` with --debug in a terminal"))
 
 
-def _as_answer(error: PacelineError) -> Answer:
-    is_config = isinstance(error, ConfigError)
+def _as_answer(error: PacelineError) -> PlanAnswer:
     return {
         "error": {
-            "kind": "config" if is_config else "run",
-            "code": error.code if is_config else "failed",
+            "kind": "config" if isinstance(error, ConfigError) else "run",
+            "code": error.code if isinstance(error, ConfigError) else "failed",
             "what": error.what.removeprefix(f"{_NAME}: ").removeprefix(f"{_NAME} "),
             "allowed": error.allowed,
             "fix": error.fix,
@@ -178,7 +194,7 @@ def _as_answer(error: PacelineError) -> Answer:
     }
 
 
-def _send(out: int, message: Answer) -> None:
+def _send(out: int, message: PlanAnswer) -> None:
     line = json.dumps(message).encode() + b"\n"
     while line:
         line = line[os.write(out, line) :]

@@ -69,7 +69,7 @@ class Planner:
 
         Args:
             yaml: the text of the config.
-            world_size, device: devices to plan for; default: those of this machine.
+            world_size, device: devices to plan for; default: this machine's devices.
             cwd: the folder at which relative paths of the config start; default: ``folder``.
 
         Raises:
@@ -82,7 +82,8 @@ class Planner:
             "id": self._last_id, "yaml": yaml, "world_size": world_size, "device": device,
             "cwd": None if cwd is None else str(cwd),
         }  # fmt: skip
-        waiting = self._waiting = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[JSONObject] = asyncio.get_running_loop().create_future()
+        self._waiting = waiting
         process = await self.start()
         if waiting.done():  # a newer request came meanwhile
             return await waiting
@@ -120,7 +121,8 @@ class Planner:
                 if "error" in message:
                     waiting.set_exception(_error(as_object(message["error"])))
                 else:
-                    waiting.set_result(as_object(message["plan"]))
+                    plan = as_object(message["plan"])
+                    waiting.set_result({**plan, "max_steps": message["max_steps"]})
             code = await process.wait()
             output.seek(0)
             text = output.read().decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-// Texts of the pages that start and resume runs, and of the chat. Those of the form: form.js.
+// Texts of the pages that start and resume runs, and of the chat. The texts of the form are in form.js.
 
 const en = {
   "start.title": "New run",
