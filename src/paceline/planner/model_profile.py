@@ -4,6 +4,7 @@ other than language models, also a trial on torch's meta device, which computes 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -57,7 +58,7 @@ class ModelProfile:
 
 
 #: What the profile of a language model does not depend on. Every other key may change it.
-_NOT_OF_LANGUAGE_MODELS: dict[str, Any] = {
+_NOT_OF_LANGUAGE_MODELS: Mapping[str, set[str] | bool] = {
     "dataset": True, "val_dataset": True, "split_dataset_ratio": True, "format": True,
     "system": True, "output_dir": True, "resume": True, "recovery": True, "evaluation": True,
     "parallel": {

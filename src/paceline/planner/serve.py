@@ -138,10 +138,13 @@ class _Planning:
         id = self.request.get("id")
         if status == 0:
             answer, profiles = pickle.loads(self._received)
-            return {"id": id, **answer}, profiles
+            answer["id"] = id
+            return answer, profiles
         text = exit_text(os.waitstatus_to_exitcode(status))
         error = RunError(f"the process that plans {text}", fix="change the config, or try again")
-        return {"id": id, **_as_answer(error)}, {}
+        failure = _as_answer(error)
+        failure["id"] = id
+        return failure, {}
 
     def end(self) -> None:
         os.close(self.pipe)

@@ -12,6 +12,9 @@ from paceline.models.blocks import find_blocks
 
 T = TypeVar("T")
 
+#: Endings of attributes with the number of the block.
+_NUMBERS = ("idx", "index", "id", "number")
+
 
 @contextmanager
 def without_equal_blocks(model: nn.Module) -> Iterator[dict[str, str]]:
@@ -91,8 +94,8 @@ def _structure(block: nn.Module, index: int) -> Hashable:
             tuple(
                 (key, value)
                 for key, value in sorted(vars(module).items())
-                if isinstance(value, bool | str | float | NoneType)
-                or (isinstance(value, int) and value != index)
+                if isinstance(value, bool | int | float | str | NoneType)
+                and not (value == index and key.endswith(_NUMBERS))
             ),
             tuple(
                 (key, tuple(each.shape), each.dtype, each.requires_grad)
