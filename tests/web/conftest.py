@@ -12,4 +12,6 @@ def serve() -> Iterator[Callable[..., Served]]:
     """Return a function that serves a folder, like :func:`serve_panel`, until the end of the
     test."""
     with contextlib.ExitStack() as stack:
-        yield lambda folder, host="127.0.0.1": stack.enter_context(serve_panel(folder, host))
+        yield lambda folder, host="127.0.0.1", start_folder=None: stack.enter_context(
+            serve_panel(folder, host, start_folder)
+        )

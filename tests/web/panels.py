@@ -38,11 +38,14 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve_panel(folder: Path, host: str = "127.0.0.1") -> Iterator[Served]:
-    """Serve a panel for ``folder`` during the block."""
+def serve_panel(
+    folder: Path, host: str = "127.0.0.1", start_folder: Path | None = None
+) -> Iterator[Served]:
+    """Serve a panel for ``folder`` during the block, as if it was started in ``start_folder``
+    (default: in ``folder``)."""
     folder.mkdir(parents=True, exist_ok=True)
     bound = bind(host, 0)
-    panel = AppState(folder, bound.getsockname()[1], host)
+    panel = AppState(folder, bound.getsockname()[1], host, start_folder=start_folder or folder)
     server = PanelServer(panel)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from panels import Served, serve_panel
 
 #: Excluded are endless streams and requests that start processes or delete runs.
-_EXCLUDED = r"/(stream|chat|start|stop|resume|export|plan|preview|upload|record)$"
+_EXCLUDED = r"/(stream|chat|start|stop|resume|export|plan|planner|preview|upload|record)$"
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,24 @@
 """Test that the form matches the schema, that checks report line and key, and that edits change the
 text."""
 
+import os
 import re
 import threading
 import time
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
+from panels import wait_until
 
 import paceline.web
 from paceline import tasks
 from paceline.config.fields import KEYS, SECTIONS
 from paceline.config.load import load_text
-from paceline.web.api.form import PRESETS, SUGGESTED
+from paceline.web.api.config_paths import missing_paths
+from paceline.web.api.form import COMMON, ESSENTIAL, SUGGESTED
+from paceline.web.api.presets import PRESETS
 
 STATIC = Path(paceline.web.__file__).parent / "static"
 
@@ -47,12 +52,18 @@ def test_every_key_has_exactly_one_field(panel):
 
 def test_suggested_values_are_valid():
     assert set(SUGGESTED["task"]) == set(tasks.BUILT_IN)
+    assert len(ESSENTIAL) <= 10
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_valid_configs(preset):
+def test_presets_run_as_they_are_or_name_the_file_to_provide(preset, tmp_path):
     loaded = load_text(PRESETS[preset], "config")
     assert [text for level, text in loaded.notices if level == "warning"] == []
+    missing = missing_paths(loaded.config, tmp_path, {})
+    if loaded.config.sources()[0].path.startswith("builtin:"):
+        assert missing == []
+    else:
+        assert len(missing) == 1
 
 
 def test_check_of_a_valid_config_returns_its_settings(panel):
@@ -123,6 +134,10 @@ def test_post_requests_need_the_token(panel):
         "start",
         "upload",
         "preview",
+        "datasets",
+        "models",
+        "convert",
+        "planner",
         "runs/0123456789ab/stop",
         "runs/0123456789ab/resume",
         "runs/0123456789ab/diff",
@@ -171,6 +186,25 @@ def test_newer_plan_cancels_the_older(panel):
     assert "newer request" in answers[0].json()["error"]["what"]
 
 
+@pytest.mark.soak
+def test_all_plans_come_from_one_process_that_ends_with_the_server(panel):
+    """If it is killed, the request fails with an error, and the next one starts another."""
+    body = {"yaml": "model: Qwen/Qwen2.5-0.5B\ndataset: d\n", "world_size": 2, "device": "T4"}
+    processes = []
+    for _ in range(3):
+        assert panel.ask("/api/plan", **body)["world_size"] == 2
+        processes.append(panel.panel.planner.process)
+    assert len({process.pid for process in processes}) == 1
+    assert psutil.Process(processes[0].pid).nice() > os.nice(0)
+    processes[0].kill()
+    wait_until(lambda: panel.panel.planner.process.returncode is not None)
+    assert panel.ask("/api/plan", **body)["world_size"] == 2
+    last = panel.panel.planner.process
+    assert last.pid != processes[0].pid
+    panel.panel.planner.close()
+    wait_until(lambda: not psutil.pid_exists(last.pid))
+
+
 def test_number_of_steps_depends_on_the_data(panel):
     text = (
         "model: builtin:qwen2-micro\ndataset: builtin:python-docs#40\nparallel: {device: cpu,"
@@ -190,7 +224,9 @@ def text_keys(text: str) -> dict[str, set[str]]:
 
 
 def test_every_text_exists_in_both_languages():
-    keys = text_keys((STATIC / "i18n" / "start.js").read_text(encoding="utf-8"))
+    files = [STATIC / "i18n" / name for name in ("start.js", "form.js", "plan.js")]
+    by_file = [text_keys(path.read_text(encoding="utf-8")) for path in files]
+    keys = {name: set().union(*(each[name] for each in by_file)) for name in ("en", "zh")}
     # sections without a text are named by their key
     section_keys = {f"group.{name}" for name in SECTIONS if name != "lora"}
     assert keys["en"] - keys["zh"] == section_keys
@@ -200,6 +236,12 @@ def test_every_text_exists_in_both_languages():
         for path in (STATIC / "pages").glob("*.js")
         if path.name != "run.js"
     )
-    used = set(re.findall(r'\bt\("((?:start|plan|data|chat|changes)\.[\w.]+)"', pages))
+    used = set(
+        re.findall(
+            r'\bt\("((?:start|plan|whatif|data|model|choose|paste|chat|changes)\.[\w.]+)"', pages
+        )
+    )
     assert used - keys["en"] == set()
     assert {f"preset.{preset}" for preset in PRESETS} <= keys["en"]
+    labeled = (*ESSENTIAL, *(key for keys in COMMON.values() for key in keys))
+    assert {f"label.{key}" for key in labeled} <= keys["en"]

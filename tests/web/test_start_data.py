@@ -9,7 +9,9 @@ from starts import post_json
 from paceline.core.errors import ConfigError
 from paceline.data.sources.builtin import BUILTIN_DATASETS
 from paceline.data.sources.readers import TABLE_SUFFIXES, TEXT_SUFFIXES
+from paceline.models.hub_configs import known_ids
 from paceline.web.api import datasets
+from paceline.web.api.choices import BUILT_IN_DATASETS, HUB_MODELS
 from paceline.web.api.datasets import SUFFIXES, safe_name, take_upload
 
 ROW = json.dumps({"prompt": "What is a pace line?", "completion": "Riders in a row."}) + "\n"
@@ -25,7 +27,11 @@ def upload(served, name: str, content: bytes, status: int = 200) -> dict:
 
 def test_upload_accepts_all_readable_formats():
     assert set(SUFFIXES) == {*TABLE_SUFFIXES, *TEXT_SUFFIXES}
-    assert {f"builtin:{name}" for name in BUILTIN_DATASETS} <= set(datasets.BUILT_IN)
+    assert {f"builtin:{name}" for name in BUILTIN_DATASETS} <= set(BUILT_IN_DATASETS)
+
+
+def test_models_of_the_hub_are_in_the_table_of_known_models():
+    assert set(HUB_MODELS) <= set(known_ids())
 
 
 def test_upload_never_overwrites_a_file(serve, tmp_path):
@@ -40,7 +46,7 @@ def test_upload_never_overwrites_a_file(serve, tmp_path):
         "mine-2.jsonl",
         "mine.jsonl",
     ]
-    entries = served.get("/api/datasets")["datasets"]
+    entries = post_json(served, "/api/datasets")["datasets"]
     assert {dataset["path"] for dataset in entries} == {
         "./datasets/mine.jsonl",
         "./datasets/mine-2.jsonl",
@@ -130,9 +136,8 @@ def test_list_excludes_runs_and_links(serve, tmp_path):
         (runs / name).parent.mkdir(parents=True, exist_ok=True)
         (runs / name).write_text("")
     (runs / "link.csv").symlink_to(tmp_path / "secret.csv")
-    assert [dataset["path"] for dataset in serve(runs).get("/api/datasets")["datasets"]] == [
-        "./data/deep/rows.csv"
-    ]
+    listed = post_json(serve(runs), "/api/datasets")
+    assert [dataset["path"] for dataset in listed["datasets"]] == ["./data/deep/rows.csv"]
 
 
 def test_preview_shows_rows_as_the_model_receives_them(serve, tmp_path):

@@ -15,6 +15,7 @@ from panels import wait_until
 from starts import MICRO, events, post_json, wait_for_status, wait_for_step
 
 from paceline.core.processes import host_name
+from paceline.web.folders import Folders
 from paceline.web.jobs import runs
 from paceline.web.jobs.runs import START, RunLauncher, check_name, started_from, stop
 
@@ -161,7 +162,7 @@ def test_never_stops_another_process_with_the_same_pid(tmp_path):
         for locked in (False, True):
             handle = runs.lock_run(runs.RunDir(run), 0.0) if locked else None
             with pytest.raises(runs.ConfigError, match="is not running"):
-                stop(run, RunLauncher(tmp_path))
+                stop(run, RunLauncher(Folders(tmp_path, tmp_path)))
             if handle is not None:
                 handle.close()
         (run / "events.jsonl").unlink()
@@ -173,7 +174,7 @@ def test_never_stops_another_process_with_the_same_pid(tmp_path):
         }
         runs.write_json_atomic(run / START, started)
         with pytest.raises(runs.ConfigError, match="no longer exists"):
-            stop(run, RunLauncher(tmp_path))
+            stop(run, RunLauncher(Folders(tmp_path, tmp_path)))
         assert other.poll() is None
     finally:
         other.send_signal(signal.SIGKILL)
@@ -186,7 +187,7 @@ def test_does_not_stop_a_run_on_another_host(tmp_path):
     path = tmp_path / "one" / "events.jsonl"
     path.write_text(path.read_text().replace(f'"host": "{host_name()}"', '"host": "elsewhere"'))
     with pytest.raises(runs.ConfigError, match="elsewhere"):
-        stop(tmp_path / "one", RunLauncher(tmp_path))
+        stop(tmp_path / "one", RunLauncher(Folders(tmp_path, tmp_path)))
 
 
 def test_relative_paths_are_relative_to_the_start_directory(tmp_path):

@@ -28,7 +28,7 @@ def add_arguments(parser: OptionParser) -> None:
 def run(args: Namespace) -> int:
     """Print or write the config. What was converted, and what has no effect, goes to the standard
     error."""
-    from paceline.config.load import dump_yaml, load_config
+    from paceline.config.load import dump_yaml, load_config, own_keys
 
     path, overrides = config_and_overrides(args)
     if path is None:
@@ -46,8 +46,7 @@ def run(args: Namespace) -> int:
         )
     loaded = load_config(path, overrides)
     print_notices(loaded.notices)
-    # Keys at their defaults stay if they are set: `mode: auto` does not choose values for them.
-    keys = loaded.config.model_dump(mode="json", exclude_unset=True)
+    keys = own_keys(loaded.config)
     if args.output is not None:
         write_output(args.output, dump_yaml(keys))
     if args.json:

@@ -101,6 +101,9 @@ def add_arguments(parser: OptionParser) -> None:
         " tensors: memory by kind, messages, FLOPs and the least time; needs the CPU build of torch"
         " and a C++ compiler",
     )
+    parser.add_flag(
+        "--serve", "answer requests from standard input, one JSON per line; needs no config"
+    )
     parser.example = "paceline plan examples/demo.yaml --world-size 8 --device-memory 80GB"
 
 
@@ -108,6 +111,10 @@ def run(args: Namespace) -> int:
     """Print the plan."""
     if args.calibrate:
         return _calibrate(args)
+    if args.serve:
+        from paceline.planner.serve import serve
+
+        return serve()
     from paceline.planner.api import make_plan
     from paceline.planner.search.options import parse_options
 

@@ -167,6 +167,12 @@ def to_yaml(config: Config) -> str:
     return dump_yaml(config.model_dump(mode="json"))
 
 
+def own_keys(config: Config) -> dict[str, YamlValue]:
+    """Return the keys that a config sets, also at their defaults: `mode: auto` does not choose
+    values for them."""
+    return config.model_dump(mode="json", exclude_unset=True)
+
+
 def find_changed_keys(config: Mapping[str, YamlValue]) -> YamlValue:
     """Return the keys of a full config that differ from their defaults."""
     keys: YamlValue = Config.model_validate(config).model_dump(mode="json", exclude_defaults=True)

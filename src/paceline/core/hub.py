@@ -44,6 +44,29 @@ def is_hub_id(name: str) -> bool:
     return not Path(name).expanduser().exists()
 
 
+def cached_models() -> list[str]:
+    """Return the IDs of the models in the hub's cache, sorted."""
+    environment = os.environ
+    home = environment.get("HF_HOME") or Path(
+        environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
+    )
+    cache = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
+    folder = Path(cache or Path(home, "hub")).expanduser()
+    configs = folder.glob("models--*/snapshots/*/config.json")
+    return sorted(
+        {path.parents[2].name.removeprefix("models--").replace("--", "/") for path in configs}
+    )
+
+
+def is_path(name: str) -> bool:
+    """Return whether the name of a model or a dataset can only be a path: it begins like one, has
+    several slashes, or ends like a data file."""
+    if _NOT_HUB.search(name):
+        return False
+    begins_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    return begins_like_path or Path(name).suffix.lower() in _FILE_SUFFIXES
+
+
 def modelscope_name(name: str) -> str:
     """Return a hub ID, perhaps with ``#N``, as the ID on ModelScope; any other name unchanged."""
     place = name.partition("#")[0]

@@ -3,6 +3,8 @@ other than language models, also a trial on torch's meta device, which computes 
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -55,6 +57,46 @@ class ModelProfile:
         return replace(self, activation_bytes=activation_bytes, flops=self.flops * share)
 
 
+#: What the profile of a language model does not depend on. Every other key may change it.
+_NOT_OF_LANGUAGE_MODELS: Mapping[str, set[str] | bool] = {
+    "dataset": True, "val_dataset": True, "split_dataset_ratio": True, "format": True,
+    "system": True, "output_dir": True, "resume": True, "recovery": True, "evaluation": True,
+    "parallel": {
+        "mode", "optimize_for", "allow_lossy", "data", "shard", "tensor", "pipeline", "num_gpus",
+        "cpu_offload",
+    },
+    "train_args": {
+        "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size",
+        "per_device_eval_batch_size", "gradient_accumulation_steps", "global_batch_size",
+        "gradient_checkpointing", "warmup_ratio", "warmup_steps", "seed", "max_length",
+        "logging_steps", "save_steps", "eval_steps",
+    },
+}  # fmt: skip
+#: Profiles of language models by key; None if they are not kept.
+_remembered: dict[str, ModelProfile] | None = None
+
+
+def remember_profiles() -> dict[str, ModelProfile]:
+    """Keep the profiles of language models for later plans of this process. Return them; the caller
+    may add others and remove some."""
+    global _remembered
+    if _remembered is None:
+        _remembered = {}
+    return _remembered
+
+
+def _language_key(config: Config) -> str:
+    """Return a text that is equal for configs with the same profile: the settings that may change
+    it, and the state of the model's files."""
+    from paceline.models.files import files_identity
+
+    folder = config_folder(resolve_model(config.model))
+    files = None if folder is None or not (folder / "config.json").is_file() else folder
+    settings = config.model_dump(mode="json", exclude=_NOT_OF_LANGUAGE_MODELS)
+    identity = None if files is None else files_identity(files)
+    return json.dumps([settings, identity], sort_keys=True, default=str)
+
+
 def describe(config: Config) -> ModelProfile:
     """Build the model without weights and describe it.
 
@@ -62,7 +104,12 @@ def describe(config: Config) -> ModelProfile:
         ConfigError: there is no such model, or the task's code fails to build it.
     """
     if config.task in CAUSAL_TASKS and not reads_images(config):
-        return _language(config)
+        if _remembered is None:
+            return _language(config)
+        key = _language_key(config)
+        if key not in _remembered:
+            _remembered[key] = _language(config)
+        return _remembered[key]
     from paceline.tasks import load_task
 
     task = load_task(config)

@@ -13,6 +13,7 @@ from starlette.staticfiles import StaticFiles
 from paceline.web.api import (
     changes,
     chat,
+    choices,
     datasets,
     launch,
     learn,
@@ -48,7 +49,7 @@ def create_app(panel: AppState) -> FastAPI:
     )  # fmt: skip
     app.state.panel = panel
     add_handlers(app)
-    for routes in (runs, changes, series, ranks, launch, plan, datasets, chat, learn, messages):
+    for routes in (runs, changes, series, ranks, launch, plan, choices, datasets, chat, learn, messages):
         app.include_router(routes.router)
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=5)

@@ -10,9 +10,11 @@ from fastapi import Depends, Request
 from fastapi import Path as PathParameter
 
 from paceline.web.files import shown
+from paceline.web.folders import Folders
 from paceline.web.jobs.chat import ChatModel
 from paceline.web.jobs.commands import CommandRunner
-from paceline.web.jobs.runs import Launched, RunLauncher
+from paceline.web.jobs.planning import Planner
+from paceline.web.jobs.runs import Launched, RunLauncher, started_from
 from paceline.web.runs.discovery import Runs, run_id
 from paceline.web.runs.stream import Streams
 
@@ -38,20 +40,24 @@ class AppState:
         port: the port that the server listens on.
         host: the address that the server listens on.
         token: required by every request that changes something.
+        start_folder: the folder where `paceline ui` was started.
     """
 
     folder: Path
     port: int
     host: str = "127.0.0.1"
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    start_folder: Path = field(default_factory=Path.cwd)
 
     def __post_init__(self) -> None:
         self.runs = Runs(self.folder)
         self.folder = self.runs.folder
         self.shown_folder = shown(str(self.folder))
         self.streams = Streams(self.runs)
-        self.commands = CommandRunner(self.folder)
-        self.launches = RunLauncher(self.folder)
+        self.folders = Folders(Path(os.path.realpath(self.start_folder)), self.folder)
+        self.commands = CommandRunner(self.folders.start)
+        self.planner = Planner(self.folders.start)
+        self.launches = RunLauncher(self.folders)
         self.chat = ChatModel()
         #: Topic of `paceline explain` → its last recording.
         self.explanations: dict[str, Explanation] = {}
@@ -75,15 +81,25 @@ class AppState:
             return launched.folder
         return self.runs.get(id).root
 
+    def config_folder(self, run_id: str | None) -> Path:
+        """Return the folder at which relative paths of a config start.
+
+        Args:
+            run_id: the run that is resumed with the config; None for a new run.
+        """
+        if run_id is None:
+            return self.folders.start
+        return started_from(self.run_folder(run_id), self.folders.start)
+
     async def close(self) -> None:
         """End the child processes that serve this server only. Runs continue."""
         self.streams.close()
         self.runs.indexer.close()
         self.commands.close()
         self.launches.close()
-        worker = self.chat.close()
-        if worker is not None:
-            await worker.wait()
+        for process in (self.chat.close(), self.planner.close()):
+            if process is not None:
+                await process.wait()
 
 
 async def _panel_of(request: Request) -> AppState:

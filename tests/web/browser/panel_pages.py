@@ -52,8 +52,9 @@ class Server:
         self.process.stdout.close()
 
 
-def serve(folder: Path, port: int = 0) -> Server:
-    """Start a server and wait until it listens."""
+def serve(folder: Path, port: int = 0, start_folder: Path | None = None) -> Server:
+    """Start a server in ``start_folder`` (default: in the served folder), and wait until it
+    listens."""
     command = [
         sys.executable,
         "-m",
@@ -66,7 +67,11 @@ def serve(folder: Path, port: int = 0) -> Server:
         "--json",
     ]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command,
+        cwd=start_folder or folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     assert process.stdout is not None
     line = process.stdout.readline()

@@ -1,5 +1,7 @@
 """Test the page Plan in a browser: sliders by keyboard, the memory by kind, phone width."""
 
+from itertools import pairwise
+
 import pytest
 from panel_pages import Server, opened
 from playwright.sync_api import Browser, Page, expect
@@ -24,6 +26,12 @@ def test_sliders_change_the_plan(browser: Browser, server: Server) -> None:
         expect(page.locator("#whatif-verdict")).to_have_text("Fits: single")
         memory = page.locator(".facts dd").first.inner_text()
         assert page.locator(".bars .fill-4").count() >= 2
+        lines = page.locator(".bars-limit").evaluate_all(
+            "lines => lines.map(line => line.getBoundingClientRect()).map(box => [box.x, box.top,"
+            " box.bottom])"
+        )
+        assert len({round(x, 1) for x, _, _ in lines}) == 1  # one line through all bars
+        assert all(below[1] <= line[2] + 1 for line, below in pairwise(lines))
         slider = page.get_by_label("Tokens per sample")
         slider.focus()
         for _ in range(2):

@@ -11,8 +11,9 @@ import psutil
 import pytest
 from event_logs import begin
 from panel_pages import Server, opened, run_id, serve
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 from starts import MICRO, events
+from test_access import OVERFLOW
 
 LONG_MS = 90_000  # for steps of a run on a busy machine
 
@@ -36,8 +37,11 @@ def form(browser: Browser, panel: Server) -> Iterator[Page]:
         yield page
 
 
-def field(page: Page, key: str) -> object:
-    return page.locator(f'[data-key="{key}"]').locator("input, select").first
+def field(page: Page, key: str) -> Locator:
+    """Return the control of a key, in its group, which is opened if it is collapsed."""
+    control = page.locator(f'[data-key="{key}"]').locator("input, select").first
+    control.evaluate("node => node.closest('details')?.setAttribute('open', '')")
+    return control
 
 
 @pytest.mark.soak
@@ -47,7 +51,6 @@ def test_form_and_yaml_stay_in_sync(form):
     field(form, "train_args.learning_rate").fill("1e-3")
     expect(yaml).to_have_value(re.compile(r"# the smallest model\n[\s\S]*  learning_rate: 1e-3\n"))
     field(form, "lora.enable").check()
-    field(form, "train_args.packing").evaluate("node => node.closest('details').open = true")
     field(form, "train_args.packing").select_option("false")
     expect(yaml).to_have_value(re.compile(r"lora:\n  enable: true\n[\s\S]*  packing: false\n"))
     form.locator('[data-key="train_args.max_steps"] .reset').click()
@@ -279,10 +282,87 @@ def test_form_without_token_explains_how_to_get_it(browser, panel):
         expect(page.locator(".state-error")).to_contain_text("open the link")
 
 
-def test_form_fits_phone_in_chinese(browser, panel):
-    with opened(
-        browser, f"{panel.url}#/new", viewport={"width": 390, "height": 844}, locale="zh-CN"
-    ) as page:
-        expect(page.locator("#verdict .good")).to_have_text("配置有效。")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+def test_form_and_dialogs_fit_each_width_in_chinese(browser, panel):
+    with opened(browser, f"{panel.url}#/new", locale="zh-CN") as page:
+        for width in (1440, 768, 390):
+            page.set_viewport_size({"width": width, "height": 844})
+            expect(page.locator("#verdict .good")).to_have_text("配置有效。")
+            assert page.evaluate(OVERFLOW) <= 1
+            expect(page.locator('[data-preset="recommend"] strong')).to_have_text("推荐系统")
+            for button in ("choose-data", "choose-model", "paste"):
+                page.locator(f"#{button}").click()
+                dialog = page.locator("dialog")
+                expect(dialog.locator(".data-item, textarea").first).to_be_visible()
+                box = dialog.bounding_box()
+                assert box["x"] >= 0
+                assert box["x"] + box["width"] <= width
+                assert dialog.evaluate("node => node.scrollWidth <= node.clientWidth")
+                page.keyboard.press("Escape")
+                expect(page.locator(f"#{button}")).to_be_focused()
         expect(page.locator('[data-key="model"] p.muted')).to_contain_text("本地文件夹")
+
+
+def test_what_the_form_offers(browser, tmp_path):
+    """A preset whose file is missing, the dialogs, lists with other values, a config of another
+    tool; and the button while a run is starting."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "output").mkdir()
+    panel = serve(tmp_path / "output", start_folder=tmp_path)
+    try:
+        with opened(browser, f"{panel.url}#/new") as page:
+            expect(page.locator("#verdict .good")).to_be_visible()
+            assert page.locator(".fields [data-key]").count() <= 10
+            expect(page.locator(".more-group [data-key]:visible")).to_have_count(0)
+            page.locator('[data-preset="lora"]').click()
+            wrong = page.locator('[data-key="dataset"] .bad')
+            expect(wrong).to_contain_text("./datasets/mine.jsonl does not exist")
+            expect(wrong).to_contain_text("Choose a dataset")
+            expect(page.locator(".error-list .place")).to_have_text("line 4")
+            expect(page.locator("#start")).to_be_disabled()
+            page.locator("#choose-data").click()
+            page.get_by_label("Search the list").fill("mine")
+            expect(page.locator(".data-item")).to_have_count(1)
+            page.locator(".data-item").click()
+            expect(field(page, "dataset")).to_have_value("./data/mine.jsonl")
+            expect(wrong).to_be_empty()
+            expect(page.locator("#start")).to_be_enabled()
+            page.locator("#choose-model").click()
+            page.locator(".data-item", has_text="builtin:qwen2-micro").click()
+            expect(field(page, "model")).to_have_value("builtin:qwen2-micro")
+
+            field(page, "task").select_option(label="other…")
+            other = page.get_by_label("Another value of task")
+            other.fill("./mine.py:Task")
+            expect(page.locator("#yaml")).to_have_value(re.compile(r"task: ./mine\.py:Task\n"))
+            expect(page.locator('[data-key="task"] .bad')).to_contain_text("./mine.py does not")
+            field(page, "task").select_option("pretrain")
+            expect(other).to_be_hidden()
+            expect(page.locator("#yaml")).to_have_value(re.compile(r"task: pretrain\n"))
+            field(page, "train_args.gradient_checkpointing").select_option("selective")
+            expect(page.locator("#yaml")).to_have_value(
+                re.compile(r"gradient_checkpointing: selective\n")
+            )
+            expect(page.locator("#plan-verdict")).to_be_visible(timeout=LONG_MS)
+            expect(page.locator("#plan:not(.old)")).to_be_visible(timeout=LONG_MS)
+            field(page, "train_args.max_length").fill("64")
+            assert page.locator("#plan.old").count() == 1  # at once
+
+            page.locator("#paste").click()
+            page.locator("#pasted").fill(
+                "model_name_or_path: builtin:qwen2-micro\nfinetuning_type: lora\n"
+                "dataset: ./data/mine.jsonl\ncutoff_len: 128\n"
+            )
+            page.locator("#convert").click()
+            expect(page.locator(".paste-feedback")).to_contain_text("LLaMA-Factory")
+            page.keyboard.press("Escape")
+            expect(field(page, "train_args.max_length")).to_have_value("128")
+            expect(field(page, "lora.enable")).to_be_checked()
+
+            page.route("**/api/start", lambda route: None)  # the request stays open
+            expect(page.locator("#start")).to_be_enabled()
+            page.locator("#start").click()
+            expect(page.locator("#start")).to_be_disabled()
+            expect(page.locator("#start-why")).to_have_text("Starting…")
+    finally:
+        panel.stop()

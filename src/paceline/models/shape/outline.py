@@ -21,9 +21,10 @@ from paceline.models.blocks import (
     hidden_matrices,
     tied_names,
 )
+from paceline.models.shape.equal_blocks import for_all_blocks, without_equal_blocks
 from paceline.models.shape.layer_uses import trace_layer_uses
-from paceline.models.shape.record import ModelShape, OptimizerMemory, TensorShape
-from paceline.models.shape.trace import on_meta, trace_model
+from paceline.models.shape.record import LayerUse, ModelShape, OptimizerMemory, TensorShape
+from paceline.models.shape.trace import Trace, on_meta, trace_model
 from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.models.weights import final_dtype
 
@@ -42,6 +43,7 @@ def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> Mod
     args = config.train_args
     ends = find_ends(model)
     plan = _tensor_plan(model, config)
+    phases, layer_uses = _traced(model, plan, probe)
     return ModelShape(
         parameters=tuple(
             TensorShape(
@@ -65,8 +67,8 @@ def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> Mod
         tensor_plan=plan,
         aliases=tied_names(model),
         block_output_elements=_block_outputs(model, probe),
-        phases=_phases(model, probe),
-        layer_uses=trace_layer_uses(model, plan) if plan and on_meta(model) else None,
+        phases=phases,
+        layer_uses=layer_uses,
     )
 
 
@@ -86,6 +88,22 @@ def _optimizer_memory(model: nn.Module, args: TrainArgs) -> OptimizerMemory:
     )
 
 
+def _traced(
+    model: nn.Module, plan: dict[str, str], probe: Probe | None
+) -> tuple[dict[str, tuple[str, ...]] | None, dict[str, tuple[LayerUse, ...]] | None]:
+    """Return the phases and the layer uses of a :class:`ModelShape`. On the meta device, equal
+    blocks are traced once, if the model runs without the others."""
+    is_on_meta = on_meta(model)
+    if probe is None and is_on_meta:
+        with without_equal_blocks(model) as stand_ins:
+            result = trace_model(model) if stand_ins else None
+            if result is not None and result.error is None:
+                uses = trace_layer_uses(model, plan) if plan else None
+                if uses is not None or not plan:
+                    return _sorted_phases(result), uses and for_all_blocks(uses, stand_ins)
+    return _phases(model, probe), trace_layer_uses(model, plan) if plan and is_on_meta else None
+
+
 def _phases(model: nn.Module, probe: Probe | None) -> dict[str, tuple[str, ...]] | None:
     """Return when parameters outside the blocks are used, or None if the model cannot be traced.
 
@@ -98,6 +116,10 @@ def _phases(model: nn.Module, probe: Probe | None) -> dict[str, tuple[str, ...]]
     result = trace_model(model, None if probe is None else probe.run)
     if result is None or (result.error is not None and not (on_meta(model) and result.order)):
         return None
+    return _sorted_phases(result)
+
+
+def _sorted_phases(result: Trace) -> dict[str, tuple[str, ...]]:
     return {name: tuple(sorted(phases)) for name, phases in result.phases.items()}
 
 

@@ -39,7 +39,9 @@ async def chat(id: RunId, body: Question, panel: Panel) -> StreamingResponse:
     run = panel.run_folder(id)
     is_training = any(entry["status"] == "live" for entry in panel.runs.entries())
     # A model on the device of a run could take the memory that the run needs.
-    events = panel.chat.answer(run, body.model_dump(), "cpu" if is_training else "auto")
+    events = panel.chat.answer(
+        run, body.model_dump(), "cpu" if is_training else "auto", panel.config_folder(id)
+    )
     # An error before the first event is answered with a status code.
     name, data = await anext(events)
     return StreamingResponse(

@@ -1,10 +1,12 @@
 """Configs as text: check one while it is typed, apply the form's edits, and compare it with the
 config of a run."""
 
+import contextlib
 import re
 from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, JsonValue
 
@@ -12,13 +14,14 @@ from paceline.config.compat.binding import bind_key
 from paceline.config.diff import changes_training
 from paceline.config.entries import FILE, EntryCollector
 from paceline.config.fields import KEYS
-from paceline.config.load import Loaded, diff_configs, load_config, load_text
+from paceline.config.load import Loaded, diff_configs, dump_yaml, load_config, load_text, own_keys
 from paceline.config.messages import ConfigMistakes
 from paceline.config.yaml_edit import edit_yaml
 from paceline.config.yaml_read import parse_yaml
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.run_dir import RunDir
 from paceline.core.texts import translatable
+from paceline.web.api.config_paths import missing_paths, with_absolute_paths
 from paceline.web.files import JSONObject
 
 _PLACE = re.compile(r"line (\d+)(?:, column \d+)?: ")
@@ -34,23 +37,63 @@ def load(text: str) -> Loaded:
     return load_text(text, _NAME)
 
 
-def check(text: str) -> JSONObject:
-    """Return the mistakes of a config and the resolved values of its keys."""
+def require(text: str, folder: Path) -> None:
+    """Check a config before it is started.
+
+    Raises:
+        ConfigError: the config is not valid, or a path in it does not exist below ``folder``.
+    """
+    for mistake in missing_paths(load(text).config, folder, {}):
+        raise ConfigError(str(mistake["what"]), code="missing-file", fix=str(mistake["fix"]))
+
+
+def check(text: str, folder: Path) -> JSONObject:
+    """Return the mistakes of a config and the resolved values of its keys. Relative paths start at
+    ``folder``."""
     loaded, mistakes = None, list[JsonValue]()
     try:
         loaded = load(text)
     except ConfigError as error:
         mistakes = _mistakes(error, text)
-    notices = [] if loaded is None else loaded.notices
+    values = _written(text, loaded)
+    if loaded is not None:
+        mistakes += missing_paths(loaded.config, folder, values)
     return {
-        "ok": loaded is not None,
+        "ok": not mistakes,
+        "is_config": loaded is not None,
         "error": mistakes[0] if mistakes else None,
         "errors": mistakes,
-        "notices": [
-            {"level": level, "text": notice, **translatable(notice)} for level, notice in notices
-        ],
-        "values": _written(text, loaded),
+        "notices": _notices(loaded),
+        "values": values,
     }
+
+
+def convert(text: str) -> JSONObject:
+    """Return a config with Paceline's own keys, and the notices of the conversion.
+
+    Raises:
+        ConfigError: the text is not a config, or it cannot be converted.
+    """
+    loaded = load(text)
+    return {"yaml": dump_yaml(own_keys(loaded.config)), "notices": _notices(loaded)}
+
+
+def without_folder(text: str, moved_from: Path | None) -> str:
+    """Return the config of a run for a new run: without the folder of the run.
+
+    Args:
+        text: the text of the config.
+        moved_from: the folder at which its relative paths start, if they must become absolute.
+    """
+    if moved_from is not None:
+        with contextlib.suppress(ConfigError):  # the form shows what is wrong
+            text = with_absolute_paths(text, load(text).config, moved_from)
+    return edit_yaml(text, {}, ["output_dir", "resume"])[0]
+
+
+def _notices(loaded: Loaded | None) -> list[JsonValue]:
+    notices = [] if loaded is None else loaded.notices
+    return [{"level": level, "text": notice, **translatable(notice)} for level, notice in notices]
 
 
 def _mistakes(error: ConfigError, text: str) -> list[JsonValue]:
@@ -83,10 +126,16 @@ def _written(text: str, loaded: Loaded | None) -> JSONObject:
             continue
         value = entry.value
         if loaded is not None:
-            value = attrgetter(key)(loaded.config)
-            value = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+            value = _as_json(attrgetter(key)(loaded.config))
         written[key] = {"value": value, "line": entry.line}
     return written
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_json(item) for item in value]
+    is_model = isinstance(value, BaseModel)
+    return value.model_dump(mode="json", exclude_unset=True) if is_model else value
 
 
 def differences(run: Path, text: str) -> list[JsonValue]:

@@ -1,31 +1,28 @@
-"""Routes for datasets: list those in the folder, upload one, and preview its rows.
+"""Routes for datasets: upload one, and preview its rows.
 
 An uploaded file is stored while it is received: its size is limited, its name is made safe, and no
 existing file is replaced.
 """
 
 import asyncio
-import contextlib
 import os
 import re
 import tempfile
 import unicodedata
-from collections.abc import Iterator
-from operator import itemgetter
 from pathlib import Path
-from typing import IO, Annotated
+from typing import IO
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import Field
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.responses import Response
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import human_bytes
-from paceline.web.files import JSONObject, shown, stat_inside
+from paceline.web.api.launch import ConfigText
+from paceline.web.files import JSONObject
 from paceline.web.responses import problem
-from paceline.web.runs.discovery import is_run
 from paceline.web.state import Panel
 
 router = APIRouter()
@@ -47,26 +44,7 @@ SUFFIXES = (
 _MIN_FREE_BYTES = 1 << 28  # reserved for the runs
 _MAX_NAME_BYTES = 100
 
-#: Built-in datasets, and the task that each is for.
-BUILT_IN = {
-    "builtin:small-questions": "sft",
-    "builtin:small-questions-held-out": "sft",
-    "builtin:python-docs": "sft",
-    "builtin:python-source": "pretrain",
-    "builtin:digits": "classify",
-    "builtin:python-kinds": "classify",
-    "builtin:clicks": "recommend",
-}
 _UPLOADS = "datasets"
-_MAX_FILES, _MAX_FOLDERS, _MAX_DEPTH = 500, 5000, 4
-_NOT_DATA = {
-    "config.json",
-    "report.json",
-    "panel.json",
-    "events.jsonl",
-    "README.md",
-    "package.json",
-}
 
 _UPLOAD_FORM = {
     "requestBody": {
@@ -84,70 +62,29 @@ _UPLOAD_FORM = {
 }
 
 
-class PreviewRequest(BaseModel):
+class PreviewRequest(ConfigText):
     """A config, and the number of rows to show of each of its datasets."""
 
-    yaml: Annotated[str, Field(max_length=1 << 20)]
     rows: int = Field(5, ge=1, le=100)
-
-
-@router.get("/api/datasets")
-def datasets(panel: Panel) -> JSONObject:
-    """Return the data files below the served folder, newest first, without the files of runs, and
-    the built-in datasets. ``left_out``: the number of files that are not listed."""
-    files: list[JSONObject] = [
-        {
-            "path": f"./{shown(os.path.relpath(path, panel.folder))}",
-            "size_bytes": status.st_size,
-            "modified_at": status.st_mtime,
-        }
-        for path in _files(panel.folder)
-        if (status := stat_inside(path)) is not None
-    ]
-    files.sort(key=itemgetter("modified_at"), reverse=True)
-    return {
-        "datasets": [*files[:_MAX_FILES]],
-        "left_out": len(files[_MAX_FILES:]),
-        "builtin": [{"path": path, "task": task} for path, task in BUILT_IN.items()],
-    }
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """Yield the data files down to a maximum depth, except the files of runs."""
-    num_folders = 0
-    level = [folder]
-    for _ in range(_MAX_DEPTH):
-        below: list[Path] = []
-        for parent in level:
-            num_folders += 1
-            if num_folders > _MAX_FOLDERS or (parent != folder and is_run(parent)):
-                continue
-            with contextlib.suppress(OSError), os.scandir(parent) as entries:
-                for entry in sorted(entries, key=lambda entry: entry.name):
-                    if entry.name.startswith((".", "__")):
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        below.append(Path(entry.path))
-                    elif entry.name not in _NOT_DATA and entry.name.lower().endswith(SUFFIXES):
-                        yield Path(entry.path)
-        level = below
 
 
 @router.post("/api/upload", openapi_extra=_UPLOAD_FORM, response_model=None)
 async def upload(request: Request, panel: Panel) -> dict[str, str | int] | Response:
-    """Store a data file of at most 1 GiB. ``path`` is its path; no existing file is replaced."""
+    """Store a data file of at most 1 GiB. ``path`` is its path in a config; no existing file
+    is replaced."""
     try:
         path, size_bytes = await take_upload(request, panel.folder / _UPLOADS)
     except TooLarge as error:
         return problem(413, error)
-    return {"path": f"./{_UPLOADS}/{path.name}", "size_bytes": size_bytes}
+    return {"path": panel.folders.named(path), "size_bytes": size_bytes}
 
 
 @router.post("/api/preview")
 async def preview(body: PreviewRequest, panel: Panel) -> JSONObject:
     """Return the first rows as the model gets them (``paceline data preview --json``)."""
     args = ["data", "preview", "CONFIG", "--rows", str(body.rows)]
-    return await panel.commands.run("preview", args, body.yaml)
+    cwd = panel.config_folder(body.run)
+    return await panel.commands.run("preview", args, body.yaml, cwd=cwd)
 
 
 class TooLarge(ConfigError):

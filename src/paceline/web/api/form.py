@@ -1,5 +1,4 @@
-"""The form, with a field for each config key, generated from the JSON schema of the config; and
-presets for common jobs."""
+"""The form, with a field for each config key, generated from the JSON schema of the config."""
 
 from functools import cache
 from typing import Any, TypedDict
@@ -8,137 +7,41 @@ from pydantic import JsonValue
 
 from paceline.config.fields import KEYS, SECTIONS, chinese, describe
 from paceline.config.schema import Config
-from paceline.config.schema.tasks import ANSWER_TASKS
+from paceline.config.schema.tasks import TASKS
 from paceline.parallel.registry import STRATEGIES
+from paceline.web.api.choices import BUILT_IN_DATASETS, BUILT_IN_MODELS, HUB_MODELS
 
-#: Keys that the form shows first, by group. All others are in their section, which is collapsed.
+#: Keys that the form shows first. All others are in collapsed groups.
+ESSENTIAL = (
+    "model", "dataset", "task", "lora.enable", "parallel.mode", "parallel.device",
+    "train_args.learning_rate", "train_args.num_train_epochs",
+    "train_args.per_device_train_batch_size", "train_args.max_length",
+)  # fmt: skip
+#: Keys that are often set, by group. All others are in their section.
 COMMON: dict[str, tuple[str, ...]] = {
-    "what": ("model", "task", "system"),
-    "data": ("dataset", "val_dataset", "split_dataset_ratio", "format", "train_args.max_length"),
+    "data": ("val_dataset", "split_dataset_ratio", "format", "system"),
     "training": (
-        "train_args.learning_rate", "train_args.num_train_epochs", "train_args.max_steps",
-        "train_args.per_device_train_batch_size", "train_args.gradient_accumulation_steps",
+        "train_args.max_steps", "train_args.gradient_accumulation_steps",
         "train_args.warmup_ratio", "train_args.precision", "train_args.gradient_checkpointing",
         "train_args.save_steps", "train_args.eval_steps", "train_args.seed",
     ),
-    "lora": ("lora.enable", "lora.rank", "lora.alpha", "lora.dropout", "lora.target_modules"),
-    "devices": ("parallel.mode", "parallel.num_gpus", "parallel.device"),
+    "lora": ("lora.rank", "lora.alpha", "lora.dropout", "lora.target_modules"),
 }  # fmt: skip
 
-#: Suggested values of keys that accept any text.
+#: Common values of keys that accept any text. The form offers them in a list, and "other".
 SUGGESTED: dict[str, tuple[str, ...]] = {
-    "model": (
-        "builtin:qwen2-tiny",
-        "builtin:qwen2-micro",
-        "builtin:small-cnn",
-        "builtin:mlp",
-        "builtin:dlrm",
-    ),
-    "task": ("sft", "pretrain", *ANSWER_TASKS, "classify", "recommend"),
+    "task": TASKS,
     "parallel.mode": ("auto", *STRATEGIES),
     "parallel.device": ("auto", "cpu", "cuda", "mps", "xpu"),
+    "train_args.gradient_checkpointing": ("auto", "none", "selective", "full"),
+}
+#: Values that are proposed while typing.
+PROPOSED: dict[str, tuple[str, ...]] = {
+    "model": (*BUILT_IN_MODELS, *HUB_MODELS),
+    "dataset": tuple(BUILT_IN_DATASETS),
     "lora.target_modules": ("all-linear",),
     "parallel.num_gpus": ("auto", "1", "2", "4", "8"),
 }
-
-#: The config of each common job.
-PRESETS = {
-    "first": """\
-# A first run: train a small model on Python's own documentation.
-# Nothing is downloaded.
-model: builtin:qwen2-tiny
-dataset: builtin:python-docs
-split_dataset_ratio: 0.05
-train_args:
-  max_length: 256
-  per_device_train_batch_size: 8
-  max_steps: 90
-  warmup_ratio: 0.1
-  eval_steps: 45
-""",
-    "lora": """\
-# Fine-tune a pretrained model on your examples with low-rank adapters:
-# needs little memory and gives a small result.
-model: Qwen/Qwen2.5-0.5B-Instruct
-dataset: ./datasets/mine.jsonl
-split_dataset_ratio: 0.05
-lora:
-  enable: true
-  rank: 16
-  alpha: 32
-train_args:
-  learning_rate: 1e-4
-  num_train_epochs: 3
-  per_device_train_batch_size: 4
-  gradient_accumulation_steps: 4
-  warmup_ratio: 0.05
-""",
-    "full": """\
-# Fine-tune all weights of a pretrained model on your examples.
-model: Qwen/Qwen2.5-0.5B-Instruct
-dataset: ./datasets/mine.jsonl
-split_dataset_ratio: 0.05
-train_args:
-  learning_rate: 2e-5
-  num_train_epochs: 3
-  per_device_train_batch_size: 2
-  gradient_accumulation_steps: 8
-  warmup_ratio: 0.05
-  gradient_checkpointing: full
-""",
-    "pretrain": """\
-# Train on plain text with loss on every token: a new model, or a pretrained one that
-# has to learn a language or a domain.
-model: builtin:qwen2-tiny
-task: pretrain
-dataset: builtin:python-source
-split_dataset_ratio: 0.02
-train_args:
-  learning_rate: 1e-3
-  num_train_epochs: 1
-  per_device_train_batch_size: 8
-  max_length: 512
-  warmup_ratio: 0.05
-""",
-    "classify": """\
-# Classify images. For your own images, use a folder with one subfolder per class.
-model: builtin:small-cnn
-task: classify
-dataset: builtin:digits
-split_dataset_ratio: 0.1
-train_args:
-  learning_rate: 3e-3
-  num_train_epochs: 8
-  per_device_train_batch_size: 32
-  warmup_ratio: 0.1
-""",
-    "recommend": """\
-# Predict clicks with embedding tables. For your own log, use a CSV file and name its
-# columns in `recommend`.
-model: builtin:dlrm
-task: recommend
-dataset: builtin:clicks
-split_dataset_ratio: 0.1
-recommend:
-  embedding_dim: 8
-train_args:
-  learning_rate: 1e-2
-  num_train_epochs: 2
-  per_device_train_batch_size: 512
-  warmup_ratio: 0.05
-""",
-    "own": """\
-# Your own model, data and loss: a subclass of paceline.Task in a Python file.
-model: my-model        # shown in the report
-task: ./my_task.py:MyTask
-dataset: my-data       # shown in the report if the task creates its own data
-train_args:
-  learning_rate: 1e-3
-  num_train_epochs: 3
-  per_device_train_batch_size: 32
-""",
-}
-
 
 #: The parts of a JSON schema that pydantic writes for the config.
 Schema = TypedDict(
@@ -162,10 +65,10 @@ Schema = TypedDict(
 
 
 class FieldGroup(TypedDict):
-    """Keys that the form shows together. ``common``: not collapsed."""
+    """Keys that the form shows together. ``essential``: not collapsed."""
 
     name: str
-    common: bool
+    essential: bool
     help: str
     help_zh: str
     keys: list[str]
@@ -178,6 +81,8 @@ class FormField(TypedDict):
         kind: bool, integer, number, choice, text or yaml.
         help, help_zh: the description in English and Chinese.
         takes: the accepted values as text.
+        suggested: common values of a key that accepts others too.
+        proposed: values that are proposed while typing.
         exclusive: which of the bounds are excluded.
     """
 
@@ -191,6 +96,7 @@ class FormField(TypedDict):
     nullable: bool
     choices: list[JsonValue]
     suggested: list[str]
+    proposed: list[str]
     minimum: float | None
     maximum: float | None
     exclusive: list[str]
@@ -211,18 +117,19 @@ _BARE = ("null", "boolean")  # types that can be part of a list of choices
 @cache
 def form() -> Form:
     schema = _config_schema()
-    common = {key for keys in COMMON.values() for key in keys}
-    top_level = [
-        key
-        for key in KEYS
-        if "." not in key and key not in common and key not in ("output_dir", "resume")
+    shown = {*ESSENTIAL, *(key for keys in COMMON.values() for key in keys)}
+    rest = [key for key in KEYS if key not in shown and key not in ("output_dir", "resume")]
+    groups = [_group("essential", list(ESSENTIAL), is_essential=True)]
+    groups += [
+        _group(name, [*keys, *(key for key in rest if key.startswith(f"{name}."))])
+        for name, keys in COMMON.items()
     ]
-    groups = [_group(name, list(keys), is_common=True) for name, keys in COMMON.items()]
-    groups.append(_group("more", top_level))
+    groups.append(_group("more", [key for key in rest if "." not in key]))
     for name, kind in SECTIONS.items():
-        keys = [key for key in KEYS if key.startswith(f"{name}.") and key not in common]
-        help = (kind.__doc__ or "").split("\n")[0]
-        groups.append(_group(name, keys, help=help, help_zh=chinese()[name]))
+        if name not in COMMON:
+            keys = [key for key in rest if key.startswith(f"{name}.")]
+            help = (kind.__doc__ or "").split("\n")[0]
+            groups.append(_group(name, keys, help=help, help_zh=chinese()[name]))
     return {
         "schema": schema,
         "groups": groups,
@@ -231,9 +138,11 @@ def form() -> Form:
 
 
 def _group(
-    name: str, keys: list[str], is_common: bool = False, help: str = "", help_zh: str = ""
+    name: str, keys: list[str], is_essential: bool = False, help: str = "", help_zh: str = ""
 ) -> FieldGroup:
-    return {"name": name, "common": is_common, "help": help, "help_zh": help_zh, "keys": keys}
+    return {
+        "name": name, "essential": is_essential, "help": help, "help_zh": help_zh, "keys": keys,
+    }  # fmt: skip
 
 
 def _config_schema() -> Schema:
@@ -271,6 +180,7 @@ def _field(key: str, schema: Schema) -> FormField:
         "nullable": any(member.get("type") == "null" for member in members),
         "choices": choices,
         "suggested": list(SUGGESTED.get(key, ())),
+        "proposed": list(PROPOSED.get(key, ())),
         "minimum": bounds.get("minimum", bounds.get("exclusiveMinimum")),
         "maximum": bounds.get("maximum", bounds.get("exclusiveMaximum")),
         "exclusive": [

@@ -20,9 +20,14 @@ Yaml = Annotated[str, Field(max_length=1 << 20, description="The text of a confi
 
 
 class ConfigText(BaseModel):
-    """A config as it is typed."""
+    """A config as it is typed.
+
+    Attributes:
+        run: the run that is resumed with it, in whose folder its relative paths may start.
+    """
 
     yaml: Yaml
+    run: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")] | None = None
 
 
 class Edit(ConfigText):
@@ -68,17 +73,28 @@ def schema() -> Any:
 
 
 @router.get("/api/presets")
-def presets() -> dict[str, list[dict[str, str]]]:
-    """Return the text of a config for each common job."""
-    from paceline.web.api.form import PRESETS
+def presets(panel: Panel) -> JSONObject:
+    """Return the text of a config for each common job, and the panel's two folders."""
+    from paceline.web.api.presets import PRESETS
 
-    return {"presets": [{"id": id, "yaml": text} for id, text in PRESETS.items()]}
+    return {
+        "presets": [{"id": id, "yaml": text} for id, text in PRESETS.items()],
+        "folders": panel.folders.shown(),
+    }
 
 
 @router.post("/api/check")
-def check(body: ConfigText) -> JSONObject:
-    """Return the mistakes of a config, each with its line and key, and the values of its keys."""
-    return dict(load_configs().check(body.yaml))
+def check(body: ConfigText, panel: Panel) -> JSONObject:
+    """Return the mistakes of a config, each with its line and key, and the values of its keys.
+    ``is_config``: it can be loaded; paths that do not exist are mistakes of their own."""
+    return dict(load_configs().check(body.yaml, panel.config_folder(body.run)))
+
+
+@router.post("/api/convert")
+def convert(body: ConfigText) -> JSONObject:
+    """Return a config of another tool with Paceline's keys (``paceline convert``), and the notices
+    of the conversion."""
+    return dict(load_configs().convert(body.yaml))
 
 
 @router.post("/api/yaml")
@@ -94,8 +110,9 @@ async def steps(body: ConfigText, panel: Panel) -> JSONObject:
     """Return the steps, batch size and warm-up that follow from the data
     (``paceline sft --dry-run --json``). The data is read and tokenized, and cached for the run."""
     return await panel.commands.run(
-        "steps", ["sft", "CONFIG", "--dry-run"], body.yaml, timeout_s=900.0
-    )
+        "steps", ["sft", "CONFIG", "--dry-run"], body.yaml, timeout_s=900.0,
+        cwd=panel.config_folder(body.run),
+    )  # fmt: skip
 
 
 @router.post("/api/start")
@@ -103,8 +120,9 @@ async def start(body: Start, panel: Panel) -> dict[str, str | bool]:
     """Start a run in ``FOLDER/NAME``. Returns when the run has written an event, has failed, or is
     still preparing after a while (``shows: false``); then ``GET /api/launches/ID`` shows more."""
     check_name(panel.folder, body.name)
-    text, _ = load_configs().edit_yaml(body.yaml, {"output_dir": f"./{body.name}"})
-    load_configs().load(text)
+    output_dir = panel.folders.named(panel.folder / body.name)
+    text, _ = load_configs().edit_yaml(body.yaml, {"output_dir": output_dir})
+    load_configs().require(text, panel.folders.start)
     return await _wait_for_events(panel, panel.launches.start(body.name, text))
 
 
@@ -140,17 +158,31 @@ def stop_run(id: RunId, body: Stop, panel: Panel) -> dict[str, int]:
 @router.get("/api/runs/{id}/resume")
 def resumable(id: RunId, panel: Panel) -> dict[str, str | bool]:
     """Return the config to resume with: ``{yaml, is_running}``."""
+    return {"yaml": _config_text(panel, id), "is_running": is_locked(panel.run_folder(id))}
+
+
+def _config_text(panel: AppState, id: str) -> str:
     run = panel.run_folder(id)
     for path in (run / CONFIG, RunDir(run).config):
         text = read_inside(path)
         if text is not None:
-            return {"yaml": text.decode("utf-8", "replace"), "is_running": is_locked(run)}
+            return text.decode("utf-8", "replace")
     raise ConfigError(
         "{run} has no config to resume with",
         code="no-config-to-resume",
         fix="start a new run",
         run=run.name,
     )
+
+
+@router.get("/api/runs/{id}/duplicate")
+def duplicate(id: RunId, panel: Panel) -> JSONObject:
+    """Return the config of a run for a new one: without its folder, and with absolute paths if the
+    run was started in another folder."""
+    text = _config_text(panel, id)
+    cwd = panel.config_folder(id)
+    moved_from = None if cwd == panel.folders.start else cwd
+    return {"yaml": load_configs().without_folder(text, moved_from)}
 
 
 @router.post("/api/runs/{id}/diff")
@@ -165,7 +197,7 @@ async def resume(id: RunId, body: Resume, panel: Panel) -> dict[str, str | bool]
     """Resume a run; the response is the same as for ``POST /api/start``."""
     run = panel.run_folder(id)
     if body.yaml is not None:
-        load_configs().load(body.yaml)
+        load_configs().require(body.yaml, panel.config_folder(id))
     launched = panel.launches.resume(run, body.yaml, body.allow_config_change)
     return await _wait_for_events(panel, launched)
 
@@ -188,6 +220,7 @@ async def export(id: RunId, panel: Panel) -> JSONObject:
     if exported.is_dir() and exported.stat().st_mtime >= model.stat().st_mtime:
         return {"path": str(exported), "merged": True}
     result = await panel.commands.run(
-        f"export {id}", ["export", str(run), "--merge"], timeout_s=3600.0
-    )
+        f"export {id}", ["export", str(run), "--merge"], timeout_s=3600.0,
+        cwd=panel.config_folder(id),
+    )  # fmt: skip
     return {"path": result["path"], "merged": True}

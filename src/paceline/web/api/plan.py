@@ -6,7 +6,8 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from paceline.planner.devices import devices
-from paceline.web.api.launch import ConfigText, load_configs
+from paceline.web.api.choices import BUILT_IN_MODELS, HUB_MODELS
+from paceline.web.api.launch import ConfigText
 from paceline.web.files import JSONObject
 from paceline.web.state import Panel
 
@@ -22,20 +23,24 @@ class PlanRequest(ConfigText):
 
 @router.get("/api/devices")
 def device_table() -> JSONObject:
-    """Return the devices that a plan can be made for, with their memory."""
+    """Return the devices that a plan can be made for, with their memory, and common models."""
     return {
-        "devices": [{"name": each.name, "memory_bytes": each.memory_bytes} for each in devices()]
+        "devices": [{"name": each.name, "memory_bytes": each.memory_bytes} for each in devices()],
+        "models": [*HUB_MODELS, *BUILT_IN_MODELS],
     }
 
 
 @router.post("/api/plan")
 async def plan(body: PlanRequest, panel: Panel) -> JSONObject:
-    """Return what the run would take in every mode (``paceline plan --json``). A newer request ends
-    an older one."""
-    args = ["plan", "CONFIG"]
-    if body.world_size is not None:
-        args.append(f"--world-size={body.world_size}")
-    if body.device is not None:
-        args.append(f"--device={body.device}")
-    plan = await panel.commands.run("plan", args, body.yaml)
-    return {**plan, "max_steps": load_configs().load(body.yaml).config.train_args.max_steps}
+    """Return what the run would take in every mode (``paceline plan --json``), and ``max_steps``. A
+    newer request ends an older one."""
+    cwd = panel.config_folder(body.run)
+    return await panel.planner.plan(body.yaml, body.world_size, body.device, cwd)
+
+
+@router.post("/api/planner")
+async def start_planner(panel: Panel) -> JSONObject:
+    """Start the process that plans, if it is not running: a page that will request plans calls this
+    first."""
+    await panel.planner.start()
+    return {}

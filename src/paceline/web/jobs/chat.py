@@ -37,12 +37,18 @@ class ChatModel:
         self._last_id = 0
 
     async def answer(
-        self, run: Path, request: JSONObject, device: str
+        self, run: Path, request: JSONObject, device: str, cwd: Path
     ) -> AsyncGenerator[ChatEvent]:
         """Yield the events of one answer: ``state`` {state: loading | ready, device, base},
         ``token`` {text}, ``end`` {num_tokens, wall_s, stopped}, ``error``, the record of
         an error.
         Closing the iterator stops the answer.
+
+        Args:
+            run: the folder of the run.
+            request: the chat, as ``paceline generate --serve`` reads it.
+            device: ``auto`` or ``cpu``.
+            cwd: the folder at which relative paths of the run's config start.
 
         Raises:
             ConfigError: another answer is being generated.
@@ -60,7 +66,7 @@ class ChatModel:
                 if worker is None or not worker.serves(run, device):
                     yield "state", {"state": "loading"}
                     self.close()
-                    self._worker = worker = await _Worker.start(run, device)
+                    self._worker = worker = await _Worker.start(run, device, cwd)
                 yield "state", {"state": "ready", **await worker.ready()}
                 self._last_id += 1
                 async for event in worker.ask(self._last_id, request):
@@ -102,7 +108,7 @@ class _Worker:
         self._ready: JSONObject | None = None
 
     @staticmethod
-    async def start(run: Path, device: str) -> _Worker:
+    async def start(run: Path, device: str, cwd: Path) -> _Worker:
         output = tempfile.TemporaryFile()  # noqa: SIM115  (open until the worker ends)
         scratch = tempfile.TemporaryDirectory(prefix="paceline-panel-")
         record = Path(scratch.name) / "error.json"
@@ -112,6 +118,7 @@ class _Worker:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=output,
+            cwd=cwd,
             limit=_LINE_BYTES,
             env={**os.environ, "NO_COLOR": "1", ERROR_FILE: str(record)},
             start_new_session=True,

@@ -33,14 +33,23 @@ class Superseded(ConfigError):
 
 
 class CommandRunner:
-    """Runs commands with ``--json``, one of each kind at a time: a newer one ends the older."""
+    """Runs commands with ``--json``, one of each kind at a time: a newer one ends the older.
+
+    Args:
+        folder: the folder that commands run in.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._running: dict[str, asyncio.subprocess.Process] = {}
 
     async def run(
-        self, kind: str, args: Sequence[str], yaml: str | None = None, timeout_s: float = 120.0
+        self,
+        kind: str,
+        args: Sequence[str],
+        yaml: str | None = None,
+        timeout_s: float = 120.0,
+        cwd: Path | None = None,
     ) -> JSONObject:
         """Return the JSON object that ``python -m paceline ARGS… --json`` prints.
 
@@ -50,6 +59,7 @@ class CommandRunner:
                 ``yaml``.
             yaml: the text of the config.
             timeout_s: seconds after which the command is ended.
+            cwd: the folder that the command runs in; default: ``folder``.
 
         Raises:
             ConfigError: exit code 2, with the message of the command; :class:`Superseded`.
@@ -63,11 +73,11 @@ class CommandRunner:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "paceline"),
                 *(str(path) if arg == "CONFIG" else arg for arg in args),
-                "--json", cwd=self.folder, stdin=asyncio.subprocess.DEVNULL,
+                "--json", cwd=cwd or self.folder, stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
                 env={**os.environ, "NO_COLOR": "1", ERROR_FILE: str(record)},
                 start_new_session=True,
-                preexec_fn=_lower_priority,
+                preexec_fn=lower_priority,
             )  # fmt: skip
             self._running[kind] = process
             try:
@@ -118,7 +128,8 @@ def end(process: asyncio.subprocess.Process) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _lower_priority() -> None:
+def lower_priority() -> None:
+    """Give this process a low priority, and end it with its parent."""
     os.nice(_NICE)
     end_with_parent()
 

@@ -23,6 +23,7 @@ from paceline.core.formatting import finite
 from paceline.core.processes import host_name, pid_alive
 from paceline.core.run_dir import RunDir, is_launching, lock_run
 from paceline.web.files import JSONObject, json_inside, read_inside, stat_inside
+from paceline.web.folders import Folders
 from paceline.web.jobs.commands import error_of
 from paceline.web.responses import Conflict
 
@@ -102,8 +103,8 @@ class RunLauncher:
         stop_requests: for each run that was asked to stop, the process that received the request.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folders: Folders) -> None:
+        self.folders = folders
         self.stop_requests: dict[Path, int] = {}
         self.by_folder: dict[Path, Launched] = {}
         self._scratch: TemporaryDirectory[str] | None = None
@@ -121,11 +122,12 @@ class RunLauncher:
 
     def start(self, name: str, yaml: str) -> Launched:
         """Start a new run in its own folder, which also gets the config as it was typed."""
-        run = check_name(self.folder, name)
+        run = check_name(self.folders.served, name)
         try:
             run.mkdir()
             write_atomic(run / CONFIG, yaml)
-            return self._launch(run, [f"{name}/{CONFIG}"], self.folder, is_new=True)
+            config = self.folders.named(run / CONFIG)
+            return self._launch(run, [config], self.folders.start, is_new=True)
         except OSError as error:
             _remove(run)
             raise RunError(
@@ -145,7 +147,7 @@ class RunLauncher:
                 fix="wait until it ends, or stop it first",
                 run=run.name,
             )
-        config, cwd = run / CONFIG, started_from(run, self.folder)
+        config, cwd = run / CONFIG, started_from(run, self.folders.start)
         config_before = None
         if yaml is not None:
             config_before = (read_inside(config) or b"").decode("utf-8", "replace")
@@ -250,10 +252,11 @@ def is_locked(run: Path) -> bool:
 
 def started_from(run: Path, otherwise: Path) -> Path:
     """Return the working directory that a run was started in. Its relative paths begin there."""
-    cwd = _panel_start(run).get("cwd")
-    if isinstance(cwd, str) and Path(cwd).is_dir():
-        return Path(cwd)
-    output = _run_start(run).get("output_dir")
+    start = _run_start(run)
+    for cwd in (_panel_start(run).get("cwd"), start.get("cwd")):
+        if isinstance(cwd, str) and Path(cwd).is_dir():
+            return Path(cwd)
+    output = start.get("output_dir")
     parts = Path(output).parts if isinstance(output, str) and not Path(output).is_absolute() else ()
     if parts and ".." not in parts and run.parts[-len(parts) :] == parts:
         return Path(*run.parts[: -len(parts)])

@@ -38,7 +38,7 @@ const en = {
   "whatif.optimizer": "optimizer state",
   "whatif.activations": "activations",
   "whatif.of": "{used} of {all}",
-  "whatif.chosen": "auto: {setup}",
+  "whatif.run": "this run: {mode}",
   "whatif.why": "Why",
   "whatif.command": "The same in a terminal:",
 };
@@ -82,7 +82,7 @@ const zh = {
   "whatif.optimizer": "优化器状态",
   "whatif.activations": "激活值",
   "whatif.of": "{used}，共 {all}",
-  "whatif.chosen": "auto：{setup}",
+  "whatif.run": "本次训练：{mode}",
   "whatif.why": "原因",
   "whatif.command": "终端中的等效命令：",
 };

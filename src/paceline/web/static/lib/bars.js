@@ -6,16 +6,25 @@ import { t } from "./i18n.js";
 /**
  * Return rows of bars on a common scale. `rows`: [{name, parts: [{name, value, kind}], text}].
  * `kind`, from 1 to 6, selects a color and pattern. `text` contains the value of the row, because
- * screen readers skip the bars.
+ * screen readers skip the bars. `limit`: {name, value, text} of a vertical line through all bars.
  */
-export function bars(rows) {
+export function bars(rows, limit = null) {
   const longest = Math.max(
     ...rows.map(({ parts }) => parts.reduce((sum, part) => sum + (part.value ?? 0), 0)),
+    limit?.value ?? 0,
     1e-12,
   );
+  const share = (value) => `${(100 * value) / longest}%`;
+  const line = () =>
+    h("span", {
+      class: "bars-limit",
+      title: `${limit.name}: ${limit.text}`,
+      style: { left: share(limit.value) },
+    });
   return h(
     "div",
     { class: "bars", role: "list" },
+    limit && limitRow(limit, share(limit.value)),
     rows.map(({ name, parts, text }) =>
       h(
         "div",
@@ -23,22 +32,41 @@ export function bars(rows) {
         h("div", { class: "bars-name" }, name),
         h(
           "div",
-          { class: "bars-bar", "aria-hidden": "true" },
-          parts.map(
-            (part) =>
-              part.value > 0 &&
-              h("span", {
-                class: `fill fill-${part.kind}`,
-                title: `${part.name}: ${part.text ?? ""}`,
-                style: { width: `${(100 * part.value) / longest}%` },
-              }),
+          { class: "bars-track", "aria-hidden": "true" },
+          h(
+            "div",
+            { class: "bars-bar" },
+            parts.map(
+              (part) =>
+                part.value > 0 &&
+                h("span", {
+                  class: `fill fill-${part.kind}`,
+                  title: `${part.name}: ${part.text ?? ""}`,
+                  style: { width: share(part.value) },
+                }),
+            ),
           ),
+          limit && line(),
         ),
         h("div", { class: "bars-text" }, text),
       ),
     ),
   );
 }
+
+/** Return the row above the bars that names the line of the limit. */
+const limitRow = ({ name, text }, left) =>
+  h(
+    "div",
+    { class: "bars-row", role: "listitem" },
+    h("div", { class: "bars-name" }, name),
+    h(
+      "div",
+      { class: "bars-track bars-scale", "aria-hidden": "true" },
+      h("span", { class: "bars-limit", style: { left } }),
+    ),
+    h("div", { class: "bars-text" }, text),
+  );
 
 /** Return the legend of the fills. `kinds`: [[kind, node or text]]. */
 export const fillLegend = (kinds) =>

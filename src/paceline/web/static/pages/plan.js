@@ -1,19 +1,14 @@
 // The page Plan: sliders for devices, batch and sequence length, and the memory by kind.
 
 import { get, post } from "../lib/api.js";
-import { bars, fillLegend } from "../lib/bars.js";
 import { h, newId, put } from "../lib/dom.js";
 import * as format from "../lib/format.js";
-import { addTexts, t } from "../lib/i18n.js";
+import { t } from "../lib/i18n.js";
 import { card, command, icon, term } from "../lib/ui.js";
-import { texts } from "../i18n/plan.js";
-import { renderCode } from "./start_form.js";
+import { memoryBars, settingsText } from "./plan_parts.js";
+import { renderCode } from "./start_field.js";
 
-addTexts(texts);
-
-const PARTS = ["parameters", "gradients", "optimizer", "activations"];
-const DELAY_MS = 400;
-const SHOWN_MODES = ["single", "ddp", "zero1", "zero2", "zero3", "tensor", "pipeline"];
+const DELAY_MS = 150;
 const DEFAULTS = {
   model: "Qwen/Qwen2-7B-Instruct",
   method: "full",
@@ -27,7 +22,7 @@ const DEFAULTS = {
 const SLIDERS = { count: [0, 14], batch: [0, 8], length: [7, 17] };
 
 export async function show(root, params, ctx) {
-  const { devices } = await get("api/devices");
+  const known = await get("api/devices");
   ctx.title(t("whatif.title"));
   const query = ctx.query();
   const values = Object.fromEntries(
@@ -44,13 +39,13 @@ export async function show(root, params, ctx) {
     root,
     h("h1", {}, t("whatif.title")),
     h("p", { class: "muted" }, renderCode(t("whatif.about"))),
-    h("div", { class: "whatif" }, settingsCard(values, devices, changed), result.node),
+    h("div", { class: "whatif" }, settingsCard(values, known, changed), result.node),
   );
   request.now();
   return () => request.end();
 }
 
-function settingsCard(values, devices, changed) {
+function settingsCard(values, { devices, models }, changed) {
   const selected = (name, options) =>
     h(
       "select",
@@ -65,7 +60,8 @@ function settingsCard(values, devices, changed) {
     value: values.model,
     spellcheck: "false",
     autocomplete: "off",
-    on: { change: (event) => changed("model", event.target.value.trim()) },
+    list: "whatif-models",
+    on: { input: (event) => changed("model", event.target.value.trim()) },
   });
   const labeled = (name, control) =>
     h("div", { class: "whatif-field" }, h("label", { for: `whatif-${name}` }, t(`whatif.${name}`)), control);
@@ -73,6 +69,7 @@ function settingsCard(values, devices, changed) {
     t("whatif.settings"),
     null,
     labeled("model", model),
+    h("datalist", { id: "whatif-models" }, models.map((value) => h("option", { value }))),
     labeled(
       "method",
       selected("method", [
@@ -180,6 +177,7 @@ function requester(values, result) {
   return {
     now,
     soon: () => {
+      result.wait();
       clearTimeout(timer);
       timer = setTimeout(now, DELAY_MS);
     },
@@ -220,19 +218,11 @@ function resultCard() {
   };
 }
 
-const modeKeys = /^parallel\.(mode|data|shard|tensor|pipeline)$/;
-
 /** Return a set-up as text: the mode, and the settings that do not select it. */
-function setupText(setup) {
-  const settings = Object.entries(setup.settings)
-    .filter(([key]) => !modeKeys.test(key))
-    .map(([key, value]) => `${key.replace("train_args.", "")}=${value}`);
-  return [setup.mode, ...settings].join(" ");
-}
+const setupText = ({ mode, settings }) => [mode, ...settingsText(settings)].join(" ");
 
 function content(plan, values) {
   const { choice } = plan;
-  const mode = choice && plan.modes.find((candidate) => candidate.mode === choice.mode);
   return [
     h(
       "p",
@@ -240,10 +230,9 @@ function content(plan, values) {
       icon(choice ? "done" : "failed"),
       choice ? t("whatif.fits", { setup: setupText(choice) }) : t("whatif.fits_not"),
     ),
-    choice ? facts(plan, choice, mode) : null,
+    choice ? facts(plan, choice) : null,
     h("h3", {}, t("whatif.bars")),
-    fillLegend(PARTS.map((name, index) => [index + 1, t(`whatif.${name}`)])),
-    bars(memoryRows(plan)),
+    memoryBars(plan),
     h("h3", {}, t("whatif.why")),
     h("p", { class: "small" }, renderCode(plan.why)),
     plan.runners_up.length || plan.notes.length
@@ -297,32 +286,3 @@ const fact = (name, value, note = null) =>
       note === null ? null : [" ", h("span", { class: "muted small" }, note)],
     ),
   );
-
-/** Return the rows of the bars: the device, what auto chooses, and the plain modes. */
-function memoryRows(plan) {
-  const limit = plan.device_memory_bytes;
-  const rows = [
-    {
-      name: t("whatif.limit"),
-      parts: [{ name: t("whatif.limit"), value: limit, kind: 6, text: format.bytes(limit) }],
-      text: format.bytes(limit),
-    },
-  ];
-  const add = (name, memory, fits) =>
-    rows.push({
-      name: [icon(fits ? "done" : "failed"), " ", name],
-      parts: PARTS.map((part, index) => ({
-        name: t(`whatif.${part}`),
-        value: memory[part],
-        kind: index + 1,
-        text: format.bytes(memory[part]),
-      })),
-      text: format.bytes(memory.total),
-    });
-  if (plan.choice)
-    add(t("whatif.chosen", { setup: plan.choice.mode }), plan.choice.memory_bytes, true);
-  for (const mode of plan.modes)
-    if (SHOWN_MODES.includes(mode.mode) && mode.memory_bytes.total !== null)
-      add(mode.mode, mode.memory_bytes, mode.fits);
-  return rows;
-}

@@ -5,42 +5,50 @@ import { get, post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
 import { addTexts, t } from "../lib/i18n.js";
 import { announce, errorState, icon } from "../lib/ui.js";
+import { texts as formTexts } from "../i18n/form.js";
 import { texts } from "../i18n/start.js";
 import { changesCard } from "./start_changes.js";
+import { datasetButton, modelButton } from "./start_choose.js";
 import { datasetTools } from "./start_data.js";
 import { readDraft, writeDraft } from "./start_draft.js";
+import { describeError } from "./start_field.js";
 import { makeForm } from "./start_form.js";
 import { launchCard } from "./start_launch.js";
+import { pasteButton } from "./start_paste.js";
 import { planCard } from "./start_plan.js";
 import { makeEditor } from "./start_yaml.js";
 
 addTexts(texts);
+addTexts(formTexts);
 
-const CHECK_MS = 300;
+const CHECK_MS = 150; // after the last key in the text
 
 export async function show(root, params, ctx) {
   const resume = params.query.get("resume");
   const original = resume ?? params.query.get("from");
   ctx.title(t(resume ? "start.resume.title" : "start.title"));
   if (!ctx.hasToken()) return void put(root, noToken());
-  const [form, { presets }, run, old] = await Promise.all([
+  post("api/planner", {}).catch(() => {}); // it takes seconds to start; a plan reports its error
+  const [form, { presets, folders }, run, old] = await Promise.all([
     get("api/schema"),
     get("api/presets"),
     original ? get(`api/runs/${original}`) : null,
-    original ? get(`api/runs/${original}/resume`) : null,
+    original ? get(`api/runs/${original}/${resume ? "resume" : "duplicate"}`) : null,
   ]);
   const draft = original ? null : readDraft();
-  const state = makeState(draft?.yaml ?? presets[0].yaml);
-  if (original) state.yaml = resume ? old.yaml : await withoutFolder(old.yaml);
+  const state = makeState(old?.yaml ?? draft?.yaml ?? presets[0].yaml, resume);
 
   const editor = makeEditor(state);
-  const fields = makeForm(form, state);
+  const fields = makeForm(form, state, {
+    folder: folders.start,
+    actions: { model: modelButton(state), dataset: datasetButton(state) },
+  });
   const data = datasetTools(state);
-  fields.slot("data").append(data.node);
+  fields.slot.append(data.node);
   const plan = planCard(state);
   const changes = resume ? changesCard(state, resume) : null;
   const prefix = run ? run.name : presets[0].id;
-  const launch = launchCard(state, ctx, { resume, changes, prefix, draft });
+  const launch = launchCard(state, ctx, { resume, changes, prefix, draft, folders });
 
   put(
     root,
@@ -69,25 +77,26 @@ export async function show(root, params, ctx) {
   );
   if (!resume) state.on("text", () => writeDraft({ yaml: state.yaml, name: launch.name() }));
   state.check(0);
+  // Files may have been added meanwhile.
+  const checkAgain = () => state.checkResult?.errors.some(({ code }) => code) && state.check(0);
+  addEventListener("focus", checkAgain);
   return () => {
+    removeEventListener("focus", checkAgain);
     state.end();
     plan.end();
     launch.end();
   };
 }
 
-/** Return the text of a config without `output_dir`: the new run gets a folder by its name. */
-async function withoutFolder(yaml) {
-  return (await post("api/yaml", { yaml, values: {}, remove: ["output_dir"] })).yaml;
-}
-
 /**
  * Return the state of the page: the config as text (`yaml`), from which everything else follows,
  * and the result of its latest check (`checkResult`). Events: `text` (the text has changed; called
- * with the source of the change), `busy` (the text has been changed and not been checked yet) and
+ * with the source of the change), `busy` (the text is being changed, and was not checked yet) and
  * `checked` (`checkResult` belongs to the current text).
+ *
+ * `resume`: the run that is resumed with the config, or null.
  */
-function makeState(yaml) {
+function makeState(yaml, resume) {
   const listeners = { text: new Set(), checked: new Set(), busy: new Set() };
   const notify = (name, value) => {
     for (const listener of listeners[name]) listener(value);
@@ -102,13 +111,22 @@ function makeState(yaml) {
     on: (name, listener) => {
       listeners[name].add(listener);
     },
+    /** Return the body of a request about the config. */
+    body: () => (resume ? { yaml: state.yaml, run: resume } : { yaml: state.yaml }),
+    /** Tell that an edit has begun: results of the old text are outdated. */
+    touch: () => notify("busy"),
+    /** Wait until the edits of the form are in the text. */
+    async settle() {
+      await new Promise((resolve) => setTimeout(resolve)); // a field that has just lost the focus
+      await edits;
+    },
     setYaml(text, source) {
       if (text === state.yaml) return;
       state.yaml = text;
       version++;
       notify("busy");
       notify("text", source);
-      state.check();
+      state.check(source === "text" ? CHECK_MS : 0);
     },
     /**
      * Set keys and remove others. The server edits the text, so that comments are kept. Edits are
@@ -123,18 +141,19 @@ function makeState(yaml) {
             const response = await post("api/yaml", { yaml: yaml, values, remove });
             if (state.yaml !== yaml) continue;
             if (!response.kept) announce(t("start.comments_lost"));
+            if (response.yaml === yaml) return state.check(0); // ends what the edit has begun
             return state.setYaml(response.yaml, "form");
           }
         })
         .catch((error) => state.fail(error));
       return edits;
     },
-    check(wait_ms = CHECK_MS) {
+    check(wait_ms) {
       clearTimeout(timer);
       const checkedVersion = version;
       timer = setTimeout(async () => {
         try {
-          const result = await post("api/check", { yaml: state.yaml });
+          const result = await post("api/check", state.body());
           if (checkedVersion !== version || state.ended) return;
           state.checkResult = result;
           notify("checked", result);
@@ -153,6 +172,7 @@ function makeState(yaml) {
       const shownError = { ...message, key: null, line: null };
       state.checkResult = {
         ok: false,
+        is_config: false,
         error: shownError,
         errors: [shownError],
         notices: [],
@@ -169,7 +189,7 @@ function makeState(yaml) {
 }
 
 function presetRow(presets, state, launch) {
-  return h(
+  const buttons = h(
     "div",
     { class: "presets", role: "group", "aria-label": t("start.presets") },
     presets.map((preset) =>
@@ -192,6 +212,7 @@ function presetRow(presets, state, launch) {
       ),
     ),
   );
+  return h("div", {}, buttons, h("div", { class: "preset-foot" }, pasteButton(state)));
 }
 
 /** Return links to the text and the plan, which are below a long form on a narrow screen. */
@@ -226,8 +247,9 @@ export function errorList(errors, go) {
   return h(
     "ul",
     { class: "error-list" },
-    errors.map((error) =>
-      h(
+    errors.map((error) => {
+      const { what, fix } = describeError(error);
+      return h(
         "li",
         {},
         error.line
@@ -237,12 +259,12 @@ export function errorList(errors, go) {
               t("start.line", { line: error.line }),
             )
           : null,
-        h("span", {}, icon("failed"), error.what),
+        h("span", {}, icon("failed"), what),
         error.allowed
           ? h("div", { class: "small" }, t("error.allowed", { allowed: error.allowed }))
           : null,
-        error.fix ? h("div", { class: "small" }, t("error.fix", { fix: error.fix })) : null,
-      ),
-    ),
+        fix ? h("div", { class: "small" }, fix) : null,
+      );
+    }),
   );
 }

@@ -4,7 +4,7 @@ import { post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
 import { t } from "../lib/i18n.js";
 import { card, icon } from "../lib/ui.js";
-import { formatValue } from "./start_form.js";
+import { formatValue } from "./start_field.js";
 
 /**
  * Return the card of the changes. `onChange` is called when `changed()`, `ready()` or `allowed()`

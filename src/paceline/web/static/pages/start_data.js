@@ -1,11 +1,11 @@
-// Datasets: choose a file, upload one, and preview the first rows as the model receives them.
+// Datasets: upload a file, and preview the first rows as the model receives them.
 
-import { get, post } from "../lib/api.js";
+import { post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { t } from "../lib/i18n.js";
-import { announce, errorState, icon } from "../lib/ui.js";
-import { renderCode } from "./start_form.js";
+import { errorState, icon } from "../lib/ui.js";
+import { renderCode } from "./start_field.js";
 
 const DATA_KEYS = [
   "model",
@@ -38,11 +38,6 @@ export function datasetTools(state) {
       h("option", { value: count, prop: { selected: count === 5 } }, t("data.rows", { n: count })),
     ),
   );
-  const chooseButton = h(
-    "button",
-    { type: "button", id: "choose-data", on: { click: chooseFile } },
-    t("data.choose"),
-  );
   const file = h("input", {
     type: "file",
     id: "upload",
@@ -62,7 +57,6 @@ export function datasetTools(state) {
     h(
       "div",
       { class: "toolbar" },
-      chooseButton,
       h("span", { class: "file-wrap" }, file, uploadButton),
       h(
         "span",
@@ -103,7 +97,7 @@ export function datasetTools(state) {
     try {
       const response = await post(
         "api/preview",
-        { yaml: state.yaml, rows: Number(rowCount.value) },
+        { ...state.body(), rows: Number(rowCount.value) },
         { signal },
       );
       if (!signal.aborted) put(rows, drawRows(response));
@@ -152,72 +146,6 @@ export function datasetTools(state) {
       );
     } finally {
       file.value = "";
-    }
-  }
-
-  async function chooseFile() {
-    const list = h("div", { class: "data-list" }, h("p", { class: "muted" }, t("loading")));
-    const dialog = h(
-      "dialog",
-      { class: "dialog wide", "aria-labelledby": "choose-title" },
-      h("h2", { id: "choose-title" }, t("data.choose")),
-      h("p", { class: "muted small" }, t("data.choose.is")),
-      list,
-      h("form", { method: "dialog", class: "toolbar" }, h("button", { value: "" }, t("cancel"))),
-    );
-    document.body.append(dialog);
-    dialog.addEventListener("close", () => {
-      dialog.remove();
-      chooseButton.focus();
-    });
-    dialog.showModal();
-    const selectDataset = (path) => {
-      dialog.close();
-      state.edit({ dataset: path });
-      announce(t("data.selected", { path }));
-    };
-    try {
-      const response = await get("api/datasets");
-      const item = (path, note) =>
-        h(
-          "li",
-          {},
-          h(
-            "button",
-            { type: "button", class: "data-item", on: { click: () => selectDataset(path) } },
-            h("span", { class: "mono" }, path),
-            h("span", { class: "muted small" }, note),
-          ),
-        );
-      put(
-        list,
-        h("h3", {}, t("data.in_folder")),
-        response.datasets.length
-          ? h(
-              "ul",
-              {},
-              response.datasets.map((file) =>
-                item(
-                  file.path,
-                  `${format.bytes(file.size_bytes)} · ${format.ago(file.modified_at)}`,
-                ),
-              ),
-            )
-          : h("p", { class: "muted" }, t("data.none")),
-        response.left_out
-          ? h("p", { class: "muted small" }, t("data.left_out", { n: response.left_out }))
-          : null,
-        h("h3", {}, t("data.builtin")),
-        h(
-          "ul",
-          {},
-          response.builtin.map((dataset) =>
-            item(dataset.path, t("data.for", { task: dataset.task })),
-          ),
-        ),
-      );
-    } catch (error) {
-      put(list, errorState(error));
     }
   }
   return { node };

@@ -9,7 +9,7 @@ import { writeDraft } from "./start_draft.js";
 
 const NAME = /^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$/;
 
-export function launchCard(state, ctx, { resume, changes, draft, prefix }) {
+export function launchCard(state, ctx, { resume, changes, draft, prefix, folders }) {
   let ended = false;
   let isStarting = false;
   // Names of existing runs; the server also rejects names of other files.
@@ -71,7 +71,7 @@ export function launchCard(state, ctx, { resume, changes, draft, prefix }) {
         ),
     button,
     blockedReason,
-    resume ? null : h("p", { class: "muted small", id: "name-hint" }, t("start.name.is")),
+    resume ? null : h("p", { class: "muted small", id: "name-hint" }, t("start.name.is", { folder: folders.served })),
   );
   const node = h("footer", { class: "card start-footer" }, feedback, form);
 
@@ -108,9 +108,10 @@ export function launchCard(state, ctx, { resume, changes, draft, prefix }) {
     isStarting = true;
     draw();
     put(feedback);
-    // If the run fails before its first event, the form opens with this again.
-    if (!resume) writeDraft({ yaml: state.yaml, name: name.value });
     try {
+      await state.settle();
+      // If the run fails before its first event, the form opens with this again.
+      if (!resume) writeDraft({ yaml: state.yaml, name: name.value });
       const launched = resume
         ? await post(`api/runs/${resume}/resume`, {
             yaml: changes.changed() ? state.yaml : null,

@@ -6,9 +6,8 @@ import { h, put } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { t } from "../lib/i18n.js";
 import { card, icon, term } from "../lib/ui.js";
-import { renderCode } from "./start_form.js";
-
-const PLAN_DELAY_MS = 700;
+import { memoryBars, settingsText } from "./plan_parts.js";
+import { renderCode } from "./start_field.js";
 
 export function planCard(state) {
   const body = h(
@@ -20,22 +19,16 @@ export function planCard(state) {
   const node = card(t("plan.title"), busy, body);
   node.id = "plan";
   node.tabIndex = -1;
-  let timer = null;
   let controller = null;
   let plannedYaml = null; // the text for which the plan was made
   let derived = null;
 
-  state.on("busy", () => {
-    clearTimeout(timer);
-    node.classList.add("old");
-  });
+  state.on("busy", () => node.classList.add("old"));
   state.on("checked", (result) => {
-    clearTimeout(timer);
-    if (!result.ok) return void put(busy, t("plan.needs_config"));
+    if (!result.is_config) return void put(busy, t("plan.needs_config"));
     if (plannedYaml === state.yaml) return void markCurrent();
-    put(busy, t("plan.making"));
-    timer = setTimeout(requestPlan, PLAN_DELAY_MS);
-    return undefined;
+    put(busy, t(plannedYaml === null ? "plan.starting" : "plan.making"));
+    return void requestPlan();
   });
 
   async function requestPlan() {
@@ -44,7 +37,7 @@ export function planCard(state) {
     const { signal } = controller;
     const yaml = state.yaml;
     try {
-      const plan = await post("api/plan", { yaml }, { signal });
+      const plan = await post("api/plan", state.body(), { signal });
       if (signal.aborted || state.ended) return;
       plannedYaml = yaml;
       if (derived?.yaml !== yaml) derived = null;
@@ -70,7 +63,8 @@ export function planCard(state) {
   }
 
   function draw(plan) {
-    const name = plan.configured ?? plan.chosen;
+    const { run } = plan;
+    const name = run.mode;
     const mode = plan.modes.find((candidate) => candidate.mode === name);
     const steps = derived?.derived.steps ?? plan.max_steps;
     const error = plan.layout_error;
@@ -96,46 +90,47 @@ export function planCard(state) {
     }
     put(
       body,
-      mode
+      name
         ? h(
             "p",
             {
-              class: `verdict-line ${mode.fits ? "good" : "bad"}`,
+              class: `verdict-line ${run.fits ? "good" : "bad"}`,
               id: "plan-verdict",
               data: { mode: name },
             },
-            icon(mode.fits ? "done" : "failed"),
-            t(mode.fits ? "plan.fits" : "plan.not", {
+            icon(run.fits ? "done" : "failed"),
+            t(run.fits ? "plan.fits" : "plan.not", {
               mode: name,
               n: plan.world_size,
               device: plan.device,
             }),
           )
         : h("p", { class: "verdict-line bad", id: "plan-verdict" }, icon("failed"), t("plan.none")),
-      h("p", { class: "small" }, renderCode(mode && !mode.fits ? mode.reason : plan.why)),
-      mode
+      chosenSettings(run.settings),
+      h("p", { class: "small" }, renderCode(whyText(plan, mode))),
+      name
         ? h(
             "dl",
             { class: "facts" },
             fact(
               t("plan.memory"),
               t("plan.memory.of", {
-                used: format.bytes(mode.memory_bytes.total),
+                used: format.bytes(run.memory_bytes?.total ?? null),
                 all: format.bytes(plan.device_memory_bytes),
               }),
               t("plan.memory.is"),
             ),
             fact(
               t("plan.step"),
-              mode.step_time_s === null
+              run.step_time_s === null
                 ? t("plan.unknown")
-                : `≈ ${format.duration(mode.step_time_s)}`,
+                : `≈ ${format.duration(run.step_time_s)}`,
               t("plan.step.is"),
             ),
             fact(
               t("plan.total"),
-              mode.step_time_s !== null && steps
-                ? `≈ ${format.duration(mode.step_time_s * steps)}`
+              run.step_time_s !== null && steps
+                ? `≈ ${format.duration(run.step_time_s * steps)}`
                 : t("plan.unknown"),
               t("plan.total.is"),
               steps ? t("plan.steps", { n: format.count(steps) }) : stepsButton(plan),
@@ -158,6 +153,7 @@ export function planCard(state) {
               : null,
           )
         : null,
+      plan.modes.length ? memoryBars(plan) : null,
       table(plan, name),
       plan.notes.length
         ? h(
@@ -182,7 +178,7 @@ export function planCard(state) {
             put(feedback, t("plan.reading"));
             const yaml = state.yaml;
             try {
-              const counted = await post("api/steps", { yaml });
+              const counted = await post("api/steps", state.body());
               if (state.ended || yaml !== state.yaml) return;
               derived = { ...counted, yaml };
               draw(plan);
@@ -204,10 +200,7 @@ export function planCard(state) {
 
   return {
     node,
-    end: () => {
-      clearTimeout(timer);
-      controller?.abort();
-    },
+    end: () => controller?.abort(),
   };
 }
 
@@ -224,8 +217,18 @@ const fact = (name, value, meaning, note = null) =>
     ),
   );
 
+/** Return the settings that the config leaves open and the run chooses; null if there are none. */
+function chosenSettings(settings) {
+  const texts = settingsText(settings);
+  if (!texts.length) return null;
+  const nodes = texts.map((text) => h("code", { class: "tag" }, text));
+  return h("p", { class: "plan-chooses small", id: "plan-chooses" }, t("plan.chooses"), nodes);
+}
+
+const whyText = (plan, mode) =>
+  plan.configured && mode && !plan.run.fits ? mode.reason : plan.why;
+
 function table(plan, chosen) {
-  const limit = plan.device_memory_bytes;
   return h(
     "details",
     {},
@@ -273,15 +276,6 @@ function table(plan, chosen) {
                 "td",
                 { class: "number" },
                 format.bytes(mode.memory_bytes.total),
-                mode.memory_bytes.total === null
-                  ? null
-                  : h("meter", {
-                      min: 0,
-                      max: 1,
-                      high: 0.9,
-                      value: Math.min(1, mode.memory_bytes.total / limit),
-                      "aria-hidden": "true",
-                    }),
               ),
               h("td", { class: "number" }, format.bytes(mode.traffic_bytes_per_step)),
               h(

@@ -4,6 +4,7 @@ import { h, put } from "../lib/dom.js";
 import { t } from "../lib/i18n.js";
 import { copy, icon } from "../lib/ui.js";
 import { errorList } from "./start.js";
+import { noticeList } from "./start_paste.js";
 
 export function makeEditor(state) {
   const verdict = h("div", { class: "verdict", id: "verdict", role: "status" });
@@ -99,20 +100,7 @@ export function makeEditor(state) {
             h("p", { class: "bad" }, t("start.invalid", { n: result.errors.length })),
             errorList(result.errors, goToLine),
           ],
-      result.notices.length
-        ? h(
-            "ul",
-            { class: "notices" },
-            result.notices.map((notice) =>
-              h(
-                "li",
-                { class: notice.level === "warning" ? "warn" : null },
-                icon(notice.level === "warning" ? "warning" : "notice"),
-                notice.text,
-              ),
-            ),
-          )
-        : null,
+      noticeList(result.notices),
     );
   });
   draw();

@@ -1,0 +1,179 @@
+"""The configs of common jobs."""
+
+#: The config of each common job.
+PRESETS = {
+    "first": """\
+# A first run: train a small model on Python's own documentation.
+# Nothing is downloaded.
+model: builtin:qwen2-tiny
+dataset: builtin:python-docs
+split_dataset_ratio: 0.05
+train_args:
+  max_length: 256
+  per_device_train_batch_size: 8
+  max_steps: 90
+  warmup_ratio: 0.1
+  eval_steps: 45
+""",
+    "lora": """\
+# Fine-tune a pretrained model on your examples with low-rank adapters:
+# needs little memory and gives a small result.
+model: Qwen/Qwen2.5-0.5B-Instruct
+dataset: ./datasets/mine.jsonl
+split_dataset_ratio: 0.05
+lora:
+  enable: true
+  rank: 16
+  alpha: 32
+train_args:
+  learning_rate: 1e-4
+  num_train_epochs: 3
+  per_device_train_batch_size: 4
+  gradient_accumulation_steps: 4
+  warmup_ratio: 0.05
+""",
+    "full": """\
+# Fine-tune all weights of a pretrained model on your examples.
+model: Qwen/Qwen2.5-0.5B-Instruct
+dataset: ./datasets/mine.jsonl
+split_dataset_ratio: 0.05
+train_args:
+  learning_rate: 2e-5
+  num_train_epochs: 3
+  per_device_train_batch_size: 2
+  gradient_accumulation_steps: 8
+  warmup_ratio: 0.05
+  gradient_checkpointing: full
+""",
+    "pretrain": """\
+# Train on plain text with loss on every token: a new model, or a pretrained one that
+# has to learn a language or a domain.
+model: builtin:qwen2-tiny
+task: pretrain
+dataset: builtin:python-source
+split_dataset_ratio: 0.02
+train_args:
+  learning_rate: 1e-3
+  num_train_epochs: 1
+  per_device_train_batch_size: 8
+  max_length: 512
+  warmup_ratio: 0.05
+""",
+    "dpo": """\
+# Teach a model which of two answers people prefer (DPO). The file has the columns
+# `prompt`, `chosen` and `rejected` (docs/how-to/preference.md).
+model: Qwen/Qwen2.5-0.5B-Instruct
+task: dpo
+dataset: ./datasets/pairs.jsonl
+split_dataset_ratio: 0.05
+lora:
+  enable: true
+preference:
+  beta: 0.1
+train_args:
+  learning_rate: 1e-5
+  num_train_epochs: 1
+  per_device_train_batch_size: 4
+  gradient_accumulation_steps: 4
+  warmup_ratio: 0.1
+""",
+    "kto": """\
+# Learn from single answers that are marked as good or bad (KTO). The file has the
+# columns `prompt`, `completion` and `label` (docs/how-to/preference.md).
+model: Qwen/Qwen2.5-0.5B-Instruct
+task: kto
+dataset: ./datasets/marked.jsonl
+split_dataset_ratio: 0.05
+lora:
+  enable: true
+preference:
+  beta: 0.1
+train_args:
+  learning_rate: 1e-5
+  num_train_epochs: 1
+  per_device_train_batch_size: 8
+  gradient_accumulation_steps: 2
+  warmup_ratio: 0.1
+""",
+    "reward": """\
+# Train a model that scores answers. The file has the columns `prompt`, `chosen` and
+# `rejected` (docs/how-to/preference.md).
+model: Qwen/Qwen2.5-0.5B-Instruct
+task: reward
+dataset: ./datasets/pairs.jsonl
+split_dataset_ratio: 0.05
+train_args:
+  learning_rate: 1e-5
+  num_train_epochs: 1
+  per_device_train_batch_size: 4
+  gradient_accumulation_steps: 4
+  warmup_ratio: 0.1
+""",
+    "vision": """\
+# Fine-tune a vision-language model on chats with images. The file has the columns
+# `messages` and `images` (docs/how-to/vision-language.md).
+model: HuggingFaceTB/SmolVLM-500M-Instruct
+dataset: ./datasets/chats-with-images.jsonl
+split_dataset_ratio: 0.05
+lora:
+  enable: true
+train_args:
+  learning_rate: 1e-4
+  num_train_epochs: 1
+  per_device_train_batch_size: 4
+  gradient_accumulation_steps: 4
+  max_length: 2048
+  warmup_ratio: 0.05
+""",
+    "classify_text": """\
+# Classify texts: which kind of object does a description from Python's documentation
+# belong to? For your own texts, use a file with the columns `text` and `label`.
+model: builtin:qwen2-micro
+task: classify
+dataset: builtin:python-kinds
+split_dataset_ratio: 0.1
+train_args:
+  learning_rate: 2e-3
+  num_train_epochs: 2
+  per_device_train_batch_size: 32
+  max_length: 128
+  warmup_ratio: 0.1
+""",
+    "classify": """\
+# Classify images. For your own images, use a folder with one subfolder per class.
+model: builtin:small-cnn
+task: classify
+dataset: builtin:digits
+split_dataset_ratio: 0.1
+train_args:
+  learning_rate: 3e-3
+  num_train_epochs: 8
+  per_device_train_batch_size: 32
+  warmup_ratio: 0.1
+""",
+    "recommend": """\
+# Predict clicks with embedding tables. For your own log, use a CSV file and name its
+# columns in `recommend`.
+model: builtin:dlrm
+task: recommend
+dataset: builtin:clicks
+split_dataset_ratio: 0.1
+recommend:
+  embedding_dim: 8
+train_args:
+  learning_rate: 1e-2
+  num_train_epochs: 2
+  per_device_train_batch_size: 512
+  warmup_ratio: 0.05
+""",
+    "own": """\
+# Your own model, data and loss: a class in a Python file (docs/how-to/own-task.md).
+model: my-model        # shown in the report
+task: ./my_task.py:MyTask
+dataset: my-data       # shown in the report if the task creates its own data
+train_args:
+  learning_rate: 1e-3
+  num_train_epochs: 3
+  per_device_train_batch_size: 32
+""",
+}

@@ -1,0 +1,146 @@
+"""Plan configs in one process that has imported everything. The server itself never imports torch,
+and starting a process for each edit would take seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from paceline.core.errors import ConfigError, RunError
+from paceline.web.files import JSONObject, as_object
+from paceline.web.jobs.commands import Superseded, end, error_of, lower_priority
+
+_LINE_BYTES = 1 << 26
+_TIMEOUT_S = 120.0
+
+
+class Planner:
+    """Sends configs to one process ``paceline plan --serve``, which is started on first use and
+    ends with the server. A newer request supersedes an older one.
+
+    Args:
+        folder: the folder that the process is started in.
+
+    Attributes:
+        process: the process, running or not; None before the first use.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.process: asyncio.subprocess.Process | None = None
+        self._starting = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
+        self._last_id = 0
+        self._waiting: asyncio.Future[JSONObject] | None = None
+
+    async def start(self) -> asyncio.subprocess.Process:
+        """Start the process if it is not running. Returns before it has imported everything."""
+        async with self._starting:
+            process = self.process
+            if process is None or process.returncode is not None:
+                process = self.process = await self._start()
+            return process
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        output = tempfile.TemporaryFile()  # noqa: SIM115  (open until the process ends)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "paceline", "plan", "--serve"),
+            cwd=self.folder, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            stderr=output, limit=_LINE_BYTES, env={**os.environ, "NO_COLOR": "1"},
+            start_new_session=True, preexec_fn=lower_priority,
+        )  # fmt: skip
+        self._reading = asyncio.create_task(self._read(process, output))
+        return process
+
+    async def plan(
+        self,
+        yaml: str,
+        world_size: int | None = None,
+        device: str | None = None,
+        cwd: Path | None = None,
+    ) -> JSONObject:
+        """Return the JSON of ``paceline plan --json``, with ``max_steps``.
+
+        Args:
+            yaml: the text of the config.
+            world_size, device: devices to plan for; default: this machine's devices.
+            cwd: the folder at which relative paths of the config start; default: ``folder``.
+
+        Raises:
+            ConfigError: the message of the command; :class:`Superseded`.
+            RunError: the plan failed for another reason, or took too long.
+        """
+        self._supersede()
+        self._last_id += 1
+        request = {
+            "id": self._last_id, "yaml": yaml, "world_size": world_size, "device": device,
+            "cwd": None if cwd is None else str(cwd),
+        }  # fmt: skip
+        waiting: asyncio.Future[JSONObject] = asyncio.get_running_loop().create_future()
+        self._waiting = waiting
+        process = await self.start()
+        if waiting.done():  # a newer request came meanwhile
+            return await waiting
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # the end of the process is reported by `_read`
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            await process.stdin.drain()
+        try:
+            return await asyncio.wait_for(waiting, _TIMEOUT_S)
+        except TimeoutError:
+            end(process)
+            raise RunError(
+                f"the plan was ended because it took longer than {_TIMEOUT_S:.0f} s",
+                fix="run `paceline plan CONFIG.yaml` in a terminal",
+            ) from None
+
+    def _supersede(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_exception(
+                Superseded(
+                    "a newer request has replaced this one",
+                    fix="wait for the result of the newer one",
+                )
+            )
+
+    async def _read(self, process: asyncio.subprocess.Process, output: IO[bytes]) -> None:
+        """Hand each answer to the request that waits for it, until the process ends."""
+        assert process.stdout is not None
+        with output:
+            while line := await process.stdout.readline():
+                message = as_object(json.loads(line))
+                waiting = self._waiting
+                if waiting is None or waiting.done() or message.get("id") != self._last_id:
+                    continue
+                if "error" in message:
+                    waiting.set_exception(_error(as_object(message["error"])))
+                else:
+                    plan = as_object(message["plan"])
+                    waiting.set_result({**plan, "max_steps": message["max_steps"]})
+            code = await process.wait()
+            output.seek(0)
+            text = output.read().decode("utf-8", "replace")
+        if self.process is process and self._waiting is not None and not self._waiting.done():
+            otherwise = f"the process that plans ended with exit code {code}"
+            self._waiting.set_exception(error_of(text, code, otherwise))
+
+    def close(self) -> asyncio.subprocess.Process | None:
+        """End the process. Return it, if there was one."""
+        process, self.process = self.process, None
+        if process is not None:
+            end(process)
+        return process
+
+
+def _error(record: JSONObject) -> ConfigError | RunError:
+    what, allowed, fix = (record.get(key) for key in ("what", "allowed", "fix"))
+    allowed, fix = (str(text) if text is not None else None for text in (allowed, fix))
+    if record.get("kind") == "config":
+        return ConfigError(str(what), code=str(record.get("code")), allowed=allowed, fix=fix)
+    return RunError(str(what), allowed=allowed, fix=fix)
