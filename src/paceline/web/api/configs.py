@@ -19,7 +19,7 @@ from paceline.config.yaml_read import parse_yaml
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.run_dir import RunDir
 from paceline.core.texts import translatable
-from paceline.web.files import JSONObject
+from paceline.web.files import JSONObject, as_object
 
 _PLACE = re.compile(r"line (\d+)(?:, column \d+)?: ")
 _NAME = "config"  # the name of the typed text in messages
@@ -63,7 +63,8 @@ def _mistakes(error: ConfigError, text: str) -> list[JsonValue]:
     elif place:  # the page shows the line separately
         what = what[place.end() :]
     line = int(place[1]) if place else None
-    return [{**error.record(), "what": what, "key": None, "line": line}]
+    record = as_object({**error.record(), "what": what, "key": None, "line": line})
+    return [record]
 
 
 def _written(text: str, loaded: Loaded | None) -> JSONObject:
