@@ -62,7 +62,7 @@ class PacelineError(Exception):
         **values: object,
     ) -> None:
         self.code = code or self.default_code
-        self.values: Values = plain_values(values)
+        self.values: Values = plain_values(**values)
         self.what = fill(what.strip(), self.values)
         self.allowed = fill(allowed.strip(), self.values) if allowed else None
         self.fix = fill(fix.strip(), self.values) if fix else None

@@ -47,7 +47,8 @@ def check(text: str) -> JSONObject:
         "error": mistakes[0] if mistakes else None,
         "errors": mistakes,
         "notices": [
-            {"level": level, "text": notice, **translatable(notice)} for level, notice in notices
+            as_object({"level": level, "text": notice, **translatable(notice)})
+            for level, notice in notices
         ],
         "values": _written(text, loaded),
     }

@@ -150,7 +150,6 @@ def _row_warnings(
 ) -> list[tuple[object, str]]:
     """Return each warning, and whether it applies."""
     config, dropped = kind.config, counts.dropped.total()
-    limit, has_template = config.train_args.max_length, kind.template is not None
     return [
         (
             dropped,
@@ -168,7 +167,7 @@ def _row_warnings(
                 "{truncated} samples truncated to max_length {limit}",
                 code="samples-truncated",
                 truncated=f"{counts.truncated:,}",
-                limit=f"{limit:,}",
+                limit=f"{config.train_args.max_length:,}",
             ),
         ),
         (
@@ -219,7 +218,7 @@ def _row_warnings(
             ),
         ),
         (
-            config.system and not has_template,
+            config.system and kind.template is None,
             UserText(
                 "`system` has no effect, because there is no chat template",
                 code="system-without-template",
@@ -230,17 +229,14 @@ def _row_warnings(
 
 def _row_infos(counts: RowCounts, kind: SampleKind, tally: Tally) -> list[tuple[object, str]]:
     """Return each message, and whether it applies."""
-    config, facts = kind.config, tally.facts
-    limit = config.train_args.max_length
+    config, facts, limit = kind.config, tally.facts, kind.config.train_args.max_length
     has_answers, formats = kind.has_answers, tally.seen
     num_pairs = formats["prompt_completion"] if has_answers else 0
     has_template = kind.template is not None
-    reason = "disabled in the data"
-    if config.train_args.train_on_turns == "last":
-        reason = "`train_args.train_on_turns: last`"
-    every_token = "train_on_inputs: every token carries loss, not only the answers"
-    if counts.excluded_turns:
-        every_token += ", except in turns whose loss the data disables"
+    takes_last = config.train_args.train_on_turns == "last"
+    reason = "`train_args.train_on_turns: last`" if takes_last else "disabled in the data"
+    excepted = ", except in turns whose loss the data disables" if counts.excluded_turns else ""
+    every_token = f"train_on_inputs: every token carries loss, not only the answers{excepted}"
     return [
         (
             facts["documents_cut"],
