@@ -16,8 +16,9 @@ from s3_server import s3_server, use_server
 from paceline.checkpoint import store as checkpoint
 from paceline.checkpoint.format import MANIFEST
 from paceline.checkpoint.reader import read_state
-from paceline.checkpoint.remote import CheckpointStore, ClaimLostError, check_url, fetch_checkpoint
+from paceline.checkpoint.remote import CheckpointStore, ClaimLostError, fetch_checkpoint
 from paceline.checkpoint.saver import CheckpointManager
+from paceline.checkpoint.urls import check_url
 from paceline.core.errors import ConfigError
 from paceline.core.event_log import EventLog, read_events
 from paceline.distributed.communicator import Communicator
@@ -231,7 +232,7 @@ def test_rejects_unusable_checkpoint_dir(url: str, message: str) -> None:
 def test_missing_package_error_names_extra(tmp_path: Path) -> None:
     (tmp_path / "hidden.py").write_text(
         "import importlib.util as u\nfind = u.find_spec\nu.find_spec = lambda name, *a: None if"
-        " name == 's3fs' else find(name, *a)\nfrom paceline.checkpoint.remote import"
+        " name == 's3fs' else find(name, *a)\nfrom paceline.checkpoint.urls import"
         " check_url\ncheck_url('checkpoint_dir', 's3://bucket/x')\n"
     )
     process = subprocess.run(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.event_text import event_text
+from paceline.messages.event_text import event_text
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 from paceline.cli import main
 from paceline.core.errors import ConfigError, FaultError, read_error, write_error
 from paceline.core.event_log import EventLog, read_events
-from paceline.core.event_text import event_text
 from paceline.core.failures import ExitRecord, classify
 from paceline.core.log import Notice, log_to_events
 from paceline.core.texts import UserText, fill
+from paceline.messages.event_text import event_text
 
 
 def test_fills_fields_and_nothing_else() -> None:

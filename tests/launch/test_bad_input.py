@@ -4,6 +4,7 @@ or a file is written."""
 import json
 import multiprocessing.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def expect_error(workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert listing(tmp_path / "tmp") == [], "a temporary file was left behind"
         paragraph = err[err.index("error: ") :].rstrip("\n")
         assert "Traceback" not in err
-        assert paragraph.endswith((".", "?", "`")), paragraph
+        assert re.search(r"[.?`] \[[a-z0-9-]+\]$", paragraph), paragraph
         return paragraph.removeprefix("error: ")
 
     return check

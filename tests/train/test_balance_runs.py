@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.event_text import event_text
+from paceline.messages.event_text import event_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launch"))
 from commands import digest, events, losses, report, run

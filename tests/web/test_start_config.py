@@ -122,7 +122,7 @@ def test_edit_keeps_comments(panel):
     )
     assert edited["yaml"] == text
     response = panel.ask("/api/yaml", 400, yaml=text, values={"nothing": 1})
-    assert "unknown key" in response["error"]["what"]
+    assert response["error"]["code"] == "unknown-config-key"
 
 
 def test_post_requests_need_the_token(panel):

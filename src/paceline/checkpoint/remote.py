@@ -13,7 +13,6 @@ no torch.
 """
 
 import fcntl
-import importlib.util
 import json
 import logging
 import os
@@ -26,7 +25,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from paceline.checkpoint.format import (
     MANIFEST,
@@ -36,6 +34,7 @@ from paceline.checkpoint.format import (
     step_of,
 )
 from paceline.checkpoint.integrity import read_manifest, verify
+from paceline.checkpoint.urls import check_url, is_url
 from paceline.checkpoint.writer import remove
 from paceline.core.errors import ConfigError, SaveError, first_line
 from paceline.core.processes import host_name
@@ -46,12 +45,6 @@ Warn = Callable[[str], None]
 
 _CLAIM = re.compile(r"claims/claim-(\d+)\.json")
 _MANIFEST = re.compile(rf"(step-\d+)/{re.escape(MANIFEST)}")
-#: URL scheme → (package that fsspec needs for it, extra of Paceline that installs it, or None)
-_PACKAGES: dict[str, tuple[str, str | None]] = {
-    "s3": ("s3fs", "s3"),
-    "s3a": ("s3fs", "s3"),
-    "gs": ("gcsfs", None),
-}
 
 
 class ClaimLostError(ConfigError):
@@ -66,64 +59,6 @@ class LocationClaim:
     pid: int
     output_dir: str
     time: float
-
-
-def is_url(text: str) -> bool:
-    """Return whether a location is a URL rather than a folder."""
-    return "://" in text
-
-
-def check_url(key: str, text: str) -> None:
-    """Check the location ``text``, without connecting to it.
-
-    Raises:
-        ConfigError: the URL contains credentials or is not supported, or a required package is not
-            installed.
-    """
-    if not is_url(text):
-        return
-    parts = urlsplit(text)
-    if "@" in parts.netloc:
-        raise ConfigError(
-            "`{key}` contains credentials, which would be written to config.yaml",
-            code="credentials-in-url",
-            fix="remove them from the URL and set them in the environment (`AWS_ACCESS_KEY_ID`,"
-            " `AWS_SECRET_ACCESS_KEY`, a profile or a role)",
-            key=key,
-        )
-    if parts.scheme not in _PACKAGES:
-        raise ConfigError(
-            "`{key}: {text}`: unsupported URL scheme {scheme}",
-            code="unsupported-url-scheme",
-            allowed=(
-                "a folder, or a URL that begins with "
-                + ", ".join(f"{scheme}://" for scheme in _PACKAGES)
-            ),
-            key=key,
-            text=text,
-            scheme=f"{parts.scheme!r}",
-        )
-    if not parts.netloc:
-        raise ConfigError(
-            "`{key}: {text}` has no bucket name",
-            code="missing-bucket",
-            allowed="{scheme}://BUCKET/PREFIX",
-            key=key,
-            text=text,
-            scheme=parts.scheme,
-        )
-    package, extra = _PACKAGES[parts.scheme]
-    if importlib.util.find_spec(package) is None:
-        install = f"paceline[{extra}]" if extra else package
-        raise ConfigError(
-            "`{key}: {text}` requires the package {package}",
-            code="missing-storage-package",
-            fix="`pip install '{install}'`",
-            key=key,
-            text=text,
-            package=package,
-            install=install,
-        )
 
 
 class CheckpointStore:

@@ -31,7 +31,7 @@ from paceline.checkpoint.writer import (
     write_and_report,
     write_shards,
 )
-from paceline.core.errors import ConfigError, PacelineError, RunError
+from paceline.core.errors import ConfigError, ErrorRecord, PacelineError, RunError
 from paceline.core.files import human_bytes
 from paceline.core.log import ON_EVERY_RANK
 from paceline.distributed.progress import PROGRESS
@@ -326,7 +326,7 @@ def _blocks(reader: CheckpointReader, request: ReadRequest) -> Iterator[memoryvi
     return reader.box_blocks(name, offset, shape, CHUNK_BYTES)
 
 
-def _error_to(error: Exception) -> tuple[bool, dict[str, Any]]:
+def _error_to(error: Exception) -> tuple[bool, ErrorRecord]:
     """Return the arguments of :func:`_error_from`."""
     if not isinstance(error, PacelineError):
         text = str(error) or type(error).__name__
@@ -334,7 +334,7 @@ def _error_to(error: Exception) -> tuple[bool, dict[str, Any]]:
     return isinstance(error, ConfigError), error.record()
 
 
-def _error_from(is_config: bool, record: dict[str, Any]) -> PacelineError:
+def _error_from(is_config: bool, record: ErrorRecord) -> PacelineError:
     return (ConfigError if is_config else RunError).from_record(record)
 
 

@@ -14,8 +14,8 @@ from paceline.commands.options import (
     InvalidValue,
     OptionParser,
     OutputFile,
-    write_output,
 )
+from paceline.commands.reports import write_output
 from paceline.core.errors import EXIT_DONE
 from paceline.strategies.reducers.all_reduce.schedules import ALGORITHMS
 

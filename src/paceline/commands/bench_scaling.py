@@ -18,9 +18,8 @@ from paceline.commands.options import (
     OutputFile,
     add_config,
     load_job_config,
-    write_output,
 )
-from paceline.commands.reports import print_report
+from paceline.commands.reports import print_report, write_output
 from paceline.core import formatting
 from paceline.core.errors import EXIT_DONE
 

@@ -9,8 +9,8 @@ from paceline.commands.options import (
     add_config,
     config_and_overrides,
     print_notices,
-    write_output,
 )
+from paceline.commands.reports import write_output
 from paceline.core.errors import EXIT_DONE, ConfigError
 
 

@@ -14,8 +14,8 @@ from paceline.commands.options import (
     config_and_overrides,
     load_fitted_config,
     print_notices,
-    write_output,
 )
+from paceline.commands.reports import write_output
 from paceline.core.errors import EXIT_DONE, ConfigError
 from paceline.core.log import Notice
 

@@ -9,8 +9,8 @@ from paceline.commands.options import (
     Integer,
     OptionParser,
     OutputFile,
-    write_output,
 )
+from paceline.commands.reports import write_output
 from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, unknown_name
 from paceline.explain.catalog import MAX_RANKS, TOPICS, ExplainOptions
 from paceline.explain.draw import draw_picture

@@ -12,7 +12,7 @@ from rich.text import Text
 from paceline.commands.options import AnyText, OptionParser
 from paceline.commands.reports import print_report
 from paceline.core.errors import EXIT_DONE, ConfigError, did_you_mean
-from paceline.messages.catalogue import Wording, cause_of, codes
+from paceline.messages.catalogue import CodeText, cause_of, codes
 
 
 class CodeHelp(TypedDict):
@@ -25,7 +25,7 @@ class CodeHelp(TypedDict):
     code: str
     kind: str
     cause: str
-    texts: list[Wording]
+    texts: list[CodeText]
 
 
 def add_arguments(parser: OptionParser) -> None:

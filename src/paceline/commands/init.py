@@ -8,7 +8,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.commands.options import AnyText, OptionParser, OutputFile, write_output
+from paceline.commands.options import AnyText, OptionParser, OutputFile
+from paceline.commands.reports import write_output
 from paceline.core.errors import EXIT_DONE, ConfigError
 from paceline.core.run_dir import propose_folder
 

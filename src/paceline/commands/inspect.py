@@ -26,7 +26,8 @@ def add_arguments(parser: OptionParser) -> None:
 def run(args: Namespace) -> int:
     """Print step, digest and tensors of the checkpoint."""
     from paceline.checkpoint import store
-    from paceline.checkpoint.remote import fetch_checkpoint, is_url
+    from paceline.checkpoint.remote import fetch_checkpoint
+    from paceline.checkpoint.urls import is_url
 
     url = args.checkpoint if is_url(args.checkpoint) else None
     with tempfile.TemporaryDirectory() if url else contextlib.nullcontext() as folder:

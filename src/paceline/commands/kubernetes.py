@@ -18,8 +18,8 @@ from paceline.commands.options import (
     add_config,
     config_and_overrides,
     print_notices,
-    write_output,
 )
+from paceline.commands.reports import write_output
 from paceline.core.errors import EXIT_DONE, ConfigError
 
 if TYPE_CHECKING:

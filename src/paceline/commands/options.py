@@ -7,7 +7,6 @@ import argparse
 import logging
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.errors import ConfigError, did_you_mean, nearest
-from paceline.core.files import write_atomic
 from paceline.core.formatting import printable
 from paceline.core.log import LEVELS, log_notices
 
@@ -523,24 +521,6 @@ def load_job_config(args: argparse.Namespace, builtin: Sequence[str] = ()) -> Lo
     loaded = load_config(path, overrides)
     hide_packages(unused_packages(loaded.config))
     return loaded
-
-
-def write_output(path: Path, text: str) -> None:
-    """Write the file of ``--output``, and print its path on standard error.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        write_atomic(path, text)
-    except OSError as error:
-        raise ConfigError(
-            "`--output {path}` cannot be written: {reason}",
-            code="output-not-writable",
-            path=path,
-            reason=error.strerror or error,
-        ) from error
-    print(f"wrote {path}", file=sys.stderr)
 
 
 def print_notices(notices: Iterable[tuple[str, str]]) -> None:

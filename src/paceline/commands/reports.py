@@ -1,13 +1,16 @@
-"""Print the report of a command."""
+"""Print the report of a command, or write it to a file."""
 
 import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console, RenderableType
 
+from paceline.core.errors import ConfigError
+from paceline.core.files import write_atomic
 from paceline.core.texts import UserText, translatable
 
 _Report = TypeVar("_Report")
@@ -48,3 +51,21 @@ def _codes(value: Any) -> Any:
         return translatable(value)
     is_list = isinstance(value, list) and any(isinstance(each, UserText) for each in value)
     return [_codes(each) for each in value] if is_list else None
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write the file of ``--output``, and print its path on standard error.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise ConfigError(
+            "`--output {path}` cannot be written: {reason}",
+            code="output-not-writable",
+            path=path,
+            reason=error.strerror or error,
+        ) from error
+    print(f"wrote {path}", file=sys.stderr)

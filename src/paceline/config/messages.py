@@ -3,7 +3,7 @@ of all mistakes in a config."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from paceline.config.fields import CHINESE, KEYS, SECTIONS, SOURCE_KEYS, describ
 from paceline.config.schema.base import CombinationError
 from paceline.config.schema.data import DatasetSource
 from paceline.config.yaml_read import YamlValue, kind_of
-from paceline.core.errors import ConfigError, did_you_mean, nearest
+from paceline.core.errors import ConfigError, ErrorRecord, did_you_mean, nearest
 from paceline.core.texts import UserText, Values
 
 Find = Callable[[str], ConfigEntry | None]
@@ -261,8 +261,11 @@ class ConfigMistakes(ConfigError):
         # Each of several mistakes ends with its own code.
         return self.what if len(self.mistakes) > 1 else super().printed()
 
-    def record(self) -> dict[str, Any]:
-        return {**super().record(), "mistakes": [asdict(mistake) for mistake in self.mistakes]}
+    def record(self) -> ErrorRecord:
+        record = super().record()
+        if len(self.mistakes) > 1:  # the code is the one of the first mistake only
+            record["code"] = "several-mistakes"
+        return record
 
 
 def config_error(

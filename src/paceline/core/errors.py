@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
-from paceline.core.texts import UserText, fill, plain_values
+from paceline.core.texts import UserText, Values, fill, plain_values
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -19,6 +19,16 @@ EXIT_SIGINT = 130
 EXIT_SIGTERM = 143
 #: Environment variable with the path of a file for the record of an error, as JSON.
 ERROR_FILE = "PACELINE_ERROR_FILE"
+
+
+class ErrorRecord(TypedDict):
+    """An error for another process."""
+
+    code: str
+    what: str
+    allowed: str | None
+    fix: str | None
+    values: Values
 
 
 class PacelineError(Exception):
@@ -52,7 +62,7 @@ class PacelineError(Exception):
         **values: object,
     ) -> None:
         self.code = code or self.default_code
-        self.values = plain_values(values)
+        self.values: Values = plain_values(**values)
         self.what = fill(what.strip(), self.values)
         self.allowed = fill(allowed.strip(), self.values) if allowed else None
         self.fix = fill(fix.strip(), self.values) if fix else None
@@ -75,7 +85,7 @@ class PacelineError(Exception):
         """Return what failed, as a text with the code and the values of the error."""
         return UserText.of(self.what, self.code, self.values)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> ErrorRecord:
         """Return the error for another process, as :meth:`from_record` reads it."""
         return {
             "code": self.code,
@@ -86,11 +96,11 @@ class PacelineError(Exception):
         }
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Self:
+    def from_record(cls, record: ErrorRecord) -> Self:
         """Return the error that another process has recorded."""
         error = cls("")
-        for name in ("code", "what", "allowed", "fix", "values"):
-            setattr(error, name, record[name])
+        error.code, error.what, error.values = record["code"], record["what"], record["values"]
+        error.allowed, error.fix = record["allowed"], record["fix"]
         error.args = (error.paragraph(),)
         return error
 

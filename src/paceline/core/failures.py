@@ -19,6 +19,7 @@ from paceline.core.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_USAGE,
+    ErrorRecord,
     FaultError,
     MismatchError,
     OutOfMemory,
@@ -106,7 +107,7 @@ class Failure:
         """Whether the failure only reports that a peer no longer answers."""
         return self.kind in _CONSEQUENCES and self.scope is not FailureScope.RUN
 
-    def record(self, message: str) -> dict[str, Any]:
+    def record(self, message: str) -> ErrorRecord:
         """Return the failure as the record of an error with a message of one paragraph."""
         values = dict(self.values)
         return {"code": self.code, "what": message, "allowed": None, "fix": None, "values": values}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from paceline.core.formatting import counted
 
@@ -34,7 +34,7 @@ def fill(template: str, values: Values) -> str:
     return FIELD.sub(replace, template)
 
 
-def plain_values(values: Mapping[str, object]) -> dict[str, str | int | float | bool | None]:
+def plain_values(**values: object) -> dict[str, str | int | float | bool | None]:
     """Return the values as JSON can hold them: paths and other objects become text."""
     return {
         name: value if isinstance(value, str | int | float | bool | None) else str(value)
@@ -55,7 +55,7 @@ class UserText(str):
     values: dict[str, str | int | float | bool | None]
 
     def __new__(cls, template: str, /, *, code: str, **values: object) -> UserText:
-        plain = plain_values(values)
+        plain = plain_values(**values)
         return cls.of(fill(template, plain), code, plain)
 
     @classmethod
@@ -69,6 +69,13 @@ class UserText(str):
         return UserText.of, (str(self), self.code, self.values)
 
 
-def translatable(text: str) -> dict[str, Any]:
+class TextCode(TypedDict, total=False):
+    """What a translation of a text needs; empty for a text without a code."""
+
+    code: str
+    values: Values
+
+
+def translatable(text: str) -> TextCode:
     """Return the fields ``code`` and ``values`` of a text, for a record; none of a plain string."""
     return {"code": text.code, "values": text.values} if isinstance(text, UserText) else {}

@@ -215,6 +215,10 @@ def choose_devices(
             limited=limited,
             visible=_VISIBLE[0],
         )
+    return _gpus(kind, names, count, limited)
+
+
+def _gpus(kind: str, names: list[str], count: int | None, limited: str) -> Devices:
     if count is not None and count > len(names):
         raise ConfigError(
             "`parallel.num_gpus: {count}`: only {num_names} × {kind} visible{limited}: {names}",

@@ -12,7 +12,7 @@ CODES = Path(__file__).with_name("codes.json")
 CHINESE = Path(__file__).with_name("zh.yaml")
 
 
-class Wording(TypedDict):
+class CodeText(TypedDict):
     """A text of a code in English. ``{name}`` stands for a value, ``…`` for other text.
 
     Args:
@@ -38,7 +38,7 @@ class CodeEntry(TypedDict):
     kind: str
     areas: list[str]
     fields: list[str]
-    texts: list[Wording]
+    texts: list[CodeText]
 
 
 @cache
@@ -51,8 +51,8 @@ def codes() -> dict[str, CodeEntry]:
 @cache
 def chinese() -> dict[str, dict[str, str | list[str]]]:
     """Return the Chinese templates by code: ``what``, and ``allowed`` and ``fix`` where they
-    differ from the English ones. A list has several templates: the first one whose values are all
-    present is used. ``{name}`` is replaced by a value."""
+    are written. A list has several templates: the first one whose values are all present is used.
+    ``{name}`` is replaced by a value."""
     texts: dict[str, str | list[str] | dict[str, str | list[str]]]
     texts = yaml.safe_load(CHINESE.read_text(encoding="utf-8"))
     return {

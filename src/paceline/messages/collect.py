@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from paceline.core.texts import FIELD
-from paceline.messages.catalogue import CodeEntry, Wording
+from paceline.messages.catalogue import CodeEntry, CodeText
 
 SOURCE = Path(__file__).parents[1]
 _PARTS = ("what", "allowed", "fix")
@@ -71,7 +71,7 @@ def _branches(node: ast.expr) -> list[ast.expr]:
     return [node]
 
 
-def _wordings(texts: dict[str, list[str]], number: int, count: int) -> list[Wording]:
+def _wordings(texts: dict[str, list[str]], number: int, count: int) -> list[CodeText]:
     """Return the wordings of one of several codes: texts with as many branches belong to them."""
     own = {
         part: [variants[number]] if count > 1 and len(variants) == count else variants
@@ -79,7 +79,7 @@ def _wordings(texts: dict[str, list[str]], number: int, count: int) -> list[Word
     }
     size = max(len(variants) for variants in own.values())
     return [
-        Wording(
+        CodeText(
             what=_at(own.get("what"), index),
             allowed=_at(own.get("allowed"), index),
             fix=_at(own.get("fix"), index),

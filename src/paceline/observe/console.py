@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from paceline.core import formatting
-from paceline.core.event_text import INFO, WARNING, event_text
 from paceline.core.events import (
     Event,
     ModelFigures,
@@ -22,6 +21,7 @@ from paceline.core.events import (
 )
 from paceline.core.formatting import shares_text
 from paceline.core.log import is_shown
+from paceline.messages.event_text import INFO, WARNING, event_text
 from paceline.observe.terminal import RunProgress, SafeStream, Terminal
 
 if TYPE_CHECKING:

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from paceline.config.chosen import open_settings, read_chosen
 from paceline.config.load import load_config
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.config.yaml_read import YamlValue
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, ErrorRecord
 from paceline.core.processes import available_memory
 from paceline.core.run_dir import RunDir
 from paceline.distributed.devices import (
@@ -68,7 +68,7 @@ class PlanReport(TypedDict):
     changes: list[ChangeReport] | None
     smallest_change: ChangeReport | None
     precision: str
-    layout_error: dict[str, Any] | None
+    layout_error: ErrorRecord | None
     device: str
     tokens_per_micro_batch: float | None
     notes: list[str]

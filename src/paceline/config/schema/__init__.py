@@ -299,15 +299,7 @@ class Config(Section):
                 "split_dataset_ratio",
             )
         if self.streaming is True and (conflict := self.streaming_conflict()):
-            setting, reason, fix = conflict
-            text = UserText(
-                "{setting} is not supported with streaming: true: {reason}; {fix_streaming}",
-                code="setting-with-streaming",
-                setting=setting,
-                reason=reason,
-                fix_streaming=fix,
-            )
-            raise CombinationError(text, "streaming", setting.partition(":")[0])
+            raise _streaming_error(*conflict)
         return self
 
     def streaming_conflict(self) -> tuple[str, str, str] | None:
@@ -475,3 +467,14 @@ def _weight_at(weights: dict[int, float], step: int) -> float:
     before = max((point for point in weights if point <= step), default=min(weights))
     after = min((point for point in weights if point >= step), default=max(weights))
     return weights[step] if step in weights else weights[before] + weights[after]
+
+
+def _streaming_error(setting: str, reason: str, fix: str) -> CombinationError:
+    text = UserText(
+        "{setting} is not supported with streaming: true: {reason}; {fix_streaming}",
+        code="setting-with-streaming",
+        setting=setting,
+        reason=reason,
+        fix_streaming=fix,
+    )
+    return CombinationError(text, "streaming", setting.partition(":")[0])

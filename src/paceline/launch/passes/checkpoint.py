@@ -13,7 +13,8 @@ from paceline.checkpoint import store
 from paceline.checkpoint.format import CheckpointMeta
 from paceline.checkpoint.integrity import foreign_files, verify
 from paceline.checkpoint.reader import read_meta
-from paceline.checkpoint.remote import CheckpointStore, check_url, fetch_checkpoint, is_url
+from paceline.checkpoint.remote import CheckpointStore, fetch_checkpoint
+from paceline.checkpoint.urls import check_url, is_url
 from paceline.config.diff import changes_training, has_same_end
 from paceline.config.load import Loaded, diff_configs, load_config, load_stored
 from paceline.config.schema import Config

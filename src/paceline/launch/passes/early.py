@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.checkpoint.format import name_of
-from paceline.checkpoint.remote import check_url, is_url
+from paceline.checkpoint.urls import check_url, is_url
 from paceline.config.metrics.evaluation import check_lm_eval, check_metrics
 from paceline.config.packages import check_loggers, check_optimizer_package
 from paceline.core.errors import ConfigError

@@ -21,7 +21,7 @@ def check_compression(
     Args:
         reduces_in_buckets: the strategy sums gradients in buckets over the axis data.
     """
-    settings, args = config.compression, config.train_args
+    settings = config.compression
     algorithm = config.parallel.all_reduce_algorithm
     if algorithm != "native" and not (reduces_in_buckets and axes.shard == 1) and axes.size > 1:
         raise ConfigError(
@@ -82,6 +82,11 @@ def check_compression(
             setting=setting,
             algorithm=algorithm,
         )
+    _check_moments(config, setting)
+
+
+def _check_moments(config: Config, setting: str) -> None:
+    settings, args = config.compression, config.train_args
     if settings.local_moments is True and not uses_local_moments(config):
         raise ConfigError(
             "`compression.local_moments: true` is not supported with {setting} and"

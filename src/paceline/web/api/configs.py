@@ -22,7 +22,7 @@ from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.run_dir import RunDir
 from paceline.core.texts import translatable
 from paceline.web.api.config_paths import missing_paths, with_absolute_paths
-from paceline.web.files import JSONObject
+from paceline.web.files import JSONObject, as_object
 
 _PLACE = re.compile(r"line (\d+)(?:, column \d+)?: ")
 _NAME = "config"  # the name of the typed text in messages
@@ -93,7 +93,10 @@ def without_folder(text: str, moved_from: Path | None) -> str:
 
 def _notices(loaded: Loaded | None) -> list[JsonValue]:
     notices = [] if loaded is None else loaded.notices
-    return [{"level": level, "text": notice, **translatable(notice)} for level, notice in notices]
+    return [
+        as_object({"level": level, "text": notice, **translatable(notice)})
+        for level, notice in notices
+    ]
 
 
 def _mistakes(error: ConfigError, text: str) -> list[JsonValue]:
@@ -106,7 +109,8 @@ def _mistakes(error: ConfigError, text: str) -> list[JsonValue]:
     elif place:  # the page shows the line separately
         what = what[place.end() :]
     line = int(place[1]) if place else None
-    return [{**error.record(), "what": what, "key": None, "line": line}]
+    record = as_object({**error.record(), "what": what, "key": None, "line": line})
+    return [record]
 
 
 def _written(text: str, loaded: Loaded | None) -> JSONObject:

@@ -10,5 +10,5 @@ router = APIRouter()
 @router.get("/api/messages/zh")
 def messages() -> dict[str, dict[str, str | list[str]]]:
     """Return the Chinese templates by code: ``{code: {what, allowed, fix}}``. Each is a text with
-    fields such as ``{name}``, or a list, of which the first is used whose values are present."""
+    fields such as ``{name}``, or a list: the first one whose values are present is used."""
     return chinese()

@@ -4,7 +4,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from fastapi import APIRouter, Query
 from pydantic import JsonValue
@@ -131,7 +131,7 @@ async def run_stream(
 def log(panel: Panel, id: str, tail: int = Query(500, ge=1, le=20_000)) -> StrictJSONResponse:
     """Return the newest lines of the log: all events except steps."""
     run = panel.runs.get(id)
-    lines: list[dict[str, Any]] = [vars(mark) for mark in _marks(panel, run)]
+    lines: list[JSONObject] = [vars(mark) for mark in _marks(panel, run)]
     if not lines:  # before its first event, a run shows what it has printed
         output = (tail_inside(run.root / OUTPUT) or b"").decode("utf-8", errors="replace")
         lines = [

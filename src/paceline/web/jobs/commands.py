@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import cast
 
 from pydantic import JsonValue
 
@@ -17,6 +17,7 @@ from paceline.core.errors import (
     ERROR_FILE,
     EXIT_USAGE,
     ConfigError,
+    ErrorRecord,
     PacelineError,
     RunError,
     read_error,
@@ -162,4 +163,4 @@ def _without(path: Path, error: PacelineError) -> PacelineError:
             return {key: shown(value) for key, value in content.items()}
         return content
 
-    return type(error).from_record(cast(dict[str, Any], shown(error.record())))
+    return type(error).from_record(cast(ErrorRecord, shown(cast(JsonValue, error.record()))))

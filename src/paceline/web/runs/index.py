@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.event_text import event_text, text_of_event
 from paceline.core.events import Event
 from paceline.core.formatting import finite
-from paceline.core.texts import Values, translatable
+from paceline.core.texts import TextCode, Values, translatable
+from paceline.messages.event_text import event_text, text_of_event
 from paceline.web.files import open_inside, stat_inside
 from paceline.web.runs.columns import ROW, Columns, step_row
 from paceline.web.runs.log_lines import (
@@ -57,7 +57,7 @@ class TimelineEvent:
     text: str
     code: str | None = None
     values: Values | None = None
-    reason: dict[str, Any] | None = None
+    reason: TextCode | None = None
 
 
 class RunIndex:

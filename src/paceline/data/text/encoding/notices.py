@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
@@ -137,19 +137,20 @@ def _names(names: Iterable[str]) -> str:
 
 def row_notices(counts: RowCounts, kind: SampleKind, tally: Tally) -> list[Notice]:
     """Return messages about the rows of all sources and how they are encoded."""
-    config, facts = kind.config, tally.facts
-    limit = config.train_args.max_length
-    has_answers, formats = kind.has_answers, tally.seen
-    num_pairs = formats["prompt_completion"] if has_answers else 0
-    has_template = kind.template is not None
-    dropped = counts.dropped.total()
-    reason = "disabled in the data"
-    if config.train_args.train_on_turns == "last":
-        reason = "`train_args.train_on_turns: last`"
-    every_token = "train_on_inputs: every token carries loss, not only the answers"
-    if counts.excluded_turns:
-        every_token += ", except in turns whose loss the data disables"
-    warnings = [
+    warnings = _row_warnings(counts, kind, tally.facts)
+    infos = _row_infos(counts, kind, tally)
+    return [
+        *(Notice("warning", text) for applies, text in warnings if applies),
+        *(Notice("info", text) for applies, text in infos if applies),
+    ]
+
+
+def _row_warnings(
+    counts: RowCounts, kind: SampleKind, facts: Mapping[str, int]
+) -> list[tuple[object, str]]:
+    """Return each warning, and whether it applies."""
+    config, dropped = kind.config, counts.dropped.total()
+    return [
         (
             dropped,
             UserText(
@@ -166,7 +167,7 @@ def row_notices(counts: RowCounts, kind: SampleKind, tally: Tally) -> list[Notic
                 "{truncated} samples truncated to max_length {limit}",
                 code="samples-truncated",
                 truncated=f"{counts.truncated:,}",
-                limit=f"{limit:,}",
+                limit=f"{config.train_args.max_length:,}",
             ),
         ),
         (
@@ -217,14 +218,26 @@ def row_notices(counts: RowCounts, kind: SampleKind, tally: Tally) -> list[Notic
             ),
         ),
         (
-            config.system and not has_template,
+            config.system and kind.template is None,
             UserText(
                 "`system` has no effect, because there is no chat template",
                 code="system-without-template",
             ),
         ),
     ]
-    infos = [
+
+
+def _row_infos(counts: RowCounts, kind: SampleKind, tally: Tally) -> list[tuple[object, str]]:
+    """Return each message, and whether it applies."""
+    config, facts, limit = kind.config, tally.facts, kind.config.train_args.max_length
+    has_answers, formats = kind.has_answers, tally.seen
+    num_pairs = formats["prompt_completion"] if has_answers else 0
+    has_template = kind.template is not None
+    takes_last = config.train_args.train_on_turns == "last"
+    reason = "`train_args.train_on_turns: last`" if takes_last else "disabled in the data"
+    excepted = ", except in turns whose loss the data disables" if counts.excluded_turns else ""
+    every_token = f"train_on_inputs: every token carries loss, not only the answers{excepted}"
+    return [
         (
             facts["documents_cut"],
             UserText(
@@ -294,8 +307,4 @@ def row_notices(counts: RowCounts, kind: SampleKind, tally: Tally) -> list[Notic
             ),
         ),
         (has_answers and config.train_args.train_on_inputs, every_token),
-    ]
-    return [
-        *(Notice("warning", text) for applies, text in warnings if applies),
-        *(Notice("info", text) for applies, text in infos if applies),
     ]
