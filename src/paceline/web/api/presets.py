@@ -1,4 +1,36 @@
-"""The configs of common jobs."""
+"""The configs of common jobs, and the models and datasets that the form proposes."""
+
+#: Built-in datasets, and the task that each is for.
+BUILT_IN_DATASETS = {
+    "builtin:python-docs": "sft",
+    "builtin:python-source": "pretrain",
+    "builtin:digits": "classify",
+    "builtin:python-kinds": "classify",
+    "builtin:clicks": "recommend",
+}
+#: Built-in models, and the task that each is for.
+BUILT_IN_MODELS = {
+    "builtin:qwen2-tiny": "sft",
+    "builtin:qwen2-micro": "sft",
+    "builtin:small-cnn": "classify",
+    "builtin:mlp": "classify",
+    "builtin:dlrm": "recommend",
+}
+#: Common models of the hub, and their number of parameters.
+HUB_MODELS = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134515008,
+    "Qwen/Qwen2.5-0.5B-Instruct": 494032768,
+    "Qwen/Qwen3-0.6B": 596049920,
+    "meta-llama/Llama-3.2-1B-Instruct": 1235814400,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1543714304,
+    "Qwen/Qwen3-1.7B": 1720574976,
+    "google/gemma-2-2b-it": 2614341888,
+    "Qwen/Qwen3-4B": 4022468096,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7248023552,
+    "Qwen/Qwen2.5-7B-Instruct": 7615616512,
+    "meta-llama/Llama-3.1-8B-Instruct": 8030261248,
+    "Qwen/Qwen3-8B": 8190735360,
+}
 
 #: The config of each common job.
 PRESETS = {

@@ -28,6 +28,8 @@ export function makeField(field, state, action = null) {
       else state.edit({ [key]: value });
     }, wait_ms);
   };
+  // An input that loses the focus reports its value again.
+  send.pending = (value) => isUnsent && send(value);
   const control = makeControl(field, id, send);
   for (const input of control.inputs) {
     input.setAttribute("aria-describedby", `${id}-help ${id}-wrong`);
@@ -180,7 +182,7 @@ function openSelect(field, id, send) {
     ...TEXT_ATTRIBUTES,
     on: {
       input: () => send(text.value, EDIT_MS),
-      change: () => send(text.value),
+      change: () => send.pending(text.value),
     },
   });
   const input = h(
@@ -233,7 +235,7 @@ function textInput(field, id, send) {
     placeholder: field.required ? "" : field.default === null ? "" : formatValue(field.default),
     on: {
       input: () => send(input.value, EDIT_MS),
-      change: () => send(input.value),
+      change: () => send.pending(input.value),
     },
   });
   const show = (value) => {
