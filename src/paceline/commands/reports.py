@@ -3,15 +3,15 @@
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.console import Console, RenderableType
 
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_atomic
-from paceline.core.texts import UserText, translatable
+from paceline.core.texts import with_translations
 
 _Report = TypeVar("_Report")
 
@@ -33,24 +33,6 @@ def print_report(
         print(json.dumps(with_translations(report), indent=2))
     else:
         open_console().print(table(report))
-
-
-def with_translations(report: Any) -> Any:
-    """Return a report for JSON in which every mapping with texts also has ``translations``: their
-    codes and values, by key, from which the panel makes texts in its language."""
-    if isinstance(report, Mapping):
-        translations = {key: found for key, value in report.items() if (found := _codes(value))}
-        content = {key: with_translations(value) for key, value in report.items()}
-        return content | ({"translations": translations} if translations else {})
-    return [with_translations(each) for each in report] if isinstance(report, list) else report
-
-
-def _codes(value: Any) -> Any:
-    """Return the code and the values of a text, or a list of them for a list of texts."""
-    if isinstance(value, UserText):
-        return translatable(value)
-    is_list = isinstance(value, list) and any(isinstance(each, UserText) for each in value)
-    return [_codes(each) for each in value] if is_list else None
 
 
 def write_output(path: Path, text: str) -> None:

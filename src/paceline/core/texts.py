@@ -79,3 +79,21 @@ class TextCode(TypedDict, total=False):
 def translatable(text: str) -> TextCode:
     """Return the fields ``code`` and ``values`` of a text, for a record; none of a plain string."""
     return {"code": text.code, "values": text.values} if isinstance(text, UserText) else {}
+
+
+def with_translations(report: Any) -> Any:
+    """Return a report for JSON in which every mapping with texts also has ``translations``: their
+    codes and values, by key, from which the panel makes texts in its language."""
+    if isinstance(report, Mapping):
+        translations = {key: found for key, value in report.items() if (found := _codes(value))}
+        content = {key: with_translations(value) for key, value in report.items()}
+        return content | ({"translations": translations} if translations else {})
+    return [with_translations(each) for each in report] if isinstance(report, list) else report
+
+
+def _codes(value: Any) -> Any:
+    """Return the code and the values of a text, or a list of them for a list of texts."""
+    if isinstance(value, UserText):
+        return translatable(value)
+    is_list = isinstance(value, list) and any(isinstance(each, UserText) for each in value)
+    return [_codes(each) for each in value] if is_list else None

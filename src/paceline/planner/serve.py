@@ -5,9 +5,8 @@ In: ``{id, yaml, world_size, device, cwd}``; all but ``id`` and ``yaml`` may be 
 Relative paths of the config start at ``cwd``. A newer request ends an older one, which gets no
 answer.
 Out: first ``{ready: true}``; then for each request ``{id, plan, max_steps}`` with the JSON of
-``paceline plan --json``, or ``{id, error: {kind, code, what, allowed, fix}}``. ``kind`` is
-``config`` if the command would exit with code 2, else ``run``. The process ends when its input
-ends.
+``paceline plan --json``, or ``{id, error, exit_code}`` with the record of an error and the exit
+code of the command. The process ends when its input ends.
 
 A process that this one forks answers each request, so an outdated plan can be ended at any time.
 This process keeps what later plans use too: the imported modules, and the profiles of models.
@@ -23,8 +22,9 @@ from typing import NoReturn, TypedDict
 
 from paceline.config.load import load_text
 from paceline.config.packages import DEVICE_PACKAGES, unused_packages
-from paceline.core.errors import EXIT_DONE, ConfigError, PacelineError, RunError
+from paceline.core.errors import EXIT_DONE, ErrorRecord, PacelineError, RunError
 from paceline.core.processes import end_with_parent, exit_text
+from paceline.core.texts import with_translations
 from paceline.core.user_code import hide_packages, show_packages
 from paceline.models.files import fit_to_model
 from paceline.planner.api import PlanReport, make_plan
@@ -55,16 +55,6 @@ class ConfigToPlan(TypedDict, total=False):
     cwd: str | None
 
 
-class PlanFailure(TypedDict):
-    """Why there is no plan, as described above."""
-
-    kind: str
-    code: str
-    what: str
-    allowed: str | None
-    fix: str | None
-
-
 class PlanAnswer(TypedDict, total=False):
     """An answer, as described above."""
 
@@ -72,7 +62,8 @@ class PlanAnswer(TypedDict, total=False):
     ready: bool
     plan: PlanReport
     max_steps: int | None
-    error: PlanFailure
+    error: ErrorRecord
+    exit_code: int
 
 
 def serve() -> int:
@@ -141,7 +132,12 @@ class _Planning:
             answer["id"] = id
             return answer, profiles
         text = exit_text(os.waitstatus_to_exitcode(status))
-        error = RunError(f"the process that plans {text}", fix="change the config, or try again")
+        error = RunError(
+            "the process that plans {ended}",
+            code="planner-ended",
+            fix="change the config, or try again",
+            ended=text,
+        )
         failure = _as_answer(error)
         failure["id"] = id
         return failure, {}
@@ -181,23 +177,22 @@ def _answer_of(request: ConfigToPlan) -> PlanAnswer:
     except PacelineError as error:
         return _as_answer(error)
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"[:500]
-        return _as_answer(RunError(text, fix="run `paceline plan` with --debug in a terminal"))
+        failure = RunError(
+            "{reason}",
+            code="plan-failed",
+            fix="run `paceline plan` with --debug in a terminal",
+            reason=f"{type(error).__name__}: {error}"[:500],
+        )
+        return _as_answer(failure)
 
 
 def _as_answer(error: PacelineError) -> PlanAnswer:
-    return {
-        "error": {
-            "kind": "config" if isinstance(error, ConfigError) else "run",
-            "code": error.code if isinstance(error, ConfigError) else "failed",
-            "what": error.what.removeprefix(f"{_NAME}: ").removeprefix(f"{_NAME} "),
-            "allowed": error.allowed,
-            "fix": error.fix,
-        }
-    }
+    record = error.record()
+    record["what"] = error.what.removeprefix(f"{_NAME}: ").removeprefix(f"{_NAME} ")
+    return {"error": record, "exit_code": error.exit_code}
 
 
 def _send(out: int, message: PlanAnswer) -> None:
-    line = json.dumps(message).encode() + b"\n"
+    line = json.dumps(with_translations(message)).encode() + b"\n"
     while line:
         line = line[os.write(out, line) :]

@@ -49,7 +49,19 @@ def create_app(panel: AppState) -> FastAPI:
     )  # fmt: skip
     app.state.panel = panel
     add_handlers(app)
-    for routes in (runs, changes, series, ranks, launch, plan, choices, datasets, chat, learn, messages):
+    for routes in (
+        runs,
+        changes,
+        series,
+        ranks,
+        launch,
+        plan,
+        choices,
+        datasets,
+        chat,
+        learn,
+        messages,
+    ):
         app.include_router(routes.router)
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=5)

@@ -2,6 +2,8 @@
 
 #: Built-in datasets, and the task that each is for.
 BUILT_IN_DATASETS = {
+    "builtin:small-questions": "sft",
+    "builtin:small-questions-held-out": "sft",
     "builtin:python-docs": "sft",
     "builtin:python-source": "pretrain",
     "builtin:digits": "classify",
@@ -35,17 +37,24 @@ HUB_MODELS = {
 #: The config of each common job.
 PRESETS = {
     "first": """\
-# A first run: train a small model on Python's own documentation.
-# Nothing is downloaded.
-model: builtin:qwen2-tiny
-dataset: builtin:python-docs
-split_dataset_ratio: 0.05
+# A first run: a small model with random weights learns to answer sums of two-digit
+# numbers, times of day and metric units. Nothing is downloaded.
+model: builtin:qwen2-micro
+dataset: builtin:small-questions
+val_dataset: builtin:small-questions-held-out
 train_args:
-  max_length: 256
-  per_device_train_batch_size: 8
-  max_steps: 90
-  warmup_ratio: 0.1
-  eval_steps: 45
+  max_length: 64
+  per_device_train_batch_size: 64
+  max_steps: 900
+  learning_rate: 3e-3
+  adam_beta2: 0.98
+  warmup_ratio: 0.05
+  eval_steps: 300
+  save_steps: 300
+evaluation:
+  metrics: [exact_match]
+  metric_rows: null
+  max_new_tokens: 8
 """,
     "lora": """\
 # Fine-tune a pretrained model on your examples with low-rank adapters:

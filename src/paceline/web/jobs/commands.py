@@ -138,9 +138,11 @@ def lower_priority() -> None:
 def error_of(path: Path, code: int | None, otherwise: str, output: str) -> PacelineError:
     """Return the error that a process has recorded in the file that :data:`ERROR_FILE` named; if it
     recorded none, ``otherwise`` with the last lines of its output."""
-    error = read_error(path, code)
-    if error is not None:
-        return error
+    return read_error(path, code) or ended_without_error(code, otherwise, output)
+
+
+def ended_without_error(code: int | None, otherwise: str, output: str) -> PacelineError:
+    """Return the error of a process that ended without naming one."""
     last_lines = "\n".join(output.strip().splitlines()[-3:])
     ended = RunError(
         "{otherwise}: {lines}" if last_lines else "{otherwise}",

@@ -10,11 +10,17 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
-from paceline.core.errors import ConfigError, RunError
+from paceline.core.errors import (
+    EXIT_USAGE,
+    ConfigError,
+    ErrorRecord,
+    PacelineError,
+    RunError,
+)
 from paceline.web.files import JSONObject, as_object
-from paceline.web.jobs.commands import Superseded, end, error_of, lower_priority
+from paceline.web.jobs.commands import Superseded, end, ended_without_error, lower_priority
 
 _LINE_BYTES = 1 << 26
 _TIMEOUT_S = 120.0
@@ -96,8 +102,10 @@ class Planner:
         except TimeoutError:
             end(process)
             raise RunError(
-                f"the plan was ended because it took longer than {_TIMEOUT_S:.0f} s",
+                "the plan was ended because it took longer than {timeout_s} s",
+                code="plan-too-slow",
                 fix="run `paceline plan CONFIG.yaml` in a terminal",
+                timeout_s=f"{_TIMEOUT_S:.0f}",
             ) from None
 
     def _supersede(self) -> None:
@@ -105,6 +113,7 @@ class Planner:
             self._waiting.set_exception(
                 Superseded(
                     "a newer request has replaced this one",
+                    code="superseded",
                     fix="wait for the result of the newer one",
                 )
             )
@@ -119,7 +128,7 @@ class Planner:
                 if waiting is None or waiting.done() or message.get("id") != self._last_id:
                     continue
                 if "error" in message:
-                    waiting.set_exception(_error(as_object(message["error"])))
+                    waiting.set_exception(_error(message))
                 else:
                     plan = as_object(message["plan"])
                     waiting.set_result({**plan, "max_steps": message["max_steps"]})
@@ -128,7 +137,7 @@ class Planner:
             text = output.read().decode("utf-8", "replace")
         if self.process is process and self._waiting is not None and not self._waiting.done():
             otherwise = f"the process that plans ended with exit code {code}"
-            self._waiting.set_exception(error_of(text, code, otherwise))
+            self._waiting.set_exception(ended_without_error(code, otherwise, text))
 
     def close(self) -> asyncio.subprocess.Process | None:
         """End the process. Return it, if there was one."""
@@ -138,9 +147,6 @@ class Planner:
         return process
 
 
-def _error(record: JSONObject) -> ConfigError | RunError:
-    what, allowed, fix = (record.get(key) for key in ("what", "allowed", "fix"))
-    allowed, fix = (str(text) if text is not None else None for text in (allowed, fix))
-    if record.get("kind") == "config":
-        return ConfigError(str(what), code=str(record.get("code")), allowed=allowed, fix=fix)
-    return RunError(str(what), allowed=allowed, fix=fix)
+def _error(message: JSONObject) -> PacelineError:
+    kind = ConfigError if message["exit_code"] == EXIT_USAGE else RunError
+    return kind.from_record(cast(ErrorRecord, message["error"]))
