@@ -16,6 +16,7 @@ from textwrap import fill
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from paceline.commands.help_text import command_lines, describe_problem, usage_of
 from paceline.core.errors import ConfigError, did_you_mean, nearest
 from paceline.core.formatting import printable
 from paceline.core.log import LEVELS, log_notices
@@ -23,7 +24,6 @@ from paceline.core.log import LEVELS, log_notices
 if TYPE_CHECKING:
     from paceline.config.load import Loaded
 
-_CONFIG_USAGE = "[CONFIG.yaml] [key=value ...]"
 #: Names under which other programs have `--output`.
 _NAMES_OF_OUTPUT = ("html", "out", "output-file", "save", "json-file")
 _CONFIG_HELP = (
@@ -200,13 +200,6 @@ class AnyPath:
         return Path(text)
 
 
-def _problem(message: str) -> str:
-    """Return what argparse reports about an option as the rest of a sentence."""
-    if "not allowed with" in message:
-        return f"is not supported with `{message.rpartition(' ')[2]}`"
-    return "needs a value" if "expected" in message else "accepts no value"
-
-
 class OptionParser(argparse.ArgumentParser):
     """An :class:`argparse.ArgumentParser` that raises ConfigError.
 
@@ -332,7 +325,7 @@ class OptionParser(argparse.ArgumentParser):
                 code="invalid-arguments",
                 fix="see `{prog} --help`",
                 name=name,
-                problem=_problem(error.message),
+                problem=describe_problem(error.message),
                 prog=self.prog,
             ) from error
         self._check_unknown(rest)
@@ -354,8 +347,8 @@ class OptionParser(argparse.ArgumentParser):
     def usage_line(self) -> str:
         """Return the command with its arguments."""
         names = ["COMMAND"] if self.commands else []
-        names += [_CONFIG_USAGE] if self.takes_config else []
-        names += [_usage_of(action) for action in self.positionals if action.metavar]
+        names += ["[CONFIG.yaml] [key=value ...]"] if self.takes_config else []
+        names += [usage_of(action) for action in self.positionals if action.metavar]
         return " ".join([self.prog, *names])
 
     def format_help(self) -> str:
@@ -366,22 +359,7 @@ class OptionParser(argparse.ArgumentParser):
         notes += [f"example:\n  {self.example}"] if self.example else []
         self.epilog = "\n\n".join(notes) or self.epilog
         before, title, options = super().format_help().partition("\noptions:\n")
-        return f"{before}{self._command_lines(width)}{title}{options}"
-
-    def _command_lines(self, width: int) -> str:
-        """Return the commands in their groups, with a blank line before each group."""
-        column = 4 + max(
-            (len(name) for group in self._groups.values() for name in group), default=0
-        )
-        lines = []
-        for group, summaries in self._groups.items():
-            lines += ["", f"{group}:"]
-            for name, summary in summaries.items():
-                label = f"  {name}".ljust(column)
-                lines.append(
-                    fill(summary, width, initial_indent=label, subsequent_indent=" " * column)
-                )
-        return "".join(f"{line}\n" for line in lines)
+        return f"{before}{command_lines(self._groups, width)}{title}{options}"
 
     def _with_dashes(self, token: str) -> str:
         name, equals, value = token.partition("=")
@@ -411,12 +389,6 @@ class OptionParser(argparse.ArgumentParser):
                 )
         if tokens and not self.takes_config:
             self.error("")
-
-
-def _usage_of(action: argparse.Action) -> str:
-    """Return an argument as the usage shows it: in brackets if it may be left out."""
-    name = str(action.metavar)
-    return f"[{name}{' ...' * (action.nargs == '*')}]" if action.nargs in ("?", "*") else name
 
 
 class _NamedType:

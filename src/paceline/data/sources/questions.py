@@ -23,7 +23,7 @@ _LARGEST_QUANTITY = 400
 
 
 @dataclass(frozen=True)
-class Question:
+class SmallQuestion:
     """A question and its answer. Questions with the same ``key`` are held out together."""
 
     text: str
@@ -53,33 +53,33 @@ def held_out_questions() -> Iterator[Row]:
         yield from (question.as_row() for question in _held_out(list(make())))
 
 
-def _held_out(questions: list[Question]) -> list[Question]:
+def _held_out(questions: list[SmallQuestion]) -> list[SmallQuestion]:
     """Choose questions by a hash, one for each key."""
     by_key = {question.key: question for question in questions}
     keys = sorted(by_key, key=lambda key: (zlib.crc32(key.encode()), key))
     return [by_key[key] for key in keys[:HELD_OUT_PER_KIND]]
 
 
-def _sums() -> Iterator[Question]:
+def _sums() -> Iterator[SmallQuestion]:
     for a in range(10, 100):
         for b in range(10, 100):
             key = f"{min(a, b)} + {max(a, b)}"
-            yield Question(f"What is {a} + {b}?", str(a + b), key)
+            yield SmallQuestion(f"What is {a} + {b}?", str(a + b), key)
 
 
-def _times() -> Iterator[Question]:
+def _times() -> Iterator[SmallQuestion]:
     for hour in range(24):
         for minute in range(60):
             half = "am" if hour < 12 else "pm"
             text = f"What is {hour % 12 or 12}:{minute:02} {half} in 24-hour time?"
-            yield Question(text, f"{hour:02}:{minute:02}", text)
+            yield SmallQuestion(text, f"{hour:02}:{minute:02}", text)
 
 
-def _conversions() -> Iterator[Question]:
+def _conversions() -> Iterator[SmallQuestion]:
     for small, large, factor in _UNITS:
         for quantity in range(1, _LARGEST_QUANTITY + 1):
             text = f"How many {small} are {quantity} {large}?"
-            yield Question(text, str(quantity * factor), text)
+            yield SmallQuestion(text, str(quantity * factor), text)
 
 
-_KINDS: tuple[Callable[[], Iterator[Question]], ...] = (_sums, _times, _conversions)
+_KINDS: tuple[Callable[[], Iterator[SmallQuestion]], ...] = (_sums, _times, _conversions)
