@@ -18,7 +18,7 @@ from paceline.config.fields import KEYS, SECTIONS
 from paceline.config.load import load_text
 from paceline.web.api.config_paths import missing_paths
 from paceline.web.api.form import COMMON, ESSENTIAL, SUGGESTED
-from paceline.web.api.presets import PRESETS
+from paceline.web.presets import PRESETS
 
 STATIC = Path(paceline.web.__file__).parent / "static"
 

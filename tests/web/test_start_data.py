@@ -12,7 +12,7 @@ from paceline.data.sources.readers import TABLE_SUFFIXES, TEXT_SUFFIXES
 from paceline.models.hub_configs import known_ids
 from paceline.web.api import datasets
 from paceline.web.api.datasets import SUFFIXES, safe_name, take_upload
-from paceline.web.api.presets import BUILT_IN_DATASETS, HUB_MODELS
+from paceline.web.presets import BUILT_IN_DATASETS, HUB_MODELS
 
 ROW = json.dumps({"prompt": "What is a pace line?", "completion": "Riders in a row."}) + "\n"
 

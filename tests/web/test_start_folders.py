@@ -109,7 +109,7 @@ def test_path_that_does_not_exist_is_a_mistake_of_its_field(panel, project, key,
     assert check["ok"] == (path is None)
     assert [
         (error["key"], error["code"], error["path"], error["folder"]) for error in check["errors"]
-    ] == ([] if path is None else [(key, "missing-file", path, str(project))])
+    ] == ([] if path is None else [(key, "path-does-not-exist", path, str(project))])
     if path is not None:
         assert check["errors"][0]["line"] == [*config].index(key) + 1
         error = post_json(panel, "/api/start", 400, yaml=yaml, name="one")["error"]

@@ -1,10 +1,57 @@
-"""Print the progress of tokenization: rows, rate and remaining time."""
+"""Lines about work in progress on standard error, such as tokenization: rows, rate and remaining
+time."""
 
+import contextlib
+import shutil
+import sys
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 from paceline.core import formatting
-from paceline.core.progress_line import ProgressLine
+from paceline.core.log import is_shown
+
+_QUIET_S = 2.0  # no line for shorter work
+_TERMINAL_EVERY_S = 0.2
+
+
+class ProgressLine:
+    """A line that is redrawn in place on a terminal; elsewhere a new line every few seconds.
+
+    Args:
+        plain_every_s: time between two lines if the stream is not a terminal; None for no lines.
+    """
+
+    def __init__(self, stream: TextIO | None = None, plain_every_s: float | None = 10.0) -> None:
+        self.stream = sys.stderr if stream is None else stream
+        self._on_terminal = self.stream.isatty()
+        self._every_s = _TERMINAL_EVERY_S if self._on_terminal else plain_every_s
+        self._next = time.monotonic() + _QUIET_S
+        self._width = 0
+
+    def show(self, text: Callable[[], str]) -> None:
+        """Print ``text()``, unless a line was printed very recently."""
+        now = time.monotonic()
+        if self._every_s is None or now < self._next or not is_shown():
+            return
+        self._next = now + self._every_s
+        if not self._on_terminal:
+            self._write(text() + "\n")
+            return
+        line = text()[: shutil.get_terminal_size().columns - 1]
+        self._write("\r" + line.ljust(self._width))
+        self._width = len(line)
+
+    def clear(self) -> None:
+        """Remove the line from a terminal, so that other lines can be printed."""
+        if self._width:
+            self._write("\r" + " " * self._width + "\r")
+            self._width = 0
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed
+            self.stream.write(text)
+            self.stream.flush()
 
 
 class RowProgress:

@@ -19,7 +19,7 @@ from paceline.core.event_log import EventReader
 from paceline.core.events import EvalEvent
 from paceline.core.formatting import duration, finite, loss
 from paceline.core.log import CONSOLE_ONLY
-from paceline.core.progress_line import ProgressLine
+from paceline.data.progress import ProgressLine
 from paceline.sweep.devices import DeviceShare
 from paceline.sweep.metric import Metric
 from paceline.sweep.process import RunnerProcess

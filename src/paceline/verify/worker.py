@@ -27,9 +27,9 @@ from paceline.core.events import Event
 from paceline.core.failures import ExitRecord
 from paceline.core.files import write_atomic
 from paceline.core.log import log_to_events
-from paceline.core.progress_line import ProgressLine
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
+from paceline.data.progress import ProgressLine
 from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims

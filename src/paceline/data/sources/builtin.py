@@ -19,7 +19,7 @@ from pathlib import Path
 from paceline.core.errors import ConfigError, unknown_name
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once
-from paceline.data.sources.questions import held_out_questions, small_questions
+from paceline.data.questions import held_out_questions, small_questions
 from paceline.data.sources.rows import Row
 
 _LAYOUT = 2

@@ -12,8 +12,8 @@ from fastapi import APIRouter
 
 from paceline.core.hub import cached_models
 from paceline.web.api.datasets import SUFFIXES
-from paceline.web.api.presets import BUILT_IN_DATASETS, BUILT_IN_MODELS, HUB_MODELS
 from paceline.web.files import JSONObject, shown, stat_inside
+from paceline.web.presets import BUILT_IN_DATASETS, BUILT_IN_MODELS, HUB_MODELS
 from paceline.web.runs.discovery import is_run
 from paceline.web.state import AppState, Panel
 

@@ -55,7 +55,7 @@ def missing_paths(config: Config, folder: Path, lines: Mapping[str, JsonValue]) 
                 "fix": _DATA.get(key, "check the path"),
                 "key": key,
                 "line": entry.get("line") if isinstance(entry, dict) else None,
-                "code": "missing-file",
+                "code": "path-does-not-exist",
                 "path": path,
                 "folder": str(folder),
             }

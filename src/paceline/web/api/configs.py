@@ -44,7 +44,14 @@ def require(text: str, folder: Path) -> None:
         ConfigError: the config is not valid, or a path in it does not exist below ``folder``.
     """
     for mistake in missing_paths(load(text).config, folder, {}):
-        raise ConfigError(str(mistake["what"]), code="missing-file", fix=str(mistake["fix"]))
+        raise ConfigError(
+            "`{key}: {path}` does not exist in {folder}",
+            code="path-does-not-exist",
+            fix=str(mistake["fix"]),
+            key=mistake["key"],
+            path=mistake["path"],
+            folder=folder,
+        )
 
 
 def check(text: str, folder: Path) -> JSONObject:

@@ -9,7 +9,7 @@ from paceline.config.fields import KEYS, SECTIONS, chinese, describe
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import TASKS
 from paceline.parallel.registry import STRATEGIES
-from paceline.web.api.presets import BUILT_IN_DATASETS, BUILT_IN_MODELS, HUB_MODELS
+from paceline.web.presets import BUILT_IN_DATASETS, BUILT_IN_MODELS, HUB_MODELS
 
 #: Keys that the form shows first. All others are in collapsed groups.
 ESSENTIAL = (

@@ -75,7 +75,7 @@ def schema() -> Any:
 @router.get("/api/presets")
 def presets(panel: Panel) -> JSONObject:
     """Return the text of a config for each common job, and the panel's two folders."""
-    from paceline.web.api.presets import PRESETS
+    from paceline.web.presets import PRESETS
 
     return {
         "presets": [{"id": id, "yaml": text} for id, text in PRESETS.items()],

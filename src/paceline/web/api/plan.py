@@ -7,8 +7,8 @@ from pydantic import Field
 
 from paceline.planner.devices import devices
 from paceline.web.api.launch import ConfigText
-from paceline.web.api.presets import BUILT_IN_MODELS, HUB_MODELS
 from paceline.web.files import JSONObject
+from paceline.web.presets import BUILT_IN_MODELS, HUB_MODELS
 from paceline.web.state import Panel
 
 router = APIRouter()

@@ -70,7 +70,7 @@ export function makeField(field, state, action = null) {
 
 /** Return `{what, fix}` of a mistake in the language of the page, if there is a text for it. */
 export function describeError(error) {
-  if (error.code === "missing-file") {
+  if (error.code === "path-does-not-exist") {
     const fix = `start.missing.${error.key}`;
     return {
       what: t("start.missing", { path: error.path, folder: error.folder }),

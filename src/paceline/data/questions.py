@@ -9,8 +9,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from paceline.data.sources.rows import Row
-
+#: A row as a dataset has it: ``{"messages": [{role, content}, …]}``.
+ChatRow = dict[str, list[dict[str, str]]]
 HELD_OUT_PER_KIND = 200
 _UNITS = (
     ("millimeters", "cm", 10),
@@ -30,7 +30,7 @@ class SmallQuestion:
     answer: str
     key: str
 
-    def as_row(self) -> Row:
+    def as_row(self) -> ChatRow:
         return {
             "messages": [
                 {"role": "user", "content": self.text},
@@ -39,7 +39,7 @@ class SmallQuestion:
         }
 
 
-def small_questions() -> Iterator[Row]:
+def small_questions() -> Iterator[ChatRow]:
     """Yield the training questions."""
     for make in _KINDS:
         questions = list(make())
@@ -47,7 +47,7 @@ def small_questions() -> Iterator[Row]:
         yield from (question.as_row() for question in questions if question.key not in held_out)
 
 
-def held_out_questions() -> Iterator[Row]:
+def held_out_questions() -> Iterator[ChatRow]:
     """Yield 200 questions of each kind that are not in :func:`small_questions`."""
     for make in _KINDS:
         yield from (question.as_row() for question in _held_out(list(make())))
