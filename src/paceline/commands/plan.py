@@ -14,7 +14,6 @@ from paceline.commands.options import (
     print_notices,
 )
 from paceline.core.errors import EXIT_DONE
-from paceline.core.texts import with_translations
 
 if TYPE_CHECKING:
     from paceline.simulation.records import SimulatedPart
@@ -145,7 +144,7 @@ def run(args: Namespace) -> int:
         simulation = simulate_plan(plan)
     if args.json:
         simulated: SimulatedPart = {} if simulation is None else simulation.as_dict()
-        print(json.dumps(with_translations({**plan.as_dict(), **simulated}), indent=2))
+        print(json.dumps({**plan.as_dict(), **simulated}, indent=2))
     else:
         from paceline.commands.reports import open_console
         from paceline.planner.search.tables import print_search

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, cast
 
 from paceline.config.chosen import open_settings, read_chosen
 from paceline.config.load import load_config
@@ -14,6 +14,7 @@ from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError, ErrorRecord
 from paceline.core.processes import available_memory
 from paceline.core.run_dir import RunDir
+from paceline.core.texts import with_translations
 from paceline.distributed.devices import (
     accelerators,
     choose_devices,
@@ -271,7 +272,7 @@ class Plan:
         chosen, configured, advice = self.choice.chosen, self.configured, self.advice
         smallest = None if advice is None else advice.smallest
         count, error, candidate = self.machine.count, self.layout_error, self.choice.candidate
-        return PlanReport(
+        report = PlanReport(
             run=run_estimate(self.run_mode, self.run_settings),
             world_size=count,
             device_memory_bytes=self.machine.memory_bytes,
@@ -302,6 +303,7 @@ class Plan:
             ),
             goodput=None if self.goodput is None else asdict(self.goodput),
         )
+        return cast(PlanReport, with_translations(report))
 
     def _chosen_report(self, candidate: Candidate) -> SetupReport:
         return {**setup_report(candidate), "settings": dict(self.choice.settings)}

@@ -24,7 +24,6 @@ from paceline.config.load import load_text
 from paceline.config.packages import DEVICE_PACKAGES, unused_packages
 from paceline.core.errors import EXIT_DONE, ErrorRecord, PacelineError, RunError
 from paceline.core.processes import end_with_parent, exit_text
-from paceline.core.texts import with_translations
 from paceline.core.user_code import hide_packages, show_packages
 from paceline.models.files import fit_to_model
 from paceline.planner.api import PlanReport, make_plan
@@ -193,6 +192,6 @@ def _as_answer(error: PacelineError) -> PlanAnswer:
 
 
 def _send(out: int, message: PlanAnswer) -> None:
-    line = json.dumps(with_translations(message)).encode() + b"\n"
+    line = json.dumps(message).encode() + b"\n"
     while line:
         line = line[os.write(out, line) :]
