@@ -21,8 +21,12 @@ _DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def codes_json(entries: dict[str, CodeEntry]) -> str:
-    """Return the text of codes.json."""
-    return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
+    """Return the text of codes.json, with one line for each code."""
+    lines = (
+        f"{json.dumps(code)}: {json.dumps(entry, ensure_ascii=False)}"
+        for code, entry in entries.items()
+    )
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def page(entries: dict[str, CodeEntry], template: str) -> str:
