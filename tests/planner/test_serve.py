@@ -1,5 +1,5 @@
-"""Test `paceline plan --serve`: the answers are those of the command, and a newer request ends an
-older one."""
+"""Test `paceline plan --serve`: it answers as the command does, and a newer request ends an older
+one."""
 
 import json
 import subprocess

@@ -109,7 +109,7 @@ def test_shapes_of_a_training_step():
 def test_error_if_the_device_is_not_cuda():
     with raises_error(ConfigError, code="device-not-simulated"):
         cuda.simulate_cuda(find_device("MI300X")[0], 8)
-    with raises_error(ConfigError, code="out-of-range"):
+    with raises_error(ConfigError, code="simulated-device-count"):
         cuda.simulate_cuda(H100, 0)
 
 

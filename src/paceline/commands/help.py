@@ -37,9 +37,10 @@ def add_arguments(parser: OptionParser) -> None:
 
 def run(args: Namespace) -> int:
     """Explain a code, or list the options of a command."""
-    parser = args.build_parser()
-    if args.code in parser.commands and not args.json:
-        print(parser.commands[args.code].format_help(), end="")
+    is_code = args.code.strip("[]") in codes()
+    commands = {} if is_code or args.json else args.build_parser().commands
+    if args.code in commands:
+        print(commands[args.code].format_help(), end="")
         return EXIT_DONE
     print_report(args, explain_code(args.code), _detail)
     return EXIT_DONE

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from paceline.config.schema import Config
+from paceline.config.schema.schedules import warmup_length
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.formatting import shares_text
 
@@ -123,9 +124,7 @@ def derive(
     if steps is None:
         assert per_epoch is not None, "`max_steps` is required"
         steps = max(1, math.ceil(args.num_train_epochs * per_epoch))
-    warmup = args.warmup_steps
-    if warmup is None:
-        warmup = math.ceil(args.warmup_ratio * steps)
+    warmup = warmup_length(args.warmup_steps, args.warmup_ratio, steps)
     rate = args.learning_rate if args.learning_rate is not None else default_learning_rate
     tokens = None
     if tokens_per_row is not None:

@@ -133,17 +133,9 @@ class FaultError(RunError):
     default_code = "fault"
 
     def __init__(
-        self,
-        what: str,
-        /,
-        *,
-        code: str = "",
-        allowed: str | None = None,
-        fix: str | None = None,
-        ranks: Iterable[int] | None = None,
-        **values: object,
+        self, what: str, /, *, ranks: Iterable[int] | None = None, **settings: Any
     ) -> None:
-        super().__init__(what, code=code, allowed=allowed, fix=fix, **values)
+        super().__init__(what, **settings)
         self.ranks = None if ranks is None else list(ranks)
 
 

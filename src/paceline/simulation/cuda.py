@@ -71,7 +71,7 @@ def simulate_cuda(device: Device, count: int) -> None:
     if not 1 <= count <= _MAX_DEVICES:
         raise ConfigError(
             "{count} simulated devices: expected 1 to {max_devices}",
-            code="too-many-simulated-devices",
+            code="simulated-device-count",
             count=count,
             max_devices=_MAX_DEVICES,
         )

@@ -215,8 +215,10 @@ def main(descriptor: str, cores: str) -> None:
         signal.signal(number, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the sweep asks the run to stop
     # The sweep prints one line per run, so this process and the ranks print only what is wrong.
-    is_verbose = is_shown("debug") or not is_shown()
-    configure_logging(None if is_verbose else "warning")
+    if is_shown() and not is_shown("debug"):
+        configure_logging("warning")
+    else:
+        configure_logging()
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError, ConnectionResetError):
         serve(socket.socket(fileno=int(descriptor)))
 

@@ -91,6 +91,13 @@ def test_real_run_is_followed_to_its_end(page: Page, server: Server) -> None:
         expect(
             page.frame_locator("iframe.report").get_by_role("heading", name="real")
         ).to_be_visible()
+        page.set_viewport_size({"width": 390, "height": 844})
+        report = page.frame_locator("iframe.report")
+        cell = report.locator("td[data-label='Predicted']").first
+        assert cell.evaluate("cell => getComputedStyle(cell).display") == "flex"
+        width = "page => page.scrollWidth - page.clientWidth"
+        assert report.locator("html").evaluate(width) == 0
+        page.set_viewport_size({"width": 1280, "height": 900})
         assert process.wait(60) == 0
         page.locator("#longer").click()
         page.fill("#longer-steps", "2")

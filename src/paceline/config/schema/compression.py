@@ -73,8 +73,8 @@ class Compression(Section):
         if len(methods) != 2 or methods[0] not in CHAINS:
             raise CombinationError(
                 UserText(
-                    "method {text} is not a valid chain; expected two methods, the first of which"
-                    " is one of {chains}",
+                    "method {text} is not a valid chain; expected two methods, and one of {chains}"
+                    " as the first method",
                     code="invalid-compression-chain",
                     text=text,
                     chains=", ".join(CHAINS),

@@ -125,6 +125,12 @@ def _rate_problem(
     return None
 
 
+def warmup_length(warmup_steps: float | None, warmup_ratio: float, steps: int) -> int:
+    """Return the number of warm-up steps: ``warmup_steps`` if it is set, else the share
+    ``warmup_ratio`` of all steps."""
+    return math.ceil(warmup_ratio * steps) if warmup_steps is None else int(warmup_steps)
+
+
 def schedule_share(
     kind: str,
     arguments: Mapping[str, JsonValue],

@@ -1,11 +1,8 @@
 """What training a run for more steps does to its learning rate."""
 
-import math
 from typing import TypedDict
 
-from pydantic import JsonValue
-
-from paceline.config.schema.schedules import schedule_share
+from paceline.config.schema.schedules import schedule_share, warmup_length
 from paceline.core.events import RunStartEvent, StepEvent
 from paceline.core.formatting import finite
 from paceline.web.files import as_object, as_text
@@ -47,7 +44,8 @@ def continuation(start: RunStartEvent, newest: StepEvent, steps: int) -> Continu
         schedule = "constant_with_warmup"
 
     def rate_at(at: int) -> float | None:
-        warmup = _warmup_steps(args, steps)
+        ratio = finite(args.get("warmup_ratio")) or 0.0
+        warmup = warmup_length(finite(args.get("warmup_steps")), ratio, steps)
         kwargs = as_object(args.get("lr_scheduler_kwargs"))
         share = None
         if schedule is not None and peak is not None:
@@ -62,10 +60,3 @@ def continuation(start: RunStartEvent, newest: StepEvent, steps: int) -> Continu
         "after": rate_at(step),  # schedules count steps from zero
         "end": rate_at(max(step, steps - 1)),
     }
-
-
-def _warmup_steps(args: dict[str, JsonValue], steps: int) -> int:
-    number = finite(args.get("warmup_steps"))
-    if number is None:
-        number = math.ceil((finite(args.get("warmup_ratio")) or 0.0) * steps)
-    return int(number)

@@ -40,7 +40,7 @@ export function paddedRange(low, high, min) {
     !Number.isFinite(low)
   )
     return [0, 1];
-  // Differences in the seventh digit are those of rounding.
+  // Differences in the seventh digit are rounding errors.
   const isFlat = high - low <= 1e-6 * Math.max(Math.abs(low), Math.abs(high));
   const padding = (isFlat ? Math.abs(high) || 1 : high - low) * 0.08;
   const bottom = min === undefined ? low - padding : Math.min(low, min);

@@ -9,8 +9,8 @@ import { exportModel } from "../export.js";
 import { askForSteps } from "./longer.js";
 
 /**
- * Return `{buttons(isRunning), feedback}`: the buttons for the present state of the run, the first
- * of which is what most users want now, and a node that shows the result of an export.
+ * Return `{buttons(isRunning), feedback}`: the buttons for the present state of the run, first the
+ * button that most users want now, and a node that shows the result of an export.
  *
  * `watch()` shows the output of a command that was started here.
  */
