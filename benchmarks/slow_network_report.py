@@ -242,8 +242,8 @@ def as_markdown(result: dict[str, Any], reasons: dict[str, str]) -> str:
         f"stream {link['stream_bits_per_s'] / 1e6:.1f} Mbit/s (congestion control "
         f"{link['tcp_congestion_control']}, "
         f"tcp_slow_start_after_idle {link['tcp_slow_start_after_idle']}).",
-        f"- Work: `examples/demo.yaml` with all {result['parameters']:,} parameters trained in"
-        " float32, "
+        f"- Work: `benchmarks/configs/slow_network.yaml` with all {result['parameters']:,}"
+        " parameters trained in float32, "
         "at a learning rate that is constant after the warm-up, with an evaluation every "
         f"{result['evaluate_every']} steps.",
         "- Seconds are those of the training steps. Evaluations, the start and the checkpoint are "

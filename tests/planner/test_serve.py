@@ -59,7 +59,11 @@ def test_answers_are_those_of_the_command(planner, tmp_path):
     wrong = CONFIG.replace("Qwen/Qwen2.5-0.5B-Instruct", "./empty")
     planner.send(id=3, yaml=wrong, cwd=str(tmp_path / "below"))
     answer = planner.receive()
-    assert (answer["id"], answer["error"]["kind"]) == (3, "config")
+    assert (answer["id"], answer["exit_code"], answer["error"]["code"]) == (
+        3,
+        2,
+        "model-without-config",
+    )
     assert "empty` is not a model: it has no config.json" in answer["error"]["what"]
     planner.send(id=4, yaml="model: [\n")
     assert planner.receive()["error"]["what"].startswith("is not valid YAML")

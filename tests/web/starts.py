@@ -21,6 +21,21 @@ def post_json(served: Any, path: str, status: int = 200, **body: object) -> dict
     return response.json()
 
 
+def post_failing_start(served: Any, path: str, **body: object) -> dict[str, Any]:
+    """Start or resume a run whose command fails, and return the error: of the request, or of the
+    start if the command takes longer than the request waits."""
+    response = served.client.post(path, json=body, headers=served.with_token)
+    launch = f"/api/launches/{response.json().get('id')}"
+    deadline = time.monotonic() + 120.0
+    while response.status_code == 200:
+        assert time.monotonic() < deadline, response.text
+        time.sleep(0.1)
+        response = served.client.get(launch, headers=served.with_token)
+    assert response.status_code == 400, response.text
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
 def wait_for_status(
     served: Any, id: str, *statuses: str, timeout_s: float = 120.0
 ) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from event_logs import begin, emit_steps
 from panels import wait_until
-from starts import MICRO, events, post_json, wait_for_status, wait_for_step
+from starts import MICRO, events, post_failing_start, post_json, wait_for_status, wait_for_step
 
 from paceline.core.processes import host_name
 from paceline.web.folders import Folders
@@ -62,7 +62,7 @@ def test_stops_a_run_with_a_checkpoint_and_resumes_it(serve, tmp_path):
     assert changes == [
         {"key": "train_args.max_steps", "old": 4000, "new": last, "needs_allow": True}
     ]
-    error = post_json(served, f"/api/runs/{id}/resume", 400, yaml=shorter)["error"]
+    error = post_failing_start(served, f"/api/runs/{id}/resume", yaml=shorter)
     assert f"train_args.max_steps: 4000 → {last}" in error["what"]
     assert "4000" in (run / "panel.yaml").read_text()  # rejected changes are not saved
     post_json(served, f"/api/runs/{id}/resume", yaml=shorter, allow_config_change=True)
@@ -74,13 +74,12 @@ def test_stops_a_run_with_a_checkpoint_and_resumes_it(serve, tmp_path):
 @pytest.mark.soak
 def test_returns_errors_of_the_command(serve, tmp_path):
     served = serve(tmp_path)
-    error = post_json(
+    error = post_failing_start(
         served,
         "/api/start",
-        400,
         yaml="model: builtin:nothing\ndataset: builtin:python-docs\n",
         name="bad",
-    )["error"]
+    )
     assert "`builtin:nothing`" in error["what"]
     assert "builtin:qwen2-micro" in error["allowed"]
     assert list(tmp_path.iterdir()) == []  # the name is free for the next try
