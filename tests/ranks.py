@@ -82,7 +82,8 @@ def run_ranks(
                 try:
                     results[rank] = pipe.recv()
                 except EOFError:
-                    results[rank] = (False, f"rank {rank} died")
+                    processes[rank].join(1.0)
+                    results[rank] = (False, f"rank {rank} died: {processes[rank].exitcode}")
                 if not results[rank][0]:
                     deadline = min(deadline, time.monotonic() + _GRACE_AFTER_FAILURE_S)
     finally:

@@ -70,7 +70,7 @@ def find_workers() -> list[psutil.Process]:
     workers = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # the process is ending
-            if "--serve" in process.cmdline():
+            if {"generate", "--serve"} <= set(process.cmdline()):
                 workers.append(process)
     return workers
 

@@ -88,44 +88,58 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "paceline"
 
 
-_LOCK = "lock"
-
-
 class Scratch:
-    """A temporary folder ``path``, which :meth:`close` removes. It is locked while in use; if its
-    process is killed, the lock is released and the next process of this host removes the folder.
-    Other hosts leave it alone: a file system that they share may not show them the lock.
+    """A temporary folder ``path``, which :meth:`close` removes. The folder itself is locked while in
+    use (``flock``); if its process is killed, the lock is released and the next process of this host
+    removes the folder. Other hosts leave it alone: a file system that they share may not show them
+    the lock.
 
     Args:
         parent: where to create it, instead of the system's folder for temporary files.
     """
 
     def __init__(self, prefix: str = "paceline-run-", parent: str | None = None) -> None:
-        parent = parent or tempfile.gettempdir()
-        prefix += hashlib.sha256(socket.gethostname().encode()).hexdigest()[:4] + "-"
-        for lock in Path(parent).glob(f"{prefix}*/{_LOCK}"):
+        self._parent = Path(parent or tempfile.gettempdir())
+        self._prefix = f"{prefix}{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:4]}-"
+        self._remove_abandoned()
+        self._folder: int | None
+        self.path, self._folder = self._create()
+
+    def _create(self) -> tuple[Path, int]:
+        """Return a new folder and a file descriptor that holds its lock."""
+        while True:
+            path = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._parent))
+            # Until it is locked, another process takes it for abandoned and may remove it.
+            with suppress(FileNotFoundError):
+                folder = os.open(path, os.O_RDONLY)
+                # OSError: without locks, no other process can lock and remove it either.
+                with suppress(OSError):
+                    fcntl.flock(folder, fcntl.LOCK_EX)
+                if path.exists():
+                    return path, folder
+                os.close(folder)
+
+    def _remove_abandoned(self) -> None:
+        """Remove the folders that no process has locked. What could not be removed, because orphans
+        were still writing to it, stays for the next process."""
+        for path in self._parent.glob(f"{self._prefix}*"):
             # OSError: it belongs to another user, is in use, or was just removed by another
             # process.
-            with suppress(OSError), open(lock, "r+") as handle:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        new_lock = self.path / f"{_LOCK}.new"
-        self._lock = open(new_lock, "w")  # noqa: SIM115  (the lock lives as long as the handle)
-        with suppress(OSError):  # without locks, no other process can lock and remove it either
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        os.replace(new_lock, self.path / _LOCK)  # never visible without its lock
-        # systemd-tmpfiles, which removes old files, leaves locked folders alone.
-        self._folder: int | None = os.open(self.path, os.O_RDONLY)
-        with suppress(OSError):
-            fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            with suppress(OSError):
+                folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+                finally:
+                    os.close(folder)
 
     def close(self) -> None:
+        """Remove the folder, and those that killed processes have left behind meanwhile."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
         if self._folder is not None:
             os.close(self._folder)
             self._folder = None
+            self._remove_abandoned()
 
     def __enter__(self) -> Path:
         return self.path
