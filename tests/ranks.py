@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -34,6 +35,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def server_context() -> Any:
+    """Return the context of processes that are forked from the fork server.
+
+    The server of a run that a test has started in this process hides packages from its children. It
+    is stopped, so that the children that the next test starts find them."""
+    launcher = sys.modules.get("paceline.launch.fork_server")
+    if launcher is not None and launcher._hidden:
+        launcher._stop_server()
+    return multiprocessing.get_context("forkserver")
+
+
 # How long to wait for the other ranks after one has failed; they may be blocked in a collective.
 _GRACE_AFTER_FAILURE_S = 2.0
 
@@ -53,7 +65,7 @@ def run_ranks(
     """
     import torch
 
-    context = multiprocessing.get_context("forkserver")
+    context = server_context()
     port = free_port()
     processes, pipes = [], []
     for rank in range(world_size):
@@ -83,7 +95,10 @@ def run_ranks(
                     results[rank] = pipe.recv()
                 except EOFError:
                     processes[rank].join(1.0)
-                    results[rank] = (False, f"rank {rank} died: {processes[rank].exitcode}")
+                    results[rank] = (
+                        False,
+                        f"rank {rank} died (exit code {processes[rank].exitcode})",
+                    )
                 if not results[rank][0]:
                     deadline = min(deadline, time.monotonic() + _GRACE_AFTER_FAILURE_S)
     finally:

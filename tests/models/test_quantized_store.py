@@ -2,7 +2,6 @@
 
 import json
 import logging
-import multiprocessing
 import os
 import shutil
 import signal
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_families import make_family
-from ranks import run_ranks
+from ranks import run_ranks, server_context
 from test_adapter_variants import train
 from test_adapters import config_for, logits
 
@@ -265,7 +264,7 @@ def _exit_codes(deaths: dict[int, int | None], base: Path) -> list[int | None]:
     Args:
         deaths: after how many layers each rank is killed while it quantizes the next one.
     """
-    context = multiprocessing.get_context("forkserver")
+    context = server_context()
     arguments = [
         (RankEnv(rank, len(deaths), rank, len(deaths)), base, cache_dir().parent, number)
         for rank, number in deaths.items()
