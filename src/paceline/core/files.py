@@ -89,10 +89,10 @@ def cache_dir() -> Path:
 
 
 class Scratch:
-    """A temporary folder ``path``, which :meth:`close` removes. The folder itself is locked while in
-    use (``flock``); if its process is killed, the lock is released and the next process of this host
-    removes the folder. Other hosts leave it alone: a file system that they share may not show them
-    the lock.
+    """A temporary folder ``path``, which :meth:`close` removes. The folder itself is locked while
+    in use (``flock``); if its process is killed, the lock is released and the next process of this
+    host removes the folder. Other hosts leave it alone: a file system that they share may not show
+    them the lock.
 
     Args:
         parent: where to create it, instead of the system's folder for temporary files.
