@@ -87,7 +87,8 @@ def test_span_covers_answer_and_end_of_turn(source: str) -> None:
 
 
 def test_template_without_generation_prompt() -> None:
-    assert answers(INST, CHAT) == ["First.</s>", "Second.</s>"]
+    # The prompt ends with `[/INST]`: the model writes the space too.
+    assert answers(INST, CHAT) == [" First.</s>", " Second.</s>"]
     assert answers(NO_PROMPT, CHAT) == ["First.</s>", "Second.</s>"]
 
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import datetime
+import copy
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any
 
-from paceline.core.errors import ConfigError
 from paceline.data.sources.rows import Row
 from paceline.data.text.chats.tool_calls import ChatMessage, with_arguments_as_text, with_short_ids
 from paceline.data.text.chats.turn_ends import PROBE, TurnEnds, tokens_in
+from paceline.data.text.jinja import CLOSE, OPEN, compile_template
 
 Span = tuple[int, int]
 Tools = list[Row] | None
 
-# Unicode noncharacters, which do not occur in text, mark the ends of a {% generation %} block while
-# rendering.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+#: Limit of the sets of arguments of rows that a template remembers.
+_MAX_VARIANTS = 256
 
 
 class TemplateRefused(Exception):
@@ -55,6 +55,7 @@ class ChatTemplate:
             does not support.
         control_tokens: the texts of the tokenizer's special tokens, among which are those that end
             a turn.
+        arguments: further variables, such as ``enable_thinking``.
 
     Raises:
         ConfigError: the template is not valid Jinja.
@@ -66,6 +67,7 @@ class ChatTemplate:
         special_tokens: dict[str, str],
         for_tools: str | None = None,
         control_tokens: Collection[str] = (),
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self._for_tools = None
         if for_tools is not None:
@@ -73,8 +75,10 @@ class ChatTemplate:
         self._source = source
         self._control_tokens = {*control_tokens, special_tokens.get("eos_token", "")} - {""}
         self._last_characters = frozenset(token[-1] for token in self._control_tokens)
-        self._template, self._identifiers = _compile(source)
-        self._variables = {"bos_token": "", "eos_token": "", **special_tokens}
+        self._compiled = compile_template(source)
+        self._variables = {"bos_token": "", "eos_token": "", **special_tokens, **(arguments or {})}
+        self._special_names = frozenset({"bos_token", "eos_token", *special_tokens})
+        self._variants: dict[str, ChatTemplate] = {}
         self._marked = re.search(r"{%-?\s*generation\b", source) is not None
         self._has_prompt: bool | None = None
 
@@ -82,9 +86,29 @@ class ChatTemplate:
         """Return whether the template, or the one for chats with tools, uses `tools`, `tool_calls`
         or `reasoning_content`."""
         names = {name, "thinking"} if name == "reasoning_content" else {name}
-        if names & self._identifiers:
+        if names & self._compiled.identifiers:
             return True
         return self._for_tools is not None and self._for_tools.uses(name)
+
+    @property
+    def argument_names(self) -> list[str]:
+        """Names of the variables that the template reads and that a user may set."""
+        return sorted(self._compiled.variables - self._special_names)
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> ChatTemplate:
+        """Return the template with these variables in place of its own of the same names."""
+        if not arguments:
+            return self
+        key = json.dumps(arguments, sort_keys=True)
+        if key not in self._variants:
+            if len(self._variants) >= _MAX_VARIANTS:
+                self._variants.clear()
+            variant = copy.copy(self)
+            variant._variables = {**self._variables, **arguments}
+            variant._variants, variant._has_prompt = {}, None
+            vars(variant).pop("_turn_ends", None)
+            self._variants[key] = variant
+        return self._variants[key]
 
     def select(self, messages: list[ChatMessage], tools: Tools) -> ChatTemplate:
         """Return the template for this chat: this one, or the one for chats with tools."""
@@ -97,7 +121,7 @@ class ChatTemplate:
             if key in message
         }
         needs |= {"tools"} if tools else set()
-        return self._for_tools if needs - self._identifiers else self
+        return self._for_tools if needs - self._compiled.identifiers else self
 
     def render(
         self, messages: list[ChatMessage], add_generation_prompt: bool = False, tools: Tools = None
@@ -112,7 +136,7 @@ class ChatTemplate:
 
     def _plain(self, messages: list[ChatMessage], add_generation_prompt: bool, tools: Tools) -> str:
         raw = self._raw(messages, add_generation_prompt, tools)
-        return raw.replace(_OPEN, "").replace(_CLOSE, "")
+        return raw.replace(OPEN, "").replace(CLOSE, "")
 
     def _raw(self, messages: list[ChatMessage], add_generation_prompt: bool, tools: Tools) -> str:
         return self._run(self._converted(messages), add_generation_prompt, tools)
@@ -148,12 +172,11 @@ class ChatTemplate:
 
     def _run(self, messages: Sequence[object], add_generation_prompt: bool, tools: Tools) -> str:
         try:
-            return self._template(
+            return self._compiled.render(
+                {"documents": None, **self._variables},
                 messages=messages,
                 tools=tools,
-                documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._variables,
             )
         # Templates are programs: they may use undefined variables or raise errors of their own.
         except Exception as error:
@@ -206,12 +229,12 @@ class ChatTemplate:
         for message in messages:
             content = message["content"]
             has_calls = has_calls or "tool_calls" in message
-            has_marks = has_marks or _OPEN in content or _CLOSE in content
+            has_marks = has_marks or OPEN in content or CLOSE in content
         if has_calls:
             messages = self._accepted(messages, tools)
         if self._marked and not has_marks:
             raw = self._raw(messages, False, tools)
-            if _OPEN in raw:
+            if OPEN in raw:
                 num_answers = sum(message["role"] == "assistant" for message in messages)
                 rendered = self._from_marks(raw, num_answers)
                 if not excluded:
@@ -265,20 +288,24 @@ class ChatTemplate:
             full if index == len(messages) - 1 else self._try(messages[: index + 1], False, tools)
         )
         before = self._try(messages[:index], True, tools)
-        prefix = len(before) if before and full.startswith(before) else None
+        prefix = self._prompt_end(full, before, messages[:index], tools)
         if (
             "tool_calls" in messages[index]
-            and prefix is None
             and before
             and upto
             and upto.startswith(before)
+            and not full.startswith(before)
         ):
             text = upto[len(before) :].rstrip()  # the template determines the text of a call
         content = self._find_content(full, upto, text, max(cursor, prefix or 0))
         if (
             before
             and prefix is not None
-            and (content is None or self._has_generation_prompt(messages[:index], before, tools))
+            and (
+                content is None
+                or not full[prefix : content[0]].strip()
+                or self._has_generation_prompt(messages[:index], before, tools)
+            )
         ):
             start = prefix
         elif content is not None:
@@ -292,6 +319,22 @@ class ChatTemplate:
             elif full.startswith(body := self._turn_ends.without_end(upto)) and len(body) > start:
                 end = len(body)
         return None if end is None else (start, self._turn_ends.end_of(full, start, end))
+
+    def _prompt_end(
+        self, full: str, prompt: str | None, earlier: list[ChatMessage], tools: Tools
+    ) -> int | None:
+        """Return the number of characters that a chat shares with the prompt of one of its answers,
+        or None if it shares nothing of the generation prompt.
+
+        The generation prompt of reasoning models may begin the reasoning, ``<think>\\n``, where an
+        answer without reasoning has ``<think></think>``."""
+        if not prompt:
+            return None
+        if full.startswith(prompt):
+            return len(prompt)
+        before = self._try(earlier, False, tools) or ""
+        shared = len(commonprefix([full, prompt]))
+        return shared if shared > len(before) and full.startswith(before) else None
 
     def end_tokens(self) -> list[str]:
         """Return the special tokens with loss that end answers: the first one after the content of
@@ -310,14 +353,17 @@ class ChatTemplate:
         chat = _probe()
         texts = (self._try(chat[:length], False, None) for length in (len(chat), 2))
         probe, question = next(filter(None, texts), ""), self._try(chat[:1], False, None) or ""
-        header = (self._try(chat[:1], True, None) or "").removeprefix(question)
         tokens = tokens_in(self._control_tokens, self._source, probe)
-        return TurnEnds(tokens, probe, header)
+        prompt = self._try(chat[:1], True, None) or ""
+        # Some templates end a chat with an end-of-text token unless they add a generation prompt.
+        if not prompt.startswith(question):
+            question = question.removesuffix(next(filter(question.endswith, tokens), ""))
+        return TurnEnds(tokens, probe, prompt.removeprefix(question))
 
     def _from_marks(self, raw: str, num_answers: int) -> Rendered:
         text, eos = "", self._variables["eos_token"]
         spans: list[Span] = []
-        for number, part in enumerate(re.split(f"[{_OPEN}{_CLOSE}]", raw)):
+        for number, part in enumerate(re.split(f"[{OPEN}{CLOSE}]", raw)):
             if number % 2 and part:
                 spans.append((len(text), len(text) + len(part)))
             elif spans and eos and part.startswith(eos) and spans[-1][1] == len(text):
@@ -370,7 +416,7 @@ def _trimmed(full: str, start: int, end: int, content: str) -> int:
 
 
 def _num_marked(raw: str) -> int:
-    return len(re.findall(f"{_OPEN}[^{_CLOSE}]", raw))
+    return len(re.findall(f"{OPEN}[^{CLOSE}]", raw))
 
 
 def _separate(
@@ -381,52 +427,3 @@ def _separate(
     for index, span in turns:
         (rendered.excluded if index in excluded else rendered.spans).append(span)
     return rendered
-
-
-def _compile(source: str) -> tuple[Callable[..., str], frozenset[str]]:
-    """Return the template's render function, and the names and strings in its code."""
-    import jinja2
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """``{% generation %}…{% endgeneration %}`` marks the text of the assistant."""
-
-        tags = {"generation"}  # noqa: RUF012  (jinja reads it from the class)
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_wrap"), [], [], body).set_lineno(line)
-
-        def _wrap(self, caller: Callable[[], str]) -> str:
-            return f"{_OPEN}{caller()}{_CLOSE}"
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # Jinja's built-in filter escapes HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
-    try:
-        identifiers = {
-            str(value).strip("'\"")
-            for _, kind, value in environment.lex(source)
-            if kind in ("name", "string")
-        }
-        return environment.from_string(source).render, frozenset(identifiers)
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(
-            "the chat template is not valid Jinja: {message} in line {lineno}",
-            code="invalid-template",
-            message=error.message,
-            lineno=error.lineno,
-        ) from error
