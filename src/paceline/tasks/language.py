@@ -328,7 +328,7 @@ class LanguageTask(Task):
         if tokenizer is not None:
             language.add_stop_tokens(model, self._stop_tokens(Path(tokenizer)))
         language.save_language_model(model, tokenizer, folder)
-        if tokenizer is not None and self.config.chat_template is not None:
+        if tokenizer is not None:
             save_template(self.config, folder)
 
     def _stop_tokens(self, folder: Path) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from paceline.config.schema.base import Auto, CombinationError, Logger, Names, Section, Text
 from paceline.config.schema.compression import Compression
@@ -128,6 +128,14 @@ class Config(Section):
             "Template to use instead of the tokenizer's: a name (`chatml`, `llama3`, …),"
             " a Jinja file, or the template text. `tokenizer_default_fallback_chatml` uses"
             " `chatml` only if the tokenizer has none."
+        ),
+    )
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        {},
+        description=(
+            "Variables that the chat template reads, such as `{enable_thinking: false}` or"
+            " `{reasoning_effort: low}`. A column `chat_template_kwargs` of the data replaces them"
+            " for its row. The saved tokenizer has them as defaults."
         ),
     )
     use_modelscope: bool = Field(

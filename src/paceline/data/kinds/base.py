@@ -82,6 +82,7 @@ class KindSetup:
             without it, a process loads it from ``folder``.
         template: source of the chat template, or None.
         for_tools: source of the template for chats with tools, if it is a different one.
+        arguments: values of variables that the template reads.
         sources: the settings of each source.
         cuts_documents: whether a document becomes several samples; otherwise it is truncated as
             any other sample.
@@ -93,6 +94,7 @@ class KindSetup:
     tokenizer: LoadedTokenizer | None = None
     template: str | None = None
     for_tools: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     sources: tuple[DatasetSource, ...] = ()
     cuts_documents: bool = True
 

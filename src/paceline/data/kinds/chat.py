@@ -12,7 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.data.kinds.base import Encoded, KindSetup, RowCounts
 from paceline.data.kinds.document import DocumentKind, Encoder
 from paceline.data.sources.resolve import Place
-from paceline.data.text.chat_template import Rendered
+from paceline.data.text.chat_template import Rendered, num_without_reasoning
 from paceline.data.text.encoding.positions import TokenizedText, tokenize
 from paceline.data.text.sample import ChatSample, as_chat
 
@@ -72,9 +72,11 @@ class ChatKind(DocumentKind):
             ]
             excluded = excluded.union(answers[:-1])
         self.tally.facts["formatted"] += self.template.is_formatted(messages)
-        selected = self.template.select(messages, sample.tools)
-        self.tally.facts["other_template"] += selected is not self.template
+        template = self.template.with_arguments(sample.template_arguments)
+        selected = template.select(messages, sample.tools)
+        self.tally.facts["other_template"] += selected is not template
         rendered = selected.render_with_spans(messages, sample.tools, excluded)
+        self.tally.facts["dropped_reasoning"] += num_without_reasoning(messages, rendered.text)
         self.tally.facts["unplaced"] += rendered.unplaced
         return rendered
 

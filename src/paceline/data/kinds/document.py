@@ -44,8 +44,13 @@ class DocumentKind(SampleKind):
     def __init__(self, setup: KindSetup) -> None:
         super().__init__(setup)
         if setup.template:
-            special, control = self.tokenizer.special_tokens, self.tokenizer.control_tokens
-            self.template = self.template_class(setup.template, special, setup.for_tools, control)
+            self.template = self.template_class(
+                setup.template,
+                self.tokenizer.special_tokens,
+                setup.for_tools,
+                self.tokenizer.control_tokens,
+                setup.arguments,
+            )
 
     # -- rows
     def open(self, source: ResolvedSource) -> None:
@@ -103,7 +108,8 @@ class DocumentKind(SampleKind):
                 return sample.text
             return self.tokenizer.without_space_after_end(sample.text)
         if self.template is not None and sample.messages is not None:
-            return self.template.render(sample.messages, tools=sample.tools)
+            template = self.template.with_arguments(sample.template_arguments)
+            return template.render(sample.messages, tools=sample.tools)
         messages = sample.messages or []
         return "\n\n".join(sample.pair or [message["content"] for message in messages])
 

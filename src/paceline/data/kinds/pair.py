@@ -13,7 +13,9 @@ from paceline.data.kinds.base import EQUAL_PAIRS, NO_ANSWER, NO_LABELS, TOO_LONG
 from paceline.data.kinds.chat import ChatKind
 from paceline.data.kinds.document import Encoder
 from paceline.data.sources.resolve import Place
+from paceline.data.text.chat_template import num_without_reasoning
 from paceline.data.text.chats.tool_calls import ChatMessage
+from paceline.data.text.chats.turn_ends import shared_length
 from paceline.data.text.encoding.positions import TokenizedText, tokenize
 from paceline.data.text.preferences import (
     AnswerConverter,
@@ -79,10 +81,12 @@ class PairKind(ChatKind):
         ]
         assert self.template is not None
         self.tally.facts["formatted"] += self.template.is_formatted(chats[0])
-        template = self.template.select(chats[0], sample.tools)
+        template = self.template.with_arguments(sample.template_arguments)
+        template = template.select(chats[0], sample.tools)
         prompt_turns = chats[0][: _num_prompt_turns(chats)]
         prompt = template.render(prompt_turns, add_generation_prompt=True, tools=sample.tools)
         texts = [template.render(chat, tools=sample.tools) for chat in chats]
+        self.tally.facts["dropped_reasoning"] += sum(map(num_without_reasoning, chats, texts))
         return self._encode_answers, (sample, prompt, texts)
 
     def _encode_answers(self, contents: list[tuple[RatedChat, str, list[str]]]) -> list[Encoded]:
@@ -92,7 +96,7 @@ class PairKind(ChatKind):
         )
         results = []
         for sample, prompt, texts in contents:
-            answers = [(next(tokenized), _shared_length(prompt, text)) for text in texts]
+            answers = [(next(tokenized), shared_length(prompt, text)) for text in texts]
             results.append(self._join(answers, sample))
         return results
 
@@ -207,12 +211,3 @@ def _num_prompt_turns(chats: Sequence[list[ChatMessage]]) -> int:
         if any(chat[number] != chats[0][number] for chat in chats[1:]):
             return number
     return count
-
-
-def _shared_length(first: str, second: str) -> int:
-    """Return the number of characters that two texts begin with."""
-    if second.startswith(first):
-        return len(first)
-    pairs = enumerate(zip(first, second, strict=False))
-    shorter = min(len(first), len(second))
-    return next((number for number, (left, right) in pairs if left != right), shorter)

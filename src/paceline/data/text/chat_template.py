@@ -8,13 +8,12 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from os.path import commonprefix
 from typing import Any
 
 from paceline.data.sources.rows import Row
+from paceline.data.text.chats.jinja import CLOSE, OPEN, compile_template
 from paceline.data.text.chats.tool_calls import ChatMessage, with_arguments_as_text, with_short_ids
-from paceline.data.text.chats.turn_ends import PROBE, TurnEnds, tokens_in
-from paceline.data.text.jinja import CLOSE, OPEN, compile_template
+from paceline.data.text.chats.turn_ends import PROBE, TurnEnds, shared_length, tokens_in
 
 Span = tuple[int, int]
 Tools = list[Row] | None
@@ -309,7 +308,8 @@ class ChatTemplate:
         ):
             start = prefix
         elif content is not None:
-            start = content[0]
+            # The prompt is not in the text if the template writes earlier turns in another way.
+            start = self._turn_ends.after_header(full, cursor, content[0])
         else:
             return None
         end = content[1] if content else None
@@ -333,7 +333,7 @@ class ChatTemplate:
         if full.startswith(prompt):
             return len(prompt)
         before = self._try(earlier, False, tools) or ""
-        shared = len(commonprefix([full, prompt]))
+        shared = shared_length(prompt, full)
         return shared if shared > len(before) and full.startswith(before) else None
 
     def end_tokens(self) -> list[str]:
@@ -401,6 +401,29 @@ class ChatTemplate:
             tail = upto[upto.rfind(piece) + len(piece) :].rstrip() if upto and piece in upto else ""
             return at, end + len(tail) if tail and full.startswith(tail, end) else end
         return None
+
+
+def num_without_reasoning(messages: list[ChatMessage], text: str) -> int:
+    """Return the number of answers whose reasoning the template has left out of the text."""
+    count = 0
+    for message in messages:
+        if message["role"] != "assistant":
+            continue
+        reasoning = message.get("reasoning_content")
+        if reasoning is None and "</think>" in message["content"]:
+            reasoning = message["content"].partition("</think>")[0].rpartition("<think>")[2]
+        count += bool(reasoning and reasoning.strip() not in text)
+    return count
+
+
+def given_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that have a value. Tables have null for those that a row lacks."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def listed_arguments(names: Collection[str]) -> str:
+    """Return which arguments a template reads, for error messages."""
+    return ", ".join(f"`{name}`" for name in names) or "no argument: this template reads none"
 
 
 def _probe() -> list[ChatMessage]:

@@ -44,6 +44,8 @@ FORMATS = {
 #: Expected name of the column with the weights of the rows' losses. It is read only if `columns`
 #: names it, because messages may have a key of this name.
 LOSS_WEIGHT = "loss_weight"
+#: Column with variables of the chat template, as in TRL.
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 #: Keys of messages, which `columns` maps as well.
 MESSAGE_KEYS = {
     *("role", "content", "from", "value", "weight", "train_detail", "tool_calls", "tool_call_id"),
@@ -51,6 +53,7 @@ MESSAGE_KEYS = {
 }
 EXPECTED = {
     LOSS_WEIGHT,
+    TEMPLATE_ARGUMENTS,
     *CHAT,
     *SYSTEM,
     *INPUT,

@@ -1,5 +1,6 @@
 """Convert rows with various columns to chats, prompt and completion pairs, or text."""
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -7,8 +8,15 @@ from functools import lru_cache
 from typing import Any
 
 from paceline.data.sources.readers import DOCUMENT
-from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing, is_missing
-from paceline.data.text.chat_template import ChatTemplate
+from paceline.data.sources.rows import (
+    MalformedRow,
+    Row,
+    Unsupported,
+    holds_nothing,
+    is_missing,
+    parse_cell,
+)
+from paceline.data.text.chat_template import ChatTemplate, given_arguments, listed_arguments
 from paceline.data.text.chats.tool_calls import ChatMessage, read_tools
 from paceline.data.text.chats.turns import TurnKeys, unpack_list
 from paceline.data.text.columns import (
@@ -21,6 +29,7 @@ from paceline.data.text.columns import (
     MUST_BE_USED,
     PAIRS,
     SYSTEM,
+    TEMPLATE_ARGUMENTS,
     TEXT,
     TOOLS,
     Tally,
@@ -264,7 +273,9 @@ class RowConverter:
             if not self._supports("tools"):
                 raise template_lacks("tools", name)
             sample.tools = [*(sample.tools or []), *read_tools(row[name])]
-        if sample.tools and sample.pair is not None:
+        if TEMPLATE_ARGUMENTS in names:
+            self._add_arguments(sample, row[TEMPLATE_ARGUMENTS])
+        if (sample.tools or sample.template_arguments) and sample.pair is not None:
             sample.messages, sample.pair = as_chat(sample, self.system), None
         for name, synonyms in self._optional_columns(names, used):
             if not is_missing(row[name]) and (
@@ -272,12 +283,42 @@ class RowConverter:
             ):
                 self.tally.unused[name] += 1
 
+    def _add_arguments(self, sample: ChatSample, value: Any) -> None:
+        """Add the variables of the chat template to a sample.
+
+        Raises:
+            MalformedRow: the column is not an object.
+            Unsupported: the chat template does not read one of them.
+        """
+        arguments = _parsed(value)
+        if is_missing(arguments):
+            return
+        if not isinstance(arguments, dict):
+            raise MalformedRow(f"{TEMPLATE_ARGUMENTS} is not an object")
+        arguments = given_arguments(arguments)
+        has_template = self.template is not None and sample.text is None
+        known = self.template.argument_names if self.template and has_template else []
+        for name in arguments:
+            if name not in known:
+                raise Unsupported(
+                    f"the rows have `{TEMPLATE_ARGUMENTS}: {{{name}: …}}`, but "
+                    + (
+                        f"the chat template does not read `{name}`"
+                        if has_template
+                        else "they are not rendered with a chat template"
+                    ),
+                    allowed=listed_arguments(known),
+                    fix=f"set `ignore_columns: [{TEMPLATE_ARGUMENTS}]` to train without it, or use"
+                    " a chat template that reads it",
+                )
+        sample.template_arguments = arguments
+
     def _find_optional(
         self, names: tuple[str, ...], used: tuple[str, ...]
     ) -> list[tuple[str, tuple[str, ...]]]:
         """Return the columns that may be unused, each with the columns of the same meaning that
         take precedence: it is used only if those are empty."""
-        known = {*MUST_BE_USED, *self.columns.values()}
+        known = {*MUST_BE_USED, TEMPLATE_ARGUMENTS, *self.columns.values()}
         if LOSS_WEIGHT in self.columns:
             known.add(LOSS_WEIGHT)
         optional: list[tuple[str, tuple[str, ...]]] = [
@@ -414,3 +455,10 @@ class RowConverter:
         elif system is not None and system != used[0]["content"]:
             self.tally.unused["system (of rows whose chat has a system turn)"] += 1
         return ChatSample(messages=used, trailing_turns=len(messages) - last - 1, excluded=excluded)
+
+
+def _parsed(value: Any) -> Any:
+    """Return the value of a cell that has an object as JSON text, as in CSV files."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return parse_cell(value) if isinstance(value, str) and value.strip() else value
+    return value

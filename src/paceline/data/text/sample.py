@@ -1,6 +1,7 @@
 """A row with a chat or a text in its canonical form, which every format is converted to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.data.sources.rows import Row
 from paceline.data.text.chats.tool_calls import ChatMessage
@@ -17,6 +18,7 @@ class ChatSample:
         tools: passed to the chat template as `tools`.
         excluded: indices of the messages whose loss the data disables.
         weight: factor of the loss, if a column has it.
+        template_arguments: variables of the chat template for this row.
     """
 
     messages: list[ChatMessage] | None = None
@@ -27,6 +29,7 @@ class ChatSample:
     tools: list[Row] | None = None
     excluded: frozenset[int] = frozenset()
     weight: float | None = None
+    template_arguments: dict[str, Any] = field(default_factory=dict)
 
 
 def as_chat(sample: ChatSample, system: str | None) -> list[ChatMessage]:

@@ -50,6 +50,16 @@ class TurnEnds:
             return match.end()
         return end
 
+    def after_header(self, text: str, first: int, content: int) -> int:
+        """Return where an answer begins whose content is found: after the longest part of the
+        generation prompt in ``text[first:content]`` that has its first token at least."""
+        token = self._next.match(self.header) if self.tokens else None
+        shortest = token.end() if token else max(1, len(self.header))
+        for length in range(len(self.header), shortest - 1, -1):
+            if (at := text.rfind(self.header[:length], first, content)) >= 0:
+                return at + shared_length(self.header, text[at:])
+        return content
+
     def end_token_of(self, turn: str) -> str:
         """Return the first token after the content of a turn of the probe; empty if there is
         none."""
@@ -120,3 +130,12 @@ def _shared_end(first: str, second: str) -> str:
     while length < min(len(first), len(second)) and first[-length - 1] == second[-length - 1]:
         length += 1
     return second[len(second) - length :]
+
+
+def shared_length(first: str, second: str) -> int:
+    """Return the number of characters that two texts begin with."""
+    if second.startswith(first):
+        return len(first)
+    pairs = enumerate(zip(first, second, strict=False))
+    shorter = min(len(first), len(second))
+    return next((number for number, (left, right) in pairs if left != right), shorter)

@@ -119,7 +119,10 @@ def make_setup(
     tokenizer, template = load_tokenizer(folder, config.trust_remote_code), template_choice(config)
     text, notices = template.choose(tokenizer)
     for_tools, specs = template.for_tools(tokenizer), tuple(source.spec for source in sources)
-    return KindSetup(config, kind, folder, tokenizer, text, for_tools, specs), notices
+    setup = KindSetup(
+        config, kind, folder, tokenizer, text, for_tools, template.arguments, sources=specs
+    )
+    return setup, notices
 
 
 def make_chunks(index: int, source: ResolvedSource, seed: int) -> Iterator[Chunk]:

@@ -207,6 +207,15 @@ def _row_warnings(
             ),
         ),
         (
+            facts["dropped_reasoning"],
+            UserText(
+                "the chat template leaves out the reasoning of {answers:answer}, which is not"
+                " trained; most templates keep only the reasoning of the last turns",
+                code="reasoning-left-out",
+                answers=facts["dropped_reasoning"],
+            ),
+        ),
+        (
             facts["formatted"],
             UserText(
                 "{samples:sample} with tokens of the chat template in a question: if the prompts"
