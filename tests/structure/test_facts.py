@@ -103,7 +103,7 @@ PLANTED: dict[str, dict[str, str]] = {
     },
     "callback_registrations": {
         "train/setup.py": "trainer.callbacks.add(a)\ncallbacks.add_user(b)\nnames.add(c)",
-        "train/callbacks/build.py": "callbacks.add(a)",
+        "train/callback_setup.py": "callbacks.add(a)",
     },
     "unsupported_modes_in_launch": {
         "launch/a.py": "raise ConfigError(f'`parallel.mode: {mode}` is not supported here')\n"

@@ -43,8 +43,8 @@ from paceline.observe.metrics import StepMetrics
 from paceline.observe.out_of_memory import out_of_memory
 from paceline.observe.report.html import write_reports
 from paceline.observe.throughput import mean_peak, model_flops
+from paceline.train.callback_setup import build_callbacks
 from paceline.train.callbacks.balance import Balancer
-from paceline.train.callbacks.build import build_callbacks
 from paceline.train.callbacks.callback_list import CallbackList, States
 from paceline.train.callbacks.monitoring import (
     CommAdvice,

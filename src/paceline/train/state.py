@@ -37,7 +37,7 @@ from paceline.models.adapters.initialization import subtract_adapters
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.strategy import Strategy
 from paceline.tasks.base import Task
-from paceline.train.optimizer import Schedule
+from paceline.train.optimizers.build import Schedule
 from paceline.train.precision import Precision
 from paceline.train.run_spec import RunSpec
 

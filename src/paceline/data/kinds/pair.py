@@ -14,7 +14,7 @@ from paceline.data.kinds.chat import ChatKind
 from paceline.data.kinds.document import Encoder
 from paceline.data.sources.resolve import Place
 from paceline.data.text.chats.tool_calls import ChatMessage
-from paceline.data.text.encoding.positions import TokenizedText, tokenize
+from paceline.data.text.positions import TokenizedText, tokenize
 from paceline.data.text.preferences import (
     AnswerConverter,
     MarginConverter,
