@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.config.schema import Config
+from paceline.distributed.link import Link
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.timing.link import Link
 from paceline.models.shape.outline import outline
 from paceline.observe.comm_advisor import CommAdvisor, StepTimings, evaluate, evaluate_plain_ddp
 from paceline.observe.console import end_lines

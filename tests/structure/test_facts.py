@@ -85,7 +85,11 @@ PLANTED: dict[str, dict[str, str]] = {
         "data/a/x.py": "from paceline.data.b import y",
         "data/b/y.py": "import paceline.data.a.z\nfrom paceline.data import c",
         "data/a/z.py": "from paceline.data.a import x",
-        "data/c.py": "from paceline.data.b.y import name",
+        "data/c.py": "",
+        "train/a/x.py": "from paceline.train import b",
+        "train/b.py": "from paceline.train import c",
+        "train/c.py": "from paceline.train.a import y",
+        "train/a/y.py": "",
     },
     "private_imports": {
         "data/a.py": "from paceline.data.b import _x, y",

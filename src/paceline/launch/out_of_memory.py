@@ -7,7 +7,7 @@ from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import OutOfMemory
 from paceline.core.files import human_bytes
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.launch.passes.memory import smaller_settings
 from paceline.planner.estimate import estimate
 from paceline.planner.machine.local import local_machine

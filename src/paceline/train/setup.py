@@ -30,10 +30,10 @@ from paceline.data.pipeline import DataPipeline
 from paceline.distributed.communicator import init_communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.progress import PROGRESS
 from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.distributed.side_group import SideGroup
 from paceline.distributed.timing.device_timer import DeviceTimer
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.health.anomalies import AnomalyDetector
 from paceline.health.loss_spikes import LossSpikeDetector
 from paceline.health.watchdog import Watchdog

@@ -29,9 +29,9 @@ from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.core.texts import UserText
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PROGRESS, ProgressTracker
 from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.distributed.side_group import SideGroup
+from paceline.distributed.timing.progress import PROGRESS, ProgressTracker
 from paceline.health.loss_spikes import LossSpike
 from paceline.models.adapters.initialization import subtract_adapters
 from paceline.models.shape.record import ModelShape
