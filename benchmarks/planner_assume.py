@@ -18,7 +18,7 @@ from paceline.core.files import human_bytes
 from paceline.models.files import fit_to_model
 from paceline.parallel.registry import layout
 from paceline.planner.api import Plan, make_plan
-from paceline.planner.hardware import Machine
+from paceline.planner.machine.hardware import Machine
 from paceline.planner.mode_time import TimeEstimate, setup_of_batch, time_of_setup
 from paceline.planner.setup import TrainingSetup
 from paceline.planner.time.constants import constants

@@ -31,7 +31,7 @@ PACELINE = """
 import sys, json
 from pathlib import Path
 from paceline.config.schema import Config
-from paceline.data.text.build import build_entry
+from paceline.data.encoding.build import build_entry
 from paceline.data.sources.resolve import open_source
 from paceline.models.builtin import resolve_model
 

@@ -8,7 +8,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.tasks.language import LanguageTask
 
 #: Whether the watchdog is active in each of four blocks. This order cancels a linear drift.

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.text.prepare import PreparedTokens, prepare_tokens
+from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
 from paceline.models.builtin import resolve_model

@@ -85,7 +85,7 @@ def make_work(
         config_file: `config.json` of the model, or a folder with a model.
     """
     from paceline.config.load import load_config
-    from paceline.data.text.prepare import prepare_tokens
+    from paceline.data.encoding.prepare import prepare_tokens
     from paceline.data.text.token_dataset import TokenDataset
     from paceline.models.builtin import resolve_model
 

@@ -23,7 +23,7 @@ CALLS: dict[str, dict[str, str]] = {
     "paceline.commands.options": {"load_job_config": "read and check the config"},
     "paceline.launch.fork_server": {"start_fork_server": "start the fork server"},
     "paceline.launch.plan": {"plan": "plan the run: devices, layout, data, sizes, checkpoint"},
-    "paceline.data.text.prepare": {"prepare_tokens": "tokenize the data"},
+    "paceline.data.encoding.prepare": {"prepare_tokens": "tokenize the data"},
     "paceline.launch.ranks.processes": {
         "RankProcesses.start": "start the ranks (waits for the fork server)"
     },
@@ -31,7 +31,7 @@ CALLS: dict[str, dict[str, str]] = {
     "paceline.models.language": {"load_language_model": "construct the model, read its weights"},
     "paceline.models.adapters.lora": {"add_adapters": "add LoRA"},
     "paceline.models.checks.packing": {"choose_packing": "check that packed samples do not mix"},
-    "paceline.train.optimizer": {"build_optimizer": "create the optimizer"},
+    "paceline.train.optimizers.build": {"build_optimizer": "create the optimizer"},
     "paceline.train.components": {
         "build_components": "build model, data, strategy, optimizer",
         "distribute": "distribute the model",

@@ -8,7 +8,7 @@ from commands import parse
 
 from paceline.commands.data_prepare import run as run_prepare
 from paceline.config.schema import Config
-from paceline.data.text.prepare import prepare_tokens
+from paceline.data.encoding.prepare import prepare_tokens
 from paceline.models.builtin import resolve_model
 
 

@@ -12,7 +12,8 @@ import yaml
 
 import paceline
 from paceline.cli import main
-from paceline.planner import api, hardware
+from paceline.planner import api
+from paceline.planner.machine import hardware
 
 MODEL, DATASET = "builtin:qwen2-micro", "builtin:python-docs#20"
 NAMED = ("--model", MODEL, "--dataset", DATASET)

@@ -115,6 +115,52 @@ def test_override_takes_precedence_over_an_alias(load: Load) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("file", "override", "key", "value"),
+    [
+        ("save_steps: 100", "saves_per_epoch=1", "train_args.save_steps", 1 / 3),
+        ("save_steps: 100", "save_strategy=epoch", "train_args.save_steps", 1 / 3),
+        ("saves_per_epoch: 1", "save_steps=5", "train_args.save_steps", 5),
+        ("save_strategy: epoch", "train_args.save_steps=5", "train_args.save_steps", 5),
+        ("save_strategy: epoch", "save_strategy=no", "train_args.save_steps", 0),
+        (
+            "lr_scheduler_kwargs: {min_lr: 1e-6}\nlr_scheduler_type: cosine_with_min_lr",
+            "cosine_min_lr_ratio=0.1",
+            "train_args.lr_scheduler_kwargs",
+            {"min_lr_rate": 0.1},
+        ),
+        (
+            "cosine_min_lr_ratio: 0.1",
+            "lr_scheduler_type=linear",
+            "train_args.lr_scheduler_type",
+            "linear",
+        ),
+        (
+            "per_device_train_batch_size: 1\ntuner_type: lora",
+            "batch_size=4",
+            "train_args.per_device_train_batch_size",
+            4,
+        ),
+        ("", "dataset_train_split=a", "dataset.split", "a"),
+        ("dataset: [{path: d, split: b}]", "dataset_train_split=a", "dataset.0.split", "a"),
+        ("dataset_train_split: b", "dataset_train_split=a", "dataset.split", "a"),
+        ("dataset_train_split: b", "dataset.split=a", "dataset.split", "a"),
+        ("", "dataset_text_field=a", "dataset.columns", {"text": "a"}),
+        ("val_dataset: v", "dataset_test_split=a", "val_dataset.0.split", "a"),
+        ("dataset_test_split: a", "val_dataset=v", "val_dataset", "v"),
+        ("split_dataset_ratio: 0.1", "dataset_test_split=a", "split_dataset_ratio", 0),
+    ],
+)
+def test_command_line_wins_whatever_tool_either_key_is_from(
+    load: Load, file: str, override: str, key: str, value: object
+) -> None:
+    base = "model: m\n" if file.startswith("dataset: ") else BASE
+    setting: Any = load(base + file, [override]).config.model_dump()
+    for part in key.split("."):
+        setting = setting[int(part) if part.isdigit() else part]
+    assert setting == (pytest.approx(value) if isinstance(value, float) else value)
+
+
 def test_override_replaces_conflicting_keys(load: Load) -> None:
     args = load(
         BASE + "max_steps: 9\nwarmup_steps: 3\nfp16: true",

@@ -23,10 +23,10 @@ from raised import raises_error
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.data.encoding import build
+from paceline.data.encoding.chunks import make_chunks
 from paceline.data.progress import RowProgress
 from paceline.data.sources.resolve import open_source
-from paceline.data.text import build
-from paceline.data.text.encoding.chunks import make_chunks
 from paceline.models.builtin import resolve_model
 
 MODEL = "builtin:qwen2-micro"
@@ -295,7 +295,7 @@ def test_interrupted_tokenization_leaves_no_cache_entry_or_process(tmp_path: Pat
         [{"instruction": f"Say {n}", "output": "word " * 300} for n in range(40_000)],
     )
     code = (
-        "import sys\nfrom paceline.config.schema import Config\nfrom paceline.data.text.prepare"
+        "import sys\nfrom paceline.config.schema import Config\nfrom paceline.data.encoding.prepare"
         " import prepare_tokens\nfrom paceline.models.builtin import resolve_model\n"
         f"prepare_tokens(Config(model={MODEL!r}, dataset=sys.argv[1]), 'sft', resolve_model)\n"
     )

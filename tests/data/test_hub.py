@@ -67,7 +67,7 @@ def hub() -> Iterator[ThreadingHTTPServer]:
 
 def prepare(dataset: str, hub: ThreadingHTTPServer, cache: Path) -> str:
     code = (
-        "import sys; from paceline.config.schema import Config; from paceline.data.text.prepare"
+        "import sys; from paceline.config.schema import Config; from paceline.data.encoding.prepare"
         " import prepare_tokens; from paceline.models.builtin import resolve_model; from"
         " paceline.core.errors import ConfigError\nconfig ="
         f" Config(model='builtin:qwen2-micro', dataset={dataset!r})\ntry: t ="

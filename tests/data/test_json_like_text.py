@@ -9,10 +9,10 @@ import pytest
 from prepared_tokens import MODEL, loss_segments, save
 
 from paceline.config.schema import Config
+from paceline.data.encoding.prepare import prepare_tokens
 from paceline.data.kinds.label import LabelConverter
 from paceline.data.text.formats import RowConverter
 from paceline.data.text.preferences import AnswerConverter, PairConverter
-from paceline.data.text.prepare import prepare_tokens
 from paceline.data.text.sample import ChatSample
 from paceline.models.builtin import resolve_model
 

@@ -9,8 +9,8 @@ import pytest
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.data.encoding.prepare import prepare_tokens
 from paceline.data.text import formats, refused_rows
-from paceline.data.text.prepare import prepare_tokens
 from paceline.models.builtin import resolve_model
 from tests.prepared_tokens import save
 

@@ -9,12 +9,12 @@ import pytest
 from prepared_tokens import MODEL, PAIRS, notice_text, save
 
 from paceline.config.schema import Config
+from paceline.data.encoding.prepare import prepare_tokens
 from paceline.data.kinds.base import Encoded
 from paceline.data.kinds.label import LabelConverter, LabeledText, LabelKind
 from paceline.data.sources.rows import MalformedRow, Unsupported
 from paceline.data.text.formats import RowConverter
 from paceline.data.text.preferences import AnswerConverter, MarginConverter, PairConverter
-from paceline.data.text.prepare import prepare_tokens
 from paceline.data.text.sample import ChatSample
 from paceline.models.builtin import resolve_model
 from paceline.tasks import load_task

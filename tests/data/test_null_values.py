@@ -11,12 +11,12 @@ import pytest
 from prepared_tokens import MODEL, loss_segments, save
 
 from paceline.config.schema import Config
+from paceline.data.encoding.prepare import prepare_tokens
 from paceline.data.sources.hub import HubDataset
 from paceline.data.sources.readers import read_file
 from paceline.data.streaming.tables import open_table
 from paceline.data.text.formats import RowConverter
 from paceline.data.text.preferences import PairConverter
-from paceline.data.text.prepare import prepare_tokens
 from paceline.models.builtin import resolve_model
 
 TEMPLATE = (

@@ -10,10 +10,10 @@ from raised import raises_error
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.data.encoding.prepare import prepare_tokens
 from paceline.data.sources.rows import MalformedRow
 from paceline.data.text.formats import RowConverter
 from paceline.data.text.preferences import AnswerConverter, MarginConverter, PairConverter
-from paceline.data.text.prepare import prepare_tokens
 from paceline.data.text.sample import ChatSample
 from paceline.models.builtin import resolve_model
 

@@ -12,8 +12,8 @@ from raised import raises_error
 
 from paceline.config.load import load_config
 from paceline.core.errors import ConfigError
+from paceline.data.encoding.prepare import prepare_tokens
 from paceline.data.images import _digits_table
-from paceline.data.text.prepare import prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.models.builtin import resolve_model
 from paceline.tasks import load_task

@@ -12,9 +12,9 @@ from raised import raises_error
 from paceline.cli import main
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens
 from paceline.data.sources.rows import Unsupported
 from paceline.data.text.formats import RowConverter
-from paceline.data.text.prepare import PreparedTokens, prepare_tokens
 from paceline.data.text.refused_rows import find_placeholder
 from paceline.models.builtin import resolve_model
 

@@ -16,13 +16,13 @@ from raised import raises_error
 from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
+from paceline.data.encoding.prepare import prepare_tokens
 from paceline.data.sources.readers import read_file
 from paceline.data.sources.resolve import open_source
 from paceline.data.sources.rows import RepeatedKey, parse_json
 from paceline.data.streaming.prepare import prepare_stream
 from paceline.data.streaming.tables import open_table
 from paceline.data.text.formats import RowConverter
-from paceline.data.text.prepare import prepare_tokens
 from paceline.models.builtin import resolve_model
 
 GOOD = '{"prompt": "a", "completion": "b"}'

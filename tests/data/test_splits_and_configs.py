@@ -13,11 +13,11 @@ import pytest
 from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
+from paceline.data.encoding.prepare import prepare_tokens
 from paceline.data.image_shards import open_image_shards
 from paceline.data.sources.kinds import classifies_images
 from paceline.data.sources.resolve import open_source
 from paceline.data.streaming.sources import find_sources
-from paceline.data.text.prepare import prepare_tokens
 from paceline.models.builtin import resolve_model
 
 

@@ -18,11 +18,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.data.encoding.prepare import TokenEntry
 from paceline.data.kinds.image import ImageChatTemplate
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
 from paceline.data.text.chats.named_templates import FORMATS, template_source
 from paceline.data.text.chats.turn_ends import shared_length
-from paceline.data.text.prepare import TokenEntry
 from paceline.data.text.templates import save_template
 from paceline.models.builtin import builtin_tokenizer
 from paceline.tasks.preview import preview

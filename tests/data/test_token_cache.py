@@ -45,7 +45,7 @@ def test_cache_hit_returns_same_tokens_without_heavy_imports(tmp_path: Path) -> 
     assert "read from the token cache" in second.notices[-1][1]
     assert first.notices[:-1] == second.notices[:-1]
     code = (
-        "import sys; from paceline.config.schema import Config; from paceline.data.text.prepare"
+        "import sys; from paceline.config.schema import Config; from paceline.data.encoding.prepare"
         f" import prepare_tokens; from paceline.models.builtin import resolve_model\n"
         f"t = prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft', resolve_model)\n"
         "assert 'from the token cache' in t.notices[-1][1]; print({'torch', 'transformers',"
@@ -127,7 +127,7 @@ def test_concurrent_processes_build_one_cache_entry(tmp_path: Path) -> None:
         [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(300) for row in PAIRS],
     )
     code = (
-        "from paceline.config.schema import Config; from paceline.data.text.prepare import"
+        "from paceline.config.schema import Config; from paceline.data.encoding.prepare import"
         f" prepare_tokens; from paceline.models.builtin import resolve_model\n"
         f"t = prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft', resolve_model)\n"
         "print(t.train_folder, t.notices[-1][1])"
@@ -148,7 +148,7 @@ def test_killed_build_does_not_corrupt_cache(tmp_path: Path) -> None:
         [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(600) for row in PAIRS],
     )
     code = (
-        "from paceline.config.schema import Config; from paceline.data.text.prepare import"
+        "from paceline.config.schema import Config; from paceline.data.encoding.prepare import"
         f" prepare_tokens; from paceline.models.builtin import resolve_model\n"
         f"prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft', resolve_model)"
     )

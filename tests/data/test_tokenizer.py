@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config.schema import Config
-from paceline.data.text.prepare import prepare_tokens
+from paceline.data.encoding.prepare import prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import LoadedTokenizer, find_tokenizer, load_tokenizer
 from paceline.models.builtin import resolve_model

@@ -13,10 +13,10 @@ from raised import raises_error
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import data_line
+from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens
 from paceline.data.sources.rows import MalformedRow, Unsupported
 from paceline.data.text.chat_template import ChatTemplate
 from paceline.data.text.formats import RowConverter
-from paceline.data.text.prepare import PreparedTokens, prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
 from paceline.models.builtin import resolve_model

@@ -10,10 +10,10 @@ import torch
 
 from paceline.config.schema import Config
 from paceline.data.collate import pad_tokens
+from paceline.data.encoding.prepare import prepare_tokens
 from paceline.data.kinds.base import Encoded, SampleKind
 from paceline.data.streaming.prepare import prepare_stream
 from paceline.data.text.messages import read_text
-from paceline.data.text.prepare import prepare_tokens
 from paceline.data.text.token_columns import NumberColumn
 from paceline.data.text.tokenizer import load_tokenizer
 from paceline.models.builtin import resolve_model

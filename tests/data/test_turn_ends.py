@@ -9,9 +9,9 @@ from prepared_tokens import MODEL, loss_segments, save
 from text_tokenizers import SPECIAL, make_tokenizer
 
 from paceline.config.schema import Config
+from paceline.data.encoding.prepare import prepare_tokens
 from paceline.data.kinds.image import ImageChatTemplate
 from paceline.data.text.chat_template import ChatTemplate
-from paceline.data.text.prepare import prepare_tokens
 from paceline.data.text.tokenizer import load_tokenizer
 from paceline.models.builtin import resolve_model
 

@@ -7,7 +7,7 @@ from prepared_tokens import CHATS, PAIRS, expect_error, notice_text, prepare, sa
 from raised import raises_error
 
 from paceline.core.errors import ConfigError
-from paceline.data.text.prepare import split_indices
+from paceline.data.encoding.prepare import split_indices
 from paceline.data.text.token_dataset import TokenDataset
 
 

@@ -12,13 +12,13 @@ from prepared_tokens import expect_error, prepare
 from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
+from paceline.data.encoding.prepare import prepare_tokens
 from paceline.data.sources.csv_rows import NOT_CSV
 from paceline.data.sources.opening import take_count, with_slashes
 from paceline.data.sources.readers import LineBlock
 from paceline.data.sources.resolve import check_local_sources, open_source, rows_of_block
 from paceline.data.sources.rows import MalformedRow
 from paceline.data.streaming.tables import open_table
-from paceline.data.text.prepare import prepare_tokens
 from paceline.data.vision_language.rows import ImageChat, with_paths
 from paceline.models.builtin import resolve_model
 

@@ -11,9 +11,9 @@ from prepared_tokens import MODEL, notice_text, save
 from text_tokenizers import KINDS, SENTENCE_PIECE_KINDS, make_python_tokenizer, make_tokenizer
 
 from paceline.config.schema import Config
+from paceline.data.encoding.prepare import prepare_tokens
 from paceline.data.kinds import document
 from paceline.data.kinds.registry import load_kind
-from paceline.data.text.prepare import prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
 from paceline.models.builtin import resolve_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.distributed.call_log import CallLog, CallLogReader
-from paceline.distributed.progress import CollectiveCall, where
+from paceline.distributed.timing.progress import CollectiveCall, where
 
 CODE = (lambda: None).__code__
 

@@ -8,8 +8,8 @@ import pytest
 from links import SlowCommunicator
 from ranks import run_ranks
 
+from paceline.distributed.link import Link, fit, measure_link
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.timing.link import Link, fit, measure_link
 
 
 def test_fit_recovers_alpha_and_beta() -> None:
@@ -127,7 +127,7 @@ def test_module_does_not_import_torch():
     import subprocess
     import sys
 
-    code = "import sys, paceline.distributed.timing.link; sys.exit('torch' in sys.modules)"
+    code = "import sys, paceline.distributed.link; sys.exit('torch' in sys.modules)"
     assert (
         subprocess.run(
             [sys.executable, "-c", code], cwd=Path(__file__).parent, check=False

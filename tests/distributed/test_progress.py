@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.progress import PROGRESS, ProgressTracker, stack_of
+from paceline.distributed.timing.progress import PROGRESS, ProgressTracker, stack_of
 from paceline.strategies.reducers.all_reduce.run import all_reduce
 
 FILE = __file__

@@ -15,8 +15,8 @@ from paceline.core.event_log import EventLog, read_events
 from paceline.core.stop import StopFlag
 from paceline.distributed.communicator import init_communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.progress import PROGRESS
 from paceline.distributed.rank_zero import rank_zero_phase
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.health.watchdog import Watchdog
 
 #: Time limits of a collective, and of rank 0 without progress.

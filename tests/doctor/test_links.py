@@ -7,7 +7,7 @@ import pytest
 from ranks import run_ranks
 
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.timing.link import Link
+from paceline.distributed.link import Link
 from paceline.doctor.links import NetworkMeasurements, Pair, check_links, measure_network
 
 

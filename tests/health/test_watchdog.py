@@ -23,7 +23,7 @@ from paceline.core.errors import FaultError, RunError
 from paceline.core.event_log import EventLog, read_events
 from paceline.core.stop import StopFlag
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.health.watchdog import Watchdog
 
 # -- a minimal training loop on real ranks

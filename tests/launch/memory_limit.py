@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 import paceline
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 
 
 class MemoryLimit(paceline.Callback):

@@ -33,7 +33,7 @@ from paceline.models.language import (
 from paceline.models.shape.outline import outline
 from paceline.models.transforms.parameters import parameter_settings
 from paceline.parallel.registry import check_strategy
-from paceline.train.optimizer import build_optimizer, matrices_of
+from paceline.train.optimizers.build import build_optimizer, matrices_of
 
 ALONE = Communicator(RankEnv(), torch.device("cpu"))
 soak = pytest.mark.soak

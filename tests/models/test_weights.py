@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
-from paceline.models.converted import converted_copy
 from paceline.models.language import load_language_model
-from paceline.models.weights import (
+from paceline.models.weights.converted import converted_copy
+from paceline.models.weights.load import (
     convert_weights,
     converted_weights,
     deferred_conversion,

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.config.schema import Config
+from paceline.distributed.link import Link
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.timing.link import Link
 from paceline.models.shape.outline import outline
 from paceline.observe.comm_advisor import CommAdvisor, StepTimings, evaluate, evaluate_plain_ddp
 from paceline.observe.console import end_lines
@@ -22,7 +22,7 @@ from paceline.observe.report.tables import communication_rows
 from paceline.observe.terminal import RunProgress
 from paceline.parallel.comm_profile import CommProfile, CommTimes
 from paceline.parallel.strategy import make_strategy
-from paceline.train.optimizer import build_optimizer, matrices_of
+from paceline.train.optimizers.build import build_optimizer, matrices_of
 
 FAST, SLOW = Link(1e-4, 1e9, 2), Link(0.01, 1e7, 2)
 BUCKETS = [20_000_000, 20_000_000]  # with two ranks, each byte is sent once

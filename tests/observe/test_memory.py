@@ -17,7 +17,7 @@ from paceline.parallel.cost import Workload
 from paceline.parallel.registry import estimate_cost, layout
 from paceline.parallel.save_load import memory_bytes
 from paceline.parallel.strategy import make_strategy
-from paceline.train.optimizer import build_optimizer, matrices_of
+from paceline.train.optimizers.build import build_optimizer, matrices_of
 
 VOCAB_SIZE, ROWS = 24, 24
 

@@ -9,7 +9,7 @@ from ranks import run_ranks
 
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import StepMetrics
 

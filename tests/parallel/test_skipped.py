@@ -12,7 +12,7 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.health.anomalies import UpdateDecision
 from paceline.parallel.strategy import make_strategy
-from paceline.train.optimizer import build_optimizer, matrices_of
+from paceline.train.optimizers.build import build_optimizer, matrices_of
 from paceline.train.precision import Precision
 
 FAULTY_RANK = 1

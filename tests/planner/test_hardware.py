@@ -7,7 +7,12 @@ from paceline.core.errors import ConfigError
 from paceline.core.processes import available_memory
 from paceline.models.shape.dims import LanguageDims
 from paceline.planner.devices import devices, find_device, recognize
-from paceline.planner.hardware import cpu_machine, named_machine, parse_size, unknown_machine
+from paceline.planner.machine.hardware import (
+    cpu_machine,
+    named_machine,
+    parse_size,
+    unknown_machine,
+)
 from paceline.planner.setup import TrainingSetup
 from paceline.planner.time.rates import rates_of
 

@@ -129,7 +129,7 @@ def _ddp(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[float, str]:
 def test_plan_uses_and_names_calibration_and_history(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.planner.hardware._measured_cpu", lambda dtype: 5e10)
+    monkeypatch.setattr("paceline.planner.machine.hardware._measured_cpu", lambda dtype: 5e10)
     before, notes = _ddp(capsys)
     assert "history" not in notes
     _write_run(tmp_path / "run")

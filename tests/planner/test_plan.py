@@ -14,12 +14,12 @@ from paceline.cli import main
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models.builtin import resolve_model
-from paceline.models.files import read_header
+from paceline.models.weights.stored_files import read_header
 from paceline.planner.auto.choose import all_modes, candidates, eligible_layouts
 from paceline.planner.auto.pick import pick, pick_without_lengths
 from paceline.planner.estimate import estimate
-from paceline.planner.hardware import cpu_machine
 from paceline.planner.machine import profile as machine_profile
+from paceline.planner.machine.hardware import cpu_machine
 from paceline.planner.machine.local import local_machine
 from paceline.planner.machine.profile import MeasuredLink
 from paceline.planner.micro_batch import micro_batch
@@ -202,7 +202,7 @@ def test_reports_an_inconsistent_config_json(
 
 
 def test_reads_token_counts_from_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
-    from paceline.data.text.prepare import prepare_tokens
+    from paceline.data.encoding.prepare import prepare_tokens
     from paceline.models.builtin import resolve_model
 
     small_config = config(dataset="builtin:python-docs#40", train_args={"max_length": 96})

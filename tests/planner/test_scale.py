@@ -113,8 +113,8 @@ def test_parses_networks() -> None:
 
 def test_save_interval_follows_only_from_an_mtbf() -> None:
     from paceline.parallel.registry import layout
-    from paceline.planner.hardware import cpu_machine
-    from paceline.planner.scale.save_interval import with_save_interval
+    from paceline.planner.machine.hardware import cpu_machine
+    from paceline.planner.search.save_interval import with_save_interval
 
     machine = cpu_machine(2, None, measure=False, memory_bytes=1 << 30)
 

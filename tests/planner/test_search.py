@@ -15,7 +15,7 @@ from paceline.launch.passes.layout import kept_settings
 from paceline.planner.auto.choose import choose, eligible_layouts
 from paceline.planner.auto.pick import pick
 from paceline.planner.devices import find_device
-from paceline.planner.hardware import Machine, named_machine
+from paceline.planner.machine.hardware import Machine, named_machine
 from paceline.planner.micro_batch import micro_batch
 from paceline.planner.model_profile import describe
 from paceline.planner.search.options import parse_options

@@ -15,7 +15,7 @@ from paceline.config.schema import Config
 from paceline.models.hub_configs import read_raw_config
 from paceline.parallel.registry import layout
 from paceline.planner.devices import find_device
-from paceline.planner.hardware import named_machine
+from paceline.planner.machine.hardware import named_machine
 from paceline.planner.micro_batch import micro_batch
 from paceline.simulation.records import RankJob, RankReport
 from paceline.simulation.run import job_of, run_jobs

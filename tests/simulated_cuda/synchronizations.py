@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 from call_sites import find_sites
 
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.simulation.cuda import observe_synchronizations
 
 VARIABLE = "PACELINE_TEST_SYNCHRONIZATIONS"
@@ -35,7 +35,7 @@ class Synchronization:
 
     Args:
         step: the step that runs, from 1; None before the first.
-        phase: see :class:`paceline.distributed.progress.ProgressTracker`.
+        phase: see :class:`paceline.distributed.timing.progress.ProgressTracker`.
         site: the innermost line of Paceline, as `train/trainer.py:42 step`; empty for a call of
             autograd's thread.
         library: the innermost line of all, if it is not the same.

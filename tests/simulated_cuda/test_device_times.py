@@ -19,8 +19,8 @@ from paceline.core.stop import StopFlag
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.progress import COLLECTIVE, DEVICE, PROGRESS
 from paceline.distributed.timing.device_timer import DeviceTimer
+from paceline.distributed.timing.progress import COLLECTIVE, DEVICE, PROGRESS
 from paceline.health import heartbeats
 from paceline.health.watchdog import Watchdog
 

@@ -19,7 +19,7 @@ from paceline.parallel.cost import total_bytes
 from paceline.parallel.registry import layout
 from paceline.planner.devices import find_device
 from paceline.planner.estimate import estimate
-from paceline.planner.hardware import named_machine
+from paceline.planner.machine.hardware import named_machine
 from paceline.planner.micro_batch import micro_batch
 from paceline.planner.model_profile import describe
 from paceline.simulation.run import simulate

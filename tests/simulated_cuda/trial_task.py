@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 
 
 class Ramp(torch.utils.data.Dataset):

@@ -10,7 +10,7 @@ from paceline.config.schema import Config
 from paceline.parallel.registry import layout
 from paceline.planner.devices import find_device
 from paceline.planner.estimate import ModeEstimate, estimate
-from paceline.planner.hardware import named_machine
+from paceline.planner.machine.hardware import named_machine
 from paceline.planner.micro_batch import micro_batch
 from paceline.planner.model_profile import describe
 from paceline.simulation.records import RankJob

@@ -16,7 +16,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.parallel.registry import layout
 from paceline.planner.devices import find_device
-from paceline.planner.hardware import named_machine
+from paceline.planner.machine.hardware import named_machine
 from paceline.planner.micro_batch import micro_batch
 from paceline.simulation import run
 from paceline.simulation.records import RankReport, verdict_of

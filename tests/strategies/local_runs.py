@@ -9,7 +9,7 @@ from paceline.config.schema import Config
 from paceline.models.shape.outline import outline
 from paceline.parallel.save_load import load_state
 from paceline.parallel.strategy import make_strategy
-from paceline.train.optimizer import build_optimizer, matrices_of
+from paceline.train.optimizers.build import build_optimizer, matrices_of
 
 VOCAB = 24
 ROWS = 24  # of a global batch; divisible into two micro-batches on 2, 3 and 4 ranks

@@ -13,7 +13,7 @@ from paceline.parallel.cost import Workload
 from paceline.parallel.registry import estimate_cost
 from paceline.parallel.save_load import load_state, memory_bytes
 from paceline.parallel.strategy import make_strategy
-from paceline.train.optimizer import build_optimizer, matrices_of
+from paceline.train.optimizers.build import build_optimizer, matrices_of
 
 WIDTH = 20  # not divisible by three, so that shards have padding
 VOCABULARY = 30

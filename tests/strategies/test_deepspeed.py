@@ -26,7 +26,7 @@ from paceline.parallel.registry import check_strategy, estimate_cost
 from paceline.parallel.save_load import load_state, memory_bytes
 from paceline.strategies.ddp.strategy import SingleDeviceStrategy
 from paceline.strategies.deepspeed.strategy import DeepSpeedStrategy
-from paceline.train.optimizer import build_optimizer, matrices_of
+from paceline.train.optimizers.build import build_optimizer, matrices_of
 from paceline.train.precision import Precision
 
 MICRO_BATCHES = 6  # of a global step, over all ranks

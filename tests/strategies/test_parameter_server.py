@@ -32,7 +32,7 @@ from paceline.parallel.registry import check_strategy, estimate_cost
 from paceline.parallel.save_load import load_state, memory_bytes
 from paceline.parallel.strategy import make_strategy
 from paceline.strategies.parameter_server.asynchronous import _STORE
-from paceline.train.optimizer import build_optimizer, matrices_of
+from paceline.train.optimizers.build import build_optimizer, matrices_of
 
 TABLES, DIM, ROWS = (5000, 7, 2), 4, 24
 

@@ -11,7 +11,7 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.models.recommend import ClickModel
 from paceline.observe.memory import split_state
 from paceline.parallel.strategy import make_strategy
-from paceline.train.optimizer import build_optimizer, matrices_of
+from paceline.train.optimizers.build import build_optimizer, matrices_of
 
 
 def train_large_table(world, rows, dim, spare_bytes):

@@ -16,7 +16,7 @@ from paceline.parallel.buckets.layout import lay_out
 from paceline.parallel.cost import ModelShape, TensorShape, Workload
 from paceline.parallel.registry import check_strategy, estimate_cost
 from paceline.strategies.zero1.buckets import ShardedBuckets
-from paceline.train.optimizer import build_optimizer
+from paceline.train.optimizers.build import build_optimizer
 
 
 def train_on_three_ranks(world, source):

@@ -129,13 +129,13 @@ def long_signatures(source: Source) -> int:
 
 
 def callback_registrations(source: Source) -> int:
-    """Calls of `callbacks.add` and `callbacks.add_user` outside `train/callbacks/build.py`."""
+    """Calls of `callbacks.add` and `callbacks.add_user` outside `train/callback_setup.py`."""
     return sum(
         isinstance(call.func, ast.Attribute)
         and call.func.attr in ("add", "add_user")
         and last_name(call.func.value) == "callbacks"
         for file in source.files.values()
-        if file.name != "train/callbacks/build.py"
+        if file.name != "train/callback_setup.py"
         for call in file.calls()
     )
 

@@ -163,30 +163,59 @@ def _is_mode(node: ast.expr) -> bool:
 
 
 def folder_cycles(source: Source) -> int:
-    """Pairs of neighbors, two folders or a folder and a module in the same folder, whose modules
-    import each other in both directions."""
+    """Groups of neighbors, folders and modules in the same folder, whose modules import each other
+    in a circle."""
     return len(list_folder_cycles(source))
 
 
 def strategy_folder_cycles(source: Source) -> int:
     """Those of `folder_cycles` in `parallel` and `strategies`."""
     return sum(
-        first.split(".")[1] in ("parallel", "strategies") for first, _ in list_folder_cycles(source)
+        group[0].split(".")[1] in ("parallel", "strategies") for group in list_folder_cycles(source)
     )
 
 
-def list_folder_cycles(source: Source) -> list[tuple[str, str]]:
-    edges: dict[str, set[str]] = defaultdict(set)
+def list_folder_cycles(source: Source) -> list[list[str]]:
+    imports: dict[str, set[str]] = defaultdict(set)
     for each in source.imports:
         if neighbors := _neighbors(each):
-            edges[neighbors[0]].add(neighbors[1])
-    pairs = ((first, second) for first in edges for second in edges[first] if first < second)
-    return sorted((first, second) for first, second in pairs if first in edges.get(second, ()))
+            importer, imported = neighbors
+            imports[importer].add(imported)
+            imports[imported] |= set()
+    return find_cycles(imports)
+
+
+def find_cycles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected components with more than one module (Tarjan, 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    cycles: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for target in sorted(imports[module]):
+            if target not in index:
+                visit(target)
+                low[module] = min(low[module], low[target])
+            elif target in stack:
+                low[module] = min(low[module], index[target])
+        if low[module] == index[module]:
+            start = stack.index(module)
+            component, stack[start:] = stack[start:], []
+            if len(component) > 1:
+                cycles.append(sorted(component))
+
+    for module in sorted(imports):
+        if module not in index:
+            visit(module)
+    return cycles
 
 
 def _neighbors(each: Import) -> tuple[str, str] | None:
-    """Return the parts of the paths of both modules below their common folder, unless one of the
-    modules is that folder's `__init__`, or both parts are modules."""
+    """Return the folder or module of both modules in their common folder, unless one of the modules
+    is that folder's `__init__`."""
     first, second = each.importer.split("."), each.module.split(".")
     length = 0
     while length < min(len(first), len(second)) and first[length] == second[length]:

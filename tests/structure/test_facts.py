@@ -85,7 +85,11 @@ PLANTED: dict[str, dict[str, str]] = {
         "data/a/x.py": "from paceline.data.b import y",
         "data/b/y.py": "import paceline.data.a.z\nfrom paceline.data import c",
         "data/a/z.py": "from paceline.data.a import x",
-        "data/c.py": "from paceline.data.b.y import name",
+        "data/c.py": "",
+        "train/a/x.py": "from paceline.train import b",
+        "train/b.py": "from paceline.train import c",
+        "train/c.py": "from paceline.train.a import y",
+        "train/a/y.py": "",
     },
     "private_imports": {
         "data/a.py": "from paceline.data.b import _x, y",
@@ -103,7 +107,7 @@ PLANTED: dict[str, dict[str, str]] = {
     },
     "callback_registrations": {
         "train/setup.py": "trainer.callbacks.add(a)\ncallbacks.add_user(b)\nnames.add(c)",
-        "train/callbacks/build.py": "callbacks.add(a)",
+        "train/callback_setup.py": "callbacks.add(a)",
     },
     "unsupported_modes_in_launch": {
         "launch/a.py": "raise ConfigError(f'`parallel.mode: {mode}` is not supported here')\n"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from fact_sources import CHECKOUT, last_name
+from fact_structure import find_cycles
 
 SOURCE = CHECKOUT.root / "src" / "paceline"
 MAX_LINES = 500
@@ -20,34 +21,6 @@ MAPPINGS = {"dict", "Dict", "Mapping", "MutableMapping", "defaultdict", "Ordered
 PRINTING = ("commands/", "cli.py")
 #: The console layer, which writes messages and progress.
 CONSOLE = ("core/log.py", "data/progress.py", "observe/console.py", "observe/terminal.py")
-
-
-def find_cycles(imports: dict[str, set[str]]) -> list[list[str]]:
-    """Return the strongly connected components with more than one module (Tarjan, 1972)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    cycles: list[list[str]] = []
-
-    def visit(module: str) -> None:
-        index[module] = low[module] = len(index)
-        stack.append(module)
-        for target in sorted(imports[module]):
-            if target not in index:
-                visit(target)
-                low[module] = min(low[module], low[target])
-            elif target in stack:
-                low[module] = min(low[module], index[target])
-        if low[module] == index[module]:
-            start = stack.index(module)
-            component, stack[start:] = stack[start:], []
-            if len(component) > 1:
-                cycles.append(sorted(component))
-
-    for module in sorted(imports):
-        if module not in index:
-            visit(module)
-    return cycles
 
 
 def test_no_import_cycles() -> None:

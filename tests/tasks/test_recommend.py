@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.data.loader_process import LoaderOptions
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.models.recommend import (
     ClickModel,
     Table,

@@ -8,8 +8,8 @@ from paceline.config.derive import average_bytes_per_element, optimizer_bytes_pe
 from paceline.config.schema.train_args import TrainArgs
 from paceline.parallel.optimizer_state import AveragesWeights, optimizer_tensors
 from paceline.parallel.state import full_shards
-from paceline.train.optimizer import build_optimizer, matrices_of
 from paceline.train.optimizers.averaging import average_weights
+from paceline.train.optimizers.build import build_optimizer, matrices_of
 from paceline.train.optimizers.rounding import add_rounding
 
 DECAY, STEPS = 0.8, 5

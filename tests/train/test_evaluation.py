@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from paceline.config.schema import Config
 from paceline.data.loader_process import LoaderOptions
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.strategies.ddp.strategy import DDPStrategy
 from paceline.tasks.base import Task
 from paceline.train.evaluation import EvalResult, evaluate

@@ -7,9 +7,9 @@ from torch import nn
 from paceline.config.schema.train_args import TrainArgs
 from paceline.parallel.optimizer_state import PlacesState, optimizer_tensors
 from paceline.parallel.state import full_shards
-from paceline.train.optimizer import build_optimizer, matrices_of
 from paceline.train.optimizers import host_state
 from paceline.train.optimizers.averaging import average_weights
+from paceline.train.optimizers.build import build_optimizer, matrices_of
 from paceline.train.optimizers.host_state import keep_state_on_host
 from paceline.train.optimizers.rounding import add_rounding
 

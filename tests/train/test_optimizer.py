@@ -25,8 +25,8 @@ from paceline.models.blocks import hidden_matrices
 from paceline.models.shape.record import OptimizerMemory
 from paceline.parallel.optimizer_state import optimizer_tensors
 from paceline.parallel.strategy import make_strategy
-from paceline.train.optimizer import Schedule, build_optimizer, matrices_of
 from paceline.train.optimizers import blockwise
+from paceline.train.optimizers.build import Schedule, build_optimizer, matrices_of
 
 KINDS = [
     "adamw", "adam", "sgd", "rmsprop", "adagrad", "lion", "muon", "schedule_free_adamw",

@@ -16,8 +16,8 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.registry import check_strategy
 from paceline.parallel.state import TensorShard
-from paceline.train.optimizer import build_optimizer
 from paceline.train.optimizers import rounding
+from paceline.train.optimizers.build import build_optimizer
 from paceline.train.optimizers.compiled_adamw import CompiledAdamW
 from paceline.train.optimizers.rounding import add_rounding, round_stochastically
 

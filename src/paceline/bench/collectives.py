@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 from paceline.core.files import human_bytes
-from paceline.distributed.timing.link import fit, time_collective
+from paceline.distributed.link import fit, time_collective
 from paceline.strategies.reducers.all_reduce.schedules import ALGORITHMS, sent
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from paceline.checkpoint.remote import CheckpointStore, ClaimLostError
 from paceline.checkpoint.store import prune_after
 from paceline.core.errors import RunError, SaveError
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PROGRESS
 from paceline.distributed.side_group import SideGroup
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.parallel.state import TensorShard
 
 Failure = RunError | ClaimLostError

@@ -19,9 +19,9 @@ from paceline.core.event_log import EventLog
 from paceline.core.events import CheckpointEvent
 from paceline.core.texts import UserText
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PROGRESS
 from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.distributed.side_group import SideGroup
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.state import TensorShard
 

@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
 from paceline.data.order.base import Order
 from paceline.models.shape.record import ModelShape
-from paceline.models.weights import final_dtype
+from paceline.models.weights.load import final_dtype
 from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.save_load import load_state
 from paceline.parallel.state import StateReader, TensorShard

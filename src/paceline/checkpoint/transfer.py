@@ -34,8 +34,8 @@ from paceline.checkpoint.writer import (
 from paceline.core.errors import ConfigError, ErrorRecord, PacelineError, RunError
 from paceline.core.files import human_bytes
 from paceline.core.log import ON_EVERY_RANK
-from paceline.distributed.progress import PROGRESS
 from paceline.distributed.side_group import CHUNK_BYTES, SideGroup, TransferError
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.state import StateReader
 

@@ -49,7 +49,7 @@ class MemorySize:
     )
 
     def __call__(self, text: str) -> int:
-        from paceline.planner.hardware import parse_size
+        from paceline.planner.machine.hardware import parse_size
 
         try:
             return parse_size(text, "--memory-per-rank")

@@ -147,7 +147,7 @@ def run(args: Namespace) -> int:
         print(json.dumps({**plan.as_dict(), **simulated}, indent=2))
     else:
         from paceline.commands.reports import open_console
-        from paceline.planner.search.tables import print_search
+        from paceline.planner.search_table import print_search
         from paceline.planner.table import plan_table
 
         console = open_console()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 from paceline.core.events import Event, NoticeEvent, StepEvent
+from paceline.core.formatting import finite
 from paceline.core.texts import UserText
 
 
@@ -184,6 +185,18 @@ def parse_event(line: bytes) -> Event | None:
 def effective_steps(events: Sequence[Event]) -> list[StepEvent]:
     """Return the ``step`` events among :func:`effective_events`."""
     return [event for event in effective_events(events) if event["type"] == "step"]
+
+
+def throughput(step: StepEvent, global_batch_size: Any = None) -> tuple[float | None, str]:
+    """Return the throughput of a ``step`` event and its unit: tokens per second, or samples per
+    second if the task has no tokens."""
+    count, unit = finite(step.get("tokens")), "tokens/s"
+    if count is None:
+        count, unit = finite(step.get("samples")), "samples/s"
+    if count is None:
+        count = finite(global_batch_size)
+    seconds = finite(step.get("step_time_s"))
+    return (count / seconds if count is not None and seconds else None), unit
 
 
 def effective_events(events: Sequence[Event]) -> list[Event]:

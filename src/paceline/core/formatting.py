@@ -6,7 +6,6 @@ from functools import wraps
 from itertools import groupby, pairwise
 from typing import Any
 
-from paceline.core.events import StepEvent
 from paceline.core.files import human_bytes
 from paceline.core.report import DataFigures, PackingFigures, PeakRate, SourceFigures
 
@@ -222,18 +221,6 @@ def max_over_ranks(memory_bytes: Any) -> float | None:
     values = memory_bytes if isinstance(memory_bytes, list | tuple) else [memory_bytes]
     known = [figure for value in values if (figure := finite(value)) is not None]
     return max(known, default=None)
-
-
-def throughput(step: StepEvent, global_batch_size: Any = None) -> tuple[float | None, str]:
-    """Return the throughput of a ``step`` event and its unit: tokens per second, or samples per
-    second if the task has no tokens."""
-    count, unit = finite(step.get("tokens")), "tokens/s"
-    if count is None:
-        count, unit = finite(step.get("samples")), "samples/s"
-    if count is None:
-        count = finite(global_batch_size)
-    seconds = finite(step.get("step_time_s"))
-    return (count / seconds if count is not None and seconds else None), unit
 
 
 def flops(rate: Any, utilization: Any = None) -> str | None:

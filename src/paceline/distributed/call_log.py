@@ -76,7 +76,7 @@ class CallLog:
             return None
 
     def write(self, call: Any) -> None:
-        """Add a :class:`~paceline.distributed.progress.CollectiveCall`."""
+        """Add a :class:`~paceline.distributed.timing.progress.CollectiveCall`."""
         frame = call.site[0] if call.site else (None, 0)
         key = (call.function, call.dtype, call.numel, call.group, id(frame[0]), frame[1])
         known = self._known.get(key)

@@ -19,7 +19,7 @@ from paceline.distributed import torch_compat
 from paceline.distributed.devices import cpu_cores, expands_segments
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.progress import COLLECTIVE, PROGRESS
+from paceline.distributed.timing.progress import COLLECTIVE, PROGRESS
 from paceline.distributed.torch_compat import set_allocator_settings
 from paceline.distributed.traffic import Traffic, count_collectives
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.distributed.progress import DEVICE, PROGRESS
+from paceline.distributed.timing.progress import DEVICE, PROGRESS
 
 #: Device types with streams and pinned host memory. On others, copies are synchronous.
 _WITH_STREAMS = ("cuda", "xpu")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from paceline.core.errors import RunError
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 
 #: Seconds between two publications of rank 0's progress, if there was any.
 _PUBLISH_EVERY_S = 1.0
@@ -45,9 +45,9 @@ def rank_zero_phase(comm: Communicator, doing: str, folder: Path | None = None) 
     rank 0 has left it, with or without an exception; rank 0 does not wait for them. All ranks must
     enter the block, and no rank may issue a collective in it.
 
-    Progress is what :class:`~paceline.distributed.progress.ProgressTracker` records on rank 0, such
-    as a batch that was evaluated or bytes that were sent, and the size of the files in ``folder``.
-    The watchdog reports a rank that is in the block only if it sends no heartbeats.
+    Progress is what :class:`~paceline.distributed.timing.progress.ProgressTracker` records on
+    rank 0, such as a batch that was evaluated or bytes that were sent, and the size of the files in
+    ``folder``. The watchdog reports a rank that is in the block only if it sends no heartbeats.
 
     Args:
         comm: all ranks of the run.

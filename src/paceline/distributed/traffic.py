@@ -4,7 +4,7 @@ FSDP, DeepSpeed, the pipeline schedules and :class:`~paceline.distributed.commun
 all call functions of the ``torch.distributed`` package, which are wrapped once per process. The
 wrappers count the bytes that a bandwidth-optimal algorithm sends, so that the counts do not depend
 on the backend and strategies can be compared. They also report issued collectives to
-:data:`~paceline.distributed.progress.PROGRESS`.
+:data:`~paceline.distributed.timing.progress.PROGRESS`.
 
 Objects (``broadcast_object_list`` and similar) are not counted: they bypass the wrapped functions
 and are not part of a step.
@@ -19,10 +19,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.distributed import progress, torch_compat
+from paceline.distributed import torch_compat
 from paceline.distributed.call_log import CountedCall
 from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_bytes
-from paceline.distributed.progress import Arguments, argument
+from paceline.distributed.timing import progress
+from paceline.distributed.timing.progress import Arguments, argument
 
 #: Kinds of traffic: collectives, messages between two ranks, copies between the devices of one
 #: process, and the pulls and pushes of a parameter server's workers.

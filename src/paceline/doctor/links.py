@@ -14,7 +14,7 @@ from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration
 from paceline.core.processes import host_name
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.timing.link import Link, measure_link, time_once
+from paceline.distributed.link import Link, measure_link, time_once
 from paceline.distributed.traffic import uncounted
 from paceline.launch.passes.host_checks import CheckResult
 

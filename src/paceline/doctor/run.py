@@ -75,7 +75,7 @@ class DoctorOptions:
 
 
 class AllReduceRecord(TypedDict):
-    """A :class:`~paceline.distributed.timing.link.Link` over all ranks, as JSON, and what a small
+    """A :class:`~paceline.distributed.link.Link` over all ranks, as JSON, and what a small
     all-reduce between computations adds."""
 
     latency_s: float

@@ -24,8 +24,8 @@ from pydantic import TypeAdapter
 from paceline.core.processes import host_name
 from paceline.distributed import torch_compat
 from paceline.distributed.call_log import CallLogReader, CallRecord
-from paceline.distributed.progress import COLLECTIVE, PROGRESS, StepTimes, stack_of
 from paceline.distributed.segments import SegmentCounter, Segments
+from paceline.distributed.timing.progress import COLLECTIVE, PROGRESS, StepTimes, stack_of
 from paceline.health.hangs import RankStatus
 from paceline.health.stragglers import Pause
 

@@ -24,7 +24,7 @@ from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PROGRESS, StepTimes
+from paceline.distributed.timing.progress import PROGRESS, StepTimes
 from paceline.health.hangs import Hang, RankStatus, find_hangs
 from paceline.health.heartbeats import UNKNOWN_KIND, HeartbeatExchange, HeartbeatFile, PeerState
 from paceline.health.mismatch import find_mismatch

@@ -73,7 +73,7 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
 
     from paceline.config.packages import unused_packages
     from paceline.core.user_code import hide_packages
-    from paceline.models.weights import load_pretrained
+    from paceline.models.weights.load import load_pretrained
 
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")

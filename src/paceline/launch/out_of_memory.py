@@ -7,13 +7,13 @@ from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import OutOfMemory
 from paceline.core.files import human_bytes
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.launch.passes.memory import smaller_settings
-from paceline.planner.advice import advise
 from paceline.planner.estimate import estimate
 from paceline.planner.machine.local import local_machine
 from paceline.planner.micro_batch import micro_batch
 from paceline.planner.model_profile import describe
+from paceline.planner.search.advice import advise
 from paceline.planner.search.trials import settings_text
 from paceline.train.run_spec import RunSpec
 

@@ -39,9 +39,10 @@ _DOWNLOAD = "download the model where there is a network and set `model=/path/to
 def load_language_model(config: Config, kind: ModelKind | None = None) -> nn.Module:
     """Load the model to train, on the CPU, or build it if the default device is the meta device.
 
-    Weights are float32, unless their conversion is deferred (see :mod:`paceline.models.weights`).
-    With ``precision: bf16-true``, weights are bfloat16. With LoRA and mixed precision, the frozen
-    weights have the compute dtype, and the added adapters are float32.
+    Weights are float32, unless their conversion is deferred (see
+    :mod:`paceline.models.weights.load`). With ``precision: bf16-true``, weights are bfloat16. With
+    LoRA and mixed precision, the frozen weights have the compute dtype, and the added adapters are
+    float32.
 
     Raises:
         ConfigError: the model cannot be loaded, or frozen weights are not finite in float16.
@@ -50,8 +51,8 @@ def load_language_model(config: Config, kind: ModelKind | None = None) -> nn.Mod
     import transformers
 
     from paceline.models import attention
-    from paceline.models.transforms.new_tokens import add_token_embeddings
-    from paceline.models.weights import load_pretrained
+    from paceline.models.new_tokens import add_token_embeddings
+    from paceline.models.weights.load import load_pretrained
 
     kind = kind or kind_of(config)
     if torch.get_default_device().type == "meta":
@@ -125,7 +126,7 @@ def language_model_on_meta(
     from paceline.models import attention
     from paceline.models.adapters.lora import add_adapters
     from paceline.models.adapters.quantize import quantize_layers
-    from paceline.models.transforms.new_tokens import add_token_embeddings, check_token_embeddings
+    from paceline.models.new_tokens import add_token_embeddings, check_token_embeddings
     from paceline.models.transforms.parameters import freeze_parameters
 
     args, kind = config.train_args, kind or kind_of(config)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from paceline.core import formatting
 from paceline.core.log import log_notices
-from paceline.distributed.timing.link import Link, measure_link
+from paceline.distributed.link import Link, measure_link
 from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import StepMetrics
 from paceline.parallel.comm_profile import CommProfile, CommTimes
@@ -80,7 +80,7 @@ def evaluate(
 
     The computation of a plain ddp step takes as long as in the measured step, without the work of
     the method (the slowest rank of each step counts). Then it waits for the part of its all-reduces
-    that backward does not hide (:meth:`~paceline.distributed.timing.link.Link.exposed_s`). On a
+    that backward does not hide (:meth:`~paceline.distributed.link.Link.exposed_s`). On a
     CPU, work in a background thread slows down the step, so the part of it that the step did not
     wait for is subtracted from the computation of the step's threads. Waiting that neither the link
     nor the work of the method explains, as on a busy machine, is also added to the plain ddp step.

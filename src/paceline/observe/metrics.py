@@ -12,7 +12,7 @@ import torch
 from paceline.core.events import RankStep, StepFigures
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.host_copies import HostCopy, tensor_of
-from paceline.distributed.progress import DEVICE, PROGRESS
+from paceline.distributed.timing.progress import DEVICE, PROGRESS
 from paceline.distributed.traffic import KINDS, uncounted
 from paceline.observe.device_stats import UNKNOWN, DeviceMonitor, device_figures
 from paceline.observe.throughput import ModelFlops
@@ -104,8 +104,8 @@ class StepMetrics:
         self._counts += counts[:3]
 
     def end(self, loss_sum: torch.Tensor, local_count: float, *, drains: bool = False) -> None:
-        """End the measurement of a step, after :data:`~paceline.distributed.progress.PROGRESS` has
-        ended the step.
+        """End the measurement of a step, after
+        :data:`~paceline.distributed.timing.progress.PROGRESS` has ended the step.
 
         Args:
             loss_sum: sum of this rank's losses.

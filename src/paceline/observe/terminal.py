@@ -10,6 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.core import formatting
+from paceline.core.event_log import throughput
 from paceline.core.log import discarding_unread
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class RunProgress:
         """Return (style, text, priority) of each known figure. On a narrow terminal, figures with a
         higher number are omitted first; those with 0 are always shown."""
         step = self.step or {}
-        rate, unit = formatting.throughput(step, self.derived.get("global_batch_size"))
+        rate, unit = throughput(step, self.derived.get("global_batch_size"))
         epoch = formatting.finite(step.get("epoch"))
         loss, memory = step.get("loss"), formatting.max_over_ranks(step.get("memory_bytes"))
         total = f"/{self.total:,}" if self.total else ""

@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.formatting import weighted_shares
 from paceline.core.texts import UserText
 from paceline.distributed.mesh import ParallelDims
-from paceline.parallel.limits.compression import uses_local_moments
+from paceline.parallel.gradient_compression import uses_local_moments
 
 #: Minimum number of micro-batches per step; fewer cannot express a useful ratio of speeds.
 MIN_MICRO_BATCHES = 4

@@ -9,7 +9,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.balance import check_balance
-from paceline.parallel.limits.compression import check_compression
+from paceline.parallel.gradient_compression import check_compression
 
 #: Returns the setting or mesh that a limit depends on, as text for a message, or None if the limit
 #: does not apply.

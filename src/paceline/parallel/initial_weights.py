@@ -8,7 +8,7 @@ from torch import nn
 
 from paceline.core.texts import UserText
 from paceline.distributed.communicator import Communicator
-from paceline.models.weights import convert_weights, is_from_files
+from paceline.models.weights.load import convert_weights, is_from_files
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.user_code import import_user_module
 from paceline.distributed.communicator import Communicator
-from paceline.models.weights import deferred_conversion
+from paceline.models.weights.load import deferred_conversion
 from paceline.parallel.capabilities import Capabilities
 from paceline.parallel.comm_profile import CommProfile, StrategyMetrics
 from paceline.parallel.loss_scale import LossScaler

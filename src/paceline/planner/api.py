@@ -24,20 +24,19 @@ from paceline.distributed.devices import (
 from paceline.models.files import fit_to_model
 from paceline.models.transforms.float8_check import check_float8
 from paceline.parallel.registry import ParallelLayout, get_spec, layout, mode_of, uses_one_device
-from paceline.planner.advice import Advice, ChangeReport, advise
 from paceline.planner.auto.choose import ModeChoice, choose, eligible_layouts
 from paceline.planner.devices import find_device
 from paceline.planner.estimate import ModeEstimate, ModeReport
-from paceline.planner.hardware import Machine, default_precision, named_machine, parse_size
+from paceline.planner.machine.hardware import Machine, default_precision, named_machine, parse_size
 from paceline.planner.machine.local import local_machine, smallest_device_memory
-from paceline.planner.machine.memory_history import memory_key, recall
 from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.model_profile import ModelProfile, describe
 from paceline.planner.run_estimate import RunEstimate, run_estimate
 from paceline.planner.scale.goodput import FailureModel, Goodput
-from paceline.planner.scale.save_interval import goodput_on
+from paceline.planner.search.advice import Advice, ChangeReport, advise
 from paceline.planner.search.fit import FROM_HISTORY, KeptSettings, MemoryFit, fit_memory
 from paceline.planner.search.machines import Offer, cheapest_machines
+from paceline.planner.search.memory_history import memory_key, recall
 from paceline.planner.search.options import SearchOptions, parse_options
 from paceline.planner.search.reports import (
     OfferReport,
@@ -47,6 +46,7 @@ from paceline.planner.search.reports import (
     proposal_report,
     setup_report,
 )
+from paceline.planner.search.save_interval import goodput_on
 from paceline.planner.search.search import Candidate, pareto_front
 from paceline.planner.search.trials import Settings, Trials, settings_text, with_settings
 from paceline.tasks import load_task

@@ -17,7 +17,7 @@ from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.registry import ParallelLayout, check_strategy, estimate_cost
 from paceline.parallel.registry import layout as make_layout
-from paceline.planner.hardware import Machine
+from paceline.planner.machine.hardware import Machine
 from paceline.planner.micro_batch import MicroBatchProfile
 from paceline.planner.mode_time import TimeEstimate, time_of_mode
 from paceline.planner.model_profile import ModelProfile

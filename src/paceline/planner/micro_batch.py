@@ -66,7 +66,7 @@ def micro_batch(config: Config) -> MicroBatchProfile:
     size = args.per_device_train_batch_size
     if config.task not in CAUSAL_TASKS:
         return MicroBatchProfile(size, size, has_tokens=False)
-    from paceline.data.text.prepare import cached_lengths, text_kind
+    from paceline.data.encoding.prepare import cached_lengths, text_kind
 
     kind = text_kind(config)
     if reads_images(config):
@@ -98,7 +98,7 @@ def micro_batch(config: Config) -> MicroBatchProfile:
 
 def longest_micro_batch(config: Config) -> MicroBatchProfile:
     """Return the micro-batch of a language model whose samples all have ``max_length`` tokens."""
-    from paceline.data.text.prepare import text_kind
+    from paceline.data.encoding.prepare import text_kind
 
     args = config.train_args
     num_rows = args.per_device_train_batch_size * (2 if text_kind(config) == "pairs" else 1)

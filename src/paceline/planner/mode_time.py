@@ -9,7 +9,7 @@ from paceline.models.shape.dims import LanguageDims
 from paceline.parallel.cost import Cost
 from paceline.parallel.registry import ParallelLayout
 from paceline.planner.from_config import setup_of
-from paceline.planner.hardware import Machine
+from paceline.planner.machine.hardware import Machine
 from paceline.planner.machine.history import correction
 from paceline.planner.micro_batch import MicroBatchProfile, micro_batch_flops
 from paceline.planner.model_profile import ModelProfile

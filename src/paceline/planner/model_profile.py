@@ -88,7 +88,7 @@ def remember_profiles() -> dict[str, ModelProfile]:
 def _language_key(config: Config) -> str:
     """Return a text that is equal for configs with the same profile: the settings that may change
     it, and the state of the model's files."""
-    from paceline.models.files import files_identity
+    from paceline.models.weights.stored_files import files_identity
 
     folder = config_folder(resolve_model(config.model))
     files = None if folder is None or not (folder / "config.json").is_file() else folder
@@ -142,7 +142,7 @@ def _language(config: Config) -> ModelProfile:
 
 
 def _mapped_bytes(shape: ModelShape, config: Config) -> int:
-    from paceline.models.files import MIN_CONVERTED_BYTES, mapped_bytes, weight_files
+    from paceline.models.weights.stored_files import MIN_CONVERTED_BYTES, mapped_bytes, weight_files
 
     folder = config_folder(resolve_model(config.model))
     if folder is None or not config.lora.enable:

@@ -1,5 +1,5 @@
 """What is run in a training step: model, batch, layout, precision and software. From this, the
-planner predicts time (:mod:`paceline.planner.time`) and memory (:mod:`paceline.planner.memory`).
+planner predicts the time of the step (:mod:`paceline.planner.time`).
 
 A set-up need not be possible with Paceline: `benchmarks/planner_assume.py` describes any other.
 Imports no torch.

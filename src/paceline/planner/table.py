@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 #: Only the best hybrids are shown: there are dozens for many devices.
 _SHOWN_HYBRIDS = 6
 _MODE_WIDTH = 28
-_SHOWN_PARTS = 5
 _COLUMNS = ("mode", "weights", "grads", "optim", "activ.", "total", "sent", "step", "80 %", "smp/s",
             "fits")  # fmt: skip
 _ANY_WIDTH = 1000

@@ -9,11 +9,11 @@ from paceline.config.derive import average_bytes_per_element, optimizer_bytes_pe
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.models.builtin import resolve_model
-from paceline.models.files import read_header
 from paceline.models.hub_configs import config_folder, read_config
 from paceline.models.kinds import reads_images
 from paceline.models.shape.activations import TrainedMatrices, language_activations
 from paceline.models.shape.dims import LanguageDims, dims_of
+from paceline.models.weights.stored_files import read_header
 from paceline.planner.micro_batch import MicroBatchProfile, longest_micro_batch
 
 #: Share of the memory below which the bound shows that a run fits. It leaves out little.

@@ -18,7 +18,7 @@ from paceline.models.kinds import reads_images
 from paceline.parallel.registry import ParallelLayout
 from paceline.planner.api import Plan
 from paceline.planner.estimate import ModeEstimate
-from paceline.planner.hardware import Machine
+from paceline.planner.machine.hardware import Machine
 from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.search.trials import with_settings
 from paceline.simulation.records import (

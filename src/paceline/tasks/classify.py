@@ -15,9 +15,9 @@ from paceline.core.texts import UserText
 from paceline.data.cache import key_of
 from paceline.data.clicks.log import exact_auc
 from paceline.data.counts import DataCounts
+from paceline.data.encoding.prepare import split_indices, split_notice
 from paceline.data.image_shards import ImageIndex
 from paceline.data.images import DIGITS, ImageDataset, ImageForm, open_images
-from paceline.data.text.prepare import split_indices, split_notice
 from paceline.models.blocks import BATCH_NORMS
 from paceline.models.classifiers import images as image_models
 from paceline.tasks.base import Notice, Prepared, Task, dropped_notice, language_settings_notices

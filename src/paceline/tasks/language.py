@@ -26,10 +26,10 @@ from paceline.data.collate import (
     collate_padded,
 )
 from paceline.data.counts import StreamCounts
+from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens, text_kind
 from paceline.data.order.build import SourceSize
 from paceline.data.sources.resolve import check_hub_sources
 from paceline.data.streaming.choice import try_stream
-from paceline.data.text.prepare import PreparedTokens, prepare_tokens, text_kind
 from paceline.data.text.templates import end_tokens, save_template
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
 from paceline.data.text.tokenizer import load_tokenizer

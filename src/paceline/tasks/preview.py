@@ -16,6 +16,8 @@ import torch
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
+from paceline.data.encoding.chunks import make_setup
+from paceline.data.encoding.prepare import text_kind
 from paceline.data.images import ImageDataset
 from paceline.data.kinds.base import NO_ANSWER, TOO_LONG, Encoded, SampleKind
 from paceline.data.kinds.label import (
@@ -29,9 +31,7 @@ from paceline.data.sources.kinds import classifies_images
 from paceline.data.sources.resolve import ResolvedSource
 from paceline.data.sources.rows import BrokenRow, MalformedRow, Unsupported, unsupported_row
 from paceline.data.streaming.sources import open_first_file
-from paceline.data.text.encoding.chunks import make_setup
 from paceline.data.text.new_tokens import config_tokenizer
-from paceline.data.text.prepare import text_kind
 from paceline.data.text.token_columns import Label
 from paceline.data.text.tokenizer import LoadedTokenizer
 from paceline.models.builtin import resolve_model

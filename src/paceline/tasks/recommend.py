@@ -24,8 +24,8 @@ from paceline.data.clicks.log import (
 )
 from paceline.data.clicks.reader import read_clicks
 from paceline.data.counts import DataCounts
+from paceline.data.encoding.prepare import split_indices, split_notice
 from paceline.data.sources.opening import Take, number_to_take, take_count
-from paceline.data.text.prepare import split_indices, split_notice
 from paceline.distributed.seeds import derive_seed
 from paceline.models.recommend import (
     build_click_model,

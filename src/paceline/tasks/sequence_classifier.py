@@ -13,8 +13,8 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.collate import pad_tokens
+from paceline.data.encoding.prepare import PreparedTokens
 from paceline.data.sources.resolve import check_hub_sources
-from paceline.data.text.prepare import PreparedTokens
 from paceline.models import attention
 from paceline.models.adapters.check import check_adapters
 from paceline.models.blocks import base_model

@@ -14,6 +14,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
 from paceline.data.cache import key_of
 from paceline.data.collate import pad_tokens
+from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens
 from paceline.data.kinds.label import (
     ClassTransform,
     LabeledSample,
@@ -21,7 +22,6 @@ from paceline.data.kinds.label import (
     class_names,
     read_labels,
 )
-from paceline.data.text.prepare import PreparedTokens, prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.models.builtin import resolve_model
 from paceline.models.classifiers.texts import class_settings, known_classes

@@ -9,7 +9,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
 from paceline.core.texts import UserText
-from paceline.data.text.prepare import PreparedTokens
+from paceline.data.encoding.prepare import PreparedTokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
 from paceline.models.blocks import base_model
@@ -17,7 +17,7 @@ from paceline.models.builtin import config_numbers
 from paceline.models.classifiers.texts import any_text_classifier
 from paceline.models.json_config import first_number, language_fields
 from paceline.models.language import language_model_on_meta
-from paceline.models.transforms.new_tokens import added_tokens
+from paceline.models.new_tokens import added_tokens
 
 
 def check_token_ids(config: Config, tokens: PreparedTokens) -> None:

@@ -10,8 +10,8 @@ from paceline.config.metrics.evaluation import generated_metrics
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.collate import TokenBatch, collate_padded
+from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens
 from paceline.data.kinds.image import ImageKind, PixelTransform, has_images
-from paceline.data.text.prepare import PreparedTokens, prepare_tokens
 from paceline.data.text.token_dataset import TokenSample
 from paceline.data.vision_language.images import ImageProcessor, ImageTextSample
 from paceline.models.builtin import resolve_model

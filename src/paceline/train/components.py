@@ -31,13 +31,18 @@ from paceline.models.transforms.activation_offloading import reduce_activations
 from paceline.models.transforms.compile import compile_blocks
 from paceline.models.transforms.float8 import convert_to_float8
 from paceline.models.transforms.parameters import freeze_parameters, parameter_settings
-from paceline.models.weights import converted_weights, move_model
+from paceline.models.weights.load import converted_weights, move_model
 from paceline.parallel.strategy import Strategy, make_strategy
 from paceline.tasks import load_task, uses_transformers
 from paceline.tasks.base import Task
 from paceline.tasks.user import UserTask, guard_model
-from paceline.train.optimizer import Schedule, build_optimizer, matrices_of, optimizer_notices
 from paceline.train.optimizers.averaging import average_weights
+from paceline.train.optimizers.build import (
+    Schedule,
+    build_optimizer,
+    matrices_of,
+    optimizer_notices,
+)
 from paceline.train.optimizers.host_state import offload_state
 from paceline.train.optimizers.rounding import add_rounding
 from paceline.train.precision import Precision
@@ -242,7 +247,7 @@ def build_model(task: Task, config: Config) -> nn.Module:
     guard_model(model)
     freeze_parameters(model, config.train_args)
     if config.adds_tokens:
-        from paceline.models.transforms.new_tokens import (
+        from paceline.models.new_tokens import (
             check_token_embeddings,  # not needed by most runs
         )
 

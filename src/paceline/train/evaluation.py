@@ -19,8 +19,8 @@ from paceline.core.texts import UserText
 from paceline.data.loader import eval_batches
 from paceline.data.loader_process import LoaderOptions
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import ProgressTracker
 from paceline.distributed.rank_zero import rank_zero_phase
+from paceline.distributed.timing.progress import ProgressTracker
 from paceline.parallel.strategy import Strategy
 from paceline.tasks.base import Task
 from paceline.train.answers.generation import AnswerGenerator

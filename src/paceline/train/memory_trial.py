@@ -12,8 +12,8 @@ import torch
 
 from paceline.data.largest import largest_keys
 from paceline.data.loader import load_micro_batch
-from paceline.distributed.progress import PROGRESS
 from paceline.distributed.seeds import seed_everything
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.state import local_tensor
 

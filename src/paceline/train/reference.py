@@ -16,8 +16,8 @@ from paceline.core.formatting import counted
 from paceline.core.log import Notice
 from paceline.data.cache import build_once
 from paceline.data.pipeline import DataPipeline
-from paceline.distributed.progress import PROGRESS
 from paceline.distributed.rank_zero import rank_zero_phase
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
 from paceline.tasks.base import Task
 from paceline.train.evaluation import gather, run_batches

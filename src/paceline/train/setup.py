@@ -30,10 +30,10 @@ from paceline.data.pipeline import DataPipeline
 from paceline.distributed.communicator import init_communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.progress import PROGRESS
 from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.distributed.side_group import SideGroup
 from paceline.distributed.timing.device_timer import DeviceTimer
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.health.anomalies import AnomalyDetector
 from paceline.health.loss_spikes import LossSpikeDetector
 from paceline.health.watchdog import Watchdog
@@ -43,8 +43,8 @@ from paceline.observe.metrics import StepMetrics
 from paceline.observe.out_of_memory import out_of_memory
 from paceline.observe.report.html import write_reports
 from paceline.observe.throughput import mean_peak, model_flops
+from paceline.train.callback_setup import build_callbacks
 from paceline.train.callbacks.balance import Balancer
-from paceline.train.callbacks.build import build_callbacks
 from paceline.train.callbacks.callback_list import CallbackList, States
 from paceline.train.callbacks.monitoring import (
     CommAdvice,

@@ -29,15 +29,15 @@ from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.core.texts import UserText
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PROGRESS, ProgressTracker
 from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.distributed.side_group import SideGroup
+from paceline.distributed.timing.progress import PROGRESS, ProgressTracker
 from paceline.health.loss_spikes import LossSpike
 from paceline.models.adapters.initialization import subtract_adapters
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.strategy import Strategy
 from paceline.tasks.base import Task
-from paceline.train.optimizer import Schedule
+from paceline.train.optimizers.build import Schedule
 from paceline.train.precision import Precision
 from paceline.train.run_spec import RunSpec
 

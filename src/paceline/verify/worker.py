@@ -41,7 +41,7 @@ from paceline.parallel.save_load import memory_bytes
 from paceline.parallel.state import TensorShard
 from paceline.parallel.strategy import Strategy
 from paceline.tasks.base import num_positions
-from paceline.train.callbacks.build import build_loggers
+from paceline.train.callback_setup import build_loggers
 from paceline.train.components import build_components
 from paceline.train.run_spec import RunSpec
 from paceline.train.setup import build_trainer

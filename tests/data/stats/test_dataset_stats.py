@@ -11,6 +11,7 @@ from raised import raises_error
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.data.encoding.prepare import cached_lengths, prepare_tokens
 from paceline.data.kinds.pair import PairKind
 from paceline.data.stats.dataset import DatasetStats, dataset_stats, histogram
 from paceline.data.stats.other import click_stats, image_stats
@@ -22,7 +23,6 @@ from paceline.data.stats.text import (
     render_page,
     table,
 )
-from paceline.data.text.prepare import cached_lengths, prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
 from paceline.models.builtin import resolve_model

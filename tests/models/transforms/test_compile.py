@@ -10,7 +10,7 @@ from paceline.config.schema import Config
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.models.transforms.compile import compile_blocks
 from paceline.models.transforms.compile_check import check_compile
 from paceline.parallel.registry import check_strategy

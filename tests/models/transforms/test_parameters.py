@@ -12,7 +12,7 @@ from paceline.models.transforms.parameters import (
     freeze_parameters,
     parameter_settings,
 )
-from paceline.train.optimizer import build_optimizer, matrices_of
+from paceline.train.optimizers.build import build_optimizer, matrices_of
 
 
 class Tied(nn.Module):

@@ -9,7 +9,7 @@ from commands import events, train
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.models import attention
 from paceline.strategies.ddp.strategy import DDPStrategy
 from paceline.tasks.language import LanguageTask

@@ -128,7 +128,7 @@ def _per_epoch(merge: Merge, by: Assignment, target: str, count: float | None = 
     """Convert a number of times per epoch (default: the key's value) to a fraction of all steps."""
     name = target.rpartition(".")[2]
     count = by.value if count is None else count
-    if merge.value_of(target) is not None:
+    if merge.value_of(target) is not None and merge.yields_to(target, by):
         raise UnsupportedValue(
             f"`{name}` is set too, and both choose the interval",
             f"keep one of `{by.entry.name}` and `{name}`",
@@ -198,8 +198,11 @@ def _cosine_min_lr(merge: Merge, by: Assignment, name: str) -> Notice:
         return "info", f"has no effect with `lr_scheduler_type: {merge.value_of(kind)}`"
     if merge.is_overridden(kind, by):
         return _OVERRIDDEN
-    if any(f"{target}.{key}" in merge.winners for key in ("min_lr", "min_lr_rate")):
+    limits = [f"{target}.{key}" for key in ("min_lr", "min_lr_rate")]
+    if any(merge.yields_to(key, by) for key in limits):
         return "info", "is overridden by `lr_scheduler_kwargs`"
+    for key in limits:
+        merge.winners.pop(key, None)
     merge.set_winner(kind, "cosine_with_min_lr", by)
     merge.set_winner(f"{target}.{name}", by.value, by)
     settings = f"`{kind}: cosine_with_min_lr` with `{name}: {short(by.value)}`"
@@ -210,7 +213,7 @@ def _batch_size(merge: Merge, by: Assignment) -> Notice:
     """Apply ms-swift's size of a micro-batch. In axolotl, the key is the global batch size, from
     which the accumulation follows."""
     target = "train_args.per_device_train_batch_size"
-    if merge.scores["s"] <= merge.scores["a"] or target in merge.winners:
+    if merge.scores["s"] <= merge.scores["a"] or merge.yields_to(target, by):
         return (
             "warning",
             "set `per_device_train_batch_size` and `gradient_accumulation_steps`; times the number"

@@ -299,10 +299,10 @@ def limit(sources: list[Any], number: int) -> list[Any]:
     return limited
 
 
-def with_fields(sources: list[Any], fields: dict[str, YamlValue]) -> list[dict[str, YamlValue]]:
+def with_fields(
+    sources: list[Any], fields: dict[str, YamlValue], replaces: bool = False
+) -> list[dict[str, YamlValue]]:
     """Return the sources as mappings, with fields (split, name, columns, format) that they do not
-    set themselves."""
-    return [
-        {**fields, **({"path": source} if isinstance(source, str) else source)}
-        for source in sources
-    ]
+    set themselves. ``replaces``: also with those that they set."""
+    mappings = [{"path": source} if isinstance(source, str) else source for source in sources]
+    return [{**source, **fields} if replaces else {**fields, **source} for source in mappings]

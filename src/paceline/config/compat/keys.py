@@ -15,9 +15,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from paceline.config.compat import conversion, datasets, llamafactory_v1, values
+from paceline.config.compat import (
+    conversion,
+    datasets,
+    llamafactory_v1,
+    parallel_values,
+    values,
+)
 from paceline.config.compat.conversion import Convert, by_case, read_table
-from paceline.config.compat.parallel import values as parallel_values
 from paceline.config.entries import FOREIGN_SECTIONS
 from paceline.config.schema.tasks import ANSWER_TASKS
 
@@ -26,7 +31,7 @@ _CONVERTERS = {
     "": conversion,
     "datasets": datasets,
     "llamafactory_v1": llamafactory_v1,
-    "parallel.values": parallel_values,
+    "parallel_values": parallel_values,
     "values": values,
 }
 

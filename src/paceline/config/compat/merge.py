@@ -143,6 +143,11 @@ class Merge(Settings):
         layer = self.layer_of(target)
         return by.entry is not None and layer is not None and layer > by.entry.layer
 
+    def yields_to(self, target: str, by: Assignment) -> bool:
+        """Return whether a key of the same or of higher precedence sets the target."""
+        layer = self.layer_of(target)
+        return layer is not None and layer >= by.entry.layer
+
     def read_as(self, target: str, value: Any, by: Assignment, more: str = "") -> Notice:
         """Let the key of ``by`` set a target, and return the notice about it, which ends with
         ``more``."""

@@ -20,8 +20,11 @@ _OTHER_DATA: Notice = (
 )
 
 
-def has_validation_data(merge: Merge) -> bool:
-    return merge.value_of("val_dataset") is not None or bool(merge.value_of("split_dataset_ratio"))
+def _has_validation_data(merge: Merge, by: Assignment) -> bool:
+    """Return whether the config sets validation data, and the key of ``by`` does not override
+    them."""
+    keys = [key for key in ("val_dataset", "split_dataset_ratio") if merge.value_of(key)]
+    return any(merge.yields_to(key, by) for key in keys)
 
 
 def as_list(value: Any) -> list[Any]:
@@ -35,12 +38,13 @@ def _change_sources(
     any_layer: bool = False,
     key: str = "dataset",
 ) -> bool:
-    """Change the data sources; return False if they come from another layer than the key."""
+    """Change the data sources; return False if an override has replaced those that the key belongs
+    to."""
     data = merge.winners.get(key)
     if (
         data is None
         or data.value in (RESET, None)
-        or (data.entry.layer != by.entry.layer and not any_layer)
+        or (data.entry.layer > by.entry.layer and not any_layer)
     ):
         return False
     sources = change(as_list(data.value))
@@ -111,16 +115,18 @@ def _set_field(merge: Merge, by: Assignment, name: str) -> Notice:
         if by.value == "text":
             return "info", "is the default"
         fields = {"columns": {"text": by.value}, "format": "text"}
-    if not _change_sources(merge, by, partial(with_fields, fields=fields)):
+    layer = merge.layer_of("dataset")
+    replaces = layer is not None and layer < by.entry.layer
+    if not _change_sources(merge, by, partial(with_fields, fields=fields, replaces=replaces)):
         return _OTHER_DATA
     return "info", f"is read as {short(fields)} of each source"
 
 
 def _test_split(merge: Merge, by: Assignment) -> Notice:
     data = merge.winners.get("dataset")
-    if data is None or data.entry.layer != by.entry.layer:
+    if data is None or data.entry.layer > by.entry.layer:
         return _OTHER_DATA
-    if has_validation_data(merge):
+    if _has_validation_data(merge, by):
         return "info", "is overridden by the validation data of the config"
     sources = [{**source, "split": by.value} for source in with_fields(as_list(data.value), {})]
     merge.set_winner("val_dataset", sources, by)
@@ -147,7 +153,7 @@ def _listed_splits(merge: Merge, by: Assignment) -> Notice:
     if data is None or not _change_sources(merge, by, partial(with_splits, names=train)):
         return _OTHER_DATA
     text = f"is read as the split of each source: {short(merge.value_of('dataset'))}"
-    if test and not has_validation_data(merge):
+    if test and not _has_validation_data(merge, by):
         merge.set_winner("val_dataset", with_splits(as_list(data.value), test), by)
         text += f", and `val_dataset: {short(merge.value_of('val_dataset'))}`"
     return "info", text

@@ -13,7 +13,7 @@ from paceline.data.kinds.base import Encoded, KindSetup, RowCounts
 from paceline.data.kinds.document import DocumentKind, Encoder
 from paceline.data.sources.resolve import Place
 from paceline.data.text.chat_template import Rendered, num_without_reasoning
-from paceline.data.text.encoding.positions import TokenizedText, tokenize
+from paceline.data.text.positions import TokenizedText, tokenize
 from paceline.data.text.sample import ChatSample, as_chat
 
 #: Number of last tokens of a turn among which to look for an end-of-turn token. Only white space

@@ -16,7 +16,7 @@ from paceline.data.sources.resolve import Place
 from paceline.data.text.chat_template import num_without_reasoning
 from paceline.data.text.chats.tool_calls import ChatMessage
 from paceline.data.text.chats.turn_ends import shared_length
-from paceline.data.text.encoding.positions import TokenizedText, tokenize
+from paceline.data.text.positions import TokenizedText, tokenize
 from paceline.data.text.preferences import (
     AnswerConverter,
     MarginConverter,

@@ -24,19 +24,19 @@ from paceline.core.log import Notice
 from paceline.core.report import DataFigures
 from paceline.core.stop import poll
 from paceline.core.texts import UserText
+from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens, text_kind
 from paceline.data.kinds.base import NO_ANSWER, TOO_LONG
 from paceline.data.kinds.label import read_labels
 from paceline.data.kinds.registry import load_kind
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import open_source
 from paceline.data.text.new_tokens import ResolveModel
-from paceline.data.text.prepare import PreparedTokens, prepare_tokens, text_kind
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
+    from paceline.data.encoding.build import SourceMeta
     from paceline.data.stats.near_duplicates import NearDuplicates
-    from paceline.data.text.build import SourceMeta
 
 LIMITS = (128, 256, 512, 1024, 2048, 4096, 8192)
 #: A limit that no sample reaches and that fits in a signed 32-bit integer.

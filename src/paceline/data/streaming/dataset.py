@@ -9,6 +9,7 @@ import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.data.counts import StreamCounts
+from paceline.data.encoding.chunks import Chunk, ChunkEncoder, EncodedChunk
 from paceline.data.kinds.base import KindSetup, RowCounts, SampleKind
 from paceline.data.kinds.registry import load_kind
 from paceline.data.sources.readers import LineBlock
@@ -16,7 +17,6 @@ from paceline.data.sources.resolve import Place, rows_of_block
 from paceline.data.sources.rows import RepeatedKey
 from paceline.data.streaming.shards import ShardRows
 from paceline.data.streaming.tables import RawRow, TableRows
-from paceline.data.text.encoding.chunks import Chunk, ChunkEncoder, EncodedChunk
 from paceline.data.text.token_columns import Column
 from paceline.data.text.token_dataset import TokenSample
 

@@ -16,6 +16,9 @@ from paceline.core.log import Notice
 from paceline.core.texts import UserText
 from paceline.data.cache import build_once, key_of
 from paceline.data.counts import StreamCounts
+from paceline.data.encoding.chunks import make_setup
+from paceline.data.encoding.notices import column_notices, drop_reasons, nothing_kept
+from paceline.data.encoding.prepare import TokenEntry, split_indices, split_notice
 from paceline.data.kinds.base import KindSetup, RowCounts
 from paceline.data.kinds.registry import KINDS, kind_key
 from paceline.data.streaming.build import (
@@ -31,10 +34,7 @@ from paceline.data.streaming.sources import StreamSource, find_sources, without_
 from paceline.data.streaming.streams import TextStreams
 from paceline.data.streaming.tables import TableRows
 from paceline.data.text.columns import Tally
-from paceline.data.text.encoding.chunks import make_setup
-from paceline.data.text.encoding.notices import column_notices, drop_reasons, nothing_kept
 from paceline.data.text.new_tokens import ResolveModel, config_tokenizer
-from paceline.data.text.prepare import TokenEntry, split_indices, split_notice
 from paceline.data.text.templates import template_choice
 from paceline.data.text.token_dataset import TokenWriter
 from paceline.data.text.tokenizer import tokenizer_fingerprint
@@ -54,7 +54,7 @@ class PreparedStream:
     Args:
         dataset: the training rows.
         rows: the sizes of the rows of each stream: one, or one for each source that is mixed.
-        eval_folder: as in :class:`paceline.data.text.prepare.PreparedTokens`.
+        eval_folder: as in :class:`paceline.data.encoding.prepare.PreparedTokens`.
         eval_indices: None, because validation uses all samples of the folder.
     """
 

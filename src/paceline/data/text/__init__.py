@@ -1,1 +1,1 @@
-"""Text datasets: formats, chat templates, tokenization and the token cache."""
+"""Text datasets: formats, chat templates, tokenizers and what is stored of a sample."""

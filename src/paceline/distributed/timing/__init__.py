@@ -1,1 +1,1 @@
-"""Times that are measured on the device."""
+"""The progress of a rank, and the times of its steps on the device."""

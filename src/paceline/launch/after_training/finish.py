@@ -16,7 +16,7 @@ from paceline.core.report import HubUpload, LmEvalReport, Report
 from paceline.core.run_dir import RunDir
 from paceline.core.texts import UserText
 from paceline.planner.machine.history import append, run_of
-from paceline.planner.machine.memory_history import remember
+from paceline.planner.search.memory_history import remember
 from paceline.train.run_spec import TrainResult
 
 logger = logging.getLogger(__name__)

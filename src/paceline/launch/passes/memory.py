@@ -31,10 +31,10 @@ from paceline.models.transforms.compile_check import check_compile
 from paceline.parallel.registry import check_strategy, get_spec
 from paceline.planner.estimate import with_accumulation
 from paceline.planner.machine.local import local_machine
-from paceline.planner.machine.memory_history import memory_key, recall
 from paceline.planner.micro_batch import micro_batch
-from paceline.planner.scale.save_interval import with_save_interval
 from paceline.planner.search.fit import FROM_HISTORY, KeptSettings, check_fits, fit_memory
+from paceline.planner.search.memory_history import memory_key, recall
+from paceline.planner.search.save_interval import with_save_interval
 from paceline.planner.search.trials import Settings, Trials, settings_text, with_settings
 from paceline.planner.upper_bound import ROOMY, fits_roughly, upper_bound
 

@@ -25,7 +25,7 @@ from paceline.core.processes import end_with_starter
 from paceline.core.stop import StopFlag
 from paceline.core.texts import UserText, translatable
 from paceline.distributed.environment import RankEnv, from_environment
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.launch.out_of_memory import explain
 from paceline.launch.ranks.folder import STOP_FILE, RankFolder
 from paceline.train.setup import run_rank

@@ -24,7 +24,7 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.models.adapters.targets import adapter_layers, short_names
-from paceline.models.weights import convert_weights
+from paceline.models.weights.load import convert_weights
 
 _ADAPTER = "default"
 #: Buffers of an adapter layer: the initial values of lora_A and lora_B. Their names do not contain

@@ -29,7 +29,7 @@ from paceline.models.adapters.targets import (
     target_names,
 )
 from paceline.models.kinds import frozen_parts
-from paceline.models.transforms.new_tokens import added_tokens, embedding_names, has_tied_head
+from paceline.models.new_tokens import added_tokens, embedding_names, has_tied_head
 
 Notice = tuple[str, str]
 

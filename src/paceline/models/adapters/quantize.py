@@ -18,7 +18,7 @@ from paceline.core.log import ignore_import_warnings
 from paceline.distributed.torch_compat import has_values, without_fake_tensors
 from paceline.models.adapters.quantized_store import WeightTensors, stored_weights
 from paceline.models.adapters.targets import linear_modules
-from paceline.models.weights import final_dtype
+from paceline.models.weights.load import final_dtype
 
 if TYPE_CHECKING:
     from paceline.config.schema.lora import Lora

@@ -30,9 +30,9 @@ from paceline.core.texts import UserText
 from paceline.data.cache import build_once, discard, key_of
 from paceline.distributed.environment import from_environment
 from paceline.distributed.torch_compat import has_values
-from paceline.models.files import files_identity
 from paceline.models.hub_configs import config_folder
-from paceline.models.weights import is_from_files
+from paceline.models.weights.load import is_from_files
+from paceline.models.weights.stored_files import files_identity
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,8 +15,8 @@ from paceline.core.files import cache_dir, write_json_atomic
 from paceline.core.texts import UserText
 from paceline.data.cache import key_of
 from paceline.models.builtin import resolve_model
-from paceline.models.files import files_identity
 from paceline.models.hub_configs import config_folder
+from paceline.models.weights.stored_files import files_identity
 
 logger = logging.getLogger(__name__)
 

@@ -255,7 +255,7 @@ def load_image_model(config: Config, form: ImageForm, classes: list[str]) -> nn.
     import torch
     from transformers import AutoModelForImageClassification
 
-    from paceline.models.weights import load_pretrained
+    from paceline.models.weights.load import load_pretrained
 
     try:
         model: nn.Module = load_pretrained(

@@ -26,7 +26,7 @@ from paceline.models.shape.layer_uses import trace_layer_uses
 from paceline.models.shape.record import LayerUse, ModelShape, OptimizerMemory, TensorShape
 from paceline.models.shape.trace import Trace, on_meta, trace_model
 from paceline.models.tensor_plan.plan import find_tensor_plan
-from paceline.models.weights import final_dtype
+from paceline.models.weights.load import final_dtype
 
 
 @dataclass(frozen=True)

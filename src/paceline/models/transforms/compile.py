@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.config.schema.train_args import TrainArgs
 from paceline.distributed import torch_compat
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.models.blocks import base_model, find_blocks, wrap_forward
 
 #: Inputs of blocks whose values change in each micro-batch. A graph would be compiled for each.

@@ -20,7 +20,7 @@ from paceline.core.formatting import finite
 from paceline.core.report import Report
 from paceline.core.run_dir import RunDir
 from paceline.core.texts import UserText
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.observe.loggers.base import TrackedRun, Tracker
 from paceline.observe.loggers.scalars import eval_scalars, report_scalars, step_scalars
 

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 
 from paceline.core import formatting
+from paceline.core.event_log import throughput
 from paceline.core.events import EvalEvent, StepEvent
 from paceline.core.report import Report
 from paceline.observe.loggers.base import flat
 
 
 def step_scalars(step: StepEvent, global_batch_size: float | None) -> dict[str, float]:
-    per_second, unit = formatting.throughput(step, global_batch_size)
+    per_second, unit = throughput(step, global_batch_size)
     scalars: dict[str, float | None] = {
         "train/loss": step.get("loss"),
         "train/learning_rate": step.get("learning_rate"),

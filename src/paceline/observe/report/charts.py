@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TypedDict
 
 from paceline.core import formatting
+from paceline.core.event_log import throughput
 from paceline.core.events import EvalEvent, RunStartEvent, StepEvent
 from paceline.observe.report.axes import tick_label, ticks
 
@@ -337,7 +338,7 @@ def _loss_plot(steps: list[StepEvent], evals: list[EvalEvent]) -> Plot:
 
 
 def _throughput_plot(steps: list[StepEvent], batch_size: Any) -> Plot:
-    rates = [formatting.throughput(step, batch_size) for step in steps]
+    rates = [throughput(step, batch_size) for step in steps]
     last_unit = rates[-1][1]
     points: list[Point] = [
         (step["step"], rate if unit == last_unit else None)

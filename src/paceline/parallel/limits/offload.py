@@ -3,7 +3,7 @@
 from paceline.config.schema import Config
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.capabilities import Limit, Subject
-from paceline.parallel.limits.compression import momentum_correction, uses_local_moments
+from paceline.parallel.gradient_compression import momentum_correction, uses_local_moments
 
 #: Optimizers that update each parameter from its own gradient and state only.
 _BY_PARAMETER = ("adamw", "adam", "sgd", "rmsprop", "adagrad", "adafactor", "lion", "muon")

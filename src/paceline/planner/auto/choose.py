@@ -18,11 +18,11 @@ from paceline.parallel.registry import (
     layout,
     mode_of,
 )
-from paceline.planner.advice import advise
 from paceline.planner.estimate import ModeEstimate, estimate, free_layout
-from paceline.planner.hardware import Machine
+from paceline.planner.machine.hardware import Machine
 from paceline.planner.micro_batch import MicroBatchProfile
 from paceline.planner.model_profile import ModelProfile
+from paceline.planner.search.advice import advise
 from paceline.planner.search.details import loader_processes
 from paceline.planner.search.lossy import Proposal, proposals
 from paceline.planner.search.reasons import bucket_reason, comparison, next_text, reason_for

@@ -12,7 +12,7 @@ from paceline.models.shape.dims import LanguageDims, dims_of
 from paceline.parallel.registry import ParallelLayout, check_strategy
 from paceline.planner.auto.choose import eligible_layouts
 from paceline.planner.estimate import mode_names, num_stages, with_accumulation
-from paceline.planner.hardware import Machine
+from paceline.planner.machine.hardware import Machine
 from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.mode_time import time_of_layout
 from paceline.planner.search.reasons import describe_change, slower_part

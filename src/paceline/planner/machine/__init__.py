@@ -1,1 +1,2 @@
-"""What is known about this machine: the measurements of `paceline doctor`, and earlier runs."""
+"""The machines to plan for, and what is known about this one: the measurements of
+`paceline doctor`, and earlier runs."""

@@ -10,9 +10,9 @@ from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
 from paceline.core.texts import UserText
 from paceline.planner.devices import recognize
-from paceline.planner.hardware import Machine, cpu_machine, named_machine, unknown_machine
 from paceline.planner.machine import profile as machine_profile
 from paceline.planner.machine.calibration import read as read_calibration
+from paceline.planner.machine.hardware import Machine, cpu_machine, named_machine, unknown_machine
 from paceline.planner.machine.history import read_runs
 
 logger = logging.getLogger(__name__)

@@ -88,7 +88,7 @@ class MeasuredLink:
 
     Args:
         latency_s, bandwidth_bytes_s: terms of an all-reduce, by the α–β model
-            (:class:`~paceline.distributed.timing.link.Link`).
+            (:class:`~paceline.distributed.link.Link`).
         busy_latency_s: what a small all-reduce between computations adds, so that ranks wait for
             each other; None if it was not measured.
     """

@@ -4,7 +4,7 @@ from paceline.config.schema import Config
 from paceline.data.sources.kinds import classifies_images
 from paceline.distributed.devices import cpu_cores
 from paceline.models.kinds import reads_images
-from paceline.planner.hardware import Machine
+from paceline.planner.machine.hardware import Machine
 from paceline.planner.search.trials import Setting
 
 _MAX_WORKERS = 4

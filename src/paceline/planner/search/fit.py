@@ -9,8 +9,8 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.parallel.registry import ParallelLayout
-from paceline.planner.advice import advise
 from paceline.planner.estimate import USABLE, ModeEstimate
+from paceline.planner.search.advice import advise
 from paceline.planner.search.search import EQUAL, Candidate
 from paceline.planner.search.space import SettingSpace, open_space
 from paceline.planner.search.trials import Settings, Trials, settings_text, with_settings
@@ -20,7 +20,7 @@ from paceline.planner.search.trials import Settings, Trials, settings_text, with
 _REFUSED = 1.1
 
 
-#: Why settings are preferred that :mod:`paceline.planner.machine.memory_history` has.
+#: Why settings are preferred that :mod:`paceline.planner.search.memory_history` has.
 FROM_HISTORY = "as in an earlier run of this kind, which had run out of memory"
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paceline.core.errors import ConfigError
 from paceline.parallel.registry import ParallelLayout
 from paceline.planner.devices import Device, devices
-from paceline.planner.hardware import Machine, default_precision, named_machine
+from paceline.planner.machine.hardware import Machine, default_precision, named_machine
 from paceline.planner.search.options import SearchOptions
 from paceline.planner.search.search import Candidate, search
 from paceline.planner.search.trials import Trials, with_settings

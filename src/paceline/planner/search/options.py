@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.errors import ConfigError
 from paceline.planner.devices import find_device
-from paceline.planner.hardware import parse_size
+from paceline.planner.machine.hardware import parse_size
 from paceline.planner.scale.network import Network, parse_network
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}

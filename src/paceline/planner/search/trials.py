@@ -8,7 +8,7 @@ from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.parallel.registry import ParallelLayout
 from paceline.planner.estimate import ModeEstimate, estimate
-from paceline.planner.hardware import Machine
+from paceline.planner.machine.hardware import Machine
 from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.model_profile import ModelProfile, describe
 

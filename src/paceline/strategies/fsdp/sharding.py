@@ -22,7 +22,7 @@ from paceline.core.errors import ConfigError
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 from paceline.models.blocks import BATCH_NORMS, find_blocks, find_ends
-from paceline.models.weights import convert_weights, final_dtype
+from paceline.models.weights.load import convert_weights, final_dtype
 from paceline.parallel.buckets.gradients import squared_norm_of
 from paceline.parallel.gradients import batch_norm_parameters, changing_buffers
 from paceline.parallel.initial_weights import sync_weights

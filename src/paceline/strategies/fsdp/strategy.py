@@ -8,7 +8,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
-from paceline.models.weights import deferred_conversion
+from paceline.models.weights.load import deferred_conversion
 from paceline.parallel.gradients import clip_to
 from paceline.parallel.optimizer_state import optimizer_tensors
 from paceline.parallel.save_load import trained_state

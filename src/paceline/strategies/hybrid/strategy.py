@@ -21,7 +21,7 @@ from paceline.core.errors import RunError
 from paceline.distributed.communicator import Communicator
 from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.models.tensor_plan.style import RowRange
-from paceline.models.weights import deferred_conversion, move_model
+from paceline.models.weights.load import deferred_conversion, move_model
 from paceline.parallel.buckets.gradients import GradientBuckets, squared_norm_of
 from paceline.parallel.buckets.strategy import BucketedStrategy
 from paceline.parallel.comm_profile import CommProfile

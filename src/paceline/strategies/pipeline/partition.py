@@ -19,7 +19,7 @@ from paceline.core.errors import RunError
 from paceline.data.collate import find_tensors, map_tensors
 from paceline.distributed import torch_compat
 from paceline.models.blocks import wrap_forward
-from paceline.models.weights import final_dtype
+from paceline.models.weights.load import final_dtype
 from paceline.strategies.pipeline.stages import StagePlan
 
 

@@ -21,7 +21,7 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.models.blocks import evaluation_mode, find_blocks, tied_names
 from paceline.models.shape.trace import Trace
-from paceline.models.weights import converted_weights
+from paceline.models.weights.load import converted_weights
 from paceline.parallel.state import local_tensor
 from paceline.parallel.strategy import MicroStep
 from paceline.strategies.pipeline.model_check import check_blocks, check_bypasses

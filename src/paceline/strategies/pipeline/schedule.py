@@ -27,7 +27,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from paceline.core.errors import RunError
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.timing.progress import PROGRESS
 from paceline.distributed.traffic import TRAFFIC, counted_again, uncounted
 
 #: Shape and dtype of the hidden states after a stage.

@@ -39,7 +39,7 @@ from paceline.models.tensor_plan.style import (
     parse_style,
     ranges,
 )
-from paceline.models.weights import final_dtype
+from paceline.models.weights.load import final_dtype
 from paceline.strategies.tensor.heads import divide_heads
 from paceline.strategies.tensor.ops import (
     gather_features,

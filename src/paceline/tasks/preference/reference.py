@@ -9,8 +9,8 @@ from paceline.data.kinds.pair import PreferenceTransform
 from paceline.data.sources.opening import with_slashes
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.models.builtin import resolve_model
-from paceline.models.files import weight_files
 from paceline.models.hub_configs import config_folder
+from paceline.models.weights.stored_files import weight_files
 
 
 def reference_key(config: Config, dataset: TokenDataset) -> str | None:

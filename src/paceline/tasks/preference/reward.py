@@ -10,8 +10,8 @@ from torch.nn.functional import logsigmoid
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.collate import MetricSums
+from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens
 from paceline.data.kinds.pair import PairKind, PreferenceSample, PreferenceTransform
-from paceline.data.text.prepare import PreparedTokens, prepare_tokens
 from paceline.models.builtin import resolve_model
 from paceline.models.classifiers.texts import REWARD_SETTINGS
 from paceline.models.kinds import HeadSettings

@@ -12,8 +12,8 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
 from paceline.data.collate import MetricSums, TokenBatch, collate_packed, collate_padded
+from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens, text_kind
 from paceline.data.kinds.pair import PairKind, PreferenceSample, PreferenceTransform
-from paceline.data.text.prepare import PreparedTokens, prepare_tokens, text_kind
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
 from paceline.models import attention
 from paceline.models.builtin import resolve_model

@@ -21,8 +21,8 @@ from paceline.core.user_code import error_summary
 from paceline.data.text.token_dataset import TokenSample
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 from paceline.distributed import torch_compat
-from paceline.distributed.progress import ProgressTracker
 from paceline.distributed.rank_zero import rank_zero_phase
+from paceline.distributed.timing.progress import ProgressTracker
 from paceline.distributed.traffic import uncounted
 from paceline.models import attention
 from paceline.models.blocks import base_model

@@ -26,7 +26,7 @@ from paceline.core.events import BalanceEvent
 from paceline.core.formatting import counts_text, short_duration, weighted_shares
 from paceline.data.loader import MicroBatch
 from paceline.data.pipeline import DataPipeline
-from paceline.distributed.progress import ProgressTracker
+from paceline.distributed.timing.progress import ProgressTracker
 from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import StepMetrics
 from paceline.parallel.balance import is_divisible, rank_weights, shares_by_speed, step_seconds

@@ -11,7 +11,7 @@ from paceline.config.schema import Config
 from paceline.core.event_log import EventLog
 from paceline.core.events import SampleText
 from paceline.core.texts import UserText
-from paceline.distributed.progress import ProgressTracker
+from paceline.distributed.timing.progress import ProgressTracker
 from paceline.models.kinds import reads_images
 from paceline.train.answers.generation import AnswerGenerator, Prompt
 from paceline.train.callbacks.base import Callback

@@ -6,8 +6,9 @@ import time
 from collections import deque
 from typing import Any, TypedDict, cast
 
+from paceline.core.event_log import throughput
 from paceline.core.events import EvalEvent, Event, RunEndEvent, RunStartEvent, StepEvent
-from paceline.core.formatting import clean, finite, throughput
+from paceline.core.formatting import clean, finite
 from paceline.core.processes import process_alive, run_alive
 from paceline.core.run_dir import RunDir, holder_alive
 from paceline.web.files import (

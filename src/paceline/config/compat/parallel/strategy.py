@@ -2,7 +2,7 @@
 is resolved.
 
 `deepspeed`, `fsdp`, `fsdp_config`, `distributed_type` and similar keys only have a meaning
-together, so :mod:`paceline.config.compat.parallel.values` keeps them under names with ``_`` in
+together, so :mod:`paceline.config.compat.parallel_values` keeps them under names with ``_`` in
 front.
 :func:`expand` replaces these by what they set: `parallel.mode`, its stage, its file, the offload,
 the sizes of axes, and the values of a DeepSpeed JSON.

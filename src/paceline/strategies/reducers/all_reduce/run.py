@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PROGRESS, hide_in_call_sites
+from paceline.distributed.timing.progress import PROGRESS, hide_in_call_sites
 from paceline.distributed.traffic import inside_collective, uncounted
 from paceline.strategies.reducers.all_reduce.schedules import Sent, Step, check_algorithm, steps
 

@@ -10,7 +10,7 @@ from paceline.core.texts import UserText
 from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.models.shape.record import TensorShape
 from paceline.parallel.buckets.layout import lay_out
-from paceline.parallel.limits.compression import (
+from paceline.parallel.gradient_compression import (
     is_sparse,
     momentum_correction,
     uses_local_moments,

@@ -20,12 +20,12 @@ from paceline.distributed.traffic import uncounted
 from paceline.parallel.buckets.gradients import GradientBuckets
 from paceline.parallel.buckets.reducer import GradientReducer
 from paceline.parallel.comm_profile import CommProfile, CommTimes, StrategyMetrics
-from paceline.parallel.gradients import clip_factor
-from paceline.parallel.limits.compression import (
+from paceline.parallel.gradient_compression import (
     is_sparse,
     momentum_correction,
     uses_local_moments,
 )
+from paceline.parallel.gradients import clip_factor
 from paceline.parallel.state import (
     COMPRESSION_PREFIX as PREFIX,
 )

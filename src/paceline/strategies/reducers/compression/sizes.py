@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from paceline.config.schema import Config
 from paceline.config.schema.compression import Compression
 from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_bytes
-from paceline.parallel.limits.compression import (
+from paceline.parallel.gradient_compression import (
     is_sparse,
     momentum_correction,
     uses_local_moments,

@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from paceline import distributed
 from paceline.distributed import torch_compat
 from paceline.distributed.call_log import CallLog, CallRecord
 from paceline.distributed.timing.device_timer import DeviceStep, DeviceTimer
@@ -40,7 +41,7 @@ _NUM_STEPS = 64
 #: Number of frames in a call site.
 _NUM_FRAMES = 3
 #: Folders whose frames are not part of a call site; see :func:`hide_in_call_sites`.
-_INTERNAL_FOLDERS = [os.path.dirname(file) + os.sep for file in (torch.__file__, __file__)]
+_INTERNAL_FOLDERS = [package.__path__[0] + os.sep for package in (torch, distributed)]
 
 
 class Arguments(NamedTuple):

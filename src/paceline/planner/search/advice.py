@@ -10,7 +10,7 @@ from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.planner.estimate import ModeEstimate, free_layout
-from paceline.planner.hardware import Machine
+from paceline.planner.machine.hardware import Machine
 from paceline.planner.micro_batch import MicroBatchProfile
 from paceline.planner.model_profile import ModelProfile
 from paceline.planner.search.trials import Setting, Trials, settings_text

@@ -13,6 +13,14 @@ from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
 from paceline.core.report import DataFigures
 from paceline.core.texts import UserText
+from paceline.data.encoding.chunks import (
+    ChunkEncoder,
+    EncodedChunk,
+    make_chunks,
+    make_setup,
+)
+from paceline.data.encoding.notices import column_notices, nothing_kept, row_notices
+from paceline.data.encoding.workers import encode_chunks, start_workers
 from paceline.data.kinds.base import RowCounts, SampleKind
 from paceline.data.kinds.label import SIGNED_CLASSES, have_sign_only
 from paceline.data.kinds.registry import load_kind
@@ -20,14 +28,6 @@ from paceline.data.progress import RowProgress
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import ResolvedSource
 from paceline.data.text.columns import Tally
-from paceline.data.text.encoding.chunks import (
-    ChunkEncoder,
-    EncodedChunk,
-    make_chunks,
-    make_setup,
-)
-from paceline.data.text.encoding.notices import column_notices, nothing_kept, row_notices
-from paceline.data.text.encoding.workers import encode_chunks, start_workers
 from paceline.data.text.token_dataset import TokenWriter
 from paceline.distributed.devices import cpu_cores
 

@@ -22,9 +22,9 @@ from torch import nn
 
 from paceline.distributed.environment import from_environment
 from paceline.models.blocks import find_blocks
-from paceline.models.converted import converted_copy
 from paceline.models.hub_configs import find_file
 from paceline.models.transformers_compat import load_generation_config
+from paceline.models.weights.converted import converted_copy
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -7,7 +7,7 @@ from paceline.config.schema import Config
 from paceline.core.texts import UserText
 from paceline.models.shape.record import ModelShape, total_bytes
 from paceline.parallel.registry import ParallelLayout
-from paceline.planner.hardware import Machine
+from paceline.planner.machine.hardware import Machine
 from paceline.planner.model_profile import describe
 from paceline.planner.scale.goodput import FailureModel, Goodput, goodput_of
 from paceline.planner.search.trials import with_settings

@@ -10,7 +10,7 @@ from paceline.core.errors import ConfigError
 from paceline.data.text.new_tokens import NewTokens, config_tokenizer, read_new_tokens
 from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
-from paceline.models.weights import convert_weights, unmark_files
+from paceline.models.weights.load import convert_weights, unmark_files
 
 #: Without adapters, the size of an enlarged vocabulary is a multiple of this, so that
 #: `parallel.tensor` can split the head.

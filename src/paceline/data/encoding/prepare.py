@@ -31,7 +31,7 @@ from paceline.data.text.token_dataset import LABEL_COUNTS, LENGTHS, TokenDataset
 from paceline.data.text.tokenizer import tokenizer_fingerprint
 
 if TYPE_CHECKING:
-    from paceline.data.text.build import EntryMeta, SourceMeta
+    from paceline.data.encoding.build import EntryMeta, SourceMeta
 
 _META = "meta.json"
 
@@ -318,7 +318,7 @@ class TokenEntry:
 
     def _fill(self, staging: Path, workers: int | None) -> None:
         # A start from the cache does not need these imports.
-        from paceline.data.text.build import build_entry
+        from paceline.data.encoding.build import build_entry
 
         num_notices = [len(source.notices) for source in self.sources]
         meta = build_entry(staging, self.sources, self.config, self.kind, self.tokenizer, workers)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.stop import poll
+from paceline.data.encoding.chunks import Chunk, ChunkEncoder, EncodedChunk
 from paceline.data.kinds.base import KindSetup
-from paceline.data.text.encoding.chunks import Chunk, ChunkEncoder, EncodedChunk
 from paceline.data.worker_pool import worker_pool
 
 _CHUNKS_AHEAD = 4  # number of chunks per worker that may wait for an earlier chunk

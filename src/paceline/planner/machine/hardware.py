@@ -7,7 +7,7 @@ from typing import Self
 
 from paceline.core.errors import ConfigError
 from paceline.core.processes import available_memory
-from paceline.distributed.timing.link import Link
+from paceline.distributed.link import Link
 from paceline.planner.devices import BFLOAT16, FLOAT16, Device, devices, find_device
 from paceline.planner.machine.calibration import Calibration
 from paceline.planner.machine.history import PastRun

@@ -16,8 +16,13 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import cache_dir, human_bytes, write_json_atomic
 from paceline.core.texts import UserText
 from paceline.data.cache import build_once, key_of
-from paceline.models.files import MIN_CONVERTED_BYTES, files_identity, mapped_bytes, weight_files
 from paceline.models.hub_configs import config_folder
+from paceline.models.weights.stored_files import (
+    MIN_CONVERTED_BYTES,
+    files_identity,
+    mapped_bytes,
+    weight_files,
+)
 
 logger = logging.getLogger(__name__)
 

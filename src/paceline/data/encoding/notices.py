@@ -181,6 +181,21 @@ def _row_warnings(
                 first=counts.first.get(EQUAL_PAIRS),
             ),
         ),
+        *_chat_warnings(facts),
+        (
+            config.system and kind.template is None,
+            UserText(
+                "`system` has no effect, because there is no chat template",
+                code="system-without-template",
+            ),
+        ),
+    ]
+
+
+def _chat_warnings(facts: Mapping[str, int]) -> list[tuple[object, str]]:
+    """Return each warning about what the chat template and the tokenizer do with the rows, and
+    whether it applies."""
+    return [
         (
             facts["unplaced"],
             UserText(
@@ -224,13 +239,6 @@ def _row_warnings(
                 " `text`",
                 code="template-tokens-in-questions",
                 samples=facts["formatted"],
-            ),
-        ),
-        (
-            config.system and kind.template is None,
-            UserText(
-                "`system` has no effect, because there is no chat template",
-                code="system-without-template",
             ),
         ),
     ]

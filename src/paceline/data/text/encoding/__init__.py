@@ -1,1 +1,0 @@
-"""Tokenize rows: one at a time, or in chunks on several processes."""
