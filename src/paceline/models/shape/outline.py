@@ -72,9 +72,7 @@ def outline_of_all_blocks(
         part,
         parameters=_tensors_of_all_blocks(part.parameters, stand_ins),
         buffers=_tensors_of_all_blocks(part.buffers, stand_ins),
-        optimizer=replace(
-            part.optimizer, matrices=frozenset(for_all_blocks(matrices, stand_ins))
-        ),
+        optimizer=replace(part.optimizer, matrices=frozenset(for_all_blocks(matrices, stand_ins))),
         blocks=tuple(stand_ins),
         tensor_plan=for_all_blocks(plan, stand_ins),
         block_output_elements=part.block_output_elements[:1] * len(stand_ins),

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from paceline.models.shape.record import modules_around
+
 COLUMN, ROW = "colwise", "rowwise"
 #: Column-parallel with a gathered output; row-parallel with an input that every rank has in full.
 COLUMN_GATHERED, ROW_SPLIT = "colwise_gather_output", "rowwise_split_input"
@@ -181,9 +183,9 @@ def _style_of(parameter: str, plan: Mapping[str, str]) -> tuple[str, str]:
     adapter; each is an empty string if there is none."""
     if parameter in plan:
         return plan[parameter], ""
-    parts = parameter.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        module = ".".join(parts[:end])
-        if module in plan and kind_of(plan[module]) not in (EXPERTS, LATENT):
-            return plan[module], parts[end] if parts[end] in ("lora_A", "lora_B") else ""
+    for module in reversed(modules_around(parameter)):
+        style = plan.get(module)
+        if style is not None and kind_of(style) not in (EXPERTS, LATENT):
+            part = parameter[len(module) + 1 :].partition(".")[0]
+            return style, part if part in ("lora_A", "lora_B") else ""
     return "", ""

@@ -103,7 +103,10 @@ class Planner:
         self._last_id += 1
         request = _Request(
             {
-                "id": self._last_id, "yaml": yaml, "world_size": world_size, "device": device,
+                "id": self._last_id,
+                "yaml": yaml,
+                "world_size": world_size,
+                "device": device,
                 "cwd": None if cwd is None else str(cwd),
             }  # fmt: skip
         )
