@@ -167,7 +167,7 @@ def _part_of_equal_blocks(config: Config) -> tuple[nn.Module, ModelShape] | None
             return None
         if not stand_ins:
             return None
-        prefix = find_blocks(model)[0][0].removesuffix([*stand_ins][0])  # of adapters
+        prefix = find_blocks(model)[0][0].removesuffix(next(iter(stand_ins)))  # of adapters
         names = {f"{prefix}{name}": f"{prefix}{each}" for name, each in stand_ins.items()}
         shape = outline_of_all_blocks(model, config, names)
     return None if shape is None else (model, shape)

@@ -15,8 +15,8 @@ router = APIRouter()
 
 
 class PlanRequest(ConfigText):
-    """A config to plan for this machine's devices, or for others. ``page``: identifies the page that
-    requests the plan."""
+    """A config to plan for this machine's devices, or for others. ``page``: identifies the page
+    that requests the plan."""
 
     world_size: Annotated[int, Field(ge=1, le=65536)] | None = None
     device: Annotated[str, Field(max_length=80)] | None = None

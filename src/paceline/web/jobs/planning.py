@@ -108,7 +108,7 @@ class Planner:
                 "world_size": world_size,
                 "device": device,
                 "cwd": None if cwd is None else str(cwd),
-            }  # fmt: skip
+            }
         )
         if (older := self._waiting.pop(page, None)) is not None:
             older.fail(_superseded())
