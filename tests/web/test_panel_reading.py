@@ -70,8 +70,8 @@ def test_time_counts_from_the_start_of_the_command(serve, tmp_path):
 
 
 def test_pause_before_a_resume_is_not_counted(serve, tmp_path):
-    """The commands' times are added, as in the report's page; a restart by the same launcher is part
-    of its command."""
+    """The commands' times are added, also in the report's page; a restart by the same launcher is
+    part of its command."""
     begin(tmp_path / "one").close()
     log = tmp_path / "one/events.jsonl"
     start = json.loads(log.read_text())

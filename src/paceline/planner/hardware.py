@@ -305,8 +305,8 @@ def _scaled(rates: DeviceRates, share: float, num_ranks: int) -> DeviceRates:
     )
 
 
-#: Operations per second of this machine's CPU, by whether the numbers have 16 bits; None if they are
-#: not kept.
+#: Operations per second of this machine's CPU, by whether the numbers have 16 bits; None if it is
+#: measured for each plan.
 _remembered: dict[bool, float] | None = None
 
 
