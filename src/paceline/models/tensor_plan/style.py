@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from paceline.models.shape.record import modules_around
-
 COLUMN, ROW = "colwise", "rowwise"
 #: Column-parallel with a gathered output; row-parallel with an input that every rank has in full.
 COLUMN_GATHERED, ROW_SPLIT = "colwise_gather_output", "rowwise_split_input"
@@ -183,9 +181,10 @@ def _style_of(parameter: str, plan: Mapping[str, str]) -> tuple[str, str]:
     adapter; each is an empty string if there is none."""
     if parameter in plan:
         return plan[parameter], ""
-    for module in reversed(modules_around(parameter)):
+    module, _, part = parameter.rpartition(".")
+    while module:
         style = plan.get(module)
         if style is not None and kind_of(style) not in (EXPERTS, LATENT):
-            part = parameter[len(module) + 1 :].partition(".")[0]
             return style, part if part in ("lora_A", "lora_B") else ""
+        module, _, part = module.rpartition(".")
     return "", ""
