@@ -13,7 +13,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.distributed.mesh import ParallelDims
-from paceline.parallel.cost import TensorShape
+from paceline.parallel.cost import ModelShape, TensorShape
 from paceline.parallel.registry import check_strategy
 from paceline.strategies.reducers.compression.cost import (
     break_even_ratio,
@@ -288,8 +288,8 @@ def test_warns_about_a_ratio_that_saves_no_traffic(method, ranks):
         return Config(model="m", dataset="d", compression={"method": method, "ratio": ratio})
 
     limit = break_even_ratio(config(0.01), ranks)
-    trained = [TensorShape("w", (1000, 64), 4, trainable=True)]
-    sent = communication_cost(trained, config(limit), ranks).traffic
+    trained = (TensorShape("w", (1000, 64), 4, trainable=True),)
+    sent = communication_cost(ModelShape(trained), config(limit), ranks).traffic
     assert sum(sent.values()) == pytest.approx(all_reduce_bytes(4 * 64_000, ranks), rel=0.01)
     level, text = compression_notice(config(limit), ranks)
     assert level == "warning"

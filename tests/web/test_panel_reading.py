@@ -3,14 +3,19 @@ version, or deleted."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 from event_logs import begin, emit_steps, finished
 
+from paceline.core.event_log import read_events
+from paceline.core.report import REPORT_KEYS, Report
+from paceline.observe.report.html import render_report
 from paceline.web.api.machine import machine
 
 
@@ -65,7 +70,8 @@ def test_time_counts_from_the_start_of_the_command(serve, tmp_path):
 
 
 def test_pause_before_a_resume_is_not_counted(serve, tmp_path):
-    """The commands' times are added; a restart by the same launcher is part of its command."""
+    """The commands' times are added, also in the report's page; a restart by the same launcher is
+    part of its command."""
     begin(tmp_path / "one").close()
     log = tmp_path / "one/events.jsonl"
     start = json.loads(log.read_text())
@@ -83,6 +89,9 @@ def test_pause_before_a_resume_is_not_counted(serve, tmp_path):
     (run,) = serve(tmp_path).get("/api/runs")["runs"]
     assert (run["wall_s"], run["restarts"]) == (50.0 + 25.0, 1)
     assert run["started_at"] == 100.0
+    report = dict.fromkeys(REPORT_KEYS) | {"wall_s": 25.0}
+    page = render_report(cast(Report, report), read_events(log), "")
+    assert re.search(r"1 min 15 s.*of all 2 commands", page, re.DOTALL)
 
 
 @pytest.mark.parametrize(

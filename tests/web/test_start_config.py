@@ -5,6 +5,7 @@ import os
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -74,6 +75,18 @@ def test_check_of_a_valid_config_returns_its_settings(panel):
     assert check["values"]["train_args.learning_rate"] == {"value": 1e-4, "line": 3}
     assert check["values"]["train_args.max_steps"] == {"value": 3, "line": 5}
     assert any("lr" in notice["text"] for notice in check["notices"])
+
+
+def test_an_unknown_built_in_name_is_reported_at_its_key(panel):
+    """Also of one dataset in a list, and before a run is started."""
+    yaml = "model: builtin:qwen2-mikro\ndataset: ['builtin:python-docs#4', 'builtin:digit#5%']\n"
+    errors = panel.ask("/api/check", yaml=yaml)["errors"]
+    assert [(error["key"], error["line"]) for error in errors] == [("dataset", 2), ("model", 1)]
+    assert "builtin:digits" in errors[0]["fix"]
+    assert "unknown built-in model `builtin:qwen2-mikro`" in errors[1]["what"]
+    assert "builtin:qwen2-micro" in errors[1]["fix"]
+    started = panel.ask("/api/start", 400, yaml=yaml, name="new")
+    assert started["error"]["code"] == "unknown-name"
 
 
 def test_every_error_has_its_line_and_key(panel):
@@ -184,6 +197,19 @@ def test_newer_plan_cancels_the_older(panel):
     assert newer.status_code == 200
     assert answers[0].status_code == 400
     assert "newer request" in answers[0].json()["error"]["what"]
+
+
+@pytest.mark.soak
+def test_plans_of_two_pages_do_not_cancel_each_other(panel):
+    """They are made one after the other, also while the process that plans starts."""
+    yaml = "model: Qwen/Qwen2.5-0.5B\ndataset: d\n"
+
+    def ask(number: int) -> int:
+        body = {"yaml": yaml, "world_size": number + 1, "device": "T4", "page": f"page {number}"}
+        return int(panel.ask("/api/plan", **body)["world_size"])
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(ask, range(4))) == [1, 2, 3, 4]
 
 
 @pytest.mark.soak

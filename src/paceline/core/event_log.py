@@ -8,11 +8,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
-from paceline.core.events import Event, NoticeEvent, StepEvent
+from paceline.core.events import Event, NoticeEvent, RunStartEvent, StepEvent
 from paceline.core.formatting import finite
 from paceline.core.texts import UserText
 
@@ -180,6 +180,55 @@ def parse_event(line: bytes) -> Event | None:
     except (ValueError, RecursionError):
         return None
     return cast(Event, event) if isinstance(event, dict) and "type" in event else None
+
+
+class CommandTimes:
+    """When the commands that worked on a run were given: a run that is resumed has several. All
+    attempts after failures belong to their command.
+
+    Attributes:
+        first: the ``run_start`` that began the run; None before it.
+        count: number of commands.
+        earlier_s: how long all commands but the latest took.
+        started_at: when the latest command was given.
+    """
+
+    def __init__(self) -> None:
+        self.first: RunStartEvent | None = None
+        self.count = 0
+        self.earlier_s = 0.0
+        self.started_at: float | None = None
+        self._launcher: int | None = None
+
+    def add(self, start: RunStartEvent, ended_at: float | None) -> None:
+        """Add a start. ``ended_at``: the time of the event before it."""
+        launcher = start.get("launcher")
+        is_same_command = launcher is not None and launcher == self._launcher
+        self._launcher = launcher
+        # An attempt of the same command may start from step 0 after a failure.
+        if is_same_command:
+            return
+        if self.first is None or not start.get("resumed_from_step"):
+            self.first, self.count, self.earlier_s = start, 0, 0.0
+        elif ended_at is not None:
+            self.earlier_s += max(0.0, ended_at - (self.started_at or ended_at))
+        self.count += 1
+        self.started_at = command_start(start)
+
+
+def command_start(start: RunStartEvent) -> float | None:
+    """Return when the command of a start was given; of an older run, when the start was logged."""
+    return finite(start.get("command_started_at")) or finite(start.get("time"))
+
+
+def command_times(events: Iterable[Event]) -> CommandTimes:
+    """Return the times of the commands in a log."""
+    times, ended_at = CommandTimes(), None
+    for event in events:
+        if event["type"] == "run_start":
+            times.add(event, ended_at)
+        ended_at = finite(event.get("time")) or ended_at
+    return times
 
 
 def effective_steps(events: Sequence[Event]) -> list[StepEvent]:

@@ -28,7 +28,7 @@ from paceline.models.kinds import ModelKind, frozen_parts, kind_of
 from paceline.models.positions import check_length
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
     from torch import nn
@@ -110,12 +110,16 @@ def load_language_model(config: Config, kind: ModelKind | None = None) -> nn.Mod
 
 
 def language_model_on_meta(
-    config: Config, device: str | torch.device = "meta", kind: ModelKind | None = None
+    config: Config,
+    device: str | torch.device = "meta",
+    kind: ModelKind | None = None,
+    before_adapters: Callable[[nn.Module], None] = lambda model: None,
 ) -> nn.Module:
     """Build the model of :func:`load_language_model` on the meta device, from its config.json.
 
     Args:
         device: another device; for fake tensors, which have no values either.
+        before_adapters: may change the model before it gets adapters.
 
     Raises:
         ConfigError: there is no config.json, or transformers does not support the model.
@@ -148,6 +152,7 @@ def language_model_on_meta(
                 if config.train_args.use_liger_kernel:
                     install_liger(model, config)
                 freeze(model, config)
+                before_adapters(model)
                 if config.lora.enable:
                     quantize_layers(model, config)
                     model = add_adapters(model, config, read_weights=False)

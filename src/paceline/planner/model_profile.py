@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -124,20 +125,67 @@ def _language(config: Config) -> ModelProfile:
     from paceline.models.shape.outline import outline
 
     _check_folder(config)
-    model: Any = language_model_on_meta(config)
-    base = base_model(model)
+    part = _part_of_equal_blocks(config)
+    if part is None:
+        model: nn.Module = language_model_on_meta(config)
+        part = model, outline(model, config)
+    model, shape = part
+    base: Any = base_model(model)
     dims = dims_of(base.config.to_dict())
     notes: tuple[str, ...] = ()
     if dims is None:
         notes = ("the activations and operations of this model are not known and left out",)
     fused = attention_of(base) != "eager"
-    shape = outline(model, config)
     return ModelProfile(
         shape,
         dims,
         fused_attention=fused,
         mapped_bytes=_mapped_bytes(shape, config),
         notes=notes,
+    )
+
+
+def _part_of_equal_blocks(config: Config) -> tuple[nn.Module, ModelShape] | None:
+    """Build the model without its equal blocks, because adapters of hundreds of layers take
+    seconds. Return it with the shape of the whole model; None if that is not possible."""
+    from paceline.models.blocks import find_blocks
+    from paceline.models.language import language_model_on_meta
+    from paceline.models.shape.equal_blocks import without_equal_blocks
+    from paceline.models.shape.outline import outline_of_all_blocks
+
+    if _names_single_blocks(config):
+        return None
+    stand_ins: dict[str, str] = {}
+    with ExitStack() as stack:
+
+        def leave_out(model: nn.Module) -> None:
+            stand_ins.update(stack.enter_context(without_equal_blocks(model)))
+
+        try:
+            model = language_model_on_meta(config, before_adapters=leave_out)
+        except ConfigError:  # the error of the whole model names all that it has
+            return None
+        if not stand_ins:
+            return None
+        prefix = find_blocks(model)[0][0].removesuffix(next(iter(stand_ins)))  # of adapters
+        names = {f"{prefix}{name}": f"{prefix}{each}" for name, each in stand_ins.items()}
+        shape = outline_of_all_blocks(model, config, names)
+    return None if shape is None else (model, shape)
+
+
+def _names_single_blocks(config: Config) -> bool:
+    """Return whether the config may treat a block differently from other blocks."""
+    args, lora = config.train_args, config.lora
+    targets = lora.target_modules
+    names = [*lora.modules_to_save, *(targets if isinstance(targets, list) else [])]
+    return bool(
+        args.freeze
+        or args.trainable
+        or args.trainable_layers is not None
+        or config.parallel.tensor_plan
+        or lora.adapter is not None
+        or (isinstance(targets, str) and targets != "all-linear")
+        or any("." in name for name in names)
     )
 
 

@@ -9,7 +9,8 @@ Out: first ``{ready: true}``; then for each request ``{id, plan, max_steps}`` wi
 code of the command. The process ends when its input ends.
 
 A process that this one forks answers each request, so an outdated plan can be ended at any time.
-This process keeps what later plans use too: the imported modules, and the profiles of models.
+This process keeps what later plans use too: the imported modules, the profiles of models, and the
+measured rates of the CPU.
 """
 
 import gc
@@ -26,7 +27,9 @@ from paceline.core.errors import EXIT_DONE, ErrorRecord, PacelineError, RunError
 from paceline.core.processes import end_with_parent, exit_text
 from paceline.core.user_code import hide_packages, show_packages
 from paceline.models.files import fit_to_model
+from paceline.models.kernels.attention_choice import installed_packages
 from paceline.planner.api import PlanReport, make_plan
+from paceline.planner.hardware import remember_cpu_rates
 from paceline.planner.model_profile import ModelProfile, remember_profiles
 
 _CHUNK_BYTES = 1 << 16
@@ -72,7 +75,7 @@ def serve() -> int:
     # As in the fork server of the ranks: what is imported before a fork must not initialize CUDA.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     hide_packages(DEVICE_PACKAGES)
-    profiles = remember_profiles()
+    profiles, rates = remember_profiles(), remember_cpu_rates()
     _answer_of(ConfigToPlan(yaml=_FIRST, world_size=8, device="H100-SXM"))
     gc.freeze()  # the collector would otherwise copy the shared memory into each process
     _send(out, {"ready": True})
@@ -82,9 +85,10 @@ def serve() -> int:
         sources = [_STDIN] if planning is None else [_STDIN, planning.pipe]
         ready = select.select(sources, [], [])[0]
         if planning is not None and planning.pipe in ready and planning.has_ended():
-            answer, new_profiles = planning.result()
+            answer, new_profiles, new_rates = planning.result()
             _send(out, answer)
             profiles.update(new_profiles)
+            rates.update(new_rates)
             for key in [*profiles][:-_MAX_PROFILES]:
                 del profiles[key]
             planning = None
@@ -121,15 +125,16 @@ class _Planning:
         self._received += part
         return not part
 
-    def result(self) -> tuple[PlanAnswer, dict[str, ModelProfile]]:
-        """Return the answer of a process that has ended, and the profiles of new models."""
+    def result(self) -> tuple[PlanAnswer, dict[str, ModelProfile], dict[bool, float]]:
+        """Return the answer of a process that has ended, the profiles of new models, and rates that
+        it has measured."""
         os.close(self.pipe)
         _, status = os.waitpid(self._pid, 0)
         id = self.request.get("id")
         if status == 0:
-            answer, profiles = pickle.loads(self._received)
+            answer, profiles, rates = pickle.loads(self._received)
             answer["id"] = id
-            return answer, profiles
+            return answer, profiles, rates
         text = exit_text(os.waitstatus_to_exitcode(status))
         error = RunError(
             "the process that plans {ended}",
@@ -139,7 +144,7 @@ class _Planning:
         )
         failure = _as_answer(error)
         failure["id"] = id
-        return failure, {}
+        return failure, {}, {}
 
     def end(self) -> None:
         os.close(self.pipe)
@@ -152,12 +157,13 @@ def _plan_and_exit(request: ConfigToPlan, pipe: int) -> NoReturn:
     try:
         end_with_parent()
         show_packages()
+        installed_packages.cache_clear()
         profiles = remember_profiles()
         known = set(profiles)
         answer = _answer_of(request)
         new = {key: profile for key, profile in profiles.items() if key not in known}
         with os.fdopen(pipe, "wb") as handle:
-            pickle.dump((answer, new), handle)
+            pickle.dump((answer, new, remember_cpu_rates()), handle)
         code = EXIT_DONE
     finally:
         os._exit(code)

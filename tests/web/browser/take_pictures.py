@@ -21,7 +21,7 @@ VARIANTS = {
     "zh": {"viewport": {"width": 1280, "height": 860}, "locale": "zh-CN"},
 }
 VARIANT_TITLES = {"light": "light colors", "dark": "dark colors", "phone": "phone width"}
-IN_CHINESE = ("runs", "run-overview", "new")
+IN_CHINESE = ("runs", "run-overview", "new", "plan")
 TABS = {
     "overview": "overview",
     "ranks": "ranks",
@@ -39,6 +39,8 @@ TITLES = {
     **{f"run-{tab}": f"Run: {title}" for tab, title in TABS.items()},
     "compare": "Compare runs",
     "new": "Start a run",
+    "plan": "Plan for other devices",
+    "learn": "Learn how an algorithm works",
     "chat": "Chat",
 }
 PALETTE_SIZE = 96  # enough for pages of text and lines
@@ -54,6 +56,8 @@ def pages(folder: Path) -> dict[str, str]:
         **{f"run-{tab}": f"/run/{first}/{tab}" for tab in TABS},
         "compare": f"/compare/{compared}",
         "new": "/new",
+        "plan": "/plan",
+        "learn": "/learn",
         "chat": f"/run/{first}/chat",
     }
 
@@ -64,12 +68,13 @@ def take(browser: Browser, url: str, address: str, variant: str, path: Path) -> 
         page.wait_for_timeout(2500)
         if address == "/new":
             expect(page.locator("#plan-verdict")).not_to_be_empty(timeout=60_000)
+        if address == "/plan":
+            expect(page.locator(".verdict-line")).to_be_visible(timeout=60_000)
         if address.endswith("/chat"):
-            page.locator(".choice label").last.click()  # both models
             page.fill("#chat-max-tokens", "24")
-            page.fill("#question", "What does json.dumps do?")
+            page.fill("#question", "What is 17 + 25?")
             page.keyboard.press("Enter")
-            expect(page.locator(".answer-base p")).to_contain_text("tokens/s", timeout=60_000)
+            expect(page.locator(".answer-tuned p")).to_contain_text("tokens/s", timeout=60_000)
         page.screenshot(path=path)
     Image.open(path).convert("RGB").quantize(PALETTE_SIZE).save(path, optimize=True)
 

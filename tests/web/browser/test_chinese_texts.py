@@ -47,8 +47,8 @@ def test_texts_follow_the_language(browser: Browser, tmp_path: Path) -> None:
                 "#yaml", "model: m\ndataset: d\ntrain_args:\n  learning_rat: 1\nlora: {rank: 0}\n"
             )
             mistakes = page.locator(".error-list li")
-            expect(mistakes.first).to_contain_text("配置中没有键 `train_args.learning_rat`")
-            expect(mistakes.first).to_contain_text("是否想写 `train_args.learning_rate`？")
+            expect(mistakes.first).to_contain_text("配置中没有键 train_args.learning_rat")
+            expect(mistakes.first).to_contain_text("是否想写 train_args.learning_rate？")
             expect(mistakes.last).to_contain_text("超出允许的范围")
             expect(mistakes.last).to_contain_text("不小于 1 的整数")
             page.goto(f"{server.url}#/run/{'0' * 12}")

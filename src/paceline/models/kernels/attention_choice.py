@@ -1,6 +1,7 @@
 """Choose the kernel that computes attention over packed rows. Imports no torch."""
 
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 
 from paceline.config.schema import Config
@@ -125,6 +126,7 @@ def choose_attention(requested: str, setup: AttentionSetup) -> AttentionChoice:
     return AttentionChoice(SDPA, f"{VARLEN} cannot be used: {reasons[VARLEN]}")
 
 
+@cache
 def installed_packages() -> frozenset[str]:
     """Return the names of the fused kernels whose packages are installed."""
     names = set()

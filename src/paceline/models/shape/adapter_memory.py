@@ -127,6 +127,10 @@ NO_EXPERTS = MergedExperts()
 
 def merged_experts(shape: ModelShape) -> MergedExperts:
     """Return what the adapters of the first block merge."""
+    return shape.memoize("merged experts", lambda: _merged_experts(shape))
+
+
+def _merged_experts(shape: ModelShape) -> MergedExperts:
     block = shape.blocks[0] if shape.blocks else ""
     tensors = [tensor for tensor in shape.parameters if block in modules_around(tensor.name)]
     fused = [

@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import nn
 
 from paceline.models.blocks import find_blocks
+from paceline.models.shape.record import modules_around
 
 T = TypeVar("T")
 
@@ -40,31 +41,30 @@ def without_equal_blocks(model: nn.Module) -> Iterator[dict[str, str]]:
         container._modules.update(children)
 
 
-def for_all_blocks(traced: Mapping[str, T], stand_ins: Mapping[str, str]) -> dict[str, T]:
-    """Return what was traced by module name, also for the blocks that were left out.
+def for_all_blocks(values: Mapping[str, T], stand_ins: Mapping[str, str]) -> dict[str, T]:
+    """Return the values also for the blocks that were left out, in the order of the whole model.
 
     Args:
-        traced: name of a module → what was traced.
+        values: dotted name of a module, parameter or buffer → a value.
         stand_ins: the result of :func:`without_equal_blocks`.
     """
-    if not stand_ins:
-        return dict(traced)
+    kept = set(stand_ins.values())
     of_block: dict[str, dict[str, T]] = {}
-    others: dict[str, T] = {}
-    for name, value in traced.items():
-        block = next(
-            (each for each in set(stand_ins.values()) if name.startswith(f"{each}.")), None
-        )
-        if block is None:
-            others[name] = value
+    before: dict[str, T] = {}
+    after: dict[str, T] = {}
+    for name, value in values.items():
+        modules = (*modules_around(name), name)
+        block = next((module for module in modules if module in kept), None)
+        if block is not None:
+            of_block.setdefault(block, {})[name.removeprefix(block)] = value
         else:
-            of_block.setdefault(block, {})[name.removeprefix(f"{block}.")] = value
-    result = {
-        f"{block}.{name}": value
+            (after if of_block else before)[name] = value
+    blocks = {
+        f"{block}{name}": value
         for block, stand_in in stand_ins.items()
         for name, value in of_block.get(stand_in, {}).items()
     }
-    return {**result, **others}
+    return {**before, **blocks, **after}
 
 
 def _stand_ins(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Read the shape of a model from its modules, on any device including the meta device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,13 @@ from paceline.models.blocks import (
 )
 from paceline.models.shape.equal_blocks import for_all_blocks, without_equal_blocks
 from paceline.models.shape.layer_uses import trace_layer_uses
-from paceline.models.shape.record import LayerUse, ModelShape, OptimizerMemory, TensorShape
+from paceline.models.shape.record import (
+    LayerUse,
+    ModelShape,
+    OptimizerMemory,
+    TensorShape,
+    modules_around,
+)
 from paceline.models.shape.trace import Trace, on_meta, trace_model
 from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.models.weights.load import final_dtype
@@ -40,10 +46,60 @@ class Probe:
 
 def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> ModelShape:
     """Return the shape of the model that the task built, before the strategy sets it up."""
+    plan = _tensor_plan(model, config)
+    return _outline(model, config, probe, plan, *_traced(model, plan, probe))
+
+
+def outline_of_all_blocks(
+    model: nn.Module, config: Config, stand_ins: Mapping[str, str]
+) -> ModelShape | None:
+    """Return the shape of a model from a part of its blocks; None if the part cannot be traced or
+    shares weights between blocks.
+
+    Args:
+        model: on the meta device.
+        stand_ins: the result of :func:`~paceline.models.shape.equal_blocks.without_equal_blocks`.
+    """
+    plan = _tensor_plan(model, config)
+    traced = _traced_part(model, plan)
+    if traced is None or any(
+        module in stand_ins for name in tied_names(model) for module in modules_around(name)
+    ):
+        return None
+    part = _outline(model, config, None, plan, *traced)
+    matrices = dict.fromkeys(part.optimizer.matrices)
+    return replace(
+        part,
+        parameters=_tensors_of_all_blocks(part.parameters, stand_ins),
+        buffers=_tensors_of_all_blocks(part.buffers, stand_ins),
+        optimizer=replace(part.optimizer, matrices=frozenset(for_all_blocks(matrices, stand_ins))),
+        blocks=tuple(stand_ins),
+        tensor_plan=for_all_blocks(plan, stand_ins),
+        block_output_elements=part.block_output_elements[:1] * len(stand_ins),
+        layer_uses=part.layer_uses and for_all_blocks(part.layer_uses, stand_ins),
+    )
+
+
+def _tensors_of_all_blocks(
+    tensors: Iterable[TensorShape], stand_ins: Mapping[str, str]
+) -> tuple[TensorShape, ...]:
+    by_name = for_all_blocks({tensor.name: tensor for tensor in tensors}, stand_ins)
+    return tuple(
+        tensor if name == tensor.name else replace(tensor, name=name)
+        for name, tensor in by_name.items()
+    )
+
+
+def _outline(
+    model: nn.Module,
+    config: Config,
+    probe: Probe | None,
+    plan: dict[str, str],
+    phases: dict[str, tuple[str, ...]] | None,
+    layer_uses: dict[str, tuple[LayerUse, ...]] | None,
+) -> ModelShape:
     args = config.train_args
     ends = find_ends(model)
-    plan = _tensor_plan(model, config)
-    phases, layer_uses = _traced(model, plan, probe)
     return ModelShape(
         parameters=tuple(
             TensorShape(
@@ -96,12 +152,22 @@ def _traced(
     is_on_meta = on_meta(model)
     if probe is None and is_on_meta:
         with without_equal_blocks(model) as stand_ins:
-            result = trace_model(model) if stand_ins else None
-            if result is not None and result.error is None:
-                uses = trace_layer_uses(model, plan) if plan else None
-                if uses is not None or not plan:
-                    return _sorted_phases(result), uses and for_all_blocks(uses, stand_ins)
+            traced = _traced_part(model, plan) if stand_ins else None
+            if traced is not None:
+                phases, uses = traced
+                return phases, uses and for_all_blocks(uses, stand_ins)
     return _phases(model, probe), trace_layer_uses(model, plan) if plan and is_on_meta else None
+
+
+def _traced_part(
+    model: nn.Module, plan: dict[str, str]
+) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[LayerUse, ...]] | None] | None:
+    """Return the phases and the layer uses of a part of the blocks; None if it does not run."""
+    result = trace_model(model)
+    if result is None or result.error is not None:
+        return None
+    uses = trace_layer_uses(model, plan) if plan else None
+    return (_sorted_phases(result), uses) if uses is not None or not plan else None
 
 
 def _phases(model: nn.Module, probe: Probe | None) -> dict[str, tuple[str, ...]] | None:

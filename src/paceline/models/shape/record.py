@@ -147,16 +147,16 @@ class ModelShape:
         result: T = self._results[key]
         return result
 
-    @property
-    def trained(self) -> list[TensorShape]:
-        return [tensor for tensor in self.parameters if tensor.trainable]
+    @cached_property
+    def trained(self) -> tuple[TensorShape, ...]:
+        return tuple(tensor for tensor in self.parameters if tensor.trainable)
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """Number of parameters, also of those that are packed."""
         return sum(tensor.numel * tensor.packed for tensor in self.parameters)
 
-    @property
+    @cached_property
     def trained_elements(self) -> int:
         return sum(tensor.numel for tensor in self.trained)
 
@@ -173,16 +173,16 @@ class ModelShape:
         group = on_host * OFFLOADED_AT_ONCE // max(1, elements)
         return on_host, min(on_host, max(group, *sizes, 0) + group)
 
-    @property
+    @cached_property
     def moment_bytes(self) -> int:
         """Bytes of the optimizer's moments for all trained parameters in full."""
         return sum(self.optimizer.moment_bytes(each.name, each.numel) for each in self.trained)
 
-    @property
+    @cached_property
     def parameter_bytes(self) -> int:
         return total_bytes(self.parameters)
 
-    @property
+    @cached_property
     def buffer_bytes(self) -> int:
         return total_bytes(self.buffers)
 

@@ -181,9 +181,10 @@ def _style_of(parameter: str, plan: Mapping[str, str]) -> tuple[str, str]:
     adapter; each is an empty string if there is none."""
     if parameter in plan:
         return plan[parameter], ""
-    parts = parameter.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        module = ".".join(parts[:end])
-        if module in plan and kind_of(plan[module]) not in (EXPERTS, LATENT):
-            return plan[module], parts[end] if parts[end] in ("lora_A", "lora_B") else ""
+    module, _, part = parameter.rpartition(".")
+    while module:
+        style = plan.get(module)
+        if style is not None and kind_of(style) not in (EXPERTS, LATENT):
+            return style, part if part in ("lora_A", "lora_B") else ""
+        module, _, part = module.rpartition(".")
     return "", ""

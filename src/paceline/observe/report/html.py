@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.core import formatting
-from paceline.core.event_log import effective_events, effective_steps, read_events
+from paceline.core.event_log import (
+    CommandTimes,
+    command_times,
+    effective_events,
+    effective_steps,
+    read_events,
+)
 from paceline.core.events import CheckpointEvent, Event, NoticeEvent, ProfileEvent, RunStartEvent
 from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.report import DataFigures, Report, SkippedBatches, check_report
@@ -63,7 +69,7 @@ def render_report(
             )
             if part
         ),
-        "cards": _cards(report, start),
+        "cards": _cards(report, start, command_times(events)),
         "peak": peak and formatting.peak_line(peak),
         "plots": draw_plots(steps, evals, start, resumed_from),
         "data": _data_rows(data or start.get("data") or {}, data.get("skipped_batches")),
@@ -130,7 +136,7 @@ def _reason(events: list[Event], report: Report) -> str:
     return str(ends[-1].get("reason") or "") if ends and report.get("status") != "done" else ""
 
 
-def _cards(report: Report, start: RunStartEvent) -> list[dict[str, str]]:
+def _cards(report: Report, start: RunStartEvent, commands: CommandTimes) -> list[dict[str, str]]:
     """Return the label, the value and the note of each card."""
     get, model, fmt = report.get, start.get("model") or {}, formatting
     eval_metrics = report.get("final_eval_metrics") or {}
@@ -151,7 +157,7 @@ def _cards(report: Report, start: RunStartEvent) -> list[dict[str, str]]:
          "per device, without recomputation"),
         ("First step", fmt.duration(get("time_to_first_step_s")),
          "after the last restart" if get("restarts") else "after the command"),
-        ("Wall time", fmt.duration(get("wall_s")), ""),
+        ("Wall time", *_wall_time(report, commands)),
         ("Peak memory", fmt.size(peak), "maximum over the ranks"),
         ("Steps", fmt.count(get("steps")), epochs_text),
         ("Samples seen", fmt.count(get("samples_seen")), ""),
@@ -171,6 +177,15 @@ def _cards(report: Report, start: RunStartEvent) -> list[dict[str, str]]:
         cards.append(("Uploaded to", _text(hub.get("repository")), hub.get("error") or ""))
     shown = [card for card in cards if card[0] != "Best evaluation" or report.get("best")]
     return [{"label": label, "value": value, "note": note} for label, value, note in shown]
+
+
+def _wall_time(report: Report, commands: CommandTimes) -> tuple[str, str]:
+    """Return the value and the note of the card of the wall time. In the report, it is the time of
+    the latest command only."""
+    wall_s = formatting.finite(report.get("wall_s"))
+    if wall_s is None or commands.count < 2:
+        return formatting.duration(wall_s), ""
+    return formatting.duration(commands.earlier_s + wall_s), f"of all {commands.count} commands"
 
 
 def _best(report: Report) -> tuple[str, str]:

@@ -269,7 +269,7 @@ def cpu_machine(
 ) -> Machine:
     """Return this machine's CPU, shared by ``count`` ranks. ``measure``: time a matrix product
     (0.1 s; imports torch)."""
-    flops_s = _measured_cpu(dtype) if measure else _CPU_FLOPS_S
+    flops_s = _known_cpu(dtype) if measure else _CPU_FLOPS_S
     memory = memory_bytes or available_memory() // count
     name = BFLOAT16 if dtype in (BFLOAT16, FLOAT16) else "float32"
     rates = DeviceRates(
@@ -303,6 +303,29 @@ def _scaled(rates: DeviceRates, share: float, num_ranks: int) -> DeviceRates:
         attention_flops_s=rates.attention_flops_s * share,
         memory_bytes_s=rates.memory_bytes_s * share,
     )
+
+
+#: Operations per second of this machine's CPU, by whether the numbers have 16 bits; None if it is
+#: measured for each plan.
+_remembered: dict[bool, float] | None = None
+
+
+def remember_cpu_rates() -> dict[bool, float]:
+    """Keep what is measured for later plans of this process: plans of the same config are then
+    equal. Return it; the caller may add more."""
+    global _remembered
+    if _remembered is None:
+        _remembered = {}
+    return _remembered
+
+
+def _known_cpu(dtype: str | None) -> float:
+    if _remembered is None:
+        return _measured_cpu(dtype)
+    is_low = dtype in (BFLOAT16, FLOAT16)
+    if is_low not in _remembered:
+        _remembered[is_low] = _measured_cpu(dtype)
+    return _remembered[is_low]
 
 
 def _measured_cpu(dtype: str | None) -> float:

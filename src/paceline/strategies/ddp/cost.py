@@ -18,7 +18,7 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
     gradients = total_bytes(shape.trained)
     optimizer = shape.moment_bytes
     traffic: Mapping[str, int] = {"all_reduce": all_reduce_bytes(gradients, axes.data)}
-    reduction = communication_cost(shape.trained, config, axes.data)
+    reduction = communication_cost(shape, config, axes.data)
     if reduction is not None:
         optimizer = reduction.retained_bytes + (0 if reduction.holds_moments else optimizer)
         traffic = reduction.traffic

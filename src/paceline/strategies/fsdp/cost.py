@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from paceline.config.schema import Config
@@ -101,7 +101,6 @@ class _Unit:
         message: the gradients as they are reduce-scattered.
         shards: a rank's parts of the reduced gradients.
         largest: bytes of the parameter with the largest gradient.
-        activations: what the block saves for backward.
     """
 
     weights: int = 0
@@ -109,7 +108,71 @@ class _Unit:
     message: int = 0
     shards: int = 0
     largest: int = 0
-    activations: int = 0
+
+
+@dataclass
+class _Sharded:
+    """What the sharded tensors of a model add up to.
+
+    Args:
+        unit_of: parameter → its unit.
+        weights: bytes of a rank's parts of the weights.
+        full_weights: bytes of the weights that are not sharded.
+        state: bytes of a rank's part of the optimizer's state.
+        scalars: bytes of the trained scalars.
+        copies, backward_copies: bytes of a rank's parts that a forward and a backward gather.
+        backward_gathers: bytes of the weights that a backward gathers.
+    """
+
+    units: dict[str, _Unit]
+    unit_of: Mapping[str, str]
+    weights: int = 0
+    full_weights: int = 0
+    state: int = 0
+    scalars: int = 0
+    copies: int = 0
+    backward_copies: int = 0
+    backward_gathers: int = 0
+
+
+def _sum_up(
+    shape: ModelShape, axes: ParallelDims, config: Config, reshard_after_forward: bool
+) -> _Sharded:
+    normed = batch_norm_names(shape)
+    unit_of = shape.memoize("units by parameter", lambda: _units_by_parameter(shape))
+    backward = _reached_by_backward(shape, unit_of)
+    names = (*shape.blocks, *_KEPT, shape.embedding)
+    result = _Sharded({name: _Unit() for name in names}, unit_of)
+    for tensor in shape.parameters:
+        low_bytes = low_bytes_of(tensor, shape.low_bytes, normed)
+        if not tensor.trainable and not reshard_after_forward:
+            element_bytes = low_bytes if tensor.shape else tensor.element_bytes
+            result.full_weights += tensor.numel * element_bytes
+            continue
+        unit = result.units[unit_of[tensor.name]]
+        size, padded = _shard_sizes(tensor.shape, axes.shard)
+        part_bytes = size * tensor.element_bytes
+        result.weights += part_bytes
+        if tensor.shape:
+            unit.weights += padded * low_bytes
+            result.copies += part_bytes
+            if tensor.name in backward:
+                result.backward_gathers += padded * low_bytes
+                result.backward_copies += part_bytes
+        if tensor.trainable:
+            result.state += shape.optimizer.bytes_of(tensor.name, size)
+            unit.shards += part_bytes
+            if tensor.shape:
+                unit.gradients += padded * low_bytes
+                unit.message += padded * (
+                    reduced_bytes_of(low_bytes, shape.low_bytes, config)
+                    if axes.data == 1
+                    else tensor.element_bytes
+                )
+                unit.largest = max(unit.largest, padded * low_bytes)
+            else:
+                result.scalars += tensor.size_bytes
+    return result
 
 
 @dataclass(frozen=True)
@@ -118,6 +181,7 @@ class _Timeline:
 
     Args:
         embedding, head: empty if the root has their weights.
+        saved: bytes that each block saves for backward.
         reshards: whether the weights of blocks and embedding are freed after forward (stage 3).
         ends_tied: whether the embedding and the head share a weight.
     """
@@ -126,6 +190,7 @@ class _Timeline:
     embedding: _Unit
     blocks: Sequence[_Unit]
     head: _Unit
+    saved: Sequence[int]
     work: Workload
     num_shards: int
     reshards: bool
@@ -161,7 +226,7 @@ class _Timeline:
             # The message of the embedding or of the root exists until the first block is gathered.
             root + (embedding or root) + 2 * first.weights + (0 if self.reshards else embedding),
             # The weights of the last block are copied out.
-            in_block + before.weights - last.activations,
+            in_block + before.weights - (self.saved[-1] if self.saved else 0),
             in_block + activations.temporary,
             # The weights of the head are copied out.
             with_message + 2 * head + saved,
@@ -189,7 +254,7 @@ class _Timeline:
         activations = self.work.activations
         shards = self._all_shards() if accumulates else 0
         moments = [shards + self._backward_of_loss()]
-        saved = activations.other_micro_batches + sum(block.activations for block in blocks)
+        saved = activations.other_micro_batches + sum(self.saved)
         gathered = self._gathered() - (head.weights if frees else 0)
         moments += self._reduction(head, saved + shards + gathered + self._prefetched(len(blocks)))
         message = head.message
@@ -205,7 +270,7 @@ class _Timeline:
             # Backward computes the gradient of the largest matrix first.
             computing = activations.recomputed + activations.temporary + block.largest
             moments.append(present + saved + computing)
-            saved -= block.activations
+            saved -= self.saved[number]
             moments.append(present + saved + block.gradients)
             message = block.message
             shards += 0 if accumulates else block.shards
@@ -301,44 +366,24 @@ def _estimate(
     `parallel.reduce_dtype` decides.
     A forward pass without gradients gathers all weights in both stages.
     """
-    sharded_weights = full_weights = state = gathers = copies = scalars = 0
-    normed = batch_norm_names(shape)
-    unit_of = shape.memoize("units by parameter", lambda: _units_by_parameter(shape))
-    backward = _reached_by_backward(shape, unit_of)
     on_host = config.parallel.state_offload == "all"
+    reduce_dtype = config.parallel.reduce_dtype if axes.data == 1 else None
+    key = "sharded", axes.shard, reduce_dtype, reshard_after_forward
+    tensors = shape.memoize(
+        key, lambda: _sum_up(shape, axes, config, reshard_after_forward=reshard_after_forward)
+    )
+    sharded_weights, full_weights, state = tensors.weights, tensors.full_weights, tensors.state
+    scalars, unit_of = tensors.scalars, tensors.unit_of
+    units = tensors.units
     saved = work.activations.on_device or (0,) * len(shape.blocks)
-    units = {name: _Unit(activations=size) for name, size in zip(shape.blocks, saved, strict=True)}
-    units |= {name: _Unit() for name in (*_KEPT, shape.embedding)}
-    for tensor in shape.parameters:
-        low_bytes = low_bytes_of(tensor, shape.low_bytes, normed)
-        if not tensor.trainable and not reshard_after_forward:
-            full_weights += tensor.numel * (low_bytes if tensor.shape else tensor.element_bytes)
-            continue
-        unit = units[unit_of[tensor.name]]
-        size, padded = _shard_sizes(tensor.shape, axes.shard)
-        sharded_weights += size * tensor.element_bytes
-        if tensor.shape:
-            unit.weights += padded * low_bytes
-            passes = (2 if tensor.name in backward else 1) + config.extra_forwards
-            gathers += work.micro_batches * passes * padded * low_bytes
-            copies += work.micro_batches * passes * size * tensor.element_bytes
-        if tensor.trainable:
-            state += shape.optimizer.bytes_of(tensor.name, size)
-            unit.shards += size * tensor.element_bytes
-            if tensor.shape:
-                unit.gradients += padded * low_bytes
-                unit.message += padded * (
-                    reduced_bytes_of(low_bytes, shape.low_bytes, config)
-                    if axes.data == 1
-                    else tensor.element_bytes
-                )
-                unit.largest = max(unit.largest, padded * low_bytes)
-            else:
-                scalars += tensor.size_bytes
     gathered = sum(unit.weights for unit in units.values())
     gradients = sum(unit.shards for unit in units.values())
     reduced = sum(unit.message for unit in units.values())
-    if not reshard_after_forward:
+    forwards = 1 + config.extra_forwards
+    copies = work.micro_batches * (forwards * tensors.copies + tensors.backward_copies)
+    if reshard_after_forward:
+        gathers = work.micro_batches * (forwards * gathered + tensors.backward_gathers)
+    else:
         full_weights += gathered
         gathers = gathered * (1 + work.micro_batches * config.extra_forwards)
     traffic = {
@@ -351,14 +396,19 @@ def _estimate(
         **statistics_traffic(shape, axes.replicas),
     }
     if on_host:
-        for unit in units.values():
-            unit.shards = 0
-    present = set(unit_of.values())
+        units = {name: replace(unit, shards=0) for name, unit in units.items()}
+    present = shape.memoize("units with parameters", lambda: set(unit_of.values()))
+    blocks = [
+        (units[name], size)
+        for name, size in zip(shape.blocks, saved, strict=True)
+        if name in present
+    ]
     timeline = _Timeline(
         units[""],
         units[shape.embedding] if shape.embedding else _Unit(),
-        [units[name] for name in shape.blocks if name in present],
+        [unit for unit, _ in blocks],
         units[_HEAD],
+        [size for _, size in blocks],
         work,
         axes.shard,
         reshard_after_forward,

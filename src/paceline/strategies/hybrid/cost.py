@@ -71,7 +71,11 @@ def _stages(shape: ModelShape, axes: ParallelDims, work: Workload, config: Confi
     stages = []
     for rank, stage_shape in enumerate(stage_shapes):
         # Each rank sends the gradients of its shards of tied weights.
-        tied = sum(tensor.size_bytes * (copies[tensor.name] - 1) for tensor in stage_shape.trained)
+        tied = sum(
+            tensor.size_bytes * (copies[tensor.name] - 1)
+            for tensor in stage_shape.trained
+            if copies[tensor.name] > 1
+        )
         sends = pipeline.send_bytes[rank] - tied + tied // axes.shard
         stages.append(_Stage(stage_shape, sends, pipeline.activations[rank]))
     return stages
@@ -142,16 +146,13 @@ def _tensor_part(shape: ModelShape, size: int) -> ModelShape:
 def _replicated(shape: ModelShape, axes: ParallelDims, config: Config) -> Cost:
     """Estimate as `ddp` over the axis data: gradients in aligned buckets, all-reduced once per step
     (Rajbhandari et al., "ZeRO", 2020, section 7.1)."""
-    trained = shape.trained
     cap_bytes = config.parallel.bucket_cap_mb * 2**20
-    layouts = lay_out(
-        [(tensor.numel, tensor.element_bytes, tensor.element_bytes) for tensor in trained],
-        cap_bytes,
+    gradients = shape.memoize(
+        ("gradients in buckets", cap_bytes), lambda: _gradient_bytes(shape, cap_bytes)
     )
-    gradients = sum(layout.size * trained[layout.members[0]].element_bytes for layout in layouts)
-    optimizer = sum(shape.optimizer.bytes_of(tensor.name, tensor.numel) for tensor in trained)
+    optimizer = shape.memoize("optimizer", lambda: _optimizer_bytes(shape))
     traffic: Mapping[str, int] = {"all_reduce": all_reduce_bytes(gradients, axes.data)}
-    reduction = communication_cost(trained, config, axes.data)
+    reduction = communication_cost(shape, config, axes.data)
     if reduction is not None:
         optimizer += reduction.retained_bytes
         traffic = reduction.traffic
@@ -161,6 +162,19 @@ def _replicated(shape: ModelShape, axes: ParallelDims, config: Config) -> Cost:
         optimizer=optimizer,
         traffic={**traffic, **statistics_traffic(shape, axes.data)},
     )
+
+
+def _gradient_bytes(shape: ModelShape, cap_bytes: float) -> int:
+    trained = shape.trained
+    layouts = lay_out(
+        [(tensor.numel, tensor.element_bytes, tensor.element_bytes) for tensor in trained],
+        cap_bytes,
+    )
+    return sum(layout.size * trained[layout.members[0]].element_bytes for layout in layouts)
+
+
+def _optimizer_bytes(shape: ModelShape) -> int:
+    return sum(shape.optimizer.bytes_of(tensor.name, tensor.numel) for tensor in shape.trained)
 
 
 # -- tensor-parallel layers
@@ -182,7 +196,7 @@ def _tensor_traffic(
     Recomputation repeats the collectives of the forward, except at the end of a block.
     """
     recomputed = config.train_args.recomputed_share(len(model.blocks))
-    layers = stage.memoize(("layers",), lambda: _layers(stage, model))
+    layers = stage.memoize("layers", lambda: Counter(_layers(stage, model)))
     size = axes.tensor
     sequence = config.parallel.sequence_parallel
     outer_bytes = stage.parameters[0].element_bytes if stage.parameters else 4
@@ -196,11 +210,11 @@ def _tensor_traffic(
     )
     traffic = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
 
-    def add(collective: str, count: float) -> None:
+    def add(collective: str, elements: float) -> None:
         sent_bytes = all_reduce_bytes if collective == "all_reduce" else scatter_bytes
-        traffic[collective] += sent_bytes(count * element_bytes, size)
+        traffic[collective] += count * sent_bytes(elements * element_bytes, size)
 
-    for layer in layers:
+    for layer, count in layers.items():
         forwards = 1 + recomputed * layer.is_repeated
         if sequence:
             if layer.kind == COLUMN:
@@ -214,7 +228,8 @@ def _tensor_traffic(
         elif layer.kind == EXPERTS:
             # the output; the gradients of the input and of the weights of each token's experts
             add("all_reduce", tokens * layer.width * (forwards + layer.needs_gradient))
-            traffic["all_reduce"] += all_reduce_bytes(tokens * layer.gathered * outer_bytes, size)
+            sent = all_reduce_bytes(tokens * layer.gathered * outer_bytes, size)
+            traffic["all_reduce"] += count * sent
         elif layer.kind in (ROW, ROW_SPLIT, _DOWN):
             add("all_reduce", tokens * layer.width * forwards)
         elif layer.kind == _UP:
@@ -264,6 +279,7 @@ def _layers(stage: ModelShape, model: ModelShape) -> list[_Layer]:
     """Return the collectives of one forward and backward. Column layers with the same input share
     one, and each adapter has its own."""
     shapes = {tensor.name: tensor for tensor in stage.parameters}
+    inside = _by_module(stage)
     adapters_of = _adapters(stage)
     uses_of = model.layer_uses
     if uses_of is None:
@@ -272,7 +288,7 @@ def _layers(stage: ModelShape, model: ModelShape) -> list[_Layer]:
     for name, style in stage.tensor_plan.items():
         kind, number = kind_of(style), parse_style(style).number
         weight = shapes.get(f"{name}.weight") or shapes.get(f"{name}.base_layer.weight")
-        experts = [tensor for key, tensor in shapes.items() if key.startswith(f"{name}.")]
+        experts = inside.get(name, [])
         if kind == EXPERTS and experts:
             width = _expert_width(experts)
             layers += [
@@ -316,7 +332,7 @@ def _likely_uses(
 ) -> dict[str, tuple[LayerUse, ...]]:
     """Return the uses of layers if the model was not traced: each layer runs once, in the order of
     the plan, and successive column layers with the same parent and input width share an input."""
-    shapes = {tensor.name: tensor for tensor in stage.parameters}
+    inside = _by_module(stage)
     order = {tensor.name: number for number, tensor in enumerate(model.parameters)}
     first_trained = min((order[tensor.name] for tensor in model.trained), default=len(order))
     last_rows = _last_rows(stage)
@@ -325,7 +341,7 @@ def _likely_uses(
     for name, style in stage.tensor_plan.items():
         kind, adapters = kind_of(style), adapters_of.get(name, [])
         uses |= {matrix.name.removesuffix(".weight"): LayerUse() for matrix in adapters}
-        first = next((tensor for key, tensor in shapes.items() if key.startswith(f"{name}.")), None)
+        first = next(iter(inside.get(name, [])), None)
         if first is None:
             continue
         is_reached = first_trained < order[first.name]
@@ -365,6 +381,15 @@ def _shared_bytes(stage: ModelShape, size: int) -> int:
                 rows = part.length * (size // part.copies)
                 total += tensor.numel // tensor.shape[dim] * rows * 4
     return total
+
+
+def _by_module(shape: ModelShape) -> dict[str, list[TensorShape]]:
+    """Return the parameters within each module."""
+    inside: dict[str, list[TensorShape]] = {}
+    for tensor in shape.parameters:
+        for module in modules_around(tensor.name):
+            inside.setdefault(module, []).append(tensor)
+    return inside
 
 
 def _adapters(shape: ModelShape) -> dict[str, list[TensorShape]]:

@@ -57,7 +57,9 @@ def pipeline_cost(
         ("pipeline tensors", num_ranks, num_stages),
         lambda: _tensors_by_rank(shape, num_ranks, num_stages),
     )
-    within_pair = _within_pair(shape) if tensor_ranks > 1 else set()
+    within_pair: set[int] = set()
+    if tensor_ranks > 1:
+        within_pair = shape.memoize("within pair", lambda: _within_pair(shape))
     element_bytes = shape.parameters[0].element_bytes if shape.parameters else 4
     send = [0] * num_ranks
     # forward to the next stage, and the gradient back
@@ -69,7 +71,7 @@ def pipeline_cost(
         send[rank_of_stage(stage + 1, num_ranks)] += boundary
     for parameter in shape.trained:
         ranks = division.ranks_of(parameter.name, num_ranks)
-        for rank in ranks if len(ranks) > 1 else []:
+        for rank in ranks if len(ranks) > 1 else ():
             send[rank] += parameter.size_bytes * (len(ranks) - 1)
     activations = tuple(
         _activations(work, division.blocks, rank, num_ranks, schedule) for rank in range(num_ranks)

@@ -106,7 +106,7 @@ class PipelineRunner:
         """Whether this rank owns a parameter or buffer; exactly one rank of the pipeline does."""
         return self.division.stages[name][0] in self.local_stages
 
-    def _find_shared(self) -> list[tuple[str, list[int]]]:
+    def _find_shared(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the trained parameters that several ranks hold, and these ranks, in the same order
         on all ranks."""
         trained = [

@@ -39,9 +39,14 @@ class StagePlan:
     def num_stages(self) -> int:
         return len(self.blocks)
 
-    def ranks_of(self, name: str, num_ranks: int) -> list[int]:
+    def ranks_of(self, name: str, num_ranks: int) -> tuple[int, ...]:
         """Return the ranks of the pipeline that hold a parameter or buffer, in order."""
-        return sorted({rank_of_stage(stage, num_ranks) for stage in self.stages[name]})
+        return _ranks_of(self.stages[name], num_ranks)
+
+
+@cache
+def _ranks_of(stages: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
+    return tuple(sorted({rank_of_stage(stage, num_ranks) for stage in stages}))
 
 
 def divide(

@@ -1,5 +1,6 @@
 """Memory and traffic of ZeRO stage 1, and the cost terms that the ZeRO strategies share."""
 
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from paceline.config.schema import Config
@@ -83,6 +84,51 @@ class _RankParts:
         return largest, parts
 
 
+@dataclass
+class _Buckets:
+    """What the buckets of a model add up to, in bytes.
+
+    Args:
+        masters: a rank's float32 copies of weights in low precision.
+        gathered, reduced: what a rank sends of the weights and of the gradients.
+        state, largest: the optimizer's state of the rank with most, and the parts of its
+            parameters.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    masters: int = 0
+    gathered: int = 0
+    reduced: int = 0
+    state: int = 0
+    largest: list[tuple[str, int]] = field(default_factory=list)
+
+
+def _sum_up(shape: ModelShape, num_ranks: int, config: Config) -> _Buckets:
+    low_bytes = shape.low_bytes if num_ranks > 1 else 0
+    normed = batch_norm_names(shape)
+    tensors, trained = [], shape.trained
+    for tensor in trained:
+        weight_bytes = low_bytes_of(tensor, low_bytes, normed)
+        gradient_bytes = reduced_bytes_of(weight_bytes, low_bytes, config)
+        tensors.append((tensor.numel, gradient_bytes, weight_bytes))
+    result = _Buckets()
+    parts = _RankParts(shape, num_ranks)
+    for layout in lay_out(tensors, config.parallel.bucket_cap_mb * 2**20, num_ranks):
+        _, gradient_bytes, weight_bytes = tensors[layout.members[0]]
+        shard_size = layout.size // num_ranks
+        result.weights += layout.size * weight_bytes
+        result.gradients += layout.size * gradient_bytes
+        result.masters += shard_size * 4 if weight_bytes == low_bytes else 0
+        result.gathered += scatter_bytes(layout.size * weight_bytes, num_ranks)
+        result.reduced += scatter_bytes(layout.size * gradient_bytes, num_ranks)
+        for member, begin in zip(layout.members, layout.offsets, strict=True):
+            end = begin + tensors[member][0]
+            parts.add(trained[member].name, begin, end, shard_size)
+    result.state, result.largest = parts.largest()
+    return result
+
+
 def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
     """Estimate the cost of ZeRO stage 1, with the padding of the buckets.
 
@@ -91,38 +137,21 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
     (Rajbhandari et al., 2020, section 5.1, figure 1). A reduce-scatter of the gradients and an
     all-gather of the weights: 2Ψ(N-1)/N elements (section 7.2.1).
     """
-    num_ranks = axes.data
-    low_bytes = shape.low_bytes if num_ranks > 1 else 0
-    normed = batch_norm_names(shape)
-    tensors, trained = [], shape.trained
-    for tensor in trained:
-        weight_bytes = low_bytes_of(tensor, low_bytes, normed)
-        gradient_bytes = reduced_bytes_of(weight_bytes, low_bytes, config)
-        tensors.append((tensor.numel, gradient_bytes, weight_bytes))
-    weights = gradients = masters = gathered = reduced = 0
-    parts = _RankParts(shape, num_ranks)
-    for layout in lay_out(tensors, config.parallel.bucket_cap_mb * 2**20, num_ranks):
-        _, gradient_bytes, weight_bytes = tensors[layout.members[0]]
-        shard_size = layout.size // num_ranks
-        weights += layout.size * weight_bytes
-        gradients += layout.size * gradient_bytes
-        masters += shard_size * 4 if weight_bytes == low_bytes else 0
-        gathered += scatter_bytes(layout.size * weight_bytes, num_ranks)
-        reduced += scatter_bytes(layout.size * gradient_bytes, num_ranks)
-        for member, begin in zip(layout.members, layout.offsets, strict=True):
-            end = begin + tensors[member][0]
-            parts.add(trained[member].name, begin, end, shard_size)
-    state, largest = parts.largest()
+    num_ranks, parallel = axes.data, config.parallel
+    buckets = shape.memoize(
+        ("zero1", num_ranks, parallel.reduce_dtype, parallel.bucket_cap_mb),
+        lambda: _sum_up(shape, num_ranks, config),
+    )
     on_host = at_once = 0
-    if config.parallel.state_offload == "optimizer":
-        on_host, at_once = shape.offloaded_moments(largest)
+    if parallel.state_offload == "optimizer":
+        on_host, at_once = shape.offloaded_moments(buckets.largest)
     frozen = shape.parameter_bytes - total_bytes(shape.trained)
     return Cost(
-        parameters=frozen + weights + masters + shape.buffer_bytes,
-        gradients=gradients,
-        optimizer=state - on_host,
+        parameters=frozen + buckets.weights + buckets.masters + shape.buffer_bytes,
+        gradients=buckets.gradients,
+        optimizer=buckets.state - on_host,
         activations=max(work.activation_bytes(shape), at_once),
-        traffic={"reduce_scatter": reduced, "all_gather": gathered}
+        traffic={"reduce_scatter": buckets.reduced, "all_gather": buckets.gathered}
         | statistics_traffic(shape, num_ranks),
         host=on_host,
         host_traffic={"optimizer": 2 * on_host} if on_host else {},

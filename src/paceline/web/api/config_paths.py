@@ -1,5 +1,5 @@
-"""The paths in a config: which of them do not exist, and the same config for another folder.
-Nothing is read, only looked up."""
+"""The paths and names in a config: which of them do not exist, and the same config for another
+folder. Nothing is read, only looked up."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -12,8 +12,10 @@ from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
 from paceline.config.yaml_edit import edit_yaml
 from paceline.config.yaml_read import YamlValue
+from paceline.core.errors import ConfigError, unknown_name
 from paceline.core.hub import is_path
 from paceline.web.files import JSONObject
+from paceline.web.presets import BUILT_IN_DATASETS, BUILT_IN_MODELS
 
 #: Keys with data, and what to do if it does not exist.
 _DATA = {
@@ -26,6 +28,12 @@ _MODELS = ("model", "tokenizer", "lora.adapter")
 _FILES = ("chat_template", "parallel.deepspeed_config", "vision.images_folder")
 #: Keys with a class in a Python file, as `./file.py:NAME`.
 _CODE = ("task", "parallel.mode", "callbacks")
+
+#: Keys whose values can be built in: what they name, and the known names.
+_BUILT_IN = {
+    **dict.fromkeys(("model", "tokenizer"), ("built-in model", BUILT_IN_MODELS)),
+    **dict.fromkeys(_DATA, ("built-in dataset", BUILT_IN_DATASETS)),
+}
 
 _PATTERN = re.compile(r"[*?\[{]")
 #: `#N` and `#P%` after a path.
@@ -47,20 +55,34 @@ def missing_paths(config: Config, folder: Path, lines: Mapping[str, JsonValue]) 
         path = _path_of(key, name)
         if path is None or _exists(folder, path):
             continue
-        entry = lines.get(key)
         mistakes.append(
             {
                 "what": f"`{key}: {name}` does not exist in {folder}",
                 "allowed": None,
                 "fix": _DATA.get(key, "check the path"),
                 "key": key,
-                "line": entry.get("line") if isinstance(entry, dict) else None,
+                "line": line_of(lines, key),
                 "code": "path-does-not-exist",
                 "path": path,
                 "folder": str(folder),
             }
         )
     return mistakes
+
+
+def unknown_built_ins(config: Config) -> Iterator[tuple[str, ConfigError]]:
+    """Yield the key and an error for each ``builtin:`` name that does not exist."""
+    for key, name in _names(config):
+        kind, known = _BUILT_IN.get(key, ("", {}))
+        name = _path_part(key, name)
+        if known and name.startswith("builtin:") and name not in known:
+            yield key, unknown_name(kind, name, known)
+
+
+def line_of(lines: Mapping[str, JsonValue], key: str) -> JsonValue:
+    """Return the line of a key; None if the text does not contain it."""
+    entry = lines.get(key)
+    return entry.get("line") if isinstance(entry, dict) else None
 
 
 def with_absolute_paths(text: str, config: Config, folder: Path) -> str:

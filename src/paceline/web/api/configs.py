@@ -21,7 +21,12 @@ from paceline.config.yaml_read import parse_yaml
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.run_dir import RunDir
 from paceline.core.texts import translatable
-from paceline.web.api.config_paths import missing_paths, with_absolute_paths
+from paceline.web.api.config_paths import (
+    line_of,
+    missing_paths,
+    unknown_built_ins,
+    with_absolute_paths,
+)
 from paceline.web.files import JSONObject, as_object
 
 _PLACE = re.compile(r"line (\d+)(?:, column \d+)?: ")
@@ -41,9 +46,13 @@ def require(text: str, folder: Path) -> None:
     """Check a config before it is started.
 
     Raises:
-        ConfigError: the config is not valid, or a path in it does not exist below ``folder``.
+        ConfigError: the config is not valid, or a path in it does not exist below ``folder``, or
+            nothing with such a name is built in.
     """
-    for mistake in missing_paths(load(text).config, folder, {}):
+    config = load(text).config
+    for _, error in unknown_built_ins(config):
+        raise error
+    for mistake in missing_paths(config, folder, {}):
         raise ConfigError(
             "`{key}: {path}` does not exist in {folder}",
             code="path-does-not-exist",
@@ -65,6 +74,10 @@ def check(text: str, folder: Path) -> JSONObject:
     values = _written(text, loaded)
     if loaded is not None:
         mistakes += missing_paths(loaded.config, folder, values)
+        mistakes += [
+            as_object({**error.record(), "key": key, "line": line_of(values, key)})
+            for key, error in unknown_built_ins(loaded.config)
+        ]
     return {
         "ok": not mistakes,
         "is_config": loaded is not None,

@@ -15,10 +15,12 @@ router = APIRouter()
 
 
 class PlanRequest(ConfigText):
-    """A config to plan for this machine's devices, or for others."""
+    """A config to plan for this machine's devices, or for others. ``page``: identifies the page
+    that requests the plan."""
 
     world_size: Annotated[int, Field(ge=1, le=65536)] | None = None
     device: Annotated[str, Field(max_length=80)] | None = None
+    page: Annotated[str, Field(max_length=40)] = ""
 
 
 @router.get("/api/devices")
@@ -33,9 +35,9 @@ def device_table() -> JSONObject:
 @router.post("/api/plan")
 async def plan(body: PlanRequest, panel: Panel) -> JSONObject:
     """Return what the run would take in every mode (``paceline plan --json``), and ``max_steps``. A
-    newer request ends an older one."""
+    newer request ends an older one of the same page."""
     cwd = panel.config_folder(body.run)
-    return await panel.planner.plan(body.yaml, body.world_size, body.device, cwd)
+    return await panel.planner.plan(body.yaml, body.world_size, body.device, cwd, body.page)
 
 
 @router.post("/api/planner")

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import Any, TypedDict, cast
 
-from paceline.core.event_log import throughput
+from paceline.core.event_log import CommandTimes, command_start, throughput
 from paceline.core.events import EvalEvent, Event, RunEndEvent, RunStartEvent, StepEvent
 from paceline.core.formatting import clean, finite
 from paceline.core.processes import process_alive, run_alive
@@ -111,10 +111,8 @@ class RunSummary:
     Attributes:
         position: the byte up to which the log was read.
         is_complete: every line was read, not only the ends of the log.
-        first_start: the ``run_start`` that began the run.
         start: the newest ``run_start``; empty if there is none.
-        earlier_s: how long the earlier commands took, if the run was resumed by another one.
-        command_started_at: when the command of the newest ``run_start`` was started.
+        commands: when the commands that worked on the run were given.
         report: the content of report.json.
     """
 
@@ -129,14 +127,12 @@ class RunSummary:
     def _reset(self) -> None:
         self.position = 0
         self.is_complete = True
-        self.first_start: RunStartEvent | None = None
         self.start: RunStartEvent = {}
         self.end: RunEndEvent | None = None
         self.eval: EvalEvent | None = None
         self.num_starts = 0
         self.num_restarts = 0
-        self.earlier_s = 0.0
-        self.command_started_at: float | None = None
+        self.commands = CommandTimes()
         self.updated_at: float | None = None
         self.resumed_at: int | None = None
         #: The newest steps since the last start, with :data:`_STEP_KEYS` only.
@@ -204,18 +200,9 @@ class RunSummary:
         self.updated_at = finite(event.get("time")) or ended_at
         if event["type"] == "run_start":
             self.num_starts += 1
-            from_start = not event.get("resumed_from_step")
-            # An attempt of the same command may start from step 0 after a failure.
-            launcher = event.get("launcher")
-            is_same_command = launcher is not None and launcher == self.start.get("launcher")
             self.num_restarts += is_restart(self.start, event)
-            if self.first_start is None or (from_start and not is_same_command):
-                self.first_start, self.earlier_s = event, 0.0
-            elif not is_same_command and ended_at is not None:
-                self.earlier_s += max(0.0, ended_at - (self.command_started_at or ended_at))
-            if not is_same_command:
-                self.command_started_at = _command_start(event)
-            self.eval = None if from_start else self.eval
+            self.commands.add(event, ended_at)
+            self.eval = self.eval if event.get("resumed_from_step") else None
             self.start, self.end, self.resumed_at = event, None, event.get("resumed_from_step")
         elif event["type"] == "resume":
             self.resumed_at = event.get("step")
@@ -250,10 +237,7 @@ class RunSummary:
         newest, report = self.newest, (self.report or {}) if self.end is not None else {}
         step = _integer(newest.get("step"))
         tokens_per_second = self._measure_speed()
-        started_at = _command_start(self.first_start or {})
-        wall_s = finite(report.get("wall_s")) if self.num_starts == 1 else None
-        if wall_s is None and self.command_started_at is not None and self.updated_at is not None:
-            wall_s = self.earlier_s + max(0.0, self.updated_at - self.command_started_at)
+        started_at = command_start(self.commands.first or {})
         eval_loss = self.eval.get("loss") if self.eval else report.get("final_eval_loss")
         restarts = _integer(report.get("restarts"))
         if self.is_complete:
@@ -274,10 +258,18 @@ class RunSummary:
             "task": as_text(config.get("task")),
             "tokens_per_second": finite(report.get("tokens_per_second")) or tokens_per_second,
             "mfu": finite(report.get("mfu") or newest.get("mfu")),
-            "wall_s": wall_s,
+            "wall_s": self._wall_s(),
             "eta_s": None,
             "restarts": restarts,
         }
+
+    def _wall_s(self) -> float | None:
+        """Return how long all commands took, as report.html does."""
+        latest_s = finite((self.end or {}).get("wall_s"))
+        started_at, updated_at = self.commands.started_at, self.updated_at
+        if latest_s is None and started_at is not None and updated_at is not None:
+            latest_s = max(0.0, updated_at - started_at)
+        return None if latest_s is None else self.commands.earlier_s + latest_s
 
     @property
     def newest(self) -> StepEvent:
@@ -349,11 +341,6 @@ class RunSummary:
         if loss is not None and finite(loss) is None:
             return "live", f"the loss of step {self.newest.get('step')} is {clean(loss)[:20]}"
         return "live", None
-
-
-def _command_start(event: RunStartEvent) -> float | None:
-    """Return when the command of a start was given; of an older run, when the start was logged."""
-    return finite(event.get("command_started_at")) or finite(event.get("time"))
 
 
 def _integer(value: Any) -> int | None:

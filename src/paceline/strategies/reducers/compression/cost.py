@@ -2,13 +2,13 @@
 and keeps. Imports no torch."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.config.schema import Config
 from paceline.core.texts import UserText
 from paceline.distributed.collective_bytes import all_reduce_bytes
-from paceline.models.shape.record import TensorShape
+from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.parallel.buckets.layout import lay_out
 from paceline.parallel.gradient_compression import (
     is_sparse,
@@ -78,30 +78,46 @@ class CommunicationCost:
 
 
 def communication_cost(
-    trained: Sequence[TensorShape], config: Config, num_ranks: int
+    shape: ModelShape, config: Config, num_ranks: int
 ) -> CommunicationCost | None:
     """Return the cost of gradients that are not summed by the backend's all-reduce; None if they
     are."""
     algorithm, settings = config.parallel.all_reduce_algorithm, config.compression
     if num_ranks == 1 or (algorithm == "native" and not settings.chain):
         return None
-    buckets = bucket_shapes(trained, config.parallel.bucket_cap_mb * 2**20)
+    cap_bytes = config.parallel.bucket_cap_mb * 2**20
+    buckets = shape.memoize(("buckets", cap_bytes), lambda: _counted(shape.trained, cap_bytes))
     if not settings.chain:
         sent = [0] * num_ranks
-        for shape, element_bytes in buckets:
-            for step in steps(algorithm, num_ranks, shape.size):
+        for bucket, element_bytes, count in buckets:
+            for step in steps(algorithm, num_ranks, bucket.size):
                 for send in step.sends:
-                    sent[send.source] += (send.stop - send.start) * element_bytes
+                    sent[send.source] += count * (send.stop - send.start) * element_bytes
         return CommunicationCost({"send": max(sent)})
     traffic: Counter[str] = Counter()
     retained_bytes = 0
-    for shape, _ in buckets:
-        traffic.update(sent_bytes(settings, shape, num_ranks))
-        retained_bytes += kept_bytes(config, shape)
+    for bucket, _, count in buckets:
+        for collective, size_bytes in sent_bytes(settings, bucket, num_ranks).items():
+            traffic[collective] += count * size_bytes
+        retained_bytes += count * kept_bytes(config, bucket)
     holds_moments = uses_local_moments(config) or momentum_correction(config) > 0
     if holds_moments:
         traffic["all_reduce"] += all_reduce_bytes(4, num_ranks)  # the norm
     return CommunicationCost(traffic, retained_bytes, holds_moments)
+
+
+def _counted(
+    trained: Sequence[TensorShape], cap_bytes: float
+) -> list[tuple[BucketShape, int, int]]:
+    """Return one of the buckets that contain tensors of the same shapes, with its bytes per
+    element, and the number of such buckets: the blocks of a model are mostly equal."""
+    counts: Counter[Hashable] = Counter()
+    first: dict[Hashable, tuple[BucketShape, int]] = {}
+    for bucket, element_bytes in bucket_shapes(trained, cap_bytes):
+        key = bucket.size, tuple(slot.shape for slot in bucket.slots), element_bytes
+        counts[key] += 1
+        first.setdefault(key, (bucket, element_bytes))
+    return [(*first[key], count) for key, count in counts.items()]
 
 
 def bucket_shapes(

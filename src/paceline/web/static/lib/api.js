@@ -3,6 +3,8 @@
 import { reviveTexts } from "./messages.js";
 
 const TOKEN = "paceline-token";
+/** Identifies this page to the server: a newer plan ends an older one of the same page only. */
+export const pageId = Math.random().toString(36).slice(2);
 const parse = (text) => JSON.parse(text, reviveTexts);
 
 /**

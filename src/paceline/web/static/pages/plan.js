@@ -1,6 +1,6 @@
 // The page Plan: sliders for devices, batch and sequence length, and the memory by kind.
 
-import { get, post } from "../lib/api.js";
+import { get, pageId, post } from "../lib/api.js";
 import { h, newId, put } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { t } from "../lib/i18n.js";
@@ -164,6 +164,7 @@ function requester(values, result) {
     result.wait();
     const body = {
       yaml: configOf(values),
+      page: pageId,
       world_size: Number(values.count),
       device: values.device,
     };

@@ -11,7 +11,7 @@ import { changesCard } from "./start_changes.js";
 import { datasetButton, modelButton } from "./start_choose.js";
 import { datasetTools } from "./start_data.js";
 import { readDraft, writeDraft } from "./start_draft.js";
-import { describeError } from "./start_field.js";
+import { describeError, renderCode } from "./start_field.js";
 import { makeForm } from "./start_form.js";
 import { launchCard } from "./start_launch.js";
 import { pasteButton } from "./start_paste.js";
@@ -259,11 +259,11 @@ export function errorList(errors, go) {
               t("start.line", { line: error.line }),
             )
           : null,
-        h("span", {}, icon("failed"), what),
+        h("span", {}, icon("failed"), renderCode(what)),
         error.allowed
-          ? h("div", { class: "small" }, t("error.allowed", { allowed: error.allowed }))
+          ? h("div", { class: "small" }, renderCode(t("error.allowed", { allowed: error.allowed })))
           : null,
-        fix ? h("div", { class: "small" }, fix) : null,
+        fix ? h("div", { class: "small" }, renderCode(fix)) : null,
       );
     }),
   );

@@ -63,7 +63,7 @@ export function makeField(field, state, action = null) {
     if (!isUnsent && !isEdited) control.show(isSet ? entry.value : undefined);
     for (const each of control.inputs) each.setAttribute("aria-invalid", String(Boolean(error)));
     const { what, fix } = error ? describeError(error) : {};
-    put(errorNote, error ? [what, fix ? [h("br"), fix] : null] : null);
+    put(errorNote, error ? [renderCode(what), fix ? [h("br"), renderCode(fix)] : null] : null);
   }
   return { node, set };
 }
@@ -277,5 +277,5 @@ function bounds({ minimum, maximum, exclusive, kind }) {
 
 /** Convert text with backticks to nodes with `code` elements. */
 export function renderCode(text) {
-  return text.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));
+  return String(text).split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));
 }

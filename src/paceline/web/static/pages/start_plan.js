@@ -1,7 +1,7 @@
 // The plan: whether the run fits in memory, its strategy and its duration. It is updated after each
 // edit.
 
-import { post } from "../lib/api.js";
+import { pageId, post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { t } from "../lib/i18n.js";
@@ -37,7 +37,7 @@ export function planCard(state) {
     const { signal } = controller;
     const yaml = state.yaml;
     try {
-      const plan = await post("api/plan", state.body(), { signal });
+      const plan = await post("api/plan", { ...state.body(), page: pageId }, { signal });
       if (signal.aborted || state.ended) return;
       plannedYaml = yaml;
       if (derived?.yaml !== yaml) derived = null;
