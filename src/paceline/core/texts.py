@@ -35,11 +35,18 @@ def fill(template: str, values: Values) -> str:
 
 
 def plain_values(**values: object) -> dict[str, str | int | float | bool | None]:
-    """Return the values as JSON can hold them: paths and other objects become text."""
-    return {
-        name: value if isinstance(value, str | int | float | bool | None) else str(value)
-        for name, value in values.items()
-    }
+    """Return the values as JSON can hold them: paths and other objects become text.
+
+    The code and the values of a text within a text are added under its name, as ``reason.code`` and
+    ``reason.limit``, so that it is translated too.
+    """
+    plain: dict[str, str | int | float | bool | None] = {}
+    for name, value in values.items():
+        plain[name] = value if isinstance(value, int | float | bool | None) else str(value)
+        if isinstance(value, UserText):
+            plain[f"{name}.code"] = value.code
+            plain |= {f"{name}.{key}": each for key, each in value.values.items()}
+    return plain
 
 
 class UserText(str):
