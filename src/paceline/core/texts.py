@@ -8,7 +8,8 @@ another language, which it finds by the code. See :mod:`paceline.messages`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import Any, TypedDict
 
 from paceline.core.formatting import counted
@@ -76,6 +77,16 @@ class UserText(str):
         return UserText.of, (str(self), self.code, self.values)
 
 
+def join_texts(texts: Iterable[UserText]) -> str:
+    """Return texts as one, separated by semicolons; empty if there are none."""
+    listed = list(texts)
+    return reduce(_join_two, listed) if listed else ""
+
+
+def _join_two(first: UserText, rest: UserText) -> UserText:
+    return UserText("{first}; {rest}", code="two-texts", first=first, rest=rest)
+
+
 class TextCode(TypedDict, total=False):
     """What a translation of a text needs; empty for a text without a code."""
 
@@ -86,6 +97,18 @@ class TextCode(TypedDict, total=False):
 def translatable(text: str) -> TextCode:
     """Return the fields ``code`` and ``values`` of a text, for a record; none of a plain string."""
     return {"code": text.code, "values": text.values} if isinstance(text, UserText) else {}
+
+
+class NoticeRecord(TextCode):
+    """A notice as JSON."""
+
+    level: str
+    text: str
+
+
+def notice_record(level: str, text: str) -> NoticeRecord:
+    """Return a notice for JSON, with its code and its values if it has them."""
+    return {"level": level, "text": text, **translatable(text)}
 
 
 def with_translations(report: Any) -> Any:

@@ -10,7 +10,6 @@ from paceline.config.compat.conversion import UnsupportedValue, is_off
 from paceline.config.compat.keys import DATA_KEYS, Alias, alias_tables, named_method, tool_names
 from paceline.config.compat.notices import (
     NOT_NEEDED,
-    join_remarks,
     key_ignored,
     key_read_as,
     key_remark,
@@ -23,7 +22,7 @@ from paceline.config.compat.notices import (
 )
 from paceline.config.entries import ConfigEntry, Notice, Problem, as_bool, as_number, short
 from paceline.config.settings import RESET, Assignment, Settings, agree, overridden_text
-from paceline.core.texts import UserText
+from paceline.core.texts import UserText, join_texts
 
 #: Shared keys for which command-line text is also read in the other tools' form, as `dataset=a,b`.
 _COMMAND_LINE_FORMS = ("dataset", "val_dataset", "lora.target_modules", "lora.modules_to_save")
@@ -223,7 +222,7 @@ class Merge(Settings):
             return "info", overridden_by_command_line(subject, winner)
         notices = [*line.notices, *line.resolved]
         level = "warning" if any(level == "warning" for level, _ in notices) else "info"
-        text = join_remarks(text for _, text in notices)
+        text = join_texts(remark(text) for _, text in notices if text)
         native = [assigned for assigned in line.assigned if not assigned.target.startswith("_")]
         effective = [assigned for assigned in native if not self._has_lost(assigned)]
         if native and not effective:

@@ -1,7 +1,6 @@
 """The texts of notices about the keys of other tools."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.config.entries import ConfigEntry, short
@@ -15,16 +14,6 @@ OVERRIDDEN = UserText("is overridden by the command line", code="remark-overridd
 def remark(text: str) -> UserText:
     """Return a text about a key with a code."""
     return text if isinstance(text, UserText) else UserText("{text}", code="remark", text=text)
-
-
-def join_remarks(texts: Iterable[str]) -> str:
-    """Return several texts as one; empty if there are none."""
-    remarks = [remark(text) for text in texts if text]
-    return reduce(_join, remarks) if remarks else ""
-
-
-def _join(first: UserText, rest: UserText) -> UserText:
-    return UserText("{first}; {rest}", code="two-remarks", first=first, rest=rest)
 
 
 def shown_settings(settings: Mapping[str, Any]) -> str:
