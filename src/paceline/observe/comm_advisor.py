@@ -261,12 +261,12 @@ class CommAdvisor:
         saved = f"saves at most {_short(plain_s - method_s)}"
         pays = method_s < plain_s
         return "info" if pays else "warning", UserText(
-            "link: {rates} ({ranks}, measured in {wall} with {measured} per rank, not counted as"
+            "link: {rates} ({connected}, measured in {wall} with {measured} per rank, not counted as"
             " traffic of a step); plain ddp would all-reduce {plain} per step = {plain_time};"
             " {method} sends {sent}{mean} = {method_time}: {conclusion}",
             code="link-saves-time" if pays else "link-saves-no-time",
             rates=rates(link),
-            ranks=formatting.ranks(link.num_ranks),
+            connected=formatting.ranks(link.num_ranks),
             wall=_short(link.wall_s),
             measured=formatting.size(link.sent_bytes),
             plain=formatting.size(sum(profile.bucket_bytes)),
@@ -279,7 +279,7 @@ class CommAdvisor:
             if pays
             else f"does not pay on this link. Fix: {profile.opt_out}",
             saved=_short(abs(plain_s - method_s)),
-            fix=profile.opt_out,
+            opt_out=profile.opt_out,
         )
 
     # -- step by step

@@ -238,7 +238,7 @@ def _proposed(
             code="lossy-settings-proposed",
             settings=settings_text(each.settings),
             effect=each.effect,
-            gain=UserText("{name} fits", code="mode-fits", name=each.candidate.name)
+            gain=UserText("{name} fits", code="candidate-fits", name=each.candidate.name)
             if chosen is None
             else comparison(each.candidate, chosen, objective, is_simpler=False),
         )
