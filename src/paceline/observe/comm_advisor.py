@@ -261,8 +261,8 @@ class CommAdvisor:
         saved = f"saves at most {_short(plain_s - method_s)}"
         pays = method_s < plain_s
         return "info" if pays else "warning", UserText(
-            "link: {rates} ({connected}, measured in {wall} with {measured} per rank, not counted as"
-            " traffic of a step); plain ddp would all-reduce {plain} per step = {plain_time};"
+            "link: {rates} ({connected}, measured in {wall} with {measured} per rank, not counted"
+            " as traffic of a step); plain ddp would all-reduce {plain} per step = {plain_time};"
             " {method} sends {sent}{mean} = {method_time}: {conclusion}",
             code="link-saves-time" if pays else "link-saves-no-time",
             rates=rates(link),
