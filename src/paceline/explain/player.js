@@ -1,26 +1,20 @@
 "use strict";
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
   const chinese = document.documentElement.lang === "zh-CN";
+  const data = JSON.parse(document.getElementById("data").textContent)[chinese ? "zh" : "en"];
   const words = chinese ? { of: "/", play: "▶ 播放", pause: "‖ 暂停" } : { of: "of", play: "▶ Play", pause: "‖ Pause" };
   const $ = (id) => document.getElementById(id);
   const stage = $("stage"), last = data.captions.length - 1;
   const calm = matchMedia("(prefers-reduced-motion: reduce)"), narrow = matchMedia("(max-width: 640px)");
   let now = 0, playing = false, timer = 0;
 
-  const translate = () => {
-    for (const text of stage.querySelectorAll("text"))
-      text.textContent = data.chinese[text.textContent] ?? text.textContent;
-    stage.firstElementChild.setAttribute("aria-label", data.captionsInChinese[now]);
-  };
   const speed = () => Number($("speed").value);
   // The drawing of a frame has hidden chips that the class `moves` lets travel to their targets.
   const show = (moves) => {
     stage.innerHTML = (narrow.matches ? data.narrow : data.wide)[now];
-    if (chinese) translate();
     stage.classList.toggle("moves", moves && !calm.matches);
     stage.style.setProperty("--move", `${900 / speed()}ms`);
-    $("caption").textContent = (chinese ? data.captionsInChinese : data.captions)[now];
+    $("caption").textContent = data.captions[now];
     $("seek").value = now;
     $("place").textContent = `${now} ${words.of} ${last}`;
     $("play").textContent = playing ? words.pause : words.play;

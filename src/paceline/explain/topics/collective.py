@@ -169,11 +169,11 @@ def _message(send: Send, segments: list[tuple[int, int]]) -> DrawnMessage:
         for place, (start, stop) in enumerate(segments)
         if send.start <= start and stop <= send.stop
     ]
-    span = f"elements {send.start}–{send.stop - 1}" if send.count > 1 else f"element {send.start}"
+    span = f"{send.start}–{send.stop - 1}" if send.count > 1 else f"{send.start}"
     return DrawnMessage(
         send.source,
         send.target,
-        f"chunk {send.chunk} ({span})",
+        PageText("chunk {chunk} (elements {span})", chunk=send.chunk, span=span),
         send.count * _ELEMENT_BYTES,
         row=0,
         cells=(places[0], places[-1] + 1),
@@ -218,4 +218,8 @@ def holders(value: int, ranks: int) -> str:
     parts = ranks_of(value, ranks)
     if len(parts) == ranks and ranks > 1:
         return "all"
-    return "+".join(map(str, parts)) if len(parts) <= 4 else f"{len(parts)} of {ranks}"
+    return (
+        "+".join(map(str, parts))
+        if len(parts) <= 4
+        else PageText("{count} of {total}", count=len(parts), total=ranks)
+    )

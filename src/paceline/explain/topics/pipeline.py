@@ -177,7 +177,12 @@ class PipelineTopic(RankTopic):
             place = (event.stage, event.micro_batch)
             done[place] = "✓" if event.kind != "forward" else "F"
             sent = tuple(
-                DrawnMessage(event.rank, target, f"micro-batch {event.micro_batch}", size_bytes)
+                DrawnMessage(
+                    event.rank,
+                    target,
+                    PageText("micro-batch {number}", number=event.micro_batch),
+                    size_bytes,
+                )
                 for target, size_bytes in event.messages
             )
             yield Frame(
@@ -244,7 +249,14 @@ class PipelineTopic(RankTopic):
 
 def _span(event: Event) -> Span:
     label = f"{event.kind[0].upper()}{event.micro_batch}"
-    return Span(event.rank, f"stage {event.stage}", event.kind, label, event.start_s, event.end_s)
+    return Span(
+        event.rank,
+        PageText("stage {number}", number=event.stage),
+        event.kind,
+        label,
+        event.start_s,
+        event.end_s,
+    )
 
 
 def _too_early(events: list[Event]) -> list[tuple[str, int, int]]:

@@ -15,6 +15,7 @@ from paceline.core.events import Event
 from paceline.core.files import Scratch
 from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import Cell, Check, DrawnRow, Frame, Recording, Span
+from paceline.messages.event_text import text_of_event
 from paceline.messages.pages import PageText
 
 _STEPS, _SAVE_STEPS, _FAULT_STEP = 12, 4, 7
@@ -199,9 +200,7 @@ def _replay(
             text = PageText("The checkpoint of step {step} is complete.", step=event["step"])
         elif event["type"] == "fault":
             is_lost = is_key = True
-            text = PageText(
-                "The restart begins: {reason}.", reason=event["reason"].split(" (often")[0]
-            )
+            text = PageText("The restart begins: {reason}.", reason=text_of_event(event, "reason"))
         elif event["type"] == "resume":
             is_lost, is_key = False, True
             step = int(event["step"])

@@ -204,7 +204,14 @@ def _measure(world: Communicator, mode: str) -> RankStage:
     parameters = memory_bytes(strategy) - gradients - optimizer
     world.barrier()
     spans = [
-        Span(world.rank, "compute", name, f"{mode} {name}", start_s, end_s)
+        Span(
+            world.rank,
+            "compute",
+            name,
+            PageText("{mode} {name}", mode=mode, name=name),
+            start_s,
+            end_s,
+        )
         for (name, start_s), (_, end_s) in itertools.pairwise(marks.times_s.items())
     ]
     declared = {kind: int(getattr(cost, kind)) for kind in KINDS}
