@@ -81,10 +81,12 @@ class AccumulationTopic(RankTopic):
         )
 
     def rank_frames(self) -> Iterator[RankFrame]:
-        counts = [f"{tokens} tokens" for tokens in self.tokens]
-        sums = [f"Σ loss {number_text(loss)}" for loss in self.losses]
-        means = [
-            f"mean {number_text(loss / tokens)} / {self.num_means}"
+        counts: list[str] = [PageText("{tokens} tokens", tokens=tokens) for tokens in self.tokens]
+        sums: list[str] = [
+            PageText("Σ loss {loss}", loss=number_text(loss)) for loss in self.losses
+        ]
+        means: list[str] = [
+            PageText("mean {mean} / {count}", mean=number_text(loss / tokens), count=self.num_means)
             for loss, tokens in zip(self.losses, self.tokens, strict=True)
         ]
         shares = [f"{number_text(loss)} / {self.total}" for loss in self.losses]

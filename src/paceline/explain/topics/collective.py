@@ -48,6 +48,7 @@ _ABOUT_BROADCAST = {
     ),
     "naive": "Rank 0 sends the tensor to each of the other ranks.",
 }
+_ONE_ELEMENT = "chunk {chunk} (element {first})"
 _START = "Start: rank r has 2^r in every element, so each value shows whose values it sums."
 
 
@@ -169,11 +170,11 @@ def _message(send: Send, segments: list[tuple[int, int]]) -> DrawnMessage:
         for place, (start, stop) in enumerate(segments)
         if send.start <= start and stop <= send.stop
     ]
-    span = f"{send.start}–{send.stop - 1}" if send.count > 1 else f"{send.start}"
+    label = "chunk {chunk} (elements {first}–{last})" if send.count > 1 else _ONE_ELEMENT
     return DrawnMessage(
         send.source,
         send.target,
-        PageText("chunk {chunk} (elements {span})", chunk=send.chunk, span=span),
+        PageText(label, chunk=send.chunk, first=send.start, last=send.stop - 1),
         send.count * _ELEMENT_BYTES,
         row=0,
         cells=(places[0], places[-1] + 1),

@@ -189,9 +189,11 @@ class DDPTopic(RankTopic):
             )
             share = filled_bytes / size_bytes
             if bucket < len(reduces) and reduces[bucket].end_s <= time_s:
-                cells.append(Cell(f"{bucket}: summed", tone="done"))
+                cells.append(Cell(PageText("{bucket}: summed", bucket=bucket), tone="done"))
             elif bucket < len(reduces) and reduces[bucket].start_s <= time_s:
-                cells.append(Cell(f"{bucket}: all-reduce", fill=share, tone="new"))
+                cells.append(
+                    Cell(PageText("{bucket}: all-reduce", bucket=bucket), fill=share, tone="new")
+                )
             else:
                 cells.append(Cell(f"{bucket}: {100 * share:.0f} %", fill=share))
         return tuple(cells)

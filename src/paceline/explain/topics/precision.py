@@ -118,7 +118,10 @@ class PrecisionTopic(RankTopic):
             (DrawnRow("weight", weights),),
         )
         gradients = tuple(
-            Cell(f"{name} {number_text(value)}", tone="wrong" if value == 0 else "")
+            Cell(
+                PageText("{name} {value}", name=name, value=number_text(value)),
+                tone="wrong" if value == 0 else "",
+            )
             for name, value in self.small_gradients.items()
         )
         yield RankFrame(
