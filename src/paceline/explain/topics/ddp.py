@@ -175,7 +175,12 @@ class DDPTopic(RankTopic):
 
     def _all_reduce(self, bucket: int) -> Collective:
         actors = tuple(range(self.world.size))
-        return Collective("all-reduce", actors, f"bucket {bucket}", self.sent_bytes[bucket])
+        return Collective(
+            "all-reduce",
+            actors,
+            PageText("bucket {number}", number=bucket),
+            self.sent_bytes[bucket],
+        )
 
     def _bucket_cells(self, rank: int, time_s: float) -> tuple[Cell, ...]:
         """Return the state of each bucket of a rank at a time."""
