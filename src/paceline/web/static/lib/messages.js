@@ -49,7 +49,7 @@ function translation({ code, values, reason }, text, part) {
   if (getLanguage() === "en") return text;
   const isKnown = templates !== null && Object.hasOwn(templates, code);
   const found = [isKnown ? (templates[code][part] ?? []) : []].flat();
-  const filled = { ...values, ...translatedValues(values) };
+  const filled = { ...values, ...translatedValues(values ?? {}) };
   if (reason?.code) filled.reason = translation(reason, filled.reason, "what");
   const template = found.find((each) => hasValues(each, filled));
   return template === undefined
