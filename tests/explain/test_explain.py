@@ -74,7 +74,12 @@ def test_command_prints_json_and_writes_a_page_and_a_picture(tmp_path: Path) -> 
     data = json.loads(
         text.split('<script type="application/json" id="data">')[1].split("</script>")[0]
     )
-    assert len(data["captions"]) == len(data["wide"]) == len(data["narrow"]) == 9
+    for of_language in (data["en"], data["zh"]):
+        assert {name: len(of_language[name]) for name in ("captions", "wide", "narrow")} == {
+            "captions": 9,
+            "wide": 9,
+            "narrow": 9,
+        }
     for label in ("Start", "Back", "Play", "Next", "Step", "Speed"):
         assert label in text
     assert ET.parse(picture).getroot().tag.endswith("svg")

@@ -11,6 +11,7 @@ from paceline.bench.scaling import PredictedRow, ScalingReport, ScalingRow
 from paceline.bench.scaling_fit import Scaling
 from paceline.bench.scaling_text import PARTS, fit_notes, interval_text, notes, shares_of
 from paceline.core import formatting
+from paceline.messages.pages import PageText
 from paceline.observe.report.axes import LogChart, ticks
 from paceline.observe.report.html import template
 
@@ -101,7 +102,7 @@ def _charts(report: ScalingReport) -> list[RankChart]:
             lambda share: f"{100 * share:.0f} %",
         ),
         RankChart(
-            f"Throughput relative to {formatting.ranks(first)}",
+            PageText("Throughput relative to {ranks:rank}", ranks=first),
             _lines(report, "speedup", lambda speedup: f"{speedup:.2f} ×"),
             {count: count / first for count in ranks},
             lambda speedup: f"{speedup:g}",
@@ -115,14 +116,12 @@ def _lines(report: ScalingReport, key: ScalingFigure, value_text: ValueText) -> 
     lines = []
     for kind in dict.fromkeys(row["scaling"] for row in report["rows"]):
         measured = [
-            _dot(row, key, value, row["oversubscribed"], f"{_ranks(row)}: {value_text(value)}")
+            _dot(row, key, value, row["oversubscribed"], "{scaling}, {ranks}: {value}", value_text)
             for row in report["rows"]
             if row["scaling"] == kind and (value := row[key]) is not None
         ]
         predicted = [
-            _dot(
-                row, key, row[key], True, f"{row['ranks']} ranks, predicted: {value_text(row[key])}"
-            )
+            _dot(row, key, row[key], True, "{scaling}, {ranks}, predicted: {value}", value_text)
             for row in _predictions(report)
             if row["scaling"] == kind
         ]
@@ -133,11 +132,17 @@ def _lines(report: ScalingReport, key: ScalingFigure, value_text: ValueText) -> 
 
 
 def _dot(
-    row: ScalingRow | PredictedRow, key: ScalingFigure, value: float, is_hollow: bool, text: str
+    row: ScalingRow | PredictedRow,
+    key: ScalingFigure,
+    value: float,
+    is_hollow: bool,
+    template: str,
+    value_text: ValueText,
 ) -> Dot:
+    text = PageText(template, scaling=row["scaling"], ranks=_ranks(row), value=value_text(value))
     limits = row["efficiency_interval"] if key == "efficiency" else None
     low, high = limits or (None, None)
-    return Dot(row["ranks"], value, f"{row['scaling']}, {text}", is_hollow, low, high)
+    return Dot(row["ranks"], value, text, is_hollow, low, high)
 
 
 def _predictions(report: ScalingReport) -> list[PredictedRow]:
@@ -159,11 +164,13 @@ def _bar(row: ScalingRow) -> Bar | None:
         if share is None:
             return None
         parts.append((name, color, share, formatting.percent(share)))
-    return Bar(f"{row['scaling']}, {_ranks(row)}", parts)
+    label = PageText("{scaling}, {ranks}", scaling=row["scaling"], ranks=_ranks(row))
+    return Bar(label, parts)
 
 
-def _ranks(row: ScalingRow) -> str:
-    return f"{formatting.ranks(row['ranks'])}{' *' if row['oversubscribed'] else ''}"
+def _ranks(row: ScalingRow | PredictedRow) -> str:
+    mark = " *" if row.get("oversubscribed") else ""
+    return PageText("{ranks:rank}{mark}", ranks=row["ranks"], mark=mark)
 
 
 def _cells(row: ScalingRow) -> list[str]:
@@ -185,7 +192,7 @@ def _cells(row: ScalingRow) -> list[str]:
 def _predicted_cells(row: PredictedRow) -> list[str]:
     return [
         row["scaling"],
-        formatting.ranks(row["ranks"]),
+        _ranks(row),
         formatting.short_duration(row["step_time_s"]),
         f"{row['speedup']:.2f}",
         formatting.percent(row["efficiency"]),

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline.bench.scaling import ScalingReport
 from paceline.core.formatting import UNKNOWN, counted
+from paceline.messages.pages import PageText
 
 #: Labels of the parts of a step, in the order of the result of :func:`shares_of`.
 PARTS = ("computation", "communication", "waiting", "rest")
@@ -26,23 +27,40 @@ def interval_text(limits: Sequence[float] | None) -> str:
     low, high = limits
     if high - low > _NOISY * (high + low) / 2:
         return "too noisy: more repeats"
-    return f"{100 * low:.0f} to {100 * high:.0f} %"
+    return PageText("{low} to {high} %", low=f"{100 * low:.0f}", high=f"{100 * high:.0f}")
 
 
 def notes(report: ScalingReport) -> list[str]:
     """Return what a reader has to know about the figures."""
     units, threads = report["units"], report["threads_per_rank"]
     if report["device"] == "cpu":
-        each = "" if threads is None else f", {counted(threads, 'thread')} per rank"
-        lines = [f"measured on {counted(units, 'CPU core')}{each}"]
+        each = "" if threads is None else PageText(", {threads:thread} per rank", threads=threads)
+        lines: list[str] = [
+            PageText(
+                "measured on {cores}{each}",
+                cores=counted(units, "CPU core"),
+                count=units,
+                each=each,
+            )
+        ]
     else:
         lines = [
-            f"measured on {units} × {report['device']}; the parts of a step are unknown, because"
-            " the host does not wait for the device"
+            PageText(
+                "measured on {count} × {device}; the parts of a step are unknown, because the host"
+                " does not wait for the device",
+                count=units,
+                device=report["device"],
+            )
         ]
     if any(row["oversubscribed"] for row in report["rows"]):
         kind = "cores" if report["device"] == "cpu" else "accelerators"
-        lines.append(f"* oversubscribed: more ranks than the {units} {kind}; left out of the fit")
+        lines.append(
+            PageText(
+                "* oversubscribed: more ranks than the {count} {kind}; left out of the fit",
+                count=units,
+                kind=kind,
+            )
+        )
     return lines
 
 
@@ -51,10 +69,13 @@ def fit_notes(report: ScalingReport) -> list[str]:
     fit = report["fit"]
     if fit is None:
         return ["no prediction: it needs two numbers of ranks that are not oversubscribed"]
-    lines = [
+    lines: list[str] = [
         "predicted, not measured: it assumes that further ranks are as fast, and their links as"
         " good, as those measured"
     ]
     if fit["residual"] is not None:
-        lines.append(f"the model differs from the measurements by {100 * fit['residual']:.1f} %")
+        residual = f"{100 * fit['residual']:.1f}"
+        lines.append(
+            PageText("the model differs from the measurements by {percent} %", percent=residual)
+        )
     return lines

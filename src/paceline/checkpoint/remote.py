@@ -34,6 +34,7 @@ from paceline.checkpoint.format import (
     step_of,
 )
 from paceline.checkpoint.integrity import read_manifest, verify
+from paceline.checkpoint.store import not_pruned_text
 from paceline.checkpoint.urls import check_url, is_url
 from paceline.checkpoint.writer import remove
 from paceline.core.errors import ConfigError, SaveError, first_line
@@ -281,7 +282,7 @@ class CheckpointStore:
         try:
             self.prune(keep, superseded, best_steps)
         except Exception as error:
-            return [f"could not remove older checkpoints in {self.url}: {first_line(error)}"]
+            return [not_pruned_text(self.url, first_line(error))]
         return []
 
     def prune(

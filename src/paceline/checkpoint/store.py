@@ -32,6 +32,7 @@ from paceline.checkpoint.writer import (
 )
 from paceline.core.errors import ConfigError
 from paceline.core.files import fsync_path
+from paceline.core.texts import UserText
 
 if TYPE_CHECKING:
     import torch
@@ -99,14 +100,30 @@ def prune_after(
     try:
         removed = prune(folder, keep, superseded, best_steps)
     except OSError as error:
-        return [f"could not remove older checkpoints in {folder}: {reason_of(error)}"]
+        return [not_pruned_text(folder, reason_of(error))]
     names = [path.name for path in removed if step_of(path.name) in superseded]
     if not names:
         return []
     return [
-        f"removed {', '.join(names)} from {folder}: an earlier attempt of this run wrote them after"
-        f" the step from which this one resumed; {name_of(step)} is the latest checkpoint now"
+        UserText(
+            "removed {names} from {folder}: an earlier attempt of this run wrote them after the"
+            " step from which this one resumed; {latest} is the latest checkpoint now",
+            code="checkpoints-of-attempt-removed",
+            names=", ".join(names),
+            folder=folder,
+            latest=name_of(step),
+        )
     ]
+
+
+def not_pruned_text(place: object, reason: str) -> UserText:
+    """Return the warning that older checkpoints remain."""
+    return UserText(
+        "could not remove older checkpoints in {place}: {reason}",
+        code="checkpoints-not-removed",
+        place=place,
+        reason=reason,
+    )
 
 
 def committed(folder: Path) -> list[Path]:

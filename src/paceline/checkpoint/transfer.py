@@ -34,6 +34,7 @@ from paceline.checkpoint.writer import (
 from paceline.core.errors import ConfigError, ErrorRecord, PacelineError, RunError
 from paceline.core.files import human_bytes
 from paceline.core.log import ON_EVERY_RANK
+from paceline.core.texts import UserText
 from paceline.distributed.side_group import CHUNK_BYTES, SideGroup, TransferError
 from paceline.distributed.timing.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
@@ -377,19 +378,30 @@ def transfer_text(sizes: Sequence[int], bytes_per_s: float | None) -> tuple[str,
             unknown.
     """
     size_bytes = sum(sizes)
-    text = "the hosts do not share the run's folder: the host of rank 0 writes the checkpoints"
     if not size_bytes:
-        return "info", f"{text}, and its ranks own the entire state"
-    text += f"; each save sends about {human_bytes(size_bytes)} to it"
-    if not bytes_per_s:
-        return "info", text
-    wall_s = size_bytes / bytes_per_s
-    text += f", which takes about {wall_s:.1f} s at {human_bytes(bytes_per_s)}/s (measured)"
-    if wall_s < _LONG_SAVE_S:
-        return "info", text
-    text += (
-        ". To save less often, raise `save_steps`. To send less, shard within a host"
-        " (`parallel.shard`: the number of its devices; `parallel.data`: the number of hosts) or"
-        " use `mode: ddp`. To send nothing, use an `output_dir` that all hosts share"
+        return "info", UserText(
+            "the hosts do not share the run's folder: the host of rank 0 writes the checkpoints,"
+            " and its ranks own the entire state",
+            code="folder-not-shared",
+        )
+    wall_s = size_bytes / bytes_per_s if bytes_per_s else 0.0
+    is_long = wall_s >= _LONG_SAVE_S
+    return "warning" if is_long else "info", UserText(
+        "the hosts do not share the run's folder: the host of rank 0 writes the checkpoints; each"
+        " save sends about {size} to it{time}{advice}",
+        code="slow-saves-over-network" if is_long else "saves-over-network",
+        size=human_bytes(size_bytes),
+        time=f", which takes about {wall_s:.1f} s at {human_bytes(bytes_per_s)}/s (measured)"
+        if bytes_per_s
+        else "",
+        seconds=f"{wall_s:.1f}" if bytes_per_s else "",
+        rate=f"{human_bytes(bytes_per_s)}/s" if bytes_per_s else "",
+        advice=_SEND_LESS if is_long else "",
     )
-    return "warning", text
+
+
+_SEND_LESS = (
+    ". To save less often, raise `save_steps`. To send less, shard within a host"
+    " (`parallel.shard`: the number of its devices; `parallel.data`: the number of hosts) or"
+    " use `mode: ddp`. To send nothing, use an `output_dir` that all hosts share"
+)

@@ -11,6 +11,7 @@ from paceline.commands.options import (
     print_notices,
 )
 from paceline.core.errors import EXIT_DONE
+from paceline.core.texts import notice_record, with_translations
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -27,5 +28,7 @@ def run(args: Namespace) -> int:
     settings = {} if args.rows is None else {"rows": args.rows}
     result = preview(loaded.config, **settings)
     print_notices([*loaded.notices, *result["notices"]])
-    print(json.dumps(result, ensure_ascii=False) if args.json else as_text(result))
+    notices = [notice_record(level, text) for level, text in result["notices"]]
+    record = with_translations({**result, "notices": notices})
+    print(json.dumps(record, ensure_ascii=False) if args.json else as_text(result))
     return EXIT_DONE

@@ -14,6 +14,7 @@ from pathlib import Path
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.config.yaml_read import Document
+from paceline.core.texts import UserText
 
 SIZE = "train_args.per_device_train_batch_size"
 ACCUMULATION = "train_args.gradient_accumulation_steps"
@@ -81,7 +82,12 @@ def changed_settings(config: Config, settings: ChosenSettings) -> dict[str, Chos
 def open_text(keys: list[str]) -> str:
     """Return the notice about settings of a ``config.yaml`` that stay open."""
     names = ", ".join(f"`{key}`" for key in keys)
-    return f"{names}: chosen by Paceline for an earlier run, so they stay open ({_FILE})"
+    return UserText(
+        "{names}: chosen by Paceline for an earlier run, so they stay open ({file})",
+        code="chosen-keys-open",
+        names=names,
+        file=_FILE,
+    )
 
 
 def without_chosen(document: Document, config_file: Path) -> tuple[Document, list[str]]:

@@ -29,6 +29,7 @@ from paceline.config.yaml_read import (
     parse_yaml,
     read_config_file,
 )
+from paceline.core.texts import UserText
 
 
 @dataclass(frozen=True)
@@ -141,23 +142,44 @@ def _summary(settings: Settings, config: Config, extensions: list[str]) -> list[
     texts = []
     args = config.train_args
     if extensions:
-        texts.append(f"not read, as keys with anchors: {quoted_names(extensions)}")
+        texts.append(
+            UserText(
+                "not read, as keys with anchors: {names}",
+                code="anchor-keys-not-read",
+                names=quoted_names(extensions),
+            )
+        )
     if args.save_total_limit == 1 and (args.save_best or args.load_best_model_at_end):
         best = "save_best" if args.save_best else "load_best_model_at_end"
         texts.append(
-            f"`save_total_limit: 1` keeps the latest checkpoint and `{best}: true` the best one, so"
-            " there may be two"
+            UserText(
+                "`save_total_limit: 1` keeps the latest checkpoint and `{best}: true` the best one,"
+                " so there may be two",
+                code="latest-and-best-checkpoint",
+                best=best,
+            )
         )
     moved = [entry.key for entry in settings.moved if settings.is_foreign or entry.section]
     if moved:
-        texts.append(f"read as keys of train_args or of the top level: {quoted_names(moved)}")
+        texts.append(
+            UserText(
+                "read as keys of train_args or of the top level: {names}",
+                code="keys-moved",
+                names=quoted_names(moved),
+            )
+        )
     if settings.empty:
         empty = quoted_names(entry.key for entry in settings.empty)
-        texts.append(f"keys without a value are ignored: {empty}")
+        texts.append(
+            UserText("keys without a value are ignored: {names}", code="keys-empty", names=empty)
+        )
     if settings.is_foreign:
         texts.append(
-            "keys that the config does not set have Paceline's defaults, not those of the tool it"
-            " was written for"
+            UserText(
+                "keys that the config does not set have Paceline's defaults, not those of the tool"
+                " it was written for",
+                code="defaults-of-paceline",
+            )
         )
     return [("info", text) for text in texts]
 

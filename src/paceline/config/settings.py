@@ -68,6 +68,16 @@ class Assignment:
     weak: bool = False
 
 
+def overridden_text(subject: str, winner: ConfigEntry) -> UserText:
+    """Return the notice that a key has no effect, because another one sets the same."""
+    return UserText(
+        "{subject} is overridden by {winner}",
+        code="key-overridden",
+        subject=subject,
+        winner=winner.shown(),
+    )
+
+
 class Settings:
     """Collects values of native keys; ``winners`` then holds the value of each."""
 
@@ -168,7 +178,7 @@ class Settings:
             if not winner.entry.layer == OVERRIDE > excluded.entry.layer:
                 continue
             if not self.is_reported(excluded.entry):
-                self._inform(f"{excluded.entry.located()} is overridden by {winner.entry.shown()}")
+                self._inform(overridden_text(excluded.entry.located(), winner.entry))
             self.set_winner(other, RESET, winner)
         self._warmup()
         self._lora()
@@ -183,7 +193,15 @@ class Settings:
         steps = self.winners.get("train_args.warmup_steps")
         ratio = self.value_of("train_args.warmup_ratio")
         if steps is not None and steps.value == 0 and steps.value is not False and ratio:
-            self._inform(f"`warmup_steps: 0` is overridden by `warmup_ratio: {short(ratio)}`")
+            shown = f"`warmup_ratio: {short(ratio)}`"
+            self._inform(
+                UserText(
+                    "{subject} is overridden by {winner}",
+                    code="key-overridden",
+                    subject="`warmup_steps: 0`",
+                    winner=shown,
+                )
+            )
             self.set_winner("train_args.warmup_steps", RESET, steps)
 
     def _lora(self) -> None:
@@ -199,8 +217,12 @@ class Settings:
         if self.enables_lora(entry):
             self.set_winner("lora.enable", True, settings[0])
             self._inform(
-                f"{entry.shown()} is set without a method: `lora.enable: true`, as in the tool that"
-                " the config was written for"
+                UserText(
+                    "{shown} is set without a method: `lora.enable: true`, as in the tool that"
+                    " the config was written for",
+                    code="lora-enabled-by-key",
+                    shown=entry.shown(),
+                )
             )
         else:
             text = UserText(

@@ -8,7 +8,8 @@ another language, which it finds by the code. See :mod:`paceline.messages`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import Any, TypedDict
 
 from paceline.core.formatting import counted
@@ -35,11 +36,18 @@ def fill(template: str, values: Values) -> str:
 
 
 def plain_values(**values: object) -> dict[str, str | int | float | bool | None]:
-    """Return the values as JSON can hold them: paths and other objects become text."""
-    return {
-        name: value if isinstance(value, str | int | float | bool | None) else str(value)
-        for name, value in values.items()
-    }
+    """Return the values as JSON can hold them: paths and other objects become text.
+
+    The code and the values of a text within a text are added under its name, as ``reason.code`` and
+    ``reason.limit``, so that it is translated too.
+    """
+    plain: dict[str, str | int | float | bool | None] = {}
+    for name, value in values.items():
+        plain[name] = value if isinstance(value, int | float | bool | None) else str(value)
+        if isinstance(value, UserText):
+            plain[f"{name}.code"] = value.code
+            plain |= {f"{name}.{key}": each for key, each in value.values.items()}
+    return plain
 
 
 class UserText(str):
@@ -69,6 +77,16 @@ class UserText(str):
         return UserText.of, (str(self), self.code, self.values)
 
 
+def join_texts(texts: Iterable[UserText]) -> str:
+    """Return texts as one, separated by semicolons; empty if there are none."""
+    listed = list(texts)
+    return reduce(_join_two, listed) if listed else ""
+
+
+def _join_two(first: UserText, rest: UserText) -> UserText:
+    return UserText("{first}; {rest}", code="two-texts", first=first, rest=rest)
+
+
 class TextCode(TypedDict, total=False):
     """What a translation of a text needs; empty for a text without a code."""
 
@@ -79,6 +97,18 @@ class TextCode(TypedDict, total=False):
 def translatable(text: str) -> TextCode:
     """Return the fields ``code`` and ``values`` of a text, for a record; none of a plain string."""
     return {"code": text.code, "values": text.values} if isinstance(text, UserText) else {}
+
+
+class NoticeRecord(TextCode):
+    """A notice as JSON."""
+
+    level: str
+    text: str
+
+
+def notice_record(level: str, text: str) -> NoticeRecord:
+    """Return a notice for JSON, with its code and its values if it has them."""
+    return {"level": level, "text": text, **translatable(text)}
 
 
 def with_translations(report: Any) -> Any:

@@ -289,12 +289,19 @@ def with_precision(
     """
     args = config.train_args
     if args.precision != "auto":
-        return config, f"precision: {args.precision}"
+        return config, UserText(
+            "precision: {precision}", code="precision-set", precision=args.precision
+        )
     precision, reason = resolve(device_type, names)
     update = {"train_args": args.with_derived({"precision": precision})}
     return (
         config.model_copy(update=update),
-        f"precision: {precision}, chosen by `precision: auto`: {reason}",
+        UserText(
+            "precision: {precision}, chosen by `precision: auto`: {reason}",
+            code="precision-chosen",
+            precision=precision,
+            reason=reason,
+        ),
     )
 
 
@@ -320,28 +327,39 @@ def with_supported_tf32(
     shown = with_capability(device_type, capability)
     return (
         config.model_copy(update={"train_args": args.model_copy(update={"tf32": None})}),
-        f"`train_args.tf32: true` has no effect on {shown}, which has no TensorFloat-32: products"
-        " are computed in float32",
+        UserText(
+            "`train_args.tf32: true` has no effect on {shown}, which has no TensorFloat-32:"
+            " products are computed in float32",
+            code="tf32-without-effect",
+            shown=shown,
+        ),
     )
 
 
 def resolve(device_type: str, names: Sequence[str] = ()) -> tuple[str, str]:
     """Return the precision that ``auto`` selects on devices of this machine, and the reason."""
     if device_type == "cpu":
-        return "32", "float32 on a CPU"
+        return "32", UserText("float32 on a CPU", code="float32-on-cpu")
     indices = range(max(1, len(names)))
     shown = ", ".join(dict.fromkeys(names)) or device_type
     supported = [_supports_bf16(device_type, index) for index in indices]
     if all(supported):
-        return "bf16-mixed", f"bfloat16 is supported by {shown}"
+        text = UserText("bfloat16 is supported by {devices}", code="has-bfloat16", devices=shown)
+        return "bf16-mixed", text
     if any(is_supported is None for is_supported in supported) or device_type == "mps":
-        return "32", f"whether {shown} supports bfloat16 is not known"
+        return "32", UserText(
+            "whether {devices} supports bfloat16 is not known",
+            code="bfloat16-not-known",
+            devices=shown,
+        )
     lacking = (
         ", ".join(dict.fromkeys(names[index] for index in indices if not supported[index]))
         if names
         else shown
     )
-    return "fp16-mixed", f"bfloat16 is not supported by {lacking}"
+    return "fp16-mixed", UserText(
+        "bfloat16 is not supported by {devices}", code="no-bfloat16", devices=lacking
+    )
 
 
 def _supports_bf16(device_type: str, index: int) -> bool | None:

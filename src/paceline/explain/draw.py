@@ -1,6 +1,7 @@
 """Draw the frames of a recording, and its timeline, as SVG. The page, the player of the browser UI
 and static pictures show the same drawings."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -17,6 +18,7 @@ from paceline.explain.record import (
     Recording,
     stack_lanes,
 )
+from paceline.messages.pages import PageText
 
 WIDE, NARROW = 900, 340
 _ROW, _GAP, _HEADER = 28, 4, 20
@@ -45,10 +47,11 @@ class Drawing:
 
     Args:
         width: width of the place for the drawing. It becomes wider if a row has too many cells.
+        say: function that returns a text in the language of the drawing.
     """
 
-    def __init__(self, recording: Recording, width: int) -> None:
-        self.recording = recording
+    def __init__(self, recording: Recording, width: int, say: Callable[[str], str] = str) -> None:
+        self.recording, self.say = recording, say
         frames, actors = recording.frames, recording.actors
         is_narrow = width < 600
         self.columns = min(recording.columns, 2) if is_narrow else recording.columns
@@ -59,7 +62,7 @@ class Drawing:
         drawn = [row for frame in frames for rows in frame.rows for row in rows]
         self.labels = list(dict.fromkeys(row.label for row in drawn))
         names = self.labels if self.has_header else list(actors)
-        longest = max(map(len, names), default=0)
+        longest = max((text_length(say(name)) for name in names), default=0.0)
         self.label_width = min(110.0 if is_narrow else 190.0, longest * _CHAR + 12)
         has_gutter = self.columns == 1 and any(
             frame.collectives or any(message.row is None for message in frame.messages)
@@ -101,7 +104,7 @@ class Drawing:
             f' width="{self.width}" height="{self.height:.0f}" class="drawing" role="img"'
             # It shrinks a little to fit, then scrolls.
             f' style="min-width:{_MIN_SCALE * self.width:.0f}px;max-width:{self.width}px"'
-            f' aria-label="{escape(self.recording.frames[number].caption)}">{body}</svg>'
+            f' aria-label="{escape(self.say(self.recording.frames[number].caption))}">{body}</svg>'
         )
 
     def frame_body(self, number: int, with_timeline: bool = True) -> str:
@@ -124,12 +127,12 @@ class Drawing:
 
     def _actor(self, actor: int, rows: tuple[DrawnRow, ...]) -> str:
         box, parts = self.boxes[actor], []
-        name = self.recording.actors[actor]
+        name = self.say(self.recording.actors[actor])
         if self.has_header:
             parts.append(_text(name, box.x, box.y + 11, "strong", box.width))
         for place, row in enumerate(rows):
             y = self._row_y(box, place)
-            label = row.label if self.has_header else name
+            label = self.say(row.label) if self.has_header else name
             parts.append(_text(label, box.x, y + _ROW / 2, "left", self.label_width))
             inner = _Box(box.x + self.label_width, y, box.width - self.label_width - 4, _ROW)
             parts.append(
@@ -155,7 +158,7 @@ class Drawing:
             parts.append(_rect(box.x, box.y, width * min(1.0, cell.fill), box.height, "fill"))
         if cell.tone in ("new", "wrong"):
             parts.append(_rect(box.x, box.y, width, box.height, f"edge {cell.tone}"))
-        parts.append(_text(cell.text, box.x + width / 2, box.middle, "mid", width))
+        parts.append(_text(self.say(cell.text), box.x + width / 2, box.middle, "mid", width))
         return "".join(parts)
 
     def _bar(self, row: DrawnRow, box: _Box) -> str:
@@ -205,7 +208,7 @@ class Drawing:
             f'<path class="tip" d="M{middle - 4:.1f} {y1:.1f}h8l-4 {tip}z"/>'
             f'<g class="chip" style="--dy:{end - start:.1f}px">'
             f"{_rect(x, start + 3, width, _ROW - 6, 'moving')}"
-            f"{_text(message.label, x + width / 2, start + _ROW / 2, 'mid', width)}</g>"
+            f"{_text(self.say(message.label), x + width / 2, start + _ROW / 2, 'mid', width)}</g>"
         )
 
     def _num_cells(self, message: DrawnMessage) -> int:
@@ -225,14 +228,17 @@ class Drawing:
     def _labels(self, frame: Frame) -> list[list[str]]:
         """Return the lines of the labels in the gutter."""
         messages = [message for message in frame.messages if message.row is None]
-        labels = [
-            (f"{message.source}→{message.target} " if len(messages) > 1 else "")
-            + _message_label(message)
+        labels: list[str] = [
+            PageText(
+                "{ends}{label}",
+                ends=f"{message.source}→{message.target} " if len(messages) > 1 else "",
+                label=_message_label(message),
+            )
             for message in messages
         ]
         labels += map(_collective_label, frame.collectives)
         room = max(8, int((self.gutter - 48) / _SMALL_CHAR))
-        return [wrap(label, room, break_long_words=False) for label in labels]
+        return [wrap(self.say(label), room, break_long_words=False) for label in labels]
 
     def _gutter(self, frame: Frame) -> str:
         """Draw lines between actors at the right of the picture, and their labels."""
@@ -271,7 +277,7 @@ class Drawing:
         line = f'<path class="arrow thick" d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}"/>'
         ends = [(x1, y1)] if arrow else [(x0, y0), (x1, y1)]
         line += "".join(f'<circle class="tip" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in ends)
-        return line + f"<title>{escape(label)}</title>" if label else line
+        return line + f"<title>{escape(self.say(label))}</title>" if label else line
 
     # -- timeline
     def _timeline_height(self) -> float:
@@ -286,8 +292,9 @@ class Drawing:
 
     def timeline(self, until_s: float) -> str:
         """Return the spans up to ``until_s``, with a cursor there."""
-        names = [f"{self.recording.actors[actor]} {lane}" for actor, lane, _ in self.lanes]
-        left = min(self.width * 0.36, max(map(len, names)) * 6.2 + 8)
+        actors = [self.say(actor) for actor in self.recording.actors]
+        names = [f"{actors[actor]} {self.say(lane)}" for actor, lane, _ in self.lanes]
+        left = min(self.width * 0.36, max(map(text_length, names)) * 6.2 + 8)
         room, end_s = self.width - left - 8, self.recording.end_s or 1.0
         parts, y = [], 4.0
         for name, (_, _, rows) in zip(names, self.lanes, strict=True):
@@ -299,12 +306,13 @@ class Drawing:
                     x = left + room * span.start_s / end_s
                     width = max(1.2, room * (min(span.end_s, until_s) - span.start_s) / end_s)
                     color = f"c{self.kinds.index(span.kind) % _COLORS}"
-                    duration = f"{span.label}: {_time_text(span.end_s - span.start_s)}"
+                    label = self.say(span.label)
+                    duration = f"{label}: {_time_text(span.end_s - span.start_s)}"
                     parts.append(
                         f"<g><title>{escape(duration)}</title>{_rect(x, y, width, 18, color)}"
                     )
-                    if width > 6.4 * len(span.label) + 4:
-                        parts.append(_text(span.label, x + width / 2, y + 9.5, "mid onbar", width))
+                    if width > 6.4 * text_length(label) + 4:
+                        parts.append(_text(label, x + width / 2, y + 9.5, "mid onbar", width))
                     parts.append("</g>")
                 y += 22
             parts.append(f'<path class="axis" d="M0 {y - 2:.1f}H{self.width}"/>')
@@ -320,7 +328,7 @@ class Drawing:
             x = 130 * (number % per_row)
             top = y + 22 + 20 * (number // per_row)
             parts.append(_rect(x, top, 12, 12, f"c{number % _COLORS}"))
-            parts.append(_text(kind, x + 17, top + 6.5, "left small", 110))
+            parts.append(_text(self.say(kind), x + 17, top + 6.5, "left small", 110))
         return "".join(parts)
 
 
@@ -329,12 +337,16 @@ def _time_text(seconds: float) -> str:
 
 
 def _message_label(message: DrawnMessage) -> str:
-    return f"{message.label}, {human_bytes(message.size_bytes)}"
+    return PageText("{label}, {size}", label=message.label, size=human_bytes(message.size_bytes))
 
 
 def _collective_label(collective: Collective) -> str:
-    label = f"{collective.kind} {collective.label}".strip()
-    return f"{label}, {human_bytes(collective.sent_bytes)} each" if collective.sent_bytes else label
+    label: str = collective.kind
+    if collective.label:
+        label = PageText("{kind} {label}", kind=collective.kind, label=collective.label)
+    if not collective.sent_bytes:
+        return label
+    return PageText("{label}, {size} each", label=label, size=human_bytes(collective.sent_bytes))
 
 
 def _connection(left: float, x: float, heights: list[float], is_arrow: bool) -> str:
@@ -382,15 +394,21 @@ def _rect(x: float, y: float, width: float, height: float, style: str) -> str:
     )
 
 
+def text_length(text: str) -> float:
+    """Return the width of a text in Latin characters; Chinese ones are wider."""
+    return sum(1.8 if ord(char) > 0x2E7F else 1.0 for char in text)
+
+
 def _text(text: str, x: float, y: float, style: str, width: float) -> str:
     """Return text that is shortened to ``width``; its full form is then in a tooltip."""
     char = _SMALL_CHAR if "small" in style else _CHAR
-    if len(text) * char > width and len(text) * _TINY_CHAR <= width:
+    length = text_length(text)
+    if length * char > width and length * _TINY_CHAR <= width:
         char, style = _TINY_CHAR, f"{style} tiny"
     room = max(1, int(width / char))
-    if len(text) <= room:
+    if length <= room:
         return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
-    short = text[: max(1, room - 1)] + "…"
+    short = text[: max(1, int(room * len(text) / length) - 1)] + "…"
     return (
         f'<text class="{style}" x="{x:.1f}" y="{y:.1f}"><title>{escape(text)}</title>'
         f"{escape(short)}</text>"

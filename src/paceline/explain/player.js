@@ -1,6 +1,8 @@
 "use strict";
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
+  const chinese = document.documentElement.lang === "zh-CN";
+  const data = JSON.parse(document.getElementById("data").textContent)[chinese ? "zh" : "en"];
+  const words = chinese ? { of: "/", play: "▶ 播放", pause: "‖ 暂停" } : { of: "of", play: "▶ Play", pause: "‖ Pause" };
   const $ = (id) => document.getElementById(id);
   const stage = $("stage"), last = data.captions.length - 1;
   const calm = matchMedia("(prefers-reduced-motion: reduce)"), narrow = matchMedia("(max-width: 640px)");
@@ -14,8 +16,8 @@
     stage.style.setProperty("--move", `${900 / speed()}ms`);
     $("caption").textContent = data.captions[now];
     $("seek").value = now;
-    $("place").textContent = `${now} of ${last}`;
-    $("play").textContent = playing ? "‖ Pause" : "▶ Play";
+    $("place").textContent = `${now} ${words.of} ${last}`;
+    $("play").textContent = playing ? words.pause : words.play;
     $("first").disabled = $("back").disabled = now === 0;
     $("next").disabled = now === last;
     if (location.protocol !== "about:") history.replaceState(null, "", `#step=${now}`);

@@ -23,6 +23,7 @@ from paceline.explain.record import (
     Span,
     check_traffic,
 )
+from paceline.messages.pages import PageText
 
 T = TypeVar("T")
 
@@ -66,7 +67,9 @@ class RankTopic(ABC):
     def __init__(self, world: Communicator, options: ExplainOptions) -> None:
         self.world = world
         self.options = options
-        self.actors = [f"rank {rank}" for rank in range(options.ranks)]
+        self.actors: list[str] = [
+            PageText("rank {rank}", rank=rank) for rank in range(options.ranks)
+        ]
         self.spans: list[Span] = []
         self.figures: dict[str, object] = {"ranks": options.ranks}
         if options.algorithm:

@@ -25,7 +25,7 @@ _OTHER = "…"
 
 
 #: Modules of ``config`` whose texts are notices. The texts of the others are problems of a config.
-_WITH_NOTICES = ("settings.py", "load.py")
+_WITH_NOTICES = ("settings.py", "load.py", "chosen.py", "notices.py")
 
 
 _NAMES_CODE = re.compile(r"\bcode=|raise \w+\(")

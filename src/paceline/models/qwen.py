@@ -29,6 +29,7 @@ from pydantic import JsonValue
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir, human_bytes
+from paceline.core.texts import UserText
 from paceline.models.json_config import JsonObject, first_number, read_object
 
 if TYPE_CHECKING:
@@ -188,7 +189,13 @@ def module_notice(config: Config) -> str:
     names = [targets] if isinstance(targets, str) else targets
     replaced = [name for name in (*names, *config.lora.modules_to_save) if name in _MODULES]
     pairs = "; ".join(f"{name} is {', '.join(_MODULES[name])}" for name in dict.fromkeys(replaced))
-    return f"lora: modules of the original Qwen model, in the Qwen2 form: {pairs}" if pairs else ""
+    if not pairs:
+        return ""
+    return UserText(
+        "lora: modules of the original Qwen model, in the Qwen2 form: {pairs}",
+        code="modules-of-first-generation-qwen",
+        pairs=pairs,
+    )
 
 
 def _translated(names: Iterable[str]) -> list[str]:

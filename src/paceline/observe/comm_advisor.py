@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from paceline.core import formatting
 from paceline.core.log import log_notices
+from paceline.core.texts import UserText
 from paceline.distributed.link import Link, measure_link
 from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import StepMetrics
@@ -257,20 +258,28 @@ class CommAdvisor:
         plain_s = sum(link.all_reduce_s(size) for size in profile.bucket_bytes)
         method_s = self.sends_s(self.method_link)
         mean = " on average" if profile.period > 1 else ""
-        text = (
-            f"link: {rates(link)} ({formatting.ranks(link.num_ranks)}, measured in"
-            f" {_short(link.wall_s)} with {formatting.size(link.sent_bytes)} per rank, not counted"
-            " as traffic of a step); plain ddp would all-reduce"
-            f" {formatting.size(sum(profile.bucket_bytes))} per step = {_short(plain_s)};"
-            f" {profile.method} sends {formatting.size(profile.sent_bytes)}{mean} ="
-            f" {_short(method_s)}"
-        )
-        if method_s >= plain_s:
-            return "warning", f"{text}: does not pay on this link. Fix: {profile.opt_out}"
         saved = f"saves at most {_short(plain_s - method_s)}"
-        return (
-            "info",
-            f"{text}: {saved}, less what {profile.method} computes and what backward would hide",
+        pays = method_s < plain_s
+        return "info" if pays else "warning", UserText(
+            "link: {rates} ({connected}, measured in {wall} with {measured} per rank, not counted"
+            " as traffic of a step); plain ddp would all-reduce {plain} per step = {plain_time};"
+            " {method} sends {sent}{mean} = {method_time}: {conclusion}",
+            code="link-saves-time" if pays else "link-saves-no-time",
+            rates=rates(link),
+            connected=formatting.ranks(link.num_ranks),
+            wall=_short(link.wall_s),
+            measured=formatting.size(link.sent_bytes),
+            plain=formatting.size(sum(profile.bucket_bytes)),
+            plain_time=_short(plain_s),
+            method=profile.method,
+            sent=formatting.size(profile.sent_bytes),
+            mean=mean,
+            method_time=_short(method_s),
+            conclusion=f"{saved}, less what {profile.method} computes and what backward would hide"
+            if pays
+            else f"does not pay on this link. Fix: {profile.opt_out}",
+            saved=_short(abs(plain_s - method_s)),
+            opt_out=profile.opt_out,
         )
 
     # -- step by step
@@ -294,7 +303,18 @@ class CommAdvisor:
             return None
         verdict = self._verdict(measured)
         level = "warning" if verdict.pays is False else "info"
-        return level, f"step {step}: {self.sentence(verdict)}"
+        return level, UserText(
+            "step {step}: {verdict}",
+            code="communication-pays"
+            if verdict.pays
+            else "communication-may-pay"
+            if verdict.pays is None
+            else "communication-does-not-pay",
+            step=step,
+            verdict=self.sentence(verdict),
+            method=self.profile.method,
+            why=verdict.why,
+        )
 
     def measured(self) -> StepTimings | None:
         """Return the mean timings over all ranks, or None if there were too few steps."""

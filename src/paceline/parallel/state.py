@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
+from paceline.core.texts import UserText
 from paceline.models.adapters.quantize import scale_tensors
 
 #: Prefix of the state of gradient compression in a checkpoint.
@@ -186,10 +187,15 @@ def dropped_state_notices(source: StateReader) -> list[tuple[str, str]]:
     ]
     if not names:
         return []
-    text = (
+    has_moments = any(name.rpartition("/")[2] in (SECOND_MOMENT, MOMENTUM) for name in names)
+    text = UserText(
         "the gradient compression state of the checkpoint is dropped: it is from a different number"
-        " of ranks or another method"
+        " of ranks or another method{moments}",
+        code="compression-state-and-moments-dropped"
+        if has_moments
+        else "compression-state-dropped",
+        moments="; the optimizer's moments, which were local to each rank, start from zero"
+        if has_moments
+        else "",
     )
-    if any(name.rpartition("/")[2] in (SECOND_MOMENT, MOMENTUM) for name in names):
-        text += "; the optimizer's moments, which were local to each rank, start from zero"
     return [("warning", text)]

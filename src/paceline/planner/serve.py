@@ -29,7 +29,7 @@ from paceline.core.user_code import hide_packages, show_packages
 from paceline.models.files import fit_to_model
 from paceline.models.kernels.attention_choice import installed_packages
 from paceline.planner.api import PlanReport, make_plan
-from paceline.planner.hardware import remember_cpu_rates
+from paceline.planner.machine.hardware import remember_cpu_rates
 from paceline.planner.model_profile import ModelProfile, remember_profiles
 
 _CHUNK_BYTES = 1 << 16

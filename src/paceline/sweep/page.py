@@ -12,6 +12,7 @@ from rich.text import Text
 from paceline.core import formatting
 from paceline.core.event_log import effective_events, read_events
 from paceline.core.files import write_atomic
+from paceline.messages.pages import PageText
 from paceline.observe.report.charts import DrawnPlot, Plot, Series, draw, smooth
 from paceline.observe.report.html import template
 from paceline.observe.report.parameters import Trial, place_trials
@@ -62,7 +63,11 @@ def write_page(state: SweepState, runs: Sequence[SweepRun], metric: Metric) -> N
     }
     page = {
         "name": state.folder.resolve().name,
-        "counts": ", ".join(f"{count} {status}" for status, count in counts.items() if count),
+        "counts": [
+            PageText(f"{{count}} {status}", count=count)
+            for status, count in counts.items()
+            if count
+        ],
         "metric": metric.name,
         "direction": "the highest first" if metric.maximize else "the lowest first",
         "best": _best(done[0], metric) if done else None,
@@ -92,7 +97,12 @@ def write_page(state: SweepState, runs: Sequence[SweepRun], metric: Metric) -> N
 
 
 def _best(run: SweepRun, metric: Metric) -> str:
-    return f"{metric.name} {formatting.loss(run['metric'])} with {', '.join(_short(run))}"
+    return PageText(
+        "{metric} {value} with {settings}",
+        metric=metric.name,
+        value=formatting.loss(run["metric"]),
+        settings=", ".join(_short(run)),
+    )
 
 
 def _keys(runs: Sequence[SweepRun]) -> list[str]:

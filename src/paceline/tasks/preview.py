@@ -16,6 +16,7 @@ import torch
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.data.encoding.chunks import make_setup
 from paceline.data.encoding.prepare import text_kind
 from paceline.data.images import ImageDataset
@@ -158,11 +159,16 @@ def _rows(source: ResolvedSource, rows: int, kind: SampleKind) -> list[PreviewRo
         try:
             encoded = kind.encode([kind.read(raw_row, place)])[0]
         except MalformedRow as reason:
-            encoded = str(reason)
+            encoded = UserText("{reason}", code="row-malformed", reason=reason)
         tally = kind.tally.take()
         if isinstance(encoded, str):
             if "template" in encoded and tally.refusals:
-                encoded += f": {next(iter(tally.refusals))}"
+                encoded = UserText(
+                    "{reason}: {refusal}",
+                    code="row-refused",
+                    reason=encoded,
+                    refusal=next(iter(tally.refusals)),
+                )
             rows_of_sample = [_dropped_row(encoded)]
         else:
             rows_of_sample = _encoded_rows(encoded, kind)
@@ -211,7 +217,9 @@ def _encoded_row(sample: Encoded, tokenizer: LoadedTokenizer, config: Config) ->
     if num_trained < length and config.train_args.truncation_strategy == "drop":
         num_trained, reason = 0, TOO_LONG
     elif not labels[:num_trained].any():
-        reason = "nothing to learn from" if num_trained == length else NO_ANSWER
+        is_complete = num_trained == length
+        nothing = UserText("nothing to learn from", code="row-without-labels")
+        reason = nothing if is_complete else NO_ANSWER
     cut = np.arange(length) >= (num_trained if reason is None else 0)
     num_shown = min(length, MAX_TOKENS)
     changes = np.diff(labels[:num_shown]) | np.diff(cut[:num_shown])

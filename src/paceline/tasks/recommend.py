@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
+from paceline.core.texts import UserText
 from paceline.data.cache import key_of
 from paceline.data.clicks.log import (
     ClickLog,
@@ -328,20 +329,35 @@ def _summary(name: str, rows: ClickLog, held_out: ClickLog | None, meta: LogMeta
         f"{column} {size:,}" for column, size in zip(rows.names, rows.tables, strict=True)
     )
     clicks = float(rows.column(rows.labels).mean())
-    text = (
-        f"{name}: {counted(len(rows), 'training row')}, {clicks:.1%} clicks; rows of the tables:"
-        f" {columns}"
+    text = UserText(
+        "{name}: {rows}, {clicks} clicks; rows of the tables: {columns}",
+        code="click-log-size",
+        name=name,
+        rows=counted(len(rows), "training row"),
+        count=f"{len(rows):,}",
+        clicks=f"{clicks:.1%}",
+        columns=columns,
     )
-    notices = [("info", text)]
+    notices: list[Notice] = [("info", text)]
     if meta["dropped"]:
         notices.append(dropped_notice(name, meta["dropped"], "rows"))
     if held_out is not None:
-        text = f"validation: {counted(len(held_out), 'row')}"
-        if held_out.chance is not None:
-            best = exact_auc(held_out.column(held_out.labels), held_out.column(held_out.chance))
-            text += (
-                f"; a model can reach an AUC of at most {best:.4f}, the AUC of the true click"
-                " probabilities"
-            )
-        notices.append(("info", text))
+        notices.append(("info", _validation_text(held_out)))
     return notices
+
+
+def _validation_text(held_out: ClickLog) -> UserText:
+    best = ""
+    if held_out.chance is not None:
+        auc = exact_auc(held_out.column(held_out.labels), held_out.column(held_out.chance))
+        best = f"{auc:.4f}"
+    return UserText(
+        "validation: {rows:row}{limit}",
+        code="validation-clicks",
+        rows=len(held_out),
+        limit=f"; a model can reach an AUC of at most {best}, the AUC of the true click"
+        " probabilities"
+        if best
+        else "",
+        best=best,
+    )

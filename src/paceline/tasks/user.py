@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.core.errors import ConfigError, did_you_mean, nearest
+from paceline.core.texts import UserText
 from paceline.core.user_code import error_summary, import_user_module, user_error
 from paceline.tasks.base import Prepared, Task
 
@@ -248,18 +249,36 @@ def _contract_notices(task_class: type[Task]) -> list[tuple[str, str]]:
         unused = [method for method in methods.split() if method in defined]
         if unused:
             warnings.append(
-                f"{name} defines {', '.join(unused)}, which Paceline does not call: {alternative}"
+                UserText(
+                    "{name} defines {methods}, which Paceline does not call: {alternative}",
+                    code="methods-not-called",
+                    name=name,
+                    methods=", ".join(unused),
+                    alternative=alternative,
+                )
             )
     hooks = _public_methods(Task)
     for method in sorted(defined - hooks - not_called):
         question = did_you_mean(method, hooks - defined, form="{}", cutoff=0.85)
         if question:
             question = question[0].upper() + question[1:]
-            warnings.append(f"{name} defines {method}, which Paceline does not call. {question}")
+            warnings.append(
+                UserText(
+                    "{name} defines {method}, which Paceline does not call. {question}",
+                    code="similar-method-not-called",
+                    name=name,
+                    method=method,
+                    question=question,
+                )
+            )
     if not task_class.additive:
         warnings.append(
-            f"{name} sets `additive = False`: the loss depends on the micro-batch size and on the"
-            " number of ranks"
+            UserText(
+                "{name} sets `additive = False`: the loss depends on the micro-batch size and on"
+                " the number of ranks",
+                code="loss-not-additive",
+                name=name,
+            )
         )
     return [("warning", text) for text in warnings]
 

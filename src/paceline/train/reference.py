@@ -12,8 +12,8 @@ import torch
 
 from paceline.config.schema import Config
 from paceline.core.files import cache_dir
-from paceline.core.formatting import counted
 from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.data.cache import build_once
 from paceline.data.pipeline import DataPipeline
 from paceline.distributed.rank_zero import rank_zero_phase
@@ -53,8 +53,14 @@ def add_reference_values(
                 _store(folder, stored)
             origin = f"computed in {time.perf_counter() - started:.1f} s"
         dataset.reference = stored
-        text = f"reference log-probabilities of the {name}: {counted(len(dataset), 'sample')}"
-        notices.append(Notice("info", f"{text}; {origin}"))
+        text = UserText(
+            "reference log-probabilities of the {name}: {samples:sample}; {origin}",
+            code="reference-log-probabilities",
+            name=name,
+            samples=len(dataset),
+            origin=origin,
+        )
+        notices.append(Notice("info", text))
     return notices
 
 

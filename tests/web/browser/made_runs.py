@@ -7,9 +7,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import event_logs
 from event_logs import begin
 
 from paceline.core.event_log import EventLog
+from paceline.sweep.metric import Metric
+from paceline.sweep.page import write_page
+from paceline.sweep.state import SweepState
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 HARM = "<b onclick=alert(1)>&amp; 'quoted'"
@@ -206,3 +210,19 @@ def older(root: Path) -> Path:
     )
     log.close()
     return root
+
+
+def sweep(folder: Path) -> SweepState:
+    """Write a sweep of six runs with its page."""
+    state = SweepState(folder, metric=Metric("eval_loss", maximize=False))
+    for number in range(6):
+        rate, rank = (1e-4, 1e-3, 1e-2)[number % 3], (8, 64)[number % 2]
+        run = state.add((f"train_args.learning_rate={rate}", f"lora.rank={rank}"))
+        run["status"], run["metric"], run["wall_s"] = "done", 2.0 + number / 10, 12.5
+        config = {"lora": {"rank": rank}, "train_args": {"learning_rate": rate}}
+        event_logs.finished(folder / run["name"], steps=10, config=config)
+    state.importance = {"train_args.learning_rate": 0.8, "lora.rank": 0.2}
+    state.save()
+    assert state.metric is not None
+    write_page(state, state.runs, state.metric)
+    return state

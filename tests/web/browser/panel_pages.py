@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -120,6 +121,32 @@ def _record_error(message: ConsoleMessage, errors: list[str]) -> None:
     )
     if message.type == "error" and not any(text in message.text for text in expected):
         errors.append(message.text)
+
+
+#: Texts that are shown, without code, logs and texts that another language replaces.
+_SHOWN_TEXTS = """
+() => {
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const texts = [];
+  while (walker.nextNode()) {
+    const parent = walker.currentNode.parentElement;
+    if (parent.closest("pre, code, script, style, noscript, svg title")) continue;
+    if (parent.checkVisibility() || parent.closest("svg")) texts.push(walker.currentNode.data);
+  }
+  const names = ["aria-label", "data-label", "title"];
+  for (const name of names)
+    for (const element of document.querySelectorAll(`[${name}]`))
+      if (element.checkVisibility()) texts.push(element.getAttribute(name));
+  return texts;
+}
+"""
+_ENGLISH = re.compile(r"[A-Za-z]{2,},?(?: [A-Za-z]{2,},?){2,}")
+
+
+def english_texts(page: Page) -> list[str]:
+    """Return the shown texts with at least three English words in a row that are not marked."""
+    texts = [" ".join(text.split()) for text in page.evaluate(_SHOWN_TEXTS)]
+    return [text for text in texts if _ENGLISH.search(text) and "（英文）" not in text]
 
 
 @cache

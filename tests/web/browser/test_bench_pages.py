@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from panel_pages import opened
+from panel_pages import english_texts, opened
 from playwright.sync_api import Browser, expect
 
 from paceline.bench.scaling import PredictedRow, ScalingReport, ScalingRow
@@ -72,3 +72,13 @@ def test_charts_and_tables_are_visible(browser: Browser, tmp_path: Path, width: 
         for bar in bars.all():
             widths = bar.locator("i").evaluate_all("all => all.map(one => one.offsetWidth)")
             assert sum(widths) == pytest.approx(bar.bounding_box()["width"], abs=4)
+
+
+def test_page_is_in_chinese(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "scaling.html"
+    path.write_text(render(_report()), encoding="utf-8")
+    with opened(browser, path.as_uri(), locale="zh-CN") as page:
+        expect(page.get_by_role("img", name="效率与 rank 数的关系")).to_be_visible()
+        expect(page.get_by_role("cell", name="4 个 rank *")).to_be_visible()
+        expect(page.get_by_text("弱扩展：每个 rank 的批次不变")).to_be_visible()
+        assert english_texts(page) == []

@@ -12,10 +12,6 @@ from panel_pages import opened
 from panels import Served, serve_panel
 from playwright.sync_api import Browser, Page, expect
 
-from paceline.sweep.metric import Metric
-from paceline.sweep.page import write_page
-from paceline.sweep.state import SweepState
-
 TABS = [
     *("overview", "ranks", "traffic", "memory", "world"),
     *("samples", "log", "config", "checkpoints", "report"),
@@ -45,25 +41,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = event_logs.finished(folder / "second", steps=30, strategy="zero1")
     (root / "model").mkdir()
     made_runs.world(folder / "cluster")
-    write_sweep(folder / "sweep")
+    made_runs.sweep(folder / "sweep")
     with serve_panel(folder) as served:
         yield served
-
-
-def write_sweep(folder: Path) -> SweepState:
-    """Write a sweep of six runs with its page."""
-    state = SweepState(folder, metric=Metric("eval_loss", maximize=False))
-    for number in range(6):
-        rate, rank = (1e-4, 1e-3, 1e-2)[number % 3], (8, 64)[number % 2]
-        run = state.add((f"train_args.learning_rate={rate}", f"lora.rank={rank}"))
-        run["status"], run["metric"], run["wall_s"] = "done", 2.0 + number / 10, 12.5
-        config = {"lora": {"rank": rank}, "train_args": {"learning_rate": rate}}
-        event_logs.finished(folder / run["name"], steps=10, config=config)
-    state.importance = {"train_args.learning_rate": 0.8, "lora.rank": 0.2}
-    state.save()
-    assert state.metric is not None
-    write_page(state, state.runs, state.metric)
-    return state
 
 
 def addresses(served: Served) -> list[str]:
@@ -127,7 +107,7 @@ def test_tables_are_cards_on_a_phone(browser: Browser, served: Served) -> None:
 
 
 def test_page_of_a_sweep_fits_a_phone(browser: Browser, tmp_path: Path) -> None:
-    state = write_sweep(tmp_path / "sweep")
+    state = made_runs.sweep(tmp_path / "sweep")
     context = browser.new_context(offline=True, viewport={"width": 390, "height": 844})
     page = context.new_page()
     page.goto((state.folder / "sweep.html").as_uri())

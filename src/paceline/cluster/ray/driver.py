@@ -32,6 +32,7 @@ from paceline.core.events import Fault
 from paceline.core.failures import ExitRecord, ReportedError
 from paceline.core.processes import temporary_environment
 from paceline.core.report import Report
+from paceline.core.texts import UserText
 
 if TYPE_CHECKING:
     from ray.train import RunConfig, ScalingConfig
@@ -283,7 +284,11 @@ def _for_ray(loaded: Loaded) -> Loaded:
     listing = ", ".join(f"`parallel.{name}`" for name in changed)
     notice = (
         "warning",
-        f"{listing}: ignored, because Ray decides how many workers run on which nodes",
+        UserText(
+            "{keys}: ignored, because Ray decides how many workers run on which nodes",
+            code="keys-decided-by-ray",
+            keys=listing,
+        ),
     )
     loaded = loaded.with_parallel(
         parallel.model_copy(update={name: getattr(defaults, name) for name in changed})

@@ -6,6 +6,7 @@ from typing import get_args
 from paceline.config.compat import parameters, sources
 from paceline.config.compat.conversion import UnsupportedValue
 from paceline.config.compat.merge import Action, Merge
+from paceline.config.compat.notices import OVERRIDDEN, read_as_remark
 from paceline.config.compat.precision import resolve_precision
 from paceline.config.compat.values import split_beside_all
 from paceline.config.entries import OVERRIDE, Notice, quoted_names, short
@@ -32,7 +33,7 @@ _TARGETS = {
 #: Projections of attention and of the MLP, as most models name them.
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_OVERRIDDEN: Notice = ("info", "is overridden by the command line")
+_OVERRIDDEN: Notice = ("info", OVERRIDDEN)
 
 
 def resolve_conflicts(merge: Merge) -> None:
@@ -153,7 +154,7 @@ def _use_logger(merge: Merge, by: Assignment, name: str) -> Notice:
     if by.value is True and name not in names:
         names.append(name)
         merge.set_winner("report_to", names, by)
-    return "info", f"is read as `report_to: {short(names)}`"
+    return "info", read_as_remark("report_to", names)
 
 
 def _eval_strategy(merge: Merge, by: Assignment) -> Notice:

@@ -8,12 +8,22 @@ from typing import Any
 from paceline.config.compat.binding import KeyBinding, bind_key, unknown_key
 from paceline.config.compat.conversion import UnsupportedValue, is_off
 from paceline.config.compat.keys import DATA_KEYS, Alias, alias_tables, named_method, tool_names
+from paceline.config.compat.notices import (
+    NOT_NEEDED,
+    key_ignored,
+    key_read_as,
+    key_remark,
+    key_without_effect,
+    keys_ignored,
+    overridden_by_command_line,
+    read_as_remark,
+    remark,
+    shown_settings,
+)
 from paceline.config.entries import ConfigEntry, Notice, Problem, as_bool, as_number, short
-from paceline.config.settings import RESET, Assignment, Settings, agree
-from paceline.core.texts import UserText
+from paceline.config.settings import RESET, Assignment, Settings, agree, overridden_text
+from paceline.core.texts import UserText, join_texts
 
-#: Why a key that nothing is known about is ignored.
-NOT_NEEDED = "Paceline behaves the same without it"
 #: Shared keys for which command-line text is also read in the other tools' form, as `dataset=a,b`.
 _COMMAND_LINE_FORMS = ("dataset", "val_dataset", "lora.target_modules", "lora.modules_to_save")
 
@@ -130,7 +140,12 @@ class Merge(Settings):
                 unsupported.append(binding)
             elif entry.name not in DATA_KEYS:
                 methods = ", ".join(binding.methods)
-                text = f"it is a setting of {methods}, and the config sets {task.entry.shown()}"
+                text = UserText(
+                    "it is a setting of {methods}, and the config sets {task}",
+                    code="setting-of-another-method",
+                    methods=methods,
+                    task=task.entry.shown(),
+                )
                 self.report(binding, [], [("warning", text)])
         return unsupported
 
@@ -152,7 +167,7 @@ class Merge(Settings):
         """Let the key of ``by`` set a target, and return the notice about it, which ends with
         ``more``."""
         self.set_winner(target, value, by)
-        return "info", f"is read as `{target}: {short(value)}`{more}"
+        return "info", read_as_remark(target, value, more)
 
     def attempt(self, act: "Action", by: Assignment) -> Notice | None:
         """Apply an action. An unsupported value becomes a problem."""
@@ -188,24 +203,15 @@ class Merge(Settings):
         notices += self._notices_of_unneeded(unneeded)
         for problem in self.overridden:
             if problem.entry and problem.target:
-                winner = self.winners[problem.target].entry.shown()
-                notices.append(("info", f"{problem.entry.shown()} is overridden by {winner}"))
+                winner = self.winners[problem.target].entry
+                notices.append(("info", overridden_text(problem.entry.shown(), winner)))
         return [*notices, *self.general_notices]
 
     def _notices_of_unneeded(self, lines: list[KeyBinding]) -> list[Notice]:
         if len(lines) == 1:
             text = lines[0].notices[0][1] if lines[0].notices else NOT_NEEDED
-            return [("info", f"{self._subject(lines[0])} is ignored: {text}")]
-        if not lines:
-            return []
-        shown = ", ".join(line.entry.shown() for line in lines)
-        return [
-            (
-                "info",
-                f"{len(lines)} keys that Paceline does not need are ignored (`paceline config KEY`"
-                f" says why): {shown}",
-            )
-        ]
+            return [("info", key_ignored(self._subject(lines[0]), remark(text)))]
+        return [("info", keys_ignored([line.entry.shown() for line in lines]))] if lines else []
 
     def _subject(self, line: KeyBinding) -> str:
         has_tools = line.tools and line.target is None
@@ -218,24 +224,22 @@ class Merge(Settings):
         layers = [self.layer_of(assigned.target) for assigned in line.assigned]
         if layers and all(layer is not None and layer > entry.layer for layer in layers):
             winner = self.winners[line.assigned[0].target].entry
-            return "info", f"{subject} is overridden by the command line: {winner.shown()}"
+            return "info", overridden_by_command_line(subject, winner)
         notices = [*line.notices, *line.resolved]
         level = "warning" if any(level == "warning" for level, _ in notices) else "info"
-        text = "; ".join(text for _, text in notices)
+        text = join_texts(remark(text) for _, text in notices if text)
         native = [assigned for assigned in line.assigned if not assigned.target.startswith("_")]
         effective = [assigned for assigned in native if not self._has_lost(assigned)]
         if native and not effective:
             winner = self.winners[native[0].target].entry
-            return "info", f"{subject} is overridden by {winner.shown()}"
+            return "info", overridden_text(subject, winner)
         if effective:
-            sets = ", ".join(
-                f"`{assigned.target}: {short(assigned.value)}`" for assigned in effective
-            )
-            return level, f"{subject} is read as {sets}" + (f"; {text}" if text else "")
+            settings = {assigned.target: assigned.value for assigned in effective}
+            return level, key_read_as(subject, shown_settings(settings), text)
         if line.resolved and level == "info":
-            return level, f"{subject} {text}"
+            return level, key_remark(subject, text)
         if level == "warning":
-            return level, f"{subject} has no effect: {text}"
+            return level, key_without_effect(subject, text)
         return None
 
     def _has_lost(self, assigned: Assignment) -> bool:

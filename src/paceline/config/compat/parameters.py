@@ -2,6 +2,7 @@
 
 from paceline.config.compat.conversion import UnsupportedValue
 from paceline.config.compat.merge import Merge
+from paceline.config.compat.notices import OVERRIDDEN, read_as_remark
 from paceline.config.compat.values import embedding_group
 from paceline.config.entries import Notice, short
 from paceline.config.settings import Assignment
@@ -29,7 +30,7 @@ def train_patterns(merge: Merge, by: Assignment) -> Notice:
     if merge.value_of("lora.enable") is True:
         return _NO_EFFECT
     if merge.value_of(_TRAINABLE) == by.value:
-        return "info", f"is read as `{_TRAINABLE}: {short(by.value)}`"
+        return "info", read_as_remark(_TRAINABLE, by.value)
     frozen = merge.value_of(_FREEZE)
     if not frozen or not isinstance(frozen, str | list):  # the schema rejects other types
         return "info", "has no effect: no parameter is frozen"
@@ -60,7 +61,7 @@ def train_extra_modules(merge: Merge, by: Assignment) -> Notice:
 
 def _train_only(merge: Merge, by: Assignment) -> Notice:
     if merge.is_overridden(_TRAINABLE, by):
-        return "info", "is overridden by the command line"
+        return "info", OVERRIDDEN
     return merge.read_as(_TRAINABLE, by.value, by)
 
 
@@ -70,7 +71,7 @@ def train_layers(merge: Merge, by: Assignment) -> Notice:
     if winner is None or not winner.value:
         return "info", "has no effect without `finetuning_type: freeze`"
     if merge.is_overridden(_LAYERS, by):
-        return "info", "is overridden by the command line"
+        return "info", OVERRIDDEN
     return merge.read_as(_LAYERS, by.value, by)
 
 
@@ -85,7 +86,7 @@ def embedding_lr_scale(merge: Merge, by: Assignment) -> Notice:
     target = "train_args.parameter_groups"
     before = merge.value_of(target) or []
     merge.set_winner(target, [*groups, *before], by)
-    return "info", f"is read as `{target}: {short(groups)}`"
+    return "info", read_as_remark(target, groups)
 
 
 #: Pseudo-target → function that applies it.

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from paceline.config.compat.merge import Merge
+from paceline.config.compat.notices import overridden_remark, read_as_remark
 from paceline.config.entries import OVERRIDE, ConfigEntry
 from paceline.config.settings import RESET, Assignment
 
@@ -140,9 +141,9 @@ def _report(merge: Merge, keys: dict[str, Assignment | None], chosen: Assignment
         if other.layer > layer:
             text = f"is overridden by the command line: {other.shown()}"
         elif other is assigned.entry or chosen is None:
-            text = f"is read as `{TARGET}: {chosen.value if chosen else 'auto'}`"
+            text = read_as_remark(TARGET, chosen.value if chosen else "auto")
         else:
-            text = f"is overridden by {other.shown()}"
+            text = overridden_remark(other)
         line.resolved.append(("info", text))
 
 

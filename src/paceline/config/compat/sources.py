@@ -9,6 +9,7 @@ from paceline.config.compat.conversion import UnsupportedValue
 from paceline.config.compat.datasets import limit, with_fields, with_shares
 from paceline.config.compat.llamafactory import FILE, in_folder
 from paceline.config.compat.merge import Action, Merge
+from paceline.config.compat.notices import read_as_remark
 from paceline.config.entries import Notice, short
 from paceline.config.fields import SOURCE_KEYS
 from paceline.config.settings import RESET, Assignment
@@ -130,7 +131,7 @@ def _test_split(merge: Merge, by: Assignment) -> Notice:
         return "info", "is overridden by the validation data of the config"
     sources = [{**source, "split": by.value} for source in with_fields(as_list(data.value), {})]
     merge.set_winner("val_dataset", sources, by)
-    return "info", f"is read as `val_dataset: {short(sources)}`"
+    return "info", read_as_remark("val_dataset", sources)
 
 
 def _listed_splits(merge: Merge, by: Assignment) -> Notice:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
-from paceline.core.texts import UserText
+from paceline.core.texts import UserText, join_texts
 from paceline.data.kinds.base import EQUAL_PAIRS, NO_ANSWER, TOO_LONG, RowCounts, SampleKind
 from paceline.data.sources.resolve import ResolvedSource
 from paceline.data.text.columns import (
@@ -21,8 +21,14 @@ from paceline.data.text.refused_rows import MEDIA
 
 def drop_reasons(counts: RowCounts) -> str:
     """Return why rows are dropped, with the number of rows and the first one for each reason."""
-    return "; ".join(
-        f"{reason}: {num_rows:,} (first: {counts.first[reason]})"
+    return join_texts(
+        UserText(
+            "{reason}: {num_rows} (first: {first})",
+            code="drop-reason",
+            reason=reason,
+            num_rows=f"{num_rows:,}",
+            first=counts.first[reason],
+        )
         for reason, num_rows in counts.dropped.most_common()
     )
 
@@ -93,13 +99,49 @@ def column_notices(source: ResolvedSource, tally: Tally, row: str = "row") -> li
     infos = []
     if len(tally.seen) > 1:
         counts = (f"{name} ({num_rows:,} rows)" for name, num_rows in tally.seen.most_common())
-        infos.append(f"several formats: {', '.join(counts)}")
+        infos.append(
+            UserText(
+                "{source}: several formats: {formats}",
+                code="several-formats",
+                source=source.label,
+                formats=", ".join(counts),
+            )
+        )
     elif source.spec.format == "auto" and tally.seen:
-        infos.append(f"format {next(iter(tally.seen))}, detected from the columns")
+        infos.append(
+            UserText(
+                "{source}: format {format}, detected from the columns",
+                code="format-detected",
+                source=source.label,
+                format=next(iter(tally.seen)),
+            )
+        )
     if tally.unused:
-        infos.append(f"unused columns: {_names(tally.unused)}")
+        infos.append(
+            UserText(
+                "{source}: unused columns: {columns}",
+                code="unused-columns",
+                source=source.label,
+                columns=_names(tally.unused),
+            )
+        )
     if tally.ignored:
-        infos.append(f"ignored by `ignore_columns`: {_names(tally.ignored)}")
+        infos.append(
+            UserText(
+                "{source}: ignored by `ignore_columns`: {columns}",
+                code="ignored-columns",
+                source=source.label,
+                columns=_names(tally.ignored),
+            )
+        )
+    warnings = _column_warnings(source, tally, row)
+    return [
+        *(Notice("info", text) for text in infos),
+        *(Notice("warning", text) for text in warnings),
+    ]
+
+
+def _column_warnings(source: ResolvedSource, tally: Tally, row: str) -> list[UserText]:
     warnings = []
     missing = [
         name
@@ -107,23 +149,40 @@ def column_notices(source: ResolvedSource, tally: Tally, row: str = "row") -> li
         if name not in tally.ignored and name not in MEDIA
     ]
     if missing:
-        warnings.append(f"no {row} has the columns {_names(missing)} of `ignore_columns`")
+        warnings.append(
+            UserText(
+                "{source}: no {row} has the columns {columns} of `ignore_columns`",
+                code="missing-ignored-columns",
+                source=source.label,
+                row=row,
+                columns=_names(missing),
+            )
+        )
     unknown = [
         name
         for expected, name in source.spec.columns.items()
         if name and name not in tally.mapped and expected not in MESSAGE_KEYS
     ]
     if unknown:
-        warnings.append(f"no {row} has the columns {_names(unknown)} of `columns`")
+        warnings.append(
+            UserText(
+                "{source}: no {row} has the columns {columns} of `columns`",
+                code="missing-mapped-columns",
+                source=source.label,
+                row=row,
+                columns=_names(unknown),
+            )
+        )
     if set(tally.binary_labels) & {"0", "1"} and "other" not in tally.binary_labels:
         warnings.append(
-            "`label` has only the values 0 and 1 and is not used. If it marks good and bad"
-            " answers, the model also learns the bad ones"
+            UserText(
+                "{source}: `label` has only the values 0 and 1 and is not used. If it marks good"
+                " and bad answers, the model also learns the bad ones",
+                code="label-column-not-used",
+                source=source.label,
+            )
         )
-    return [
-        *(Notice("info", f"{source.label}: {text}") for text in infos),
-        *(Notice("warning", f"{source.label}: {text}") for text in warnings),
-    ]
+    return warnings
 
 
 def _names(names: Iterable[str]) -> str:

@@ -208,16 +208,24 @@ def split_notice(held_out: int, total: int, ratio: float, noun: str = "sample") 
                 total=counted(total, noun),
             ),
         )
-    text = (
-        f"validation: {held_out:,} of {counted(total, noun)} held out (split_dataset_ratio:"
-        f" {ratio:g})"
+    is_larger = ratio < 1 and held_out > total * ratio
+    is_minimum = is_larger and held_out > total * ratio + 0.5
+    more = ""
+    if is_minimum:
+        more = f". That is {held_out / total:.0%}: a validation split has at least one {noun}"
+    elif is_larger:
+        more = f", {held_out / total:.1%}: rounded up to a full {noun}"
+    text = UserText(
+        "validation: {held_out} of {total} held out (split_dataset_ratio: {ratio}){more}",
+        code="validation-rows-held-out",
+        held_out=f"{held_out:,}",
+        total=counted(total, noun),
+        count=f"{total:,}",
+        ratio=f"{ratio:g}",
+        more=more,
+        share=f"{held_out / total:.1%}" if is_larger else "",
     )
-    if ratio < 1 and held_out > total * ratio + 0.5:
-        text += f". That is {held_out / total:.0%}: a validation split has at least one {noun}"
-        return Notice("warning", text)
-    if ratio < 1 and held_out > total * ratio:
-        text += f", {held_out / total:.1%}: rounded up to a full {noun}"
-    return Notice("info", text)
+    return Notice("warning" if is_minimum else "info", text)
 
 
 def _image_settings(config: Config, folder: Path) -> list[object]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
+from paceline.core.texts import UserText
 from paceline.data.counts import DataCounts
 from paceline.data.sources.resolve import Place, ResolvedSource
 from paceline.data.sources.rows import BrokenRow, MalformedRow, Row, Unsupported, unsupported_row
@@ -23,8 +24,9 @@ from paceline.data.text.token_columns import Column
 from paceline.data.text.token_dataset import TokenSample
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 
-TOO_LONG, NO_ANSWER = "longer than max_length", "no answer left after truncation"
-NO_LABELS = "no trainable tokens"
+TOO_LONG = UserText("longer than max_length", code="row-too-long")
+NO_ANSWER = UserText("no answer left after truncation", code="row-without-answer")
+NO_LABELS = UserText("no trainable tokens", code="row-without-labels")
 #: Key of the number of pairs whose answers have the same tokens, and of the first of them.
 EQUAL_PAIRS = "equal_pairs"
 

@@ -163,11 +163,22 @@ def _config_notices(
     notices = []
     if spec.name is None and len(configs) > 1:
         others = ", ".join(each.name for each in configs if each is not config)
-        text = f"{folder.label}: configuration `{config.name}`, the default; not used: {others}"
+        text = UserText(
+            "{folder}: configuration `{config}`, the default; not used: {others}",
+            code="default-configuration",
+            folder=folder.label,
+            config=config.name,
+            others=others,
+        )
         notices.append(Notice("info", text))
     if config.unused:
-        text = f"{folder.label}: settings of the dataset card that are not used:"
-        notices.append(Notice("warning", f"{text} {', '.join(config.unused)}"))
+        text = UserText(
+            "{folder}: settings of the dataset card that are not used: {settings}",
+            code="card-settings-not-used",
+            folder=folder.label,
+            settings=", ".join(config.unused),
+        )
+        notices.append(Notice("warning", text))
     return notices
 
 

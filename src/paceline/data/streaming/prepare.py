@@ -196,15 +196,26 @@ def _check_rows(
             raise nothing_kept(source, encode.kind(number), tally, counts)
         notices += source.notices + column_notices(source, tally, "checked row")
         if dropped := counts.dropped.total():
-            text = f"{source.label}: {dropped} of {counts.read} rows that were checked are dropped."
-            notices.append(Notice("warning", f"{text} {drop_reasons(counts)}"))
+            text = UserText(
+                "{source}: {dropped} of {read} rows that were checked are dropped. {reasons}",
+                code="checked-rows-dropped",
+                source=source.label,
+                dropped=dropped,
+                read=counts.read,
+                reasons=drop_reasons(counts),
+            )
+            notices.append(Notice("warning", text))
         checked.num_rows += counts.read
         truncated += counts.truncated
     if truncated and config.task == "pretrain":
-        text = (
-            f"{truncated} of {checked.num_rows} documents that were checked are longer than"
-            f" max_length {config.train_args.max_length:,}: the rest of each is not used. With"
-            " `train_args.max_steps`, streamed documents are cut into samples"
+        text = UserText(
+            "{truncated} of {read} documents that were checked are longer than max_length {limit}:"
+            " the rest of each is not used. With `train_args.max_steps`, streamed documents are"
+            " cut into samples",
+            code="checked-documents-truncated",
+            truncated=truncated,
+            read=checked.num_rows,
+            limit=f"{config.train_args.max_length:,}",
         )
         notices.append(Notice("warning", text))
     return checked

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from paceline.core.formatting import counted
 from paceline.distributed.traffic import log_calls
 from paceline.explain import training
 from paceline.explain.rank_topic import RankFrame, RankTopic, numbers_of
@@ -19,6 +18,7 @@ from paceline.explain.record import (
     idle_cells,
     number_text,
 )
+from paceline.messages.pages import PageText
 from paceline.strategies.ddp.strategy import DDPStrategy
 
 _MICRO_BATCHES = 2
@@ -74,14 +74,19 @@ class AccumulationTopic(RankTopic):
             for batch in _make_batches(rank):
                 (_loss_sum(alone, batch) / self.total).backward()
         self.reference = numbers_of(alone.weight.grad)
-        ranks = counted(world.size, "rank")
-        self.title = f"Gradient accumulation: {_MICRO_BATCHES} micro-batches on each of {ranks}"
+        self.title = PageText(
+            "Gradient accumulation: {count} micro-batches on each of {ranks:rank}",
+            count=_MICRO_BATCHES,
+            ranks=world.size,
+        )
 
     def rank_frames(self) -> Iterator[RankFrame]:
-        counts = [f"{tokens} tokens" for tokens in self.tokens]
-        sums = [f"Σ loss {number_text(loss)}" for loss in self.losses]
-        means = [
-            f"mean {number_text(loss / tokens)} / {self.num_means}"
+        counts: list[str] = [PageText("{tokens} tokens", tokens=tokens) for tokens in self.tokens]
+        sums: list[str] = [
+            PageText("Σ loss {loss}", loss=number_text(loss)) for loss in self.losses
+        ]
+        means: list[str] = [
+            PageText("mean {mean} / {count}", mean=number_text(loss / tokens), count=self.num_means)
             for loss, tokens in zip(self.losses, self.tokens, strict=True)
         ]
         shares = [f"{number_text(loss)} / {self.total}" for loss in self.losses]
@@ -91,13 +96,19 @@ class AccumulationTopic(RankTopic):
         )
         yield RankFrame("Forward: each micro-batch sums the loss of its tokens.", self._rows(sums))
         yield RankFrame(
-            f"Wrong: each micro-batch uses its own mean, and the {self.num_means} means are"
-            f" averaged. The gradient is off by {100 * self._error(self.wrong):.0f} %.",
+            PageText(
+                "Wrong: each micro-batch uses its own mean, and the {count} means are averaged."
+                " The gradient is off by {percent} %.",
+                count=self.num_means,
+                percent=f"{100 * self._error(self.wrong):.0f}",
+            ),
             self._rows(means, self.wrong, "wrong"),
             is_key=True,
         )
         yield RankFrame(
-            f"Right: the ranks sum their numbers of tokens: {self.total} in total.",
+            PageText(
+                "Right: the ranks sum their numbers of tokens: {total} in total.", total=self.total
+            ),
             self._rows(counts),
             self.count_calls,
             "tokens",
@@ -151,7 +162,9 @@ class AccumulationTopic(RankTopic):
         ]
 
     def facts(self) -> dict[str, str]:
-        error = f"{100 * self._error(self.wrong):.0f} % of the gradient"
+        error = PageText(
+            "{percent} % of the gradient", percent=f"{100 * self._error(self.wrong):.0f}"
+        )
         return {"Tokens": str(self.total), "Error of the mean of means": error}
 
     def add_figures(self) -> None:

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.core.files import human_bytes
-from paceline.core.formatting import counted
 from paceline.explain.rank_topic import RankTopic
 from paceline.explain.record import Cell, Check, DrawnMessage, DrawnRow, Frame
+from paceline.messages.pages import PageText
 from paceline.strategies.reducers.all_reduce.run import CollectiveTrace, all_reduce, broadcast
 from paceline.strategies.reducers.all_reduce.schedules import Send
 
@@ -18,7 +18,8 @@ _ELEMENT_BYTES = 4  # float32
 
 _ABOUT = {
     "ring": (
-        "Each rank communicates only with its two neighbors. The tensor is divided into {chunks},"
+        "Each rank communicates only with its two neighbors. The tensor is divided into"
+        " {chunks:chunk},"
         " which travel around the ring: first they are summed, then the sums are distributed. Each"
         " rank sends 2(N-1)/N of the tensor, almost independent of the number of ranks."
     ),
@@ -47,6 +48,7 @@ _ABOUT_BROADCAST = {
     ),
     "naive": "Rank 0 sends the tensor to each of the other ranks.",
 }
+_ONE_ELEMENT = "chunk {chunk} (element {first})"
 _START = "Start: rank r has 2^r in every element, so each value shows whose values it sums."
 
 
@@ -81,8 +83,12 @@ class CollectiveTopic(RankTopic):
         starts = [start for start, _ in self.segments]
         states = self.gather([[int(values[each]) for each in starts] for values in trace.values])
         self.states = [list(state) for state in zip(*states, strict=True)]
-        ranks = counted(world.size, "rank")
-        self.title = f"{self.options.topic.capitalize()} by {self.options.algorithm}, {ranks}"
+        self.title = PageText(
+            "{topic} by {algorithm}, {ranks:rank}",
+            topic=self.options.topic.capitalize(),
+            algorithm=self.options.algorithm,
+            ranks=world.size,
+        )
         self.about = about(self.options.topic, self.options.algorithm, world.size)
 
     def frames(self) -> Iterator[Frame]:
@@ -90,10 +96,19 @@ class CollectiveTopic(RankTopic):
         totals = Counter(step.phase for step in self.steps)
         for step, (before, after) in zip(self.steps, pairwise(self.states), strict=True):
             sent_bytes = sum(send.count for send in step.sends) * _ELEMENT_BYTES
-            name = f"{step.phase}, step {step.step + 1} of {totals[step.phase]}"
-            messages = counted(len(step.sends), "message")
+            name = PageText(
+                "{phase}, step {step} of {total}",
+                phase=step.phase,
+                step=step.step + 1,
+                total=totals[step.phase],
+            )
             yield Frame(
-                f"{name}: {messages}, {human_bytes(sent_bytes)} in total",
+                PageText(
+                    "{name}: {messages:message}, {size} in total",
+                    name=name,
+                    messages=len(step.sends),
+                    size=human_bytes(sent_bytes),
+                ),
                 _rows(after, before),
                 phase=step.phase,
                 messages=tuple(_message(send, self.segments) for send in step.sends),
@@ -110,10 +125,16 @@ class CollectiveTopic(RankTopic):
         size_bytes = elements * _ELEMENT_BYTES
         max_bytes = max(rank.bytes for rank in self.sent)
         return {
-            "Tensor": f"{counted(elements, 'element')}, {human_bytes(size_bytes)}",
+            "Tensor": PageText(
+                "{elements:element}, {size}", elements=elements, size=human_bytes(size_bytes)
+            ),
             "Steps": str(len(self.steps)),
             "Sent by the rank that sends most": (
-                f"{human_bytes(max_bytes)} ({max_bytes / size_bytes:.2f} × the tensor)"
+                PageText(
+                    "{size} ({share} × the tensor)",
+                    size=human_bytes(max_bytes),
+                    share=f"{max_bytes / size_bytes:.2f}",
+                )
             ),
             "Most messages of a rank": str(max(rank.messages for rank in self.sent)),
         }
@@ -149,11 +170,11 @@ def _message(send: Send, segments: list[tuple[int, int]]) -> DrawnMessage:
         for place, (start, stop) in enumerate(segments)
         if send.start <= start and stop <= send.stop
     ]
-    span = f"elements {send.start}–{send.stop - 1}" if send.count > 1 else f"element {send.start}"
+    label = "chunk {chunk} (elements {first}–{last})" if send.count > 1 else _ONE_ELEMENT
     return DrawnMessage(
         send.source,
         send.target,
-        f"chunk {send.chunk} ({span})",
+        PageText(label, chunk=send.chunk, first=send.start, last=send.stop - 1),
         send.count * _ELEMENT_BYTES,
         row=0,
         cells=(places[0], places[-1] + 1),
@@ -184,7 +205,7 @@ def _rows(state: list[list[int]], before: list[list[int]]) -> tuple[tuple[DrawnR
 def about(collective: str, algorithm: str, ranks: int) -> str:
     """Return the description of the algorithm."""
     table = _ABOUT if collective == "all-reduce" else _ABOUT_BROADCAST
-    return table[algorithm].format(chunks=counted(ranks, "chunk"))
+    return PageText(table[algorithm], chunks=ranks)
 
 
 def ranks_of(value: int, ranks: int) -> tuple[int, ...]:
@@ -198,4 +219,8 @@ def holders(value: int, ranks: int) -> str:
     parts = ranks_of(value, ranks)
     if len(parts) == ranks and ranks > 1:
         return "all"
-    return "+".join(map(str, parts)) if len(parts) <= 4 else f"{len(parts)} of {ranks}"
+    return (
+        "+".join(map(str, parts))
+        if len(parts) <= 4
+        else PageText("{count} of {total}", count=len(parts), total=ranks)
+    )

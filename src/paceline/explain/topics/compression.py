@@ -8,7 +8,6 @@ import torch
 
 from paceline.config.schema.compression import Compression
 from paceline.core.files import human_bytes
-from paceline.core.formatting import counted
 from paceline.distributed.call_log import CountedCall
 from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.distributed.traffic import log_calls
@@ -21,6 +20,7 @@ from paceline.explain.record import (
     idle_cells,
     number_text,
 )
+from paceline.messages.pages import PageText
 from paceline.strategies.reducers.compression.reducer import make_compressor
 from paceline.strategies.reducers.compression.sizes import BucketShape, TensorSlot
 
@@ -86,19 +86,29 @@ class CompressionTopic(RankTopic):
             self.steps.append(StepValues(*(tensor.tolist() for tensor in values)))
             self.calls.append(calls)
         self.steps_by_rank = self.gather(self.steps)
-        ranks = counted(self.world.size, "rank")
-        self.title = f"Gradient compression by {_NAMES[self.options.algorithm]} on {ranks}"
-        self.about = _ABOUT[self.options.algorithm] + _FEEDBACK
+        self.title = PageText(
+            "Gradient compression by {method} on {ranks:rank}",
+            method=_NAMES[self.options.algorithm],
+            ranks=self.world.size,
+        )
+        about = _ABOUT[self.options.algorithm]
+        self.about = PageText("{about}{more}", about=about, more=_FEEDBACK)
 
     def rank_frames(self) -> Iterator[RankFrame]:
         for number, (step, calls) in enumerate(zip(self.steps, self.calls, strict=True), 1):
             left = "; the residual is empty" if number == 1 else " and adds it to its residual"
             yield RankFrame(
-                f"Step {number}: each rank computes a gradient{left}.", _rows(step, is_sent=False)
+                PageText(
+                    "Step {number}: each rank computes a gradient{left}.", number=number, left=left
+                ),
+                _rows(step, is_sent=False),
             )
             yield RankFrame(
-                f"Step {number}: the ranks send the chosen elements and sum them. The rest stays in"
-                " the residual.",
+                PageText(
+                    "Step {number}: the ranks send the chosen elements and sum them. The rest"
+                    " stays in the residual.",
+                    number=number,
+                ),
                 _rows(step, is_sent=True),
                 calls,
                 "chosen elements",
@@ -127,8 +137,12 @@ class CompressionTopic(RankTopic):
 
     def facts(self) -> dict[str, str]:
         return {
-            "Sent per rank and step": f"{round(_RATIO * _ELEMENTS)} of {_ELEMENTS} elements",
-            "Bytes of a rank": f"{human_bytes(self.counted_bytes)} in {_STEPS} steps",
+            "Sent per rank and step": PageText(
+                "{sent} of {total} elements", sent=round(_RATIO * _ELEMENTS), total=_ELEMENTS
+            ),
+            "Bytes of a rank": PageText(
+                "{size} in {steps} steps", size=human_bytes(self.counted_bytes), steps=_STEPS
+            ),
             "All-reduce without compression": human_bytes(self._plain_bytes()),
         }
 

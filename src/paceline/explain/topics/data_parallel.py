@@ -11,7 +11,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from paceline.core.files import human_bytes
-from paceline.core.formatting import counted
 from paceline.explain import training
 from paceline.explain.rank_topic import RankTopic, numbers_of
 from paceline.explain.record import (
@@ -25,16 +24,18 @@ from paceline.explain.record import (
     idle_cells,
     on_step_clock,
 )
+from paceline.messages.pages import PageText
 from paceline.strategies.data_parallel.strategy import ThreadedDPStrategy
 
 _WARM_UP_STEPS = 3
 _SHOWN = 4  # values of each tensor
 _ROWS = ("weights", "inputs", "outputs", "gradients")
-_ABOUT = (
+_ABOUT = PageText(
     "Data parallel with threads: one process controls all devices. Device 0 sends its weights to"
-    " the others before each step and receives all gradients after it, so all traffic goes through"
-    " device 0 while the others wait. DDP computes the same gradients without this bottleneck. The"
-    f" first {_SHOWN} values of each tensor are shown."
+    " the others before each step and receives all gradients after it, so all traffic goes"
+    " through device 0 while the others wait. DDP computes the same gradients without this"
+    " bottleneck. The first {shown} values of each tensor are shown.",
+    shown=_SHOWN,
 )
 
 
@@ -135,9 +136,10 @@ class ThreadsTopic(RankTopic):
         self.model_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self.updated = _first(next(model.parameters()))
         self.spans, _ = on_step_clock(strategy.spans)
-        devices = counted(num_devices, "device")
-        self.title = f"Data parallel: one step of one process on {devices}"
-        self.actors = [f"device {number}" for number in range(num_devices)]
+        self.title = PageText(
+            "Data parallel: one step of one process on {devices:device}", devices=num_devices
+        )
+        self.actors = [PageText("device {number}", number=number) for number in range(num_devices)]
 
     def frames(self) -> Iterator[Frame]:
         others, size_bytes = range(1, len(self.devices)), self.model_bytes

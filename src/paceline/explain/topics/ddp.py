@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.core.files import human_bytes
-from paceline.core.formatting import counted
 from paceline.distributed.call_log import CountedCall
 from paceline.distributed.traffic import log_calls
 from paceline.explain import training
 from paceline.explain.rank_topic import RankTopic
 from paceline.explain.record import Cell, Check, Collective, DrawnRow, Frame, Span, on_step_clock
+from paceline.messages.pages import PageText
 from paceline.strategies.ddp.strategy import DDPStrategy
 
 _BUCKET_CAP_MB = 2.1  # two layers
@@ -77,8 +77,11 @@ class DDPTopic(RankTopic):
         self.sent_bytes = [call.size_bytes for call in calls]
         self._add_fills([bucket.parameters for bucket in strategy.buckets.buckets], gradients)
         self._add_spans(marks.times_s, gradients[-1][1], calls)
-        ranks, buckets = counted(world.size, "rank"), counted(len(self.buckets), "bucket")
-        self.title = f"DDP: one step on {ranks}, {buckets}"
+        self.title = PageText(
+            "DDP: one step on {ranks:rank}, {buckets:bucket}",
+            ranks=world.size,
+            buckets=len(self.buckets),
+        )
 
     def _add_fills(
         self,
@@ -112,7 +115,7 @@ class DDPTopic(RankTopic):
                 rank,
                 "network",
                 "all-reduce",
-                f"bucket {number}",
+                PageText("bucket {number}", number=number),
                 call.start_s,
                 min(call.end_s, update_s),
                 call.size_bytes,
@@ -150,10 +153,15 @@ class DDPTopic(RankTopic):
                 is_last = span.start_s >= backward_end_s or number + 1 == len(self.buckets)
                 rest = "it is the last one" if is_last else "backward continues"
                 size = human_bytes(self.buckets[number])
-                full = f"Rank 0: bucket {number} is full ({size}); its all-reduce starts, {rest}."
+                full = PageText(
+                    "Rank 0: bucket {number} is full ({size}); its all-reduce starts, {rest}.",
+                    number=number,
+                    size=size,
+                    rest=rest,
+                )
                 moments.append((span.start_s, full, number))
-                text = f"Rank 0: bucket {number} has the sum over all ranks."
-                moments.append((span.end_s, text, None))
+                has_sum = "Rank 0: bucket {number} has the sum over all ranks."
+                moments.append((span.end_s, PageText(has_sum, number=number), None))
                 number += 1
             elif span.kind == "forward":
                 text = "Rank 0: forward is done; backward starts with the last layer."
@@ -167,7 +175,12 @@ class DDPTopic(RankTopic):
 
     def _all_reduce(self, bucket: int) -> Collective:
         actors = tuple(range(self.world.size))
-        return Collective("all-reduce", actors, f"bucket {bucket}", self.sent_bytes[bucket])
+        return Collective(
+            "all-reduce",
+            actors,
+            PageText("bucket {number}", number=bucket),
+            self.sent_bytes[bucket],
+        )
 
     def _bucket_cells(self, rank: int, time_s: float) -> tuple[Cell, ...]:
         """Return the state of each bucket of a rank at a time."""
@@ -181,9 +194,11 @@ class DDPTopic(RankTopic):
             )
             share = filled_bytes / size_bytes
             if bucket < len(reduces) and reduces[bucket].end_s <= time_s:
-                cells.append(Cell(f"{bucket}: summed", tone="done"))
+                cells.append(Cell(PageText("{bucket}: summed", bucket=bucket), tone="done"))
             elif bucket < len(reduces) and reduces[bucket].start_s <= time_s:
-                cells.append(Cell(f"{bucket}: all-reduce", fill=share, tone="new"))
+                cells.append(
+                    Cell(PageText("{bucket}: all-reduce", bucket=bucket), fill=share, tone="new")
+                )
             else:
                 cells.append(Cell(f"{bucket}: {100 * share:.0f} %", fill=share))
         return tuple(cells)
@@ -194,9 +209,13 @@ class DDPTopic(RankTopic):
         ]
 
     def facts(self) -> dict[str, str]:
-        buckets, overlap = counted(len(self.buckets), "bucket"), self._overlap()
+        overlap = self._overlap()
         return {
-            "Gradients": f"{human_bytes(sum(self.buckets))} in {buckets}",
+            "Gradients": PageText(
+                "{size} in {buckets:bucket}",
+                size=human_bytes(sum(self.buckets)),
+                buckets=len(self.buckets),
+            ),
             "Step": f"{1000 * max(span.end_s for span in self.spans):.1f} ms",
             "All-reduce during backward on rank 0": (
                 "unknown" if overlap is None else f"{100 * overlap:.0f} %"

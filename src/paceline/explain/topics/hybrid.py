@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from paceline.core.formatting import counted
 from paceline.distributed.call_log import CountedCall
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
@@ -14,6 +13,7 @@ from paceline.distributed.traffic import log_calls
 from paceline.explain.rank_topic import RankFrame, RankTopic
 from paceline.explain.record import Cell, Check, DrawnRow, Tone
 from paceline.explain.topics.collective import holders, ranks_of
+from paceline.messages.pages import PageText
 
 _ELEMENTS = 256
 _ABOUT = (
@@ -70,7 +70,9 @@ class MeshTopic(RankTopic):
         self.groups = {
             name: sorted(set(self.gather(members))) for name, members in self.members.items()
         }
-        self.title = f"Device mesh of {counted(ranks, 'rank')}: {self.axes.text()}"
+        self.title = PageText(
+            "Device mesh of {ranks:rank}: {axes}", ranks=ranks, axes=self.axes.text()
+        )
 
     def rank_frames(self) -> Iterator[RankFrame]:
         yield RankFrame(
@@ -82,7 +84,11 @@ class MeshTopic(RankTopic):
             if name == "pipeline":
                 text = "Axis pipeline: the first stage sends to the second, which adds the values."
             else:
-                text = f"Axis {name}: {_PURPOSES[name]}. Here, each group all-reduces its values."
+                text = PageText(
+                    "Axis {name}: {purpose}. Here, each group all-reduces its values.",
+                    name=name,
+                    purpose=_PURPOSES[name],
+                )
             yield RankFrame(text, self._rows(name, "new"), calls, "values", name, is_key=True)
 
     def _rows(self, after: str, tone: Tone) -> tuple[DrawnRow, ...]:
@@ -115,7 +121,9 @@ class MeshTopic(RankTopic):
 
     def facts(self) -> dict[str, str]:
         return {
-            f"{name} groups": " ".join(f"{{{', '.join(map(str, group))}}}" for group in groups)
+            PageText("{name} groups", name=name): " ".join(
+                f"{{{', '.join(map(str, group))}}}" for group in groups
+            )
             for name, groups in self.groups.items()
         }
 

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from paceline.core.files import human_bytes
-from paceline.core.formatting import counted
 from paceline.distributed.call_log import CountedCall
 from paceline.distributed.collective_bytes import all_reduce_bytes
 from paceline.distributed.traffic import log_calls
 from paceline.explain import training
 from paceline.explain.rank_topic import RankFrame, RankTopic, numbers_of
 from paceline.explain.record import Check, DrawnRow, Tone, cells_of, number_text
+from paceline.messages.pages import PageText
 from paceline.parallel.strategy import make_strategy
 
 _WEIGHTS = 4
@@ -23,13 +23,19 @@ _LEARNING_RATE = 0.1
 _NAMES = {"local_sgd": "Local SGD", "diloco": "DiLoCo"}
 _ABOUT = {
     "local_sgd": (
-        f"Local SGD (Stich, 2019): each worker makes {_SYNC_EVERY} steps on its own data without"
-        " communication, then the workers replace their weights by the mean."
+        PageText(
+            "Local SGD (Stich, 2019): each worker makes {steps} steps on its own data without"
+            " communication, then the workers replace their weights by the mean.",
+            steps=_SYNC_EVERY,
+        )
     ),
     "diloco": (
-        f"DiLoCo (Douillard et al., 2023): each worker makes {_SYNC_EVERY} steps on its own data."
-        " The mean of the changes is a gradient for an outer optimizer with Nesterov momentum,"
-        " which moves the common weights."
+        PageText(
+            "DiLoCo (Douillard et al., 2023): each worker makes {steps} steps on its own data."
+            " The mean of the changes is a gradient for an outer optimizer with Nesterov"
+            " momentum, which moves the common weights.",
+            steps=_SYNC_EVERY,
+        )
     ),
 }
 _DRIFT = (
@@ -90,23 +96,38 @@ class LocalSGDTopic(RankTopic):
             self.calls.append(calls)
         self.all_local, self.all_weights = self.gather(self.local), self.gather(self.weights)
         self.drifts = [_drift(workers) for workers in zip(*self.all_local, strict=True)]
-        name, workers = self.options.algorithm, counted(self.world.size, "worker")
-        self.title, self.about = f"{_NAMES[name]}: {workers}, {_STEPS} steps", _ABOUT[name] + _DRIFT
-        self.actors = [f"worker {rank}" for rank in range(self.world.size)]
+        name = self.options.algorithm
+        self.title, self.about = (
+            PageText(
+                "{name}: {workers:worker}, {steps} steps",
+                name=_NAMES[name],
+                workers=self.world.size,
+                steps=_STEPS,
+            ),
+            PageText("{about}{more}", about=_ABOUT[name], more=_DRIFT),
+        )
+        self.actors = [PageText("worker {rank}", rank=rank) for rank in range(self.world.size)]
 
     def rank_frames(self) -> Iterator[RankFrame]:
         yield RankFrame("All workers start with the same weights.", _rows(self.start), is_key=True)
         for number in range(_STEPS):
             drift = number_text(self.drifts[number])
             yield RankFrame(
-                f"Step {number + 1}: each worker updates its own weights; they differ by up to"
-                f" {drift}.",
+                PageText(
+                    "Step {number}: each worker updates its own weights; they differ by up to"
+                    " {drift}.",
+                    number=number + 1,
+                    drift=drift,
+                ),
                 _rows(self.local[number], "new"),
                 is_key=number in _SYNCED,
             )
             if number in _SYNCED:
                 yield RankFrame(
-                    f"Synchronization after step {number + 1}: all workers get the same weights.",
+                    PageText(
+                        "Synchronization after step {number}: all workers get the same weights.",
+                        number=number + 1,
+                    ),
                     _rows(self.weights[number], "done"),
                     self.calls[number],
                     "weights",
@@ -135,7 +156,9 @@ class LocalSGDTopic(RankTopic):
 
     def facts(self) -> dict[str, str]:
         return {
-            "Synchronizations": f"{len(_SYNCED)} in {_STEPS} steps",
+            "Synchronizations": PageText(
+                "{count} in {steps} steps", count=len(_SYNCED), steps=_STEPS
+            ),
             "Sent per worker": human_bytes(self.counted_bytes),
             "Gradients with ddp, without padding": human_bytes(self._ddp_bytes()),
             "Largest drift": number_text(max(self.drifts)),

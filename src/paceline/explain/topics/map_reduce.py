@@ -12,6 +12,7 @@ from paceline.data.count.runs import decode, read_rows
 from paceline.data.count.shards import ScanStats, plan_shards, read_texts
 from paceline.explain.rank_topic import RankFrame, RankTopic
 from paceline.explain.record import Cell, Check, DrawnMessage, DrawnRow, Frame
+from paceline.messages.pages import PageText
 
 _TEXT = (
     "the ring sends the chunk to the next rank and the next rank adds the chunk to the sum"
@@ -46,7 +47,7 @@ class WordCountTopic(RankTopic):
         with Scratch("paceline-explain-") as folder:
             self._count(folder)
             self.world.barrier()  # the other ranks read this rank's pairs
-        self.title = f"MapReduce: words of a text on {counted(self.world.size, 'rank')}"
+        self.title = PageText("MapReduce: words of a text on {ranks:rank}", ranks=self.world.size)
 
     def _count(self, folder: Path) -> None:
         world, text, table = self.world, folder / "text.txt", folder / "table"

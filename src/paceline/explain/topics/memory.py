@@ -12,19 +12,22 @@ from paceline.explain.allocations import LiveStorages
 from paceline.explain.rank_topic import RankTopic, numbers_of
 from paceline.explain.record import Check, DrawnRow, Frame
 from paceline.explain.training import build_adamw
+from paceline.messages.pages import PageText
 from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 from paceline.parallel.optimizer_state import optimizer_tensors
 
 _BLOCKS, _WIDTH, _ROWS = 4, 256, 1024
 _KINDS = ("parameters", "gradients", "optimizer", "activations")
 _MODES = {"without checkpointing": "none", "with checkpointing": "full"}
-_ABOUT = (
+_ABOUT = PageText(
     "Training needs memory for parameters, gradients, optimizer state (AdamW: two numbers per"
     " parameter) and activations, which forward stores for backward. Activations grow with the"
     " batch, and are largest between forward and backward. With activation checkpointing, forward"
-    " stores only the input of each block, and backward computes the rest again. Every tensor that"
-    f" an operation allocates is counted until it is freed. Model: {_BLOCKS} blocks of two layers,"
-    f" float32, batch of {_ROWS} rows."
+    " stores only the input of each block, and backward computes the rest again. Every tensor"
+    " that an operation allocates is counted until it is freed. Model: {blocks} blocks of two"
+    " layers, float32, batch of {rows} rows.",
+    blocks=_BLOCKS,
+    rows=_ROWS,
 )
 
 
@@ -59,7 +62,7 @@ class MemoryTopic(RankTopic):
 
     def run(self) -> None:
         self.modes = [_measure(setting) for setting in _MODES.values()]
-        self.actors = list(_MODES)
+        self.actors = [*_MODES]
 
     def frames(self) -> Iterable[Frame]:
         moments = self.modes[0].moments
@@ -117,7 +120,9 @@ class MemoryTopic(RankTopic):
 
     def facts(self) -> dict[str, str]:
         pairs = zip(_MODES, self.modes, strict=True)
-        return {f"Peak {name}": human_bytes(mode.peak_bytes) for name, mode in pairs}
+        return {
+            PageText("Peak {name}", name=name): human_bytes(mode.peak_bytes) for name, mode in pairs
+        }
 
     def add_figures(self) -> None:
         self.figures = {
@@ -158,11 +163,19 @@ def _measure(setting: str) -> StepMemory:
         x = batch
         for number, block in enumerate(model):
             x = block(x)
-            measure(f"Forward of block {number + 1}: it stores activations for backward.")
+            measure(
+                PageText(
+                    "Forward of block {number}: it stores activations for backward.",
+                    number=number + 1,
+                )
+            )
         # Registered here, because forward hooks of checkpointed blocks also run in backward.
         for number, block in enumerate(model):
             first = next(block.parameters())
-            text = f"Backward of block {number + 1}: gradients appear, and activations are freed."
+            text = PageText(
+                "Backward of block {number}: gradients appear, and activations are freed.",
+                number=number + 1,
+            )
             first.register_post_accumulate_grad_hook(lambda _, text=text: measure(text))
         loss = x.square().mean()
         del x

@@ -11,7 +11,6 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.files import human_bytes
-from paceline.core.formatting import counted
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.explain import training
@@ -28,6 +27,7 @@ from paceline.explain.record import (
     number_text,
     on_step_clock,
 )
+from paceline.messages.pages import PageText
 from paceline.models.recommend import Table
 from paceline.parallel.strategy import make_strategy
 from paceline.strategies.parameter_server.asynchronous import AsyncServerStrategy
@@ -50,14 +50,18 @@ _ABOUT = {
         " workers have changed since: they are stale."
     ),
     "bounded": (
-        "Bounded staleness (Ho et al., 2013): as asynchronous, but no worker may be more than"
-        f" {counted(_MAX_STALENESS, 'step')} ahead of the slowest."
+        PageText(
+            "Bounded staleness (Ho et al., 2013): as asynchronous, but no worker may be more than"
+            " {steps:step} ahead of the slowest.",
+            steps=_MAX_STALENESS,
+        )
     ),
 }
-_COMMON = (
+_COMMON = PageText(
     " An embedding table is on a server. In each step, a worker sends the ids of its batch,"
-    " receives these rows, and pushes their gradients: it never has the full table. The last worker"
-    f" computes {1000 * _DELAY_S:.0f} ms longer than the others."
+    " receives these rows, and pushes their gradients: it never has the full table. The last"
+    " worker computes {delay} ms longer than the others.",
+    delay=f"{1000 * _DELAY_S:.0f}",
 )
 
 
@@ -180,10 +184,16 @@ class ServerTopic(RankTopic):
             span for rank, steps in enumerate(self.workers) for span in _spans(rank, steps)
         )
         self.stale = [[self._stale_updates(step) for step in steps] for steps in self.workers]
-        algorithm, workers = self.options.algorithm, counted(len(self.workers), "worker")
-        self.title = f"Parameter server ({algorithm}): {workers} and a server"
-        self.about = _ABOUT[algorithm] + _COMMON
-        self.actors = [*(f"worker {rank}" for rank in range(len(self.workers))), "server"]
+        algorithm = self.options.algorithm
+        self.title = PageText(
+            "Parameter server ({algorithm}): {workers:worker} and a server",
+            algorithm=algorithm,
+            workers=len(self.workers),
+        )
+        self.about = PageText("{about}{more}", about=_ABOUT[algorithm], more=_COMMON)
+        workers = range(len(self.workers))
+        self.actors = [PageText("worker {rank}", rank=rank) for rank in workers]
+        self.actors.append("server")
 
     def _stale_updates(self, step: ServerWorkerStep) -> int:
         """Return the number of updates between the pull of a step and the update with its
@@ -216,7 +226,9 @@ class ServerTopic(RankTopic):
             row = _table_row(table, before)
             before = table
             yield Frame(
-                f"Worker {rank}, step {number + 1}: {text}",
+                PageText(
+                    "Worker {rank}, step {number}: {text}", rank=rank, number=number + 1, text=text
+                ),
                 (*state, (row,)),
                 messages=messages,
                 time_s=time_s - self.begin_s,
@@ -232,11 +244,12 @@ class ServerTopic(RankTopic):
         """Return the caption and the messages of a pull or a push."""
         step, server = self.workers[rank][number], len(self.workers)
         if is_push:
-            updates = counted(self.stale[rank][number], "update")
-            return f"its gradients are applied ({updates} by others since its pull).", (
-                DrawnMessage(rank, server, "gradients", step.push_bytes),
-            )
-        return f"it pulls rows {', '.join(map(str, step.ids))}.", (
+            updates = self.stale[rank][number]
+            return PageText(
+                "its gradients are applied ({updates:update} by others since its pull).",
+                updates=updates,
+            ), (DrawnMessage(rank, server, "gradients", step.push_bytes),)
+        return PageText("it pulls rows {rows}.", rows=", ".join(map(str, step.ids))), (
             DrawnMessage(rank, server, "ids", step.pull_bytes),
             DrawnMessage(server, rank, "rows", step.rows_bytes),
         )

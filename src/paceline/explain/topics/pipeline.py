@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from paceline.core.files import human_bytes
-from paceline.core.formatting import counted
 from paceline.explain import training
 from paceline.explain.rank_topic import RankTopic, make_mesh
 from paceline.explain.record import Cell, Check, DrawnMessage, DrawnRow, Frame, Span, on_step_clock
+from paceline.messages.pages import PageText
 from paceline.parallel.registry import layout
 from paceline.strategies.hybrid.strategy import HybridStrategy
 from paceline.strategies.pipeline.schedule import DynamicStage
@@ -145,12 +145,15 @@ class PipelineTopic(RankTopic):
                 passes.events.clear()
         world.barrier()
         self._set_events(self.gather_all(passes.events_with_messages()))
-        schedule, stages = self.options.algorithm, counted(self.stages, "stage")
-        ranks = counted(world.size, "rank")
-        self.title = (
-            f"Pipeline ({schedule}): {stages} on {ranks}, {self.micro_batches} micro-batches"
+        schedule = self.options.algorithm
+        self.title = PageText(
+            "Pipeline ({schedule}): {stages:stage} on {ranks:rank}, {count} micro-batches",
+            schedule=schedule,
+            stages=self.stages,
+            ranks=world.size,
+            count=self.micro_batches,
         )
-        self.about = _ABOUT[schedule] + _COMMON
+        self.about = PageText("{about}{more}", about=_ABOUT[schedule], more=_COMMON)
 
     def _set_events(self, events: list[Event]) -> None:
         """Keep the events of all ranks, on the clock of the step, in the order of their ends."""
@@ -174,12 +177,22 @@ class PipelineTopic(RankTopic):
             place = (event.stage, event.micro_batch)
             done[place] = "✓" if event.kind != "forward" else "F"
             sent = tuple(
-                DrawnMessage(event.rank, target, f"micro-batch {event.micro_batch}", size_bytes)
+                DrawnMessage(
+                    event.rank,
+                    target,
+                    PageText("micro-batch {number}", number=event.micro_batch),
+                    size_bytes,
+                )
                 for target, size_bytes in event.messages
             )
             yield Frame(
-                f"Rank {event.rank}, stage {event.stage}: {event.kind} of micro-batch"
-                f" {event.micro_batch} is done.",
+                PageText(
+                    "Rank {rank}, stage {stage}: {kind} of micro-batch {number} is done.",
+                    rank=event.rank,
+                    stage=event.stage,
+                    kind=event.kind,
+                    number=event.micro_batch,
+                ),
                 self._rows(done, place),
                 messages=sent,
                 time_s=event.end_s,
@@ -200,7 +213,7 @@ class PipelineTopic(RankTopic):
 
         def row(stage: int) -> DrawnRow:
             cells = tuple(cell(stage, number) for number in range(self.micro_batches))
-            return DrawnRow(f"stage {stage}", cells)
+            return DrawnRow(PageText("stage {number}", number=stage), cells)
 
         ranks = self.world.size
         return tuple(tuple(map(row, range(rank, self.stages, ranks))) for rank in range(ranks))
@@ -236,7 +249,14 @@ class PipelineTopic(RankTopic):
 
 def _span(event: Event) -> Span:
     label = f"{event.kind[0].upper()}{event.micro_batch}"
-    return Span(event.rank, f"stage {event.stage}", event.kind, label, event.start_s, event.end_s)
+    return Span(
+        event.rank,
+        PageText("stage {number}", number=event.stage),
+        event.kind,
+        label,
+        event.start_s,
+        event.end_s,
+    )
 
 
 def _too_early(events: list[Event]) -> list[tuple[str, int, int]]:

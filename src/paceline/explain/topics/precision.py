@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.core.formatting import counted
 from paceline.distributed.call_log import CountedCall
 from paceline.distributed.traffic import log_calls
 from paceline.explain.rank_topic import RankFrame, RankTopic, numbers_of
 from paceline.explain.record import Cell, Check, DrawnRow, Tone, cells_of, number_text
+from paceline.messages.pages import PageText
 from paceline.parallel.loss_scale import LossScaler
 
 _NUMBERS = (1 / 3, 1.001, 70_000.0, 1e-5, 1e-8)
@@ -76,8 +76,9 @@ class PrecisionTopic(RankTopic):
         with self.count_traffic():
             self.attempts = self._train()
         self.all_attempts = self.gather(self.attempts)
-        ranks = counted(self.world.size, "rank")
-        self.title = f"Mixed precision and loss scaling on {ranks}"
+        self.title = PageText(
+            "Mixed precision and loss scaling on {ranks:rank}", ranks=self.world.size
+        )
 
     def _train(self) -> list[ScaledStep]:
         """Make steps in float16. On the last rank, the gradient of the first one overflows."""
@@ -117,12 +118,17 @@ class PrecisionTopic(RankTopic):
             (DrawnRow("weight", weights),),
         )
         gradients = tuple(
-            Cell(f"{name} {number_text(value)}", tone="wrong" if value == 0 else "")
+            Cell(
+                PageText("{name} {value}", name=name, value=number_text(value)),
+                tone="wrong" if value == 0 else "",
+            )
             for name, value in self.small_gradients.items()
         )
         yield RankFrame(
-            f"A gradient of {number_text(_SMALL_SLOPE)} in float16: zero, unless the loss is scaled"
-            " by 65,536.",
+            PageText(
+                "A gradient of {slope} in float16: zero, unless the loss is scaled by 65,536.",
+                slope=number_text(_SMALL_SLOPE),
+            ),
             (DrawnRow("gradient", gradients),),
             is_key=True,
         )
@@ -156,7 +162,9 @@ class PrecisionTopic(RankTopic):
         return {
             "1 + 10 × 0.001 in bfloat16": number_text(self.updated["bfloat16"]),
             "Loss scale": " → ".join(f"{scale:,.0f}" for scale in dict.fromkeys(scales)),
-            "Skipped steps": f"{num_skipped} of {len(self.attempts)}",
+            "Skipped steps": PageText(
+                "{count} of {total}", count=num_skipped, total=len(self.attempts)
+            ),
         }
 
     def add_figures(self) -> None:
@@ -196,12 +204,18 @@ def _attempt_frame(number: int, attempt: ScaledStep) -> RankFrame:
     if attempt.is_finite:
         text = "the sum is finite, so it is divided by the scale and the weights are updated."
     else:
-        text = (
-            "a gradient overflows on the last rank, and its sum on all of them: all skip the update"
-            f" and halve the scale to {attempt.new_scale:,.0f}."
+        text = PageText(
+            "a gradient overflows on the last rank, and its sum on all of them: all skip the"
+            " update and halve the scale to {scale}.",
+            scale=f"{attempt.new_scale:,.0f}",
         )
     return RankFrame(
-        f"Step {number + 1}, loss scale {attempt.scale:,.0f}: {text}",
+        PageText(
+            "Step {number}, loss scale {scale}: {text}",
+            number=number + 1,
+            scale=f"{attempt.scale:,.0f}",
+            text=text,
+        ),
         (
             DrawnRow("scaled gradient", _number_cells(attempt.local)),
             DrawnRow("sum over ranks", _number_cells(attempt.summed)),

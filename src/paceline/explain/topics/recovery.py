@@ -13,19 +13,22 @@ from paceline.core.errors import RunError
 from paceline.core.event_log import read_events
 from paceline.core.events import Event
 from paceline.core.files import Scratch
-from paceline.core.formatting import counted
 from paceline.explain.catalog import ExplainOptions
 from paceline.explain.record import Cell, Check, DrawnRow, Frame, Recording, Span
+from paceline.messages.event_text import text_of_event
+from paceline.messages.pages import PageText
 
 _STEPS, _SAVE_STEPS, _FAULT_STEP = 12, 4, 7
 _TIMEOUT_S = 300.0
-_ABOUT = (
+_ABOUT = PageText(
     "If a rank dies, the collectives of the others cannot complete. Paceline's launcher ends all"
     " ranks and restarts them, and they load the latest checkpoint: weights, optimizer, random"
     " state and position in the data. Steps after the checkpoint are made again, with the same"
     " batches and the same losses, so the run ends with the same digest as one that was not"
-    f" disturbed. Here, the last rank kills its own process with SIGKILL in step {_FAULT_STEP}; a"
-    f" checkpoint is saved every {_SAVE_STEPS} steps."
+    " disturbed. Here, the last rank kills its own process with SIGKILL in step {fault_step}; a"
+    " checkpoint is saved every {save_steps} steps.",
+    fault_step=_FAULT_STEP,
+    save_steps=_SAVE_STEPS,
 )
 
 
@@ -54,7 +57,7 @@ def record(options: ExplainOptions) -> Recording:
     repeated = sorted(set(range(resumes[0] + 1, _FAULT_STEP)) & first.keys() & last.keys())
     return Recording(
         topic="recovery",
-        title=f"Recovery: a lost rank of {counted(ranks, 'rank')}, and a rollback",
+        title=PageText("Recovery: a lost rank of {ranks:rank}, and a rollback", ranks=ranks),
         about=_ABOUT,
         actors=(*(f"rank {rank}" for rank in range(ranks)), "run"),
         frames=frames,
@@ -183,7 +186,9 @@ def _replay(
             first.setdefault(step, loss)
             state.losses[step] = loss
             again = ", again with the loss of the first time" if step in state.repeated else ""
-            text = f"Step {step}: loss {loss:.4f}{again}."
+            text = PageText(
+                "Step {step}: loss {loss}{again}.", step=step, loss=f"{loss:.4f}", again=again
+            )
             is_key = step == _STEPS or (step in state.repeated and len(state.repeated) == 1)
             name = "restart" if is_restarting else "step"
             spans += [
@@ -192,15 +197,18 @@ def _replay(
             is_restarting = False
         elif event["type"] == "checkpoint":
             state.checkpoints.append(int(event["step"]))
-            text = f"The checkpoint of step {event['step']} is complete."
+            text = PageText("The checkpoint of step {step} is complete.", step=event["step"])
         elif event["type"] == "fault":
             is_lost = is_key = True
-            text = f"The restart begins: {event['reason'].split(' (often')[0]}."
+            text = PageText("The restart begins: {reason}.", reason=text_of_event(event, "reason"))
         elif event["type"] == "resume":
             is_lost, is_key = False, True
             step = int(event["step"])
             state.losses = {done: loss for done, loss in state.losses.items() if done <= step}
-            text = f"All ranks load the checkpoint of step {step}: later steps are made again."
+            text = PageText(
+                "All ranks load the checkpoint of step {step}: later steps are made again.",
+                step=step,
+            )
         if event["type"] in ("step", "run_start") and not is_restarting:
             step_start_s = time_s
         if text:

@@ -7,10 +7,10 @@ from itertools import chain
 
 from torch.utils.data import DistributedSampler
 
-from paceline.core.formatting import counted
 from paceline.data.order.samples import SampleOrder
 from paceline.explain.rank_topic import RankFrame, RankTopic
 from paceline.explain.record import Cell, Check, DrawnRow, Tone
+from paceline.messages.pages import PageText
 
 _SEED = 42
 _ABOUT = (
@@ -64,8 +64,11 @@ class SamplerTopic(RankTopic):
             times = Counter(chain.from_iterable(by_rank))
             self.repeated[case] = sorted(sample for sample, number in times.items() if number > 1)
             self.missing[case] = sorted(set(range(self.num_samples)) - times.keys())
-        ranks = counted(self.world.size, "rank")
-        self.title = f"Samples of {ranks}, from a dataset of {self.num_samples}"
+        self.title = PageText(
+            "Samples of {ranks:rank}, from a dataset of {count}",
+            ranks=self.world.size,
+            count=self.num_samples,
+        )
 
     def _sampler(self, epoch: int = 0, **settings: bool) -> list[int]:
         sampler: DistributedSampler[int] = DistributedSampler(
@@ -129,9 +132,13 @@ class SamplerTopic(RankTopic):
 
 def _caption(case: str, repeated: list[int], missing: list[int]) -> str:
     note = _NOTES.get(case, "The last batch of the epoch is short; nothing is repeated or dropped.")
-    repeats = f"{counted(len(repeated), 'sample')} repeated" if repeated else "none repeated"
-    drops = f"{counted(len(missing), 'sample')} missing" if missing else "none missing"
-    return f"{case}: {repeats}, {drops}. {note}"
+    repeats = (
+        PageText("{count:sample} repeated", count=len(repeated)) if repeated else "none repeated"
+    )
+    drops = PageText("{count:sample} missing", count=len(missing)) if missing else "none missing"
+    return PageText(
+        "{case}: {repeats}, {drops}. {note}", case=case, repeats=repeats, drops=drops, note=note
+    )
 
 
 def _cells(by_rank: list[list[int]], rank: int, width: int) -> tuple[Cell, ...]:

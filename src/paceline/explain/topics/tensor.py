@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from paceline.config.schema.parallel import Parallel
-from paceline.core.formatting import counted
 from paceline.distributed.traffic import log_calls
 from paceline.explain.rank_topic import RankFrame, RankTopic, numbers_of
 from paceline.explain.record import Cell, Check, DrawnRow, Tone, cells_of, idle_cells
+from paceline.messages.pages import PageText
 from paceline.strategies.tensor.shard import TensorParallelizer
 
 _FEATURES = 3
@@ -77,8 +77,9 @@ class TensorTopic(RankTopic):
             "input_grad": numbers_of(full_input.grad),
         }
         self.all_values = self.gather(self.values)
-        ranks = counted(self.world.size, "rank")
-        self.title = f"Tensor parallelism: two layers on {ranks}"
+        self.title = PageText(
+            "Tensor parallelism: two layers on {ranks:rank}", ranks=self.world.size
+        )
 
     def rank_frames(self) -> Iterator[RankFrame]:
         values, rank, others = self.values, self.world.rank, self.world.size - 1
@@ -165,8 +166,12 @@ class TensorTopic(RankTopic):
     def facts(self) -> dict[str, str]:
         local_bytes, full_bytes = self.weights_bytes
         return {
-            "Hidden units per rank": f"{_UNITS} of {_UNITS * self.world.size}",
-            "Weights per rank": f"{local_bytes} of {full_bytes} B",
+            "Hidden units per rank": PageText(
+                "{count} of {total}", count=_UNITS, total=_UNITS * self.world.size
+            ),
+            "Weights per rank": PageText(
+                "{count} of {total} B", count=local_bytes, total=full_bytes
+            ),
             "All-reduces": "1 in forward, 1 in backward",
         }
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch.distributed.fsdp  # noqa: F401  (imported once, before the ranks are forked)
 
 from paceline.core.files import human_bytes
-from paceline.core.formatting import counted
 from paceline.distributed.call_log import CountedCall
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import log_calls
@@ -16,6 +15,7 @@ from paceline.explain import training
 from paceline.explain.calls import collectives_of, spans_of
 from paceline.explain.rank_topic import RankTopic, make_mesh
 from paceline.explain.record import Check, DrawnRow, Frame, Span, check_traffic, on_step_clock
+from paceline.messages.pages import PageText
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.optimizer_state import optimizer_tensors
@@ -95,7 +95,7 @@ class ZeROTopic(RankTopic):
             ]
             offset_s += max(span.end_s for span in moved)
             self.ends_s.append(offset_s)
-        self.title = f"ZeRO, stage by stage, {counted(self.world.size, 'rank')}"
+        self.title = PageText("ZeRO, stage by stage, {ranks:rank}", ranks=self.world.size)
 
     def frames(self) -> Iterable[Frame]:
         return map(self._frame, self.stages, self.ends_s)
@@ -111,8 +111,14 @@ class ZeROTopic(RankTopic):
         )
         total, sent = human_bytes(_fullest(stage)), human_bytes(_sent_bytes(stage))
         return Frame(
-            f"{STAGES[mode]} {total} on the rank that uses most; {sent} sent per step"
-            f" (collectives move {self._moved_psi(stage):.2f} Ψ).",
+            PageText(
+                "{stage} {total} on the rank that uses most; {sent} sent per step (collectives"
+                " move {moved} Ψ).",
+                stage=STAGES[mode],
+                total=total,
+                sent=sent,
+                moved=f"{self._moved_psi(stage):.2f}",
+            ),
             rows,
             phase=mode,
             collectives=collectives_of([rank.calls for rank in stage]),
@@ -132,16 +138,16 @@ class ZeROTopic(RankTopic):
             measured = _fullest(stage)
             declared = sum(stage[0].declared[kind] for kind in KINDS)
             is_close = abs(measured - declared) <= _TOLERANCE * declared
-            name = f"{mode}: measured memory is within 2 % of the prediction"
+            name = PageText("{mode}: measured memory is within 2 % of the prediction", mode=mode)
             checks += [
-                replace(traffic, name=f"{mode}: {traffic.name}"),
+                replace(traffic, name=PageText("{mode}: {check}", mode=mode, check=traffic.name)),
                 Check(name, declared, measured, is_close),
             ]
         return checks
 
     def facts(self) -> dict[str, str]:
         return {
-            f"{stage[0].mode}: stored, moved": (
+            PageText("{mode}: stored, moved", mode=stage[0].mode): (
                 f"{human_bytes(_fullest(stage))}, {self._moved_psi(stage):.2f} Ψ"
             )
             for stage in self.stages
@@ -198,7 +204,14 @@ def _measure(world: Communicator, mode: str) -> RankStage:
     parameters = memory_bytes(strategy) - gradients - optimizer
     world.barrier()
     spans = [
-        Span(world.rank, "compute", name, f"{mode} {name}", start_s, end_s)
+        Span(
+            world.rank,
+            "compute",
+            name,
+            PageText("{mode} {name}", mode=mode, name=name),
+            start_s,
+            end_s,
+        )
         for (name, start_s), (_, end_s) in itertools.pairwise(marks.times_s.items())
     ]
     declared = {kind: int(getattr(cost, kind)) for kind in KINDS}

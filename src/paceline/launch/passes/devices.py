@@ -63,7 +63,14 @@ def check_host(draft: Draft) -> Sequence[Notice]:
                 check=check.name,
                 result=check.value,
             )
-        notices.append(Notice("warning", f"{check.name}: {check.value}; {check.advice}"))
+        text = UserText(
+            "{check}: {value}; {advice}",
+            code="host-check",
+            check=check.name,
+            value=check.value,
+            advice=check.advice,
+        )
+        notices.append(Notice("warning", text))
     if expands_segments(draft.device_type):
         text = UserText(
             "memory: torch's allocator uses expandable segments, which fragment less; another"
@@ -88,8 +95,12 @@ def find_slow_precision(draft: Draft) -> Iterable[tuple[str, str]]:
     if draft.device_type == "cpu" and precision.startswith("fp16"):
         yield (
             "warning",
-            f"`train_args.precision: {precision}` is slow on a CPU, which computes in float16 by"
-            " way of float32; `precision: auto` chooses float32",
+            UserText(
+                "`train_args.precision: {precision}` is slow on a CPU, which computes in float16 by"
+                " way of float32; `precision: auto` chooses float32",
+                code="slow-precision-on-cpu",
+                precision=precision,
+            ),
         )
 
 

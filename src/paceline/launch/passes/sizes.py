@@ -155,12 +155,30 @@ def sharing_text(config: Config, derived: ResolvedValues) -> str | None:
     replicas = counted(derived.replicas, "replica")
     shares = derived.shares if derived.global_batch_size % derived.replicas else None
     if accumulation != configured:
-        text = (
-            f"gradient_accumulation_steps: {configured} → {accumulation}, which keeps the run's"
-            f" global batch of {batch} on {replicas}"
+        return UserText(
+            "gradient_accumulation_steps: {configured} → {accumulation}, which keeps the run's"
+            " global batch of {batch} on {replicas}{listed}",
+            code="accumulation-changed",
+            configured=configured,
+            accumulation=accumulation,
+            batch=batch,
+            samples=derived.global_batch_size,
+            replicas=replicas,
+            num_replicas=derived.replicas,
+            listed=f", as {shares}" if shares else "",
+            shares=str(shares or ""),
         )
-        return f"{text}, as {shares}" if shares else text
-    return f"{replicas}: {batch} of the global batch as {shares}" if shares else None
+    if not shares:
+        return None
+    return UserText(
+        "{replicas}: {batch} of the global batch as {shares}",
+        code="unequal-shares",
+        replicas=replicas,
+        batch=batch,
+        samples=derived.global_batch_size,
+        num_replicas=derived.replicas,
+        shares=str(shares),
+    )
 
 
 def check_sizes(derived: ResolvedValues, samples: int | None, mode: str) -> list[Notice]:
@@ -217,18 +235,25 @@ def check_sizes(derived: ResolvedValues, samples: int | None, mode: str) -> list
     all_samples = (
         "the only training sample" if samples == 1 else f"all {samples:,} training samples"
     )
-    text = (
-        f"the global batch of {counted(derived.global_batch_size, 'sample')}"
-        f" ({derived.micro_batch_size} per micro-batch × {derived.gradient_accumulation_steps}"
-        f" accumulation × {counted(derived.replicas, 'replica')}) is larger than the dataset: each"
-        f" step trains on {all_samples}, and the missing rows are padded with zero weight"
+    idle = max(0, derived.replicas - samples)
+    text = UserText(
+        "the global batch of {batch:sample} ({micro_batch} per micro-batch × {accumulation}"
+        " accumulation × {replicas:replica}) is larger than the dataset: each step trains on"
+        " {all_samples}, and the missing rows are padded with zero weight{padding}",
+        code="batch-larger-than-dataset",
+        batch=derived.global_batch_size,
+        micro_batch=derived.micro_batch_size,
+        accumulation=derived.gradient_accumulation_steps,
+        replicas=derived.replicas,
+        all_samples=all_samples,
+        samples=samples,
+        padding=f". {counted(idle, 'replica')} of {derived.replicas}"
+        f" {'gets' if idle == 1 else 'get'} padding only; {counted(samples, 'replica')} would train"
+        " on the same samples"
+        if idle
+        else "",
+        idle=idle or None,
     )
-    if derived.replicas > samples:
-        idle = derived.replicas - samples
-        text += (
-            f". {counted(idle, 'replica')} of {derived.replicas} {'gets' if idle == 1 else 'get'}"
-            f" padding only; {counted(samples, 'replica')} would train on the same samples"
-        )
     return [*warm_up, Notice("warning", text)]
 
 

@@ -4,7 +4,7 @@ import time
 from typing import TypedDict
 
 from paceline.core.files import human_bytes
-from paceline.core.formatting import counted
+from paceline.messages.pages import PageText
 
 
 class ByteCounts(TypedDict):
@@ -114,18 +114,31 @@ def summary(certificate: Certificate) -> str:
     bounds, modes = certificate["bounds"], certificate["modes"]
     passed = sum(1 for mode in modes if mode["ok"])
     tried = sum(1 for mode in modes if mode["ok"] is not None)
-    family = (
-        f" (between ddp, zero1, zero2 and zero3: {_power(bounds['family'])})"
-        if bounds["family"] is not None
-        else ""
-    )
+    family: str = ""
+    if bounds["family"] is not None:
+        family = PageText(
+            " (between ddp, zero1, zero2 and zero3: {bound})", bound=_power(bounds["family"])
+        )
     get = certificate.__getitem__
-    return (
-        f"{passed} of {tried} modes agree with {get('reference')}: {get('steps')} steps of"
-        f" {get('optim')} in precision {get('precision')} on {get('world_size')} × {get('device')},"
-        f" global batch {get('global_batch_size')}, dropout off. Relative bounds: losses"
-        f" {_power(bounds['loss'])}{family}, final weights {_power(bounds['weights'])}, memory and"
-        f" traffic {bounds['cost']:.0%} of the prediction.{excluded_text(certificate)}"
+    return PageText(
+        "{passed} of {tried} modes agree with {reference}: {steps} steps of {optim} in precision"
+        " {precision} on {ranks} × {device}, global batch {batch}, dropout off. Relative bounds:"
+        " losses {loss}{family}, final weights {weights}, memory and traffic {cost} of the"
+        " prediction.{excluded}",
+        passed=passed,
+        tried=tried,
+        reference=get("reference"),
+        steps=get("steps"),
+        optim=get("optim"),
+        precision=get("precision"),
+        ranks=get("world_size"),
+        device=get("device"),
+        batch=get("global_batch_size"),
+        loss=_power(bounds["loss"]),
+        family=family,
+        weights=_power(bounds["weights"]),
+        cost=f"{bounds['cost']:.0%}",
+        excluded=excluded_text(certificate),
     )
 
 
@@ -135,11 +148,12 @@ def excluded_text(certificate: Certificate) -> str:
     excluded = certificate.get("excluded", [])
     if not excluded:
         return ""
-    elements = counted(sum(weight["elements"] for weight in excluded), "weight")
-    return (
-        f" {elements} in {counted(len(excluded), 'tensor')} are not compared (`--json` lists them):"
-        " in every step their gradient stayed below 1e-6 of the largest tensor's gradient, which is"
-        " rounding error."
+    return PageText(
+        " {elements:weight} in {tensors:tensor} are not compared (`--json` lists them): in every"
+        " step their gradient stayed below 1e-6 of the largest tensor's gradient, which is rounding"
+        " error.",
+        elements=sum(weight["elements"] for weight in excluded),
+        tensors=len(excluded),
     )
 
 

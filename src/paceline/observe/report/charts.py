@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypedDict
 from paceline.core import formatting
 from paceline.core.event_log import throughput
 from paceline.core.events import EvalEvent, RunStartEvent, StepEvent
+from paceline.messages.pages import PageText
 from paceline.observe.report.axes import tick_label, ticks
 
 MAX_POINTS = 1500  # total over all series of a plot
@@ -311,7 +312,9 @@ def draw_plots(
         _memory_plot(steps),
         Plot("Gradient norm", "", grad_norm, from_zero=True, notes=norm_notes),
     ]
-    markers = [(step, f"resumed at step {step:,}") for step in resumed_from]
+    markers: list[tuple[int, str]] = [
+        (step, PageText("resumed at step {step}", step=f"{step:,}")) for step in resumed_from
+    ]
     all_steps = [event["step"] for event in (*steps, *evals)]
     x_range = (min(all_steps), max(all_steps))
     return [draw(plot, x_range, markers) for plot in plots if plot.notes or plot.has_values()]
@@ -327,7 +330,14 @@ def _gap_notes(events: list[StepEvent], key: str, name: str) -> list[str]:
     count = sum(number is not None and not math.isfinite(number) for number in numbers)
     if not count:
         return []
-    return [f"Gaps: the {name} of {count:,} of {len(events):,} logged steps is not finite."]
+    return [
+        PageText(
+            "Gaps: the {name} of {count} of {total} logged steps is not finite.",
+            name=name,
+            count=f"{count:,}",
+            total=f"{len(events):,}",
+        )
+    ]
 
 
 def _loss_plot(steps: list[StepEvent], evals: list[EvalEvent]) -> Plot:
@@ -370,7 +380,7 @@ def _memory_plot(steps: list[StepEvent]) -> Plot:
     if world_size <= len(_RANK_COLOURS):
         series = [
             Series(
-                f"rank {rank}",
+                PageText("rank {rank}", rank=rank),
                 points([sizes[rank] if rank < len(sizes) else None for _, sizes in rows]),
                 _RANK_COLOURS[rank],
             )
@@ -381,7 +391,7 @@ def _memory_plot(steps: list[StepEvent]) -> Plot:
         Series("maximum", points([max(sizes, default=None) for sizes in known])),
         Series("minimum", points([min(sizes, default=None) for sizes in known]), "c2"),
     ]
-    return Plot(f"Memory, {world_size} ranks", unit, series, from_zero=True)
+    return Plot(PageText("Memory, {ranks} ranks", ranks=world_size), unit, series, from_zero=True)
 
 
 def _as_list(value: Any) -> list[Any]:

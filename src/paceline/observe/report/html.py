@@ -20,6 +20,9 @@ from paceline.core.events import CheckpointEvent, Event, NoticeEvent, ProfileEve
 from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.report import DataFigures, Report, SkippedBatches, check_report
 from paceline.core.run_dir import RunDir
+from paceline.core.texts import UserText
+from paceline.messages.event_text import event_text
+from paceline.messages.pages import PageText, add_languages
 from paceline.observe.report.certificate import Certificate, certificate_page
 from paceline.observe.report.charts import draw_plots
 from paceline.observe.report.tables import (
@@ -112,6 +115,8 @@ def template(name: str, folder: Path = Path(__file__).parent / "templates") -> A
         lstrip_blocks=True,
     )
     environment.filters["script_json"] = _script_json
+    environment.filters["by_step"] = lambda title: PageText("{title} by step", title=title)
+    add_languages(environment)
     return environment.get_template(name)
 
 
@@ -142,14 +147,14 @@ def _cards(report: Report, start: RunStartEvent, commands: CommandTimes) -> list
     eval_metrics = report.get("final_eval_metrics") or {}
     metrics = ", ".join(f"{name} {fmt.loss(value)}" for name, value in eval_metrics.items())
     epochs, resumed = fmt.finite(get("epochs")), get("resumed_from_step")
-    epochs_text = "" if epochs is None else fmt.counted(epochs, "epoch")
+    epochs_text = "" if epochs is None else PageText("{epochs:epoch}", epochs=epochs)
     rate, unit = get("tokens_per_second"), "tokens/s"
     if rate is None and get("samples_per_second") is not None:
         rate, unit = get("samples_per_second"), "samples/s"
     peak = fmt.max_over_ranks(get("peak_memory_bytes"))
     cards = [
         ("Training loss", fmt.loss(get("final_train_loss")),
-         f"from {fmt.loss(get('first_train_loss'))}"),
+         PageText("from {loss}", loss=fmt.loss(get("first_train_loss")))),
         ("Evaluation loss", fmt.loss(get("final_eval_loss")), metrics or "at the last evaluation"),
         ("Best evaluation", *_best(report)),
         ("Throughput", fmt.short_count(rate), unit),
@@ -162,14 +167,17 @@ def _cards(report: Report, start: RunStartEvent, commands: CommandTimes) -> list
         ("Steps", fmt.count(get("steps")), epochs_text),
         ("Samples seen", fmt.count(get("samples_seen")), ""),
         ("Label tokens", fmt.short_count(get("label_tokens")),
-         f"of {fmt.short_count(get('train_tokens'))} tokens"),
+         PageText("of {tokens} tokens", tokens=fmt.short_count(get("train_tokens")))),
         ("Strategy", _text(get("strategy")),
-         f"{fmt.ranks(get('world_size'))} on {_text(get('device'))}"),
+         PageText("{ranks} on {device}", ranks=fmt.ranks(get("world_size")),
+                  number=fmt.count(get("world_size")), device=_text(get("device")))),
         ("Precision", _text(get("precision")), _number_formats(report)),
         ("Parameters", fmt.short_count(model.get("parameters")),
-         f"{fmt.short_count(model.get('trainable_parameters'))} trained"),
-        ("Resumed at", fmt.UNKNOWN if resumed is None else f"step {fmt.count(resumed)}",
-         f"restarts: {fmt.count(get('restarts'))}"),
+         PageText("{count} trained",
+                  count=fmt.short_count(model.get("trainable_parameters")))),
+        ("Resumed at",
+         fmt.UNKNOWN if resumed is None else PageText("step {step}", step=fmt.count(resumed)),
+         PageText("restarts: {count}", count=fmt.count(get("restarts")))),
         *_benchmark_cards(report),
     ]  # fmt: skip
     if "hub" in report:
@@ -193,9 +201,13 @@ def _best(report: Report) -> tuple[str, str]:
     best = report.get("best")
     if not best:
         return "", ""
-    text = f"{best['metric']} at step {formatting.count(best['step'])}"
     in_model = "its weights are in model/" if best["is_final"] else "model/ has later weights"
-    return formatting.loss(best["value"]), f"{text}; {in_model}"
+    return formatting.loss(best["value"]), PageText(
+        "{metric} at step {step}; {in_model}",
+        metric=best["metric"],
+        step=formatting.count(best["step"]),
+        in_model=in_model,
+    )
 
 
 def _benchmark_cards(report: Report) -> list[tuple[str, str, str]]:
@@ -220,7 +232,7 @@ def _number_formats(report: Report) -> str:
     """Return the formats of matrix products besides the formats of the precision."""
     fp8 = report.get("fp8", "none")
     formats = ["TF32"] * bool(report.get("tf32")) + [f"float8 ({fp8})"] * (fp8 != "none")
-    return f"with {' and '.join(formats)}" if formats else ""
+    return PageText("with {formats}", formats=", ".join(formats)) if formats else ""
 
 
 def _data_rows(data: DataFigures, skipped: SkippedBatches | None) -> list[dict[str, str]]:
@@ -229,7 +241,10 @@ def _data_rows(data: DataFigures, skipped: SkippedBatches | None) -> list[dict[s
     if not isinstance(dropped, dict):  # a report without reasons
         dropped = {"dropped": dropped}
     counts = [(name, data.get(name)) for name in ("read", "kept", "truncated")]
-    counts += [(f"dropped: {reason}", num_rows) for reason, num_rows in dropped.items()]
+    counts += [
+        (PageText("dropped: {reason}", reason=reason), num_rows)
+        for reason, num_rows in dropped.items()
+    ]
     counts.append(("skipped after a loss spike", skipped["samples"] if skipped else None))
     # Turns are not rows, so they are not a share of the rows read.
     counts.append(("turns without loss", data.get("excluded_turns") or None))
@@ -246,12 +261,17 @@ def _data_rows(data: DataFigures, skipped: SkippedBatches | None) -> list[dict[s
     return rows
 
 
+_BOUND = (
+    "Traffic per step, busiest rank (predicted: an upper bound, for a batch without repeated ids)"
+)
+
+
 def _predictions(report: Report) -> list[dict[str, str]]:
     memory, traffic = report.get("state_memory_bytes"), report.get("traffic_bytes_per_step")
     times = report.get("step_time_s")
     traffic_name = "Traffic per step, busiest rank"
     if traffic and traffic.get("bound"):
-        traffic_name += " (predicted: an upper bound, for a batch without repeated ids)"
+        traffic_name = _BOUND
     rows = []
     for name, pair, as_text in (
         ("State memory, maximum over the ranks", memory, formatting.size),
@@ -275,12 +295,9 @@ def _predictions(report: Report) -> list[dict[str, str]]:
 
 
 def _notice(event: NoticeEvent | CheckpointEvent) -> dict[str, str]:
-    level, text = "warning", ""
-    if event["type"] == "notice":
-        level, text = str(event.get("level") or "info"), str(event.get("text", ""))
-    else:
-        step = formatting.count(event.get("step"))
-        text = f"checkpoint at step {step} failed: {event['error']}"
+    level, text = event_text(event)
+    if not isinstance(text, UserText):  # of an older version
+        text = UserText.of(text, "", {})
     return {"level": level, "text": text, "time": _utc("%H:%M:%S", event) or ""}
 
 
@@ -293,16 +310,22 @@ class _ProfileFiles(NamedTuple):
 
 def _profile(event: ProfileEvent) -> _ProfileFiles:
     first, last = event.get("first_step"), event.get("step")
-    files = []
+    files: list[tuple[str, str]] = []
     for label, paths in (
-        ("rank", event.get("traces", [])),
-        ("memory of rank", event.get("memory_snapshots", [])),
+        ("rank {rank}", event.get("traces", [])),
+        ("memory of rank {rank}", event.get("memory_snapshots", [])),
     ):
         # only the name, because the log may come from somebody else
         files += [
-            (f"{label} {rank}", f"profile/{Path(path).name}") for rank, path in enumerate(paths)
+            (PageText(label, rank=rank), f"profile/{Path(path).name}")
+            for rank, path in enumerate(paths)
         ]
-    return _ProfileFiles(f"{formatting.count(first)} to {formatting.count(last)}", files)
+    steps = PageText(
+        "Profile of steps {first} to {last}",
+        first=formatting.count(first),
+        last=formatting.count(last),
+    )
+    return _ProfileFiles(steps, files)
 
 
 @dataclass

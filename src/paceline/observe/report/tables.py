@@ -9,6 +9,7 @@ from paceline.core import formatting
 from paceline.core.event_log import effective_events
 from paceline.core.events import Event, RunStartEvent, StepEvent
 from paceline.core.report import Report
+from paceline.messages.pages import PageText
 
 #: Keys of a step's ``ranks`` that are redundant if the parts of the step are known; and labels.
 _OLDER = ("data_wait_s", "comm_wait_s")
@@ -80,7 +81,7 @@ def memory_table(events: Sequence[Event], start: RunStartEvent) -> FigureTable:
     ranks = measured[-1].get("ranks") or [] if measured else []
     predicted = (start.get("predicted") or {}).get("memory_bytes")
     rows = [("predicted maximum", predicted)] if ranks and isinstance(predicted, dict) else []
-    rows += [(f"rank {rank}", row) for rank, row in enumerate(ranks)]
+    rows += [(PageText("rank {rank}", rank=rank), row) for rank, row in enumerate(ranks)]
     cells = [
         [name, *(formatting.size(formatting.finite(row.get(kind))) for kind in _KINDS)]
         for name, row in rows
@@ -119,12 +120,14 @@ def communication_rows(report: Report) -> list[TableRow]:
         rows.append(TableRow("Norm of what is still to be sent", text))
     if "synchronisations" in figures:
         each = formatting.size(figures.get("bytes_per_synchronisation"))
-        text = f"{formatting.count(figures['synchronisations'])}, {each} each"
+        number = formatting.count(figures["synchronisations"])
+        text = PageText("{count}, {size} each", count=number, size=each)
         rows.append(TableRow("Synchronizations", text))
     if link:
         latency = formatting.short_duration(link.get("latency_s"))
         bandwidth = formatting.bit_rate(link.get("bandwidth_bytes_s"))
-        rows.append(TableRow("Link, measured", f"{bandwidth}, {latency} per message"))
+        text = PageText("{rate}, {latency} per message", rate=bandwidth, latency=latency)
+        rows.append(TableRow("Link, measured", text))
     rows += _times(figures)
     if method != "none" and "pays" in figures:
         pays = figures["pays"]

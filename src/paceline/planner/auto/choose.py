@@ -186,9 +186,21 @@ def choose(
     setting, reason = loader_processes(tuned, chosen.mode.layout.num_processes, machine)
     if setting:
         details |= setting
-        remarks.append(f"{settings_text(setting)}: {reason}")
+        remarks.append(
+            UserText(
+                "{settings}: {reason}",
+                code="loader-processes-chosen",
+                settings=settings_text(setting),
+                reason=reason,
+            )
+        )
     if config.parallel.allow_lossy:
-        remarks += [f"with another result: {each.effect}" for each in others[:1]]
+        remarks += [
+            UserText(
+                "with another result: {effect}", code="with-another-result", effect=each.effect
+            )
+            for each in others[:1]
+        ]
         others = []
     return ModeChoice(
         modes,
@@ -220,13 +232,15 @@ def _search(trials: Trials, layouts: list[ParallelLayout], objective: Objective)
 def _proposed(
     others: Sequence[Proposal], chosen: Candidate | None, objective: Objective
 ) -> tuple[str, ...]:
-    hint = "`parallel.allow_lossy=true` allows it"
     return tuple(
-        f"proposed: {settings_text(each.settings)} ({each.effect}; {hint}): "
-        + (
-            f"{each.candidate.name} fits"
+        UserText(
+            "proposed: {settings} ({effect}; `parallel.allow_lossy=true` allows it): {gain}",
+            code="lossy-settings-proposed",
+            settings=settings_text(each.settings),
+            effect=each.effect,
+            gain=UserText("{name} fits", code="candidate-fits", name=each.candidate.name)
             if chosen is None
-            else comparison(each.candidate, chosen, objective, is_simpler=False)
+            else comparison(each.candidate, chosen, objective, is_simpler=False),
         )
         for each in others
     )

@@ -8,6 +8,7 @@ from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.processes import available_memory
+from paceline.core.texts import UserText
 from paceline.parallel.registry import ParallelLayout, layout
 from paceline.planner.auto.choose import choose
 from paceline.planner.auto.times_only import TimeComparison, compare_times
@@ -65,7 +66,9 @@ def pick(
     except ConfigError:
         if config.task in (*CAUSAL_TASKS, "reward", "classify"):
             raise
-        text = "the model's memory is not known before it is built"
+        text = UserText(
+            "the model's memory is not known before it is built", code="model-memory-not-known"
+        )
         return _plain(config, num_devices, text)
     machine = local_machine(num_devices, is_cpu, config.train_args.compute_format, memory)
     choice = choose(config, profile, batch, machine, installed=True)
@@ -76,9 +79,11 @@ def pick(
         # Without token counts the activations are an upper bound, so only the state is certain.
         needed = smallest.mode.total if batch.known else smallest.mode.cost.state
         if needed <= machine.memory_bytes:
-            why = (
-                f"{smallest.name}, which needs the least memory but may not fit: it"
-                f" {smallest.mode.reason}"
+            why = UserText(
+                "{name}, which needs the least memory but may not fit: it {reason}",
+                code="smallest-may-not-fit",
+                name=smallest.name,
+                reason=smallest.mode.reason,
             )
             return AutoChoice(smallest.mode.layout, smallest.all_settings, why, choice.remarks)
     raise ConfigError(
@@ -107,7 +112,8 @@ def pick_without_lengths(
     """
     memory = _memory_bytes(device_memory_bytes, num_devices, device_type == "cpu")
     if not memory:
-        return _plain(config, num_devices, "the memory of these devices is not known")
+        text = UserText("the memory of these devices is not known", code="memory-not-known")
+        return _plain(config, num_devices, text)
     return _roomy(config, num_devices, device_type, memory, None)
 
 
@@ -130,8 +136,14 @@ def _roomy(
     compared = _compare(config, num_devices, device_type, memory_bytes)
     if not compared.is_ddp_best:
         return None
-    why = f"needs at most {human_bytes(rough)} of {human_bytes(memory_bytes)} per rank"
-    return _plain(config, num_devices, why + compared.why, compared.remarks)
+    why = UserText(
+        "needs at most {needed} of {memory} per rank{comparison}",
+        code="needs-at-most" if compared.why is None else "needs-at-most-and-fastest",
+        needed=human_bytes(rough),
+        memory=human_bytes(memory_bytes),
+        comparison=compared.why or "",
+    )
+    return _plain(config, num_devices, why, compared.remarks)
 
 
 def _is_closed(config: Config) -> bool:
@@ -154,7 +166,10 @@ def _compare(
         return TimeComparison()
     is_cpu = device_type == "cpu"
     if is_cpu and machine_profile.read("cpu") is None:
-        text = "other modes were not compared, because `paceline doctor` has not measured this CPU"
+        text = UserText(
+            "other modes were not compared, because `paceline doctor` has not measured this CPU",
+            code="modes-not-compared",
+        )
         return TimeComparison(remarks=(text,))
     args = config.train_args
     machine = local_machine(
@@ -171,7 +186,8 @@ def _plain(
     name = "ddp" if num_devices > 1 else "single"
     chosen = layout(config.parallel, num_devices, name)
     settings: Settings = {"parallel.mode": name} if num_devices > 1 else {}
-    return AutoChoice(chosen, settings, f"{name}: {reason}", remarks)
+    why = UserText("{name}: {reason}", code="mode-chosen", name=name, reason=reason)
+    return AutoChoice(chosen, settings, why, remarks)
 
 
 def _device_type(config: Config) -> str:

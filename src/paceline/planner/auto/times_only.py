@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import read_config
 from paceline.models.shape.dims import LanguageDims, dims_of
@@ -26,12 +27,12 @@ class TimeComparison:
 
     Args:
         is_ddp_best: no other mode is faster by more than an estimate is accurate.
-        why: ends the reason for the choice; empty if nothing was compared.
+        why: end of the reason for the choice; None if nothing was compared.
         remarks: sentences about the runners-up.
     """
 
     is_ddp_best: bool = True
-    why: str = ""
+    why: UserText | None = None
     remarks: tuple[str, ...] = ()
 
 
@@ -72,8 +73,12 @@ def compare_times(config: Config, machine: Machine) -> TimeComparison:
     others.sort(key=lambda mode: mode.per_sample_s)
     return TimeComparison(
         is_best,
-        f"; as fast as the best of {len(modes)} modes, by estimate",
-        tuple(f"next: {_difference(mode, ddp)}" for mode in others[:2]),
+        UserText(
+            "; as fast as the best of {count} modes, by estimate",
+            code="as-fast-as-best",
+            count=len(modes),
+        ),
+        tuple(_next_text(mode, ddp) for mode in others[:2]),
     )
 
 
@@ -102,7 +107,12 @@ def _timed(
     return _Mode(name, layout, samples, time.seconds, time.parts_s or {})
 
 
-def _difference(mode: _Mode, ddp: _Mode) -> str:
+def _next_text(mode: _Mode, ddp: _Mode) -> UserText:
     change = mode.per_sample_s / ddp.per_sample_s - 1
     part = slower_part(mode.parts_s, ddp.parts_s, (mode.samples, ddp.samples))
-    return f"{mode.name}: {describe_change(change, part, suffix=', but less simple')}"
+    return UserText(
+        "next: {name}: {difference}",
+        code="next-mode",
+        name=mode.name,
+        difference=describe_change(change, part),
+    )

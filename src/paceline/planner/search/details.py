@@ -1,6 +1,7 @@
 """The number of loader processes, which depends on the chosen mode. Imports no torch."""
 
 from paceline.config.schema import Config
+from paceline.core.texts import UserText
 from paceline.data.sources.kinds import classifies_images
 from paceline.distributed.devices import cpu_cores
 from paceline.models.kinds import reads_images
@@ -24,6 +25,8 @@ def loader_processes(
     count = min(_MAX_WORKERS, cpu_cores() // num_ranks - 1)
     if not has_images or count < 1:
         return {}, ""
-    return {"train_args.dataloader_num_workers": count}, (
-        f"loader processes decode images ({count} per rank)"
+    return {"train_args.dataloader_num_workers": count}, UserText(
+        "loader processes decode images ({count} per rank)",
+        code="loader-processes-decode",
+        count=count,
     )

@@ -8,6 +8,7 @@ from paceline.config.chosen import SIZE, changed_settings
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
+from paceline.core.texts import UserText
 from paceline.parallel.registry import ParallelLayout
 from paceline.planner.estimate import USABLE, ModeEstimate
 from paceline.planner.search.advice import advise
@@ -64,20 +65,36 @@ class MemoryFit:
         if not self.settings:
             return None
         needed = f"{human_bytes(self.mode.total)} of {human_bytes(memory_bytes)} per rank"
-        if self.kept is not None:
-            reason = self.kept
-        elif self.default.fits:
-            reason = "the fastest that are predicted to fit"
-        else:
-            reason = f"because the defaults need {human_bytes(self.default.total)}"
-            if not self.mode.fits:
-                reason += ", and nothing smaller is possible"
-        text = f"memory: {settings_text(self.settings)}, {reason} (predicted: {needed})"
-        if SIZE not in self.settings:
-            return text
-        text += ". The global batch stays the same"
         has_dropout = config.lora.enable and config.lora.dropout > 0
-        return text + ("; dropout draws other masks" if has_dropout else "")
+        same_batch = ". The global batch stays the same" if SIZE in self.settings else ""
+        masks = "; dropout draws other masks" if same_batch and has_dropout else ""
+        return UserText(
+            "memory: {settings}, {reason} (predicted: {needed}){same_batch}{masks}",
+            code="memory-chosen-other-masks"
+            if masks
+            else "memory-chosen-same-batch"
+            if same_batch
+            else "memory-chosen",
+            settings=settings_text(self.settings),
+            reason=self.kept if self.kept is not None else self._reason(),
+            needed=needed,
+            same_batch=same_batch,
+            masks=masks,
+        )
+
+    def _reason(self) -> UserText:
+        if self.default.fits:
+            return UserText("the fastest that are predicted to fit", code="fastest-that-fit")
+        default = human_bytes(self.default.total)
+        if self.mode.fits:
+            return UserText(
+                "because the defaults need {default}", code="defaults-too-large", default=default
+            )
+        return UserText(
+            "because the defaults need {default}, and nothing smaller is possible",
+            code="nothing-smaller",
+            default=default,
+        )
 
 
 def fit_memory(
@@ -177,7 +194,16 @@ def check_fits(fit: MemoryFit, trials: Trials, memory_bytes: int, name: str) -> 
     if machine.memory_bytes < memory_bytes:
         has += f"; other processes hold {human_bytes(memory_bytes - machine.memory_bytes)}"
     if mode.total <= _REFUSED * memory_bytes:
-        return f"memory: {what} {needed}, and {has}: the run may run out of memory"
+        return UserText(
+            "memory: {subject} {needed}, and {has}: the run may run out of memory",
+            code="may-not-fit",
+            subject=what,
+            needed=needed,
+            total=human_bytes(mode.total),
+            has=has,
+            device=name,
+            memory=human_bytes(memory_bytes),
+        )
     config = with_settings(trials.config, fit.settings)
     change = advise(config, trials.model(config), trials.batch(config), machine, mode).smallest
     raise ConfigError(

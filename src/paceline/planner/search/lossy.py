@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.models.transforms.float8_check import check_float8
 from paceline.parallel.registry import ParallelLayout
 from paceline.planner.search.search import Candidate, Objective, SearchResult, search
@@ -42,7 +43,10 @@ def variants(config: Config, trials: Trials, *, installed: bool) -> Iterator[tup
         if "precision" not in args.model_fields_set:
             yield (
                 {"train_args.precision": "bf16-true"},
-                "weights, gradients and optimizer state are rounded to bfloat16",
+                UserText(
+                    "weights, gradients and optimizer state are rounded to bfloat16",
+                    code="weights-rounded",
+                ),
             )
         if "fp8" not in args.model_fields_set and device.float8_speedup > 1:
             settings = {"train_args.fp8": "rowwise"}
@@ -52,12 +56,20 @@ def variants(config: Config, trials: Trials, *, installed: bool) -> Iterator[tup
             except ConfigError:
                 pass
             else:
-                yield settings, "inputs of the blocks' linear layers are rounded to float8"
+                effect = UserText(
+                    "inputs of the blocks' linear layers are rounded to float8",
+                    code="inputs-rounded",
+                )
+                yield settings, effect
     if machine.count > 1 and "method" not in config.compression.model_fields_set:
         for method in ("bf16", "int8"):
             yield (
                 {"compression.method": method},
-                f"gradients are rounded to {method} for the all-reduce",
+                UserText(
+                    "gradients are rounded to {method} for the all-reduce",
+                    code="gradients-rounded",
+                    method=method,
+                ),
             )
 
 

@@ -8,15 +8,15 @@ from paceline.planner.search.trials import settings_text
 
 #: Parts of a step, by the names of their times.
 PART_NAMES = {
-    "products_s": "matrix products",
-    "attention_s": "attention",
-    "memory_s": "operations limited by memory",
-    "launches_s": "launches",
-    "exposed_s": "exchanges within layers",
-    "idle_s": "idle pipeline stages",
-    "traffic_s": "weights and gradients",
-    "optimizer_s": "optimizer and fixed costs",
-    "host_s": "copies to the host",
+    "products_s": UserText("matrix products", code="part-products"),
+    "attention_s": UserText("attention", code="part-attention"),
+    "memory_s": UserText("operations limited by memory", code="part-memory"),
+    "launches_s": UserText("launches", code="part-launches"),
+    "exposed_s": UserText("exchanges within layers", code="part-exchanges"),
+    "idle_s": UserText("idle pipeline stages", code="part-idle-stages"),
+    "traffic_s": UserText("weights and gradients", code="part-traffic"),
+    "optimizer_s": UserText("optimizer and fixed costs", code="part-optimizer"),
+    "host_s": UserText("copies to the host", code="part-host-copies"),
 }
 _SUPERLATIVES = {"time": "fastest", "memory": "smallest", "cost": "cheapest"}
 _COMPARATIVES = {
@@ -93,7 +93,7 @@ def next_text(other: Candidate, chosen: Candidate, objective: Objective) -> str:
 
 def comparison(
     other: Candidate, chosen: Candidate, objective: Objective, *, is_simpler: bool = True
-) -> str:
+) -> UserText:
     """Return how another set-up differs from the choice: ``zero2: 1.6 % slower, mostly by weights
     and gradients; 32.4 GiB per rank``.
 
@@ -102,26 +102,57 @@ def comparison(
     """
     change = other.value(objective) / chosen.value(objective) - 1
     part = _largest_part(other, chosen) if objective != "memory" else None
-    suffix = ", but less simple" if is_simpler else ""
-    difference = describe_change(change, part, objective, suffix=suffix)
-    return f"{other.name}: {difference}; {human_bytes(other.mode.total)} per rank"
+    difference = describe_change(change, part, objective, is_simpler=is_simpler)
+    return UserText(
+        "{name}: {difference}; {needed} per rank",
+        code="mode-compared",
+        name=other.name,
+        difference=difference,
+        needed=human_bytes(other.mode.total),
+    )
 
 
 def describe_change(
-    change: float, part: str | None, objective: Objective = "time", *, suffix: str = ""
-) -> str:
+    change: float, part: str | None, objective: Objective = "time", *, is_simpler: bool = True
+) -> UserText:
     """Return a relative change of what the objective minimizes as text.
 
     Args:
         part: what it is mostly due to if it is positive.
-        suffix: ends the text if it is not.
+        is_simpler: whether the choice is simpler than what is as good or better.
     """
     worse, better = _COMPARATIVES[objective]
+    suffix = ", but less simple" if is_simpler else ""
     if abs(change) < _SMALL:
-        return f"as good{suffix}"
+        return UserText(
+            "as good{suffix}",
+            code="as-good-but-less-simple" if is_simpler else "as-good",
+            suffix=suffix,
+        )
     if change < 0:
-        return f"{-change:.1%} {better}{suffix}"
-    return f"{change:.1%} {worse}" + (f", mostly by {part}" if part else "")
+        return UserText(
+            "{share} {better}{suffix}",
+            code="faster"
+            if objective == "time"
+            else "less-memory"
+            if objective == "memory"
+            else "less-device-time",
+            share=f"{-change:.1%}",
+            better=better,
+            suffix=suffix,
+        )
+    return UserText(
+        "{share} {worse}{cause}",
+        code="slower"
+        if objective == "time"
+        else "more-memory"
+        if objective == "memory"
+        else "more-device-time",
+        share=f"{change:.1%}",
+        worse=worse,
+        cause=f", mostly by {part}" if part else "",
+        part=part or "",
+    )
 
 
 def bucket_reason(chosen: Candidate, default: ModeEstimate) -> str:
@@ -143,7 +174,7 @@ def bucket_reason(chosen: Candidate, default: ModeEstimate) -> str:
     )
 
 
-def _largest_part(other: Candidate, chosen: Candidate) -> str | None:
+def _largest_part(other: Candidate, chosen: Candidate) -> UserText | None:
     """Return the part of a step that takes more time per sample than in the chosen set-up."""
     first, second = (
         None if each.mode.time is None else each.mode.time.parts_s for each in (other, chosen)
@@ -156,7 +187,7 @@ def _largest_part(other: Candidate, chosen: Candidate) -> str | None:
 
 def slower_part(
     parts_s: dict[str, float], chosen_s: dict[str, float], batches: tuple[float, float]
-) -> str | None:
+) -> UserText | None:
     """Return the part of a step that takes more time per sample than in the chosen set-up.
 
     Args:

@@ -20,7 +20,7 @@ from paceline.config.yaml_edit import edit_yaml
 from paceline.config.yaml_read import parse_yaml
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.run_dir import RunDir
-from paceline.core.texts import translatable
+from paceline.core.texts import notice_record
 from paceline.web.api.config_paths import (
     line_of,
     missing_paths,
@@ -113,10 +113,7 @@ def without_folder(text: str, moved_from: Path | None) -> str:
 
 def _notices(loaded: Loaded | None) -> list[JsonValue]:
     notices = [] if loaded is None else loaded.notices
-    return [
-        as_object({"level": level, "text": notice, **translatable(notice)})
-        for level, notice in notices
-    ]
+    return [as_object(notice_record(level, notice)) for level, notice in notices]
 
 
 def _mistakes(error: ConfigError, text: str) -> list[JsonValue]:

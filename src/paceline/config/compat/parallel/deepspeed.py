@@ -20,7 +20,7 @@ from paceline.config.compat.precision import BF16, FP16, TARGETS, is_firm
 from paceline.config.compat.precision import TARGET as PRECISION
 from paceline.config.entries import FILE, ConfigEntry, Problem, quoted_names
 from paceline.config.modes import read_mode, stage_settings
-from paceline.config.settings import RESET, Assignment
+from paceline.config.settings import RESET, Assignment, overridden_text
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError
 
@@ -235,5 +235,5 @@ def report_overridden_json(merge: Merge) -> None:
         if winner is None or winner.value in (RESET, assigned.value):
             continue
         if winner.entry.layer != BELOW_FILE:
-            text = f"{entry.located()} is overridden by {winner.entry.shown()}"
+            text = overridden_text(entry.located(), winner.entry)
             merge.general_notices.append(("warning", text))

@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.config.compat.binding import KeyBinding
 from paceline.config.compat.merge import Merge
+from paceline.config.compat.notices import overridden_remark
 from paceline.config.entries import FILE, ConfigEntry, as_number
 from paceline.config.settings import Assignment
 from paceline.config.yaml_read import YamlValue
@@ -119,7 +120,7 @@ def take_keys(merge: Merge, base: Path | None) -> StrategyKeys:
             taken = [item for item in line.assigned if item in assigned]
             line.assigned = [item for item in line.assigned if item not in assigned]
             if taken and taken[0] not in top:
-                line.notices.append(("info", f"is overridden by {top[0].entry.shown()}"))
+                line.notices.append(("info", overridden_remark(top[0].entry)))
         merge.assigned = [item for item in merge.assigned if item not in assigned]
     return keys
 

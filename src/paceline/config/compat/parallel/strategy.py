@@ -13,6 +13,7 @@ from pathlib import Path
 
 from paceline.config.compat.conversion import is_off
 from paceline.config.compat.merge import Merge
+from paceline.config.compat.notices import overridden_remark
 from paceline.config.compat.parallel.deepspeed import read_native_json, use_deepspeed
 from paceline.config.compat.parallel.fsdp import use_fsdp, use_hsdp
 from paceline.config.compat.parallel.keys import StrategyKeys, take_keys
@@ -92,7 +93,7 @@ def _drop_overridden(keys: StrategyKeys) -> None:
     family = "_fsdp" if low.target.startswith("_fsdp") else "_deepspeed"
     for name in [name for name in keys.by_name if name.startswith(family)]:
         if keys.by_name[name].entry.layer == low.entry.layer:
-            keys.add_notice(keys.by_name.pop(name).entry, f"is overridden by {high.entry.shown()}")
+            keys.add_notice(keys.by_name.pop(name).entry, overridden_remark(high.entry))
 
 
 def _strategy(keys: StrategyKeys) -> None:
@@ -149,4 +150,4 @@ def _type_only(keys: StrategyKeys, kind: str) -> None:
     elif native is None or native.entry.layer != by.layer:
         keys.set_strategy(by, {"mode": {"NO": "single", "TP": "tensor"}.get(kind, "ddp")})
     else:
-        keys.add_notice(by, f"is overridden by {native.entry.shown()}")
+        keys.add_notice(by, overridden_remark(native.entry))

@@ -49,12 +49,24 @@ function translation({ code, values, reason }, text, part) {
   if (getLanguage() === "en") return text;
   const isKnown = templates !== null && Object.hasOwn(templates, code);
   const found = [isKnown ? (templates[code][part] ?? []) : []].flat();
-  const filled = { ...values };
+  const filled = { ...values, ...translatedValues(values ?? {}) };
   if (reason?.code) filled.reason = translation(reason, filled.reason, "what");
   const template = found.find((each) => hasValues(each, filled));
   return template === undefined
     ? t("message.english", { text })
     : template.replace(/\{(\w+)\}/g, (_, name) => String(filled[name]));
+}
+
+/** Return the values that are texts with a code of their own: `reason`, of `reason.code`. */
+function translatedValues(values) {
+  const names = Object.keys(values).flatMap((key) => /^(\w+)\.code$/.exec(key)?.[1] ?? []);
+  return Object.fromEntries(
+    names.map((name) => {
+      const own = Object.entries(values).filter(([key]) => key.startsWith(`${name}.`));
+      const of = Object.fromEntries(own.map(([key, value]) => [key.slice(name.length + 1), value]));
+      return [name, translation({ code: of.code, values: of }, values[name], "what")];
+    }),
+  );
 }
 
 const hasValues = (template, values) =>

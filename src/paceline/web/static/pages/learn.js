@@ -2,7 +2,7 @@
 
 import { get, post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
-import { addTexts, t } from "../lib/i18n.js";
+import { addTexts, getLanguage, t } from "../lib/i18n.js";
 import { announce, card, command, errorState } from "../lib/ui.js";
 import { texts } from "../i18n/learn.js";
 
@@ -61,7 +61,7 @@ function topicCard({ name, algorithms, recorded }, ctx, state) {
     put(
       place,
       h("iframe", {
-        src: `api/topics/${name}/page`,
+        src: `api/topics/${name}/page?language=${getLanguage()}`,
         title: t("learn.player", { topic: t(`learn.${name}`) }),
         sandbox: "allow-scripts",
       }),

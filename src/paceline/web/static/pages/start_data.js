@@ -197,7 +197,7 @@ function drawRows(preview) {
                 { class: "bad small" },
                 icon("failed"),
                 t("data.dropped", { reason: row.reason }),
-                row.reason.startsWith("longer") ? ` ${t("data.dropped.long", { overlong })}` : "",
+                row.translations.reason.code === "row-too-long" ? ` ${t("data.dropped.long", { overlong })}` : "",
               )
             : null,
           h(
@@ -219,7 +219,7 @@ function drawRows(preview) {
       ? h(
           "ul",
           { class: "muted small" },
-          notices.map(([, text]) => h("li", {}, renderCode(text))),
+          notices.map(({ text }) => h("li", {}, renderCode(text))),
         )
       : null,
   ];
@@ -284,7 +284,7 @@ function drawSamples({ task, rows, notices }) {
       ? h(
           "ul",
           { class: "muted small" },
-          notices.map(([, text]) => h("li", {}, renderCode(text))),
+          notices.map(({ text }) => h("li", {}, renderCode(text))),
         )
       : null,
   ];

@@ -1,11 +1,11 @@
 // The tab Report of a run: report.html in a sandboxed frame.
 
 import { h, put } from "../../lib/dom.js";
-import { t } from "../../lib/i18n.js";
+import { getLanguage, t } from "../../lib/i18n.js";
 import { emptyState } from "../../lib/ui.js";
 
 export async function show(root, store) {
-  const url = `api/runs/${store.id}/report`;
+  const url = `api/runs/${store.id}/report?language=${getLanguage()}`;
   if (!store.run.has?.report_html)
     put(
       root,
