@@ -334,9 +334,9 @@ def test_report_shows_the_certificate_of_its_run(tmp_path: Path) -> None:
     (tmp_path / "verify.json").write_text(json.dumps(certificate))
     write_reports(run_dir, report)
     page = run_dir.report_html.read_text()
-    assert "<h2>Certificate</h2>" in page
+    assert "Certificate</span></h2>" in page
     assert "&lt;zero2&gt;" in page
     assert "the losses differ by 1.0e-01" in page
     (tmp_path / "verify.json").write_text(json.dumps({**certificate, "model": "another"}))
     write_reports(run_dir, report)
-    assert "<h2>Certificate</h2>" not in run_dir.report_html.read_text()
+    assert "Certificate</span></h2>" not in run_dir.report_html.read_text()

@@ -15,14 +15,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from paceline.config.compat import (
-    conversion,
-    datasets,
-    llamafactory_v1,
-    parallel_values,
-    values,
-)
+from paceline.config.compat import conversion, datasets, parallel_values, values
 from paceline.config.compat.conversion import Convert, by_case, read_table
+from paceline.config.compat.llamafactory import v1
 from paceline.config.entries import FOREIGN_SECTIONS
 from paceline.config.schema.tasks import ANSWER_TASKS
 
@@ -30,7 +25,7 @@ from paceline.config.schema.tasks import ANSWER_TASKS
 _CONVERTERS = {
     "": conversion,
     "datasets": datasets,
-    "llamafactory_v1": llamafactory_v1,
+    "llamafactory_v1": v1,
     "parallel_values": parallel_values,
     "values": values,
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.config.compat.conversion import UnsupportedValue
 from paceline.config.compat.datasets import limit, with_fields, with_shares
-from paceline.config.compat.llamafactory import FILE, in_folder
+from paceline.config.compat.llamafactory.dataset_info import FILE, in_folder
 from paceline.config.compat.merge import Action, Merge
 from paceline.config.compat.notices import read_as_remark
 from paceline.config.entries import Notice, short
