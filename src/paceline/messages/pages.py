@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from paceline.core.texts import FIELD, UserText, fill
+from paceline.core.texts import FIELD, UserText, Values, fill
 from paceline.messages.catalogue import chinese
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class PageText(str):
     """
 
     template: str
-    values: dict[str, Any]
+    values: Values
 
     def __new__(cls, template: str, /, **values: Any) -> PageText:
         self = super().__new__(cls, fill(template, values))
@@ -48,7 +48,7 @@ class PageText(str):
         return _restore, (self.template, self.values)
 
 
-def _restore(template: str, values: dict[str, Any]) -> PageText:
+def _restore(template: str, values: Values) -> PageText:
     return PageText(template, **values)
 
 
@@ -69,11 +69,11 @@ def in_chinese(text: object) -> str | None:
     return page_words().get(text) if isinstance(text, str) else None
 
 
-def _values_in_chinese(values: dict[str, Any]) -> dict[str, Any]:
+def _values_in_chinese(values: Values) -> Values:
     return {name: in_chinese(value) or value for name, value in values.items()}
 
 
-def _by_code(code: str, values: dict[str, Any]) -> str | None:
+def _by_code(code: str, values: Values) -> str | None:
     """Return the first Chinese template of a code whose values are all present, filled."""
     filled = {**values, **dict(_texts_among(values))}
     templates = chinese().get(code, {}).get("what", [])
@@ -84,7 +84,7 @@ def _by_code(code: str, values: dict[str, Any]) -> str | None:
     return None
 
 
-def _texts_among(values: dict[str, Any]) -> Iterable[tuple[str, str]]:
+def _texts_among(values: Values) -> Iterable[tuple[str, str]]:
     """Yield the values that are texts with a code of their own, in Chinese."""
     for key, code in values.items():
         name, _, last = key.rpartition(".")

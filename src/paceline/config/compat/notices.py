@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.config.entries import ConfigEntry, short
+from paceline.config.yaml_read import YamlValue
 from paceline.core.texts import UserText
 
 #: Why a key that nothing is known about is ignored.
@@ -16,7 +17,7 @@ def remark(text: str) -> UserText:
     return text if isinstance(text, UserText) else UserText("{text}", code="remark", text=text)
 
 
-def shown_settings(settings: Mapping[str, Any]) -> str:
+def shown_settings(settings: Mapping[str, YamlValue]) -> str:
     """Return settings as `key: value`, separated by commas."""
     return ", ".join(f"`{key}: {short(value)}`" for key, value in settings.items())
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
+from pydantic import JsonValue
 
 from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
@@ -96,7 +97,7 @@ class KindSetup:
     tokenizer: LoadedTokenizer | None = None
     template: str | None = None
     for_tools: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, JsonValue] = field(default_factory=dict)
     sources: tuple[DatasetSource, ...] = ()
     cuts_documents: bool = True
 

@@ -8,7 +8,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+
+from pydantic import JsonValue
 
 from paceline.data.sources.rows import Row
 from paceline.data.text.chats.jinja import CLOSE, OPEN, compile_template
@@ -66,7 +67,7 @@ class ChatTemplate:
         special_tokens: dict[str, str],
         for_tools: str | None = None,
         control_tokens: Collection[str] = (),
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, JsonValue] | None = None,
     ) -> None:
         self._for_tools = None
         if for_tools is not None:
@@ -94,7 +95,7 @@ class ChatTemplate:
         """Names of the variables that the template reads and that a user may set."""
         return sorted(self._compiled.variables - self._special_names)
 
-    def with_arguments(self, arguments: Mapping[str, Any]) -> ChatTemplate:
+    def with_arguments(self, arguments: Mapping[str, JsonValue]) -> ChatTemplate:
         """Return the template with these variables in place of its own of the same names."""
         if not arguments:
             return self
@@ -361,7 +362,7 @@ class ChatTemplate:
         return TurnEnds(tokens, probe, prompt.removeprefix(question))
 
     def _from_marks(self, raw: str, num_answers: int) -> Rendered:
-        text, eos = "", self._variables["eos_token"]
+        text, eos = "", str(self._variables["eos_token"])
         spans: list[Span] = []
         for number, part in enumerate(re.split(f"[{OPEN}{CLOSE}]", raw)):
             if number % 2 and part:
@@ -416,7 +417,7 @@ def num_without_reasoning(messages: list[ChatMessage], text: str) -> int:
     return count
 
 
-def given_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def given_arguments(arguments: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """Return the arguments that have a value. Tables have null for those that a row lacks."""
     return {name: value for name, value in arguments.items() if value is not None}
 

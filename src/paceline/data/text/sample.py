@@ -1,7 +1,8 @@
 """A row with a chat or a text in its canonical form, which every format is converted to."""
 
 from dataclasses import dataclass, field
-from typing import Any
+
+from pydantic import JsonValue
 
 from paceline.data.sources.rows import Row
 from paceline.data.text.chats.tool_calls import ChatMessage
@@ -29,7 +30,7 @@ class ChatSample:
     tools: list[Row] | None = None
     excluded: frozenset[int] = frozenset()
     weight: float | None = None
-    template_arguments: dict[str, Any] = field(default_factory=dict)
+    template_arguments: dict[str, JsonValue] = field(default_factory=dict)
 
 
 def as_chat(sample: ChatSample, system: str | None) -> list[ChatMessage]:

@@ -3,7 +3,8 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from pydantic import JsonValue
 
 from paceline.config.chat_names import (
     FALLBACK,
@@ -45,7 +46,7 @@ class TemplateChoice:
     source: str | None = None
     name: str | None = None
     is_fallback: bool = False
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, JsonValue] = field(default_factory=dict)
 
     @property
     def key(self) -> str | None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import JsonValue
+
 from paceline.core.errors import ConfigError
 
 # Unicode noncharacters, which do not occur in text, mark the ends of a {% generation %} block while
@@ -61,7 +63,7 @@ def compile_template(source: str) -> CompiledTemplate:
         ) from error
 
 
-def with_defaults(source: str, arguments: Mapping[str, Any]) -> str:
+def with_defaults(source: str, arguments: Mapping[str, JsonValue]) -> str:
     """Return the source of a template whose variables have these values, unless they are given."""
     statements = (
         f"{{% set {name} = {name} if {name} is defined else {_literal(value)} %}}"
