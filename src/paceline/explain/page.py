@@ -12,7 +12,7 @@ from paceline.observe.report.html import template
 
 def render_page(recording: Recording) -> str:
     """Return the page. It loads nothing, so it works offline; all values are escaped."""
-    data: dict[str, object] = {}
+    data: dict[str, dict[str, list[str]]] = {}
     for language, say in (("en", str), ("zh", _say_in_chinese)):
         captions = [say(_caption(frame)) for frame in recording.frames]
         data[language] = {"captions": captions, **_drawings(recording, say)}
