@@ -263,17 +263,19 @@ def test_hung_rank_is_shown_and_second_stop_ends_run(form, panel):
 
 
 def test_start_error_is_shown_and_the_form_keeps_what_was_typed(form, panel):
-    field(form, "model").fill("builtin:nothing")
-    expect(form.locator("#yaml")).to_have_value(re.compile("builtin:nothing"))
+    data = panel.folder / "notes.jsonl"
+    data.write_text('{"note": 1}\n')
+    field(form, "dataset").fill(str(data))
+    expect(form.locator("#yaml")).to_have_value(re.compile("notes.jsonl"))
     expect(form.locator("#verdict .good")).to_be_visible()
     form.locator("#start").click()
-    expect(form.locator(".state-error")).to_contain_text("builtin:nothing", timeout=LONG_MS)
-    expect(form.locator(".state-error")).to_contain_text("builtin:qwen2-micro")
+    expect(form.locator(".state-error")).to_contain_text("notes.jsonl", timeout=LONG_MS)
+    expect(form.locator(".state-error")).to_contain_text("prompt_completion")
     folders = [path.name for path in panel.folder.iterdir() if path.is_dir()]
     assert not any(name.startswith("first") for name in folders)
     if form.locator("#edit").count():  # the run's page was open when the error came
         form.locator("#edit").click()
-    expect(field(form, "model")).to_have_value("builtin:nothing")
+    expect(field(form, "dataset")).to_have_value(str(data))
 
 
 @pytest.mark.soak
