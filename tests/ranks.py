@@ -4,6 +4,7 @@ import contextlib
 import io
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import socket
 import sys
@@ -14,19 +15,20 @@ from typing import Any
 
 from paceline.distributed.environment import RankEnv
 
-multiprocessing.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed.fsdp",
-        "torch._dynamo",
-        "transformers.models.qwen2.modeling_qwen2",
-        "transformers.optimization",
-        "peft",
-        "paceline.data.loader",
-        "paceline.strategies.ddp.strategy",
-        "paceline.strategies.fsdp.strategy",
-    ]
-)
+_PRELOADED = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.optimization",
+    "peft",
+    "paceline.data.loader",
+    "paceline.strategies.ddp.strategy",
+    "paceline.strategies.fsdp.strategy",
+]
+multiprocessing.set_forkserver_preload(_PRELOADED)
+#: The fork server that hides no packages; None before its start.
+_server_pid: int | None = None
 
 
 def free_port() -> int:
@@ -39,10 +41,15 @@ def server_context() -> Any:
     """Return the context of processes that are forked from the fork server.
 
     The server of a run that a test has started in this process hides packages from its children. It
-    is stopped, so that the children that the next test starts find them."""
+    is replaced, so that the children that the next test starts find them."""
+    global _server_pid
     launcher = sys.modules.get("paceline.launch.fork_server")
-    if launcher is not None and launcher._hidden:
+    server = vars(multiprocessing.forkserver)["_forkserver"]
+    if launcher is not None and launcher._hidden and server._forkserver_pid != _server_pid:
         launcher._stop_server()
+        multiprocessing.set_forkserver_preload(_PRELOADED)
+    multiprocessing.forkserver.ensure_running()
+    _server_pid = server._forkserver_pid
     return multiprocessing.get_context("forkserver")
 
 
