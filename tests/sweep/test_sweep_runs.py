@@ -279,7 +279,7 @@ def test_search_prunes_runs_that_are_worse(tmp_path: Path) -> None:
             steps = [event["step"] for event in events(Path(result["output_dir"]), "step")]
             assert steps[-1] < 8
             assert result["metric"] > best
-    assert "is worse than the median of the other runs at that step" in err
+    assert "pruned, worse than the median so far" in err
     again, _ = sweep(folder, *arguments, "--trials", "8")
     assert again[:7] == results
     assert len(again) == 8

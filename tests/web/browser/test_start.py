@@ -208,12 +208,14 @@ def test_stop_run_and_resume_with_config_change(form, panel):
 def test_duplicate_that_fails_keeps_its_config(browser: Browser, panel: Server) -> None:
     run = panel.folder / "mine"
     begin(run)
-    yaml = (MICRO % 7).replace("builtin:qwen2-micro", "builtin:nothing")
+    (panel.folder / "notes.jsonl").write_text('{"note": 1}\n')
+    yaml = (MICRO % 7).replace("builtin:python-docs", str(panel.folder / "notes.jsonl"))
+    assert "notes.jsonl" in yaml
     (run / "config.yaml").write_text(yaml)
     with opened(browser, f"{panel.url}#/new?from={run_id(panel.folder, run.name)}") as page:
         expect(page.locator("#yaml")).to_have_value(yaml)
         page.locator("#start").click()
-        expect(page.locator(".state-error")).to_contain_text("builtin:nothing", timeout=LONG_MS)
+        expect(page.locator(".state-error")).to_contain_text("notes.jsonl", timeout=LONG_MS)
         if page.locator("#edit").count():  # the run's page was open when the error came
             page.locator("#edit").click()
         expect(page.locator("#yaml")).to_have_value(yaml)
