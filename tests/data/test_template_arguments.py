@@ -23,7 +23,7 @@ from paceline.data.kinds.image import ImageChatTemplate
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
 from paceline.data.text.chats.named_templates import FORMATS, template_source
 from paceline.data.text.chats.turn_ends import shared_length
-from paceline.data.text.templates import save_template
+from paceline.data.text.templates import save_template, template_choice, template_key
 from paceline.models.builtin import builtin_tokenizer
 from paceline.tasks.preview import preview
 
@@ -225,6 +225,16 @@ def test_arguments_are_part_of_the_cache_key(tmp_path: Path) -> None:
     ]
     assert len(set(folders)) == 3
     assert folders[0] == folders[3]
+
+
+def test_only_templates_without_marks_have_a_new_key(tmp_path: Path) -> None:
+    """Tokens that were stored before answers were found in another way are not used."""
+    marked = template_source("chatml")
+    assert (
+        template_key(config_of(tmp_path, [], chat_template=marked), builtin_tokenizer()) == marked
+    )
+    key = template_key(config_of(tmp_path, []), builtin_tokenizer())
+    assert key != template_choice(config_of(tmp_path, [])).key
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gptoss", "nemotron_3_nano", "llama3_2", "gemma4_v5"])

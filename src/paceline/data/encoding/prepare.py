@@ -25,7 +25,7 @@ from paceline.data.order.build import SourceSize, first_shares, source_sizes
 from paceline.data.sources.names import names_of, with_names
 from paceline.data.sources.resolve import open_source
 from paceline.data.text.new_tokens import ResolveModel, config_tokenizer
-from paceline.data.text.templates import template_choice
+from paceline.data.text.templates import template_key
 from paceline.data.text.token_columns import Column
 from paceline.data.text.token_dataset import LABEL_COUNTS, LENGTHS, TokenDataset, Transform
 from paceline.data.text.tokenizer import tokenizer_fingerprint
@@ -271,7 +271,7 @@ class TokenEntry:
                 ],
                 "seed": args.seed if has_shuffle else None,
                 "tokenizer": tokenizer_fingerprint(tokenizer),
-                "template": template_choice(config).key,
+                "template": template_key(config, tokenizer),
                 "settings": [
                     *kind_key(kind),
                     config.system,

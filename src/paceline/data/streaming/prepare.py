@@ -35,7 +35,7 @@ from paceline.data.streaming.streams import TextStreams
 from paceline.data.streaming.tables import TableRows
 from paceline.data.text.columns import Tally
 from paceline.data.text.new_tokens import ResolveModel, config_tokenizer
-from paceline.data.text.templates import template_choice
+from paceline.data.text.templates import template_key
 from paceline.data.text.token_dataset import TokenWriter
 from paceline.data.text.tokenizer import tokenizer_fingerprint
 
@@ -89,7 +89,7 @@ def prepare_stream(config: Config, kind: str, resolve_model: ResolveModel) -> Pr
     streams = open_streams(sources, config)
     data_key = key_of([source.key() for source in sources])
     own = [] if kind in KINDS else [kind_key(kind)]
-    key = key_of([data_key, tokenizer_fingerprint(folder), template_choice(config).key, *own])
+    key = key_of([data_key, tokenizer_fingerprint(folder), template_key(config, folder), *own])
     eval_folder, num_eval = None, 0
     if config.split_dataset_ratio > 0:
         eval_folder, num_eval, streams = _hold_out(streams, encode.setup, key, notices)

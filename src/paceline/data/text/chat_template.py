@@ -79,7 +79,7 @@ class ChatTemplate:
         self._variables = {"bos_token": "", "eos_token": "", **special_tokens, **(arguments or {})}
         self._special_names = frozenset({"bos_token", "eos_token", *special_tokens})
         self._variants: dict[str, ChatTemplate] = {}
-        self._marked = re.search(r"{%-?\s*generation\b", source) is not None
+        self._marked = has_generation_blocks(source)
         self._has_prompt: bool | None = None
 
     def uses(self, name: str) -> bool:
@@ -402,6 +402,11 @@ class ChatTemplate:
             tail = upto[upto.rfind(piece) + len(piece) :].rstrip() if upto and piece in upto else ""
             return at, end + len(tail) if tail and full.startswith(tail, end) else end
         return None
+
+
+def has_generation_blocks(source: str) -> bool:
+    """Return whether a template marks its answers with ``{% generation %}``."""
+    return re.search(r"{%-?\s*generation\b", source) is not None
 
 
 def num_without_reasoning(messages: list[ChatMessage], text: str) -> int:

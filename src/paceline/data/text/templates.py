@@ -22,6 +22,7 @@ from paceline.data.text.chat_template import (
     ChatTemplate,
     TemplateRefused,
     given_arguments,
+    has_generation_blocks,
     listed_arguments,
 )
 from paceline.data.text.chats.jinja import with_defaults
@@ -29,6 +30,9 @@ from paceline.data.text.chats.named_templates import EOS, FORMATS, Format, templ
 from paceline.data.text.chats.tool_calls import ChatMessage
 from paceline.data.text.qwen_tokenizer import folder_template
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
+
+#: Part of the keys for templates without marks. Increase it when their answers are found elsewhere.
+_ANSWER_RULES = 2
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,19 @@ def template_choice(config: Config) -> TemplateChoice:
     if name is not None and not path.is_file():
         return TemplateChoice(template_source(name), name, is_fallback, arguments)
     return TemplateChoice(_read(value, path), arguments=arguments)
+
+
+def template_key(config: Config, folder: Path) -> object:
+    """Return what identifies the chat template of a config in the keys of the token cache.
+
+    Args:
+        folder: the folder of the tokenizer.
+    """
+    choice = template_choice(config)
+    sources = (choice.source, folder_template(folder))
+    if all(source is None or has_generation_blocks(source) for source in sources):
+        return choice.key
+    return [choice.key, _ANSWER_RULES]
 
 
 def _read(value: str, path: Path) -> str:
