@@ -176,8 +176,8 @@ def _summary(settings: Settings, config: Config, extensions: list[str]) -> list[
     if settings.is_foreign:
         texts.append(
             UserText(
-                "keys that the config does not set have Paceline's defaults, not those of the tool"
-                " it was written for",
+                "keys that the config does not set have Paceline's defaults, not the defaults of"
+                " the tool it was written for",
                 code="defaults-of-paceline",
             )
         )

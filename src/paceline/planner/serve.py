@@ -155,6 +155,7 @@ class _Planning:
 def _plan_and_exit(request: ConfigToPlan, pipe: int) -> NoReturn:
     code = 1
     try:
+        gc.disable()  # A collection would take longer than this process needs its memory for.
         end_with_parent()
         show_packages()
         installed_packages.cache_clear()

@@ -162,8 +162,8 @@ def roles_to_train(value: Any) -> Conversion:
     if value is None or (names and all(ROLES.get(name) == "assistant" for name in names)):
         return Conversion()
     raise UnsupportedValue(
-        "Paceline computes the loss on the assistant's turns, not on those of"
-        f" {', '.join(names) or 'an empty list of roles'}",
+        "Paceline computes the loss on the assistant's turns, not on the turns"
+        f" of {', '.join(names) or 'an empty list of roles'}",
         "use roles_to_train: [assistant], or train_on_inputs: true for a loss on every token",
     )
 

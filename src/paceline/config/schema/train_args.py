@@ -226,17 +226,17 @@ class TrainArgs(Section):
         description=(
             "Concatenate the samples of a micro-batch into one row without padding. Samples do not"
             " attend to each other and the batch size still counts samples, so the gradient equals"
-            " that of the padded batch. `auto`: if the model passes a check at startup."
+            " the gradient of the padded batch. `auto`: if the model passes a check at startup."
         ),
     )
     packing_strategy: Literal["micro_batch", "bfd", "wrapped"] = Field(
         "micro_batch",
         description=(
-            "What the batch size counts with packed rows. `micro_batch`: samples; those of a"
-            " micro-batch share a row. `bfd`: rows of up to `max_length` tokens, into which whole"
-            " samples are packed by best-fit decreasing. `wrapped`: rows of exactly `max_length`"
-            " tokens, cut from the documents one after the other. Samples do not attend to each"
-            " other."
+            "What the batch size counts with packed rows. `micro_batch`: samples; the"
+            " samples of a micro-batch share a row. `bfd`: rows of up to `max_length` tokens, into"
+            " which whole samples are packed by best-fit decreasing. `wrapped`: rows of exactly"
+            " `max_length` tokens, cut from the documents one after the other. Samples do not"
+            " attend to each other."
         ),
     )
     attn_implementation: AttentionName = Field(

@@ -208,7 +208,7 @@ class ThreadsTopic(RankTopic):
                 self.counted_bytes,
             ),
             Check(
-                "the sum of the devices' gradients is that of device 0",
+                "the sum of the devices' gradients is device 0's gradient",
                 sums,
                 self.summed,
                 all(
@@ -216,7 +216,7 @@ class ThreadsTopic(RankTopic):
                     for total, value in zip(sums, self.summed, strict=True)
                 ),
             ),
-            Check.equal("gradients equal those of one process", True, self.is_correct),
+            Check.equal("gradients equal the gradients of one process", True, self.is_correct),
         ]
 
     def facts(self) -> dict[str, str]:

@@ -205,7 +205,7 @@ class DDPTopic(RankTopic):
 
     def checks(self) -> list[Check]:
         return [
-            self.check_ranks("gradients equal those of one process", self.is_correct),
+            self.check_ranks("gradients equal the gradients of one process", self.is_correct),
         ]
 
     def facts(self) -> dict[str, str]:

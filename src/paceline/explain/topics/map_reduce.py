@@ -23,7 +23,7 @@ _ABOUT = (
     " its part of the text (map, with a combiner that adds up equal words), sends each pair to the"
     " rank that its word belongs to by a checksum (shuffle), and adds up the counts of its words"
     " (reduce). Each word ends on exactly one rank, so no rank needs the full table. The sizes are"
-    " those of the sorted runs that the ranks exchange."
+    " the sizes of the sorted runs that the ranks exchange."
 )
 
 
@@ -131,7 +131,9 @@ class WordCountTopic(RankTopic):
         num_counts = sum(map(len, self.all_counts))
         return [
             Check.equal("bytes received by each rank", received, self.gather(self.received_bytes)),
-            Check.equal("counts equal those of one process", table, dict(Counter(_TEXT.split()))),
+            Check.equal(
+                "counts equal the counts of one process", table, dict(Counter(_TEXT.split()))
+            ),
             Check.equal("each word is on one rank", len(table), num_counts),
         ]
 

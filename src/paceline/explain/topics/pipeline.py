@@ -30,7 +30,7 @@ _ABOUT = {
     ),
     "zero_bubble": (
         "Zero bubble (Qi et al., 2023): backward is split into the gradient of the input, which the"
-        " stage before waits for, and that of the weights, which fills the gaps."
+        " stage before waits for, and the gradient of the weights, which fills the gaps."
     ),
 }
 _COMMON = (
@@ -227,7 +227,7 @@ class PipelineTopic(RankTopic):
                 len(passes),
             ),
             Check.equal("no stage starts before its input is there", [], _too_early(self.events)),
-            self.check_ranks("gradients equal those of one process", self.is_correct),
+            self.check_ranks("gradients equal the gradients of one process", self.is_correct),
         ]
 
     def facts(self) -> dict[str, str]:

@@ -139,7 +139,11 @@ def cut_dim(parameter: str, dims: int, plan: Mapping[str, str]) -> int | None:
     A column layer splits the rows of its weight, its bias, and lora_B of its adapter. A row layer
     splits the columns of its weight, and lora_A of its adapter.
     """
-    style, matrix = _style_of(parameter, plan)
+    return _cut_dim(*_style_of(parameter, plan), dims)
+
+
+@lru_cache(maxsize=1 << 10)
+def _cut_dim(style: str, matrix: str, dims: int) -> int | None:
     if not style:
         return None
     kind = kind_of(style)
@@ -160,10 +164,17 @@ def local_ranges(
 
     Sizes that are not divisible by the number of ranks are rounded up.
     """
-    dim = cut_dim(parameter, len(shape), plan)
+    return _first_ranges(*_style_of(parameter, plan), shape, size)
+
+
+@lru_cache(maxsize=1 << 12)
+def _first_ranges(
+    style: str, matrix: str, shape: tuple[int, ...], size: int
+) -> tuple[int, tuple[RowRange, ...]]:
+    dim = _cut_dim(style, matrix, len(shape))
     if dim is None:
         return -1, ()
-    local = ranges(_style_of(parameter, plan)[0], shape[dim], size, 0)
+    local = ranges(style, shape[dim], size, 0)
     if len(local) == 1 and local[0].copies == 1:
         local = (RowRange(0, math.ceil(shape[dim] / size)),)
     return dim, local

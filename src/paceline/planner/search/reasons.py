@@ -19,11 +19,6 @@ PART_NAMES = {
     "host_s": UserText("copies to the host", code="part-host-copies"),
 }
 _SUPERLATIVES = {"time": "fastest", "memory": "smallest", "cost": "cheapest"}
-_COMPARATIVES = {
-    "time": ("slower", "faster"),
-    "memory": ("more memory", "less memory"),
-    "cost": ("more device time", "less device time"),
-}
 #: Differences below this share are not stated.
 _SMALL = 0.0005
 
@@ -121,7 +116,6 @@ def describe_change(
         part: what it is mostly due to if it is positive.
         is_simpler: whether the choice is simpler than what is as good or better.
     """
-    worse, better = _COMPARATIVES[objective]
     suffix = ", but less simple" if is_simpler else ""
     if abs(change) < _SMALL:
         return UserText(
@@ -129,30 +123,44 @@ def describe_change(
             code="as-good-but-less-simple" if is_simpler else "as-good",
             suffix=suffix,
         )
+    share = f"{abs(change):.1%}"
     if change < 0:
-        return UserText(
-            "{share} {better}{suffix}",
-            code="faster"
-            if objective == "time"
-            else "less-memory"
-            if objective == "memory"
-            else "less-device-time",
-            share=f"{-change:.1%}",
-            better=better,
-            suffix=suffix,
-        )
-    return UserText(
-        "{share} {worse}{cause}",
-        code="slower"
-        if objective == "time"
-        else "more-memory"
-        if objective == "memory"
-        else "more-device-time",
-        share=f"{change:.1%}",
-        worse=worse,
-        cause=f", mostly by {part}" if part else "",
-        part=part or "",
-    )
+        match objective:
+            case "time":
+                return UserText("{share} faster{suffix}", code="faster", share=share, suffix=suffix)
+            case "memory":
+                return UserText(
+                    "{share} less memory{suffix}", code="less-memory", share=share, suffix=suffix
+                )
+            case "cost":
+                return UserText(
+                    "{share} less device time{suffix}",
+                    code="less-device-time",
+                    share=share,
+                    suffix=suffix,
+                )
+    cause, part = f", mostly by {part}" if part else "", part or ""
+    match objective:
+        case "time":
+            return UserText(
+                "{share} slower{cause}", code="slower", share=share, cause=cause, part=part
+            )
+        case "memory":
+            return UserText(
+                "{share} more memory{cause}",
+                code="more-memory",
+                share=share,
+                cause=cause,
+                part=part,
+            )
+        case "cost":
+            return UserText(
+                "{share} more device time{cause}",
+                code="more-device-time",
+                share=share,
+                cause=cause,
+                part=part,
+            )
 
 
 def bucket_reason(chosen: Candidate, default: ModeEstimate) -> str:
