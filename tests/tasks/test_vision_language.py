@@ -193,9 +193,6 @@ def test_images_in_parquet_and_urls(models: dict[str, Path], tmp_path: Path) -> 
     file = write_rows(tmp_path / "invalid.jsonl", [chat([{"type": "image", "base64": "!"}])])
     with raises_error(ConfigError, code="no-usable-rows"):
         prepare_task(models["llava"], file)
-    rows = [chat("Which?", images=["https://example.org/cat.png"])]
-    with raises_error(ConfigError, code="data-of-another-method"):
-        prepare_task(models["llava"], write_rows(tmp_path / "urls.jsonl", rows))
 
 
 def test_chats_in_tar_shards_are_those_of_files(models: dict[str, Path], tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def build_once(
         return False
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(final, waits) as is_locked:
+        with locked_entry(final, waits) as is_locked:
             if (final / mark).is_file() or (not is_locked and not waits):
                 return False
             if is_locked:
@@ -105,7 +105,7 @@ def discard(final: Path, is_damaged: Callable[[], bool]) -> bool:
         ConfigError: the cache is not writable.
     """
     try:
-        with _lock(final, waits=True):
+        with locked_entry(final):
             if not is_damaged():
                 return False
             shutil.rmtree(final)
@@ -133,9 +133,9 @@ def _staging_prefix(final: Path) -> str:
 
 
 @contextmanager
-def _lock(final: Path, waits: bool) -> Iterator[bool]:
-    """Hold the entry's lock. Yields False if the file system does not support locks (some network
-    home folders), or if another process holds it and this one does not wait."""
+def locked_entry(final: Path, waits: bool = True) -> Iterator[bool]:
+    """Hold the lock of an entry. Yields False if the file system does not support locks (some
+    network home folders), or if another process holds it and this one does not wait."""
     import fcntl
 
     folder = cache_dir() / "locks"

@@ -23,6 +23,7 @@ KINDS = {
     "checks": "results of checks of models",
     "clicks": "converted click logs",
     "hub": "files of datasets on the Hugging Face Hub",
+    "images": "downloaded images",
     "models": "built-in and converted models",
     "quantized": "quantized weights",
     "reference": "log-probabilities of reference models",

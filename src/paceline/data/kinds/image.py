@@ -24,6 +24,7 @@ from paceline.data.vision_language.rows import (
     PLACEHOLDER,
     ImageChat,
     ImageRowConverter,
+    with_contents,
     with_paths,
 )
 
@@ -100,11 +101,15 @@ class ImageKind(ChatKind):
 
     # -- tokens
     def encode(self, samples: list[Any]) -> list[Encoded | str]:
-        results = super().encode(samples)
+        ready = with_contents(samples)
+        usable = [sample for sample in ready if not isinstance(sample, str)]
+        results = zip(usable, super().encode([*usable]), strict=True)
         return [
-            encoded if isinstance(encoded, str) else self._expand(sample, encoded)
-            for sample, encoded in zip(samples, results, strict=True)
+            reason if isinstance(reason, str) else self._encoded(*next(results)) for reason in ready
         ]
+
+    def _encoded(self, sample: ImageChat, encoded: Encoded | str) -> Encoded | str:
+        return encoded if isinstance(encoded, str) else self._expand(sample, encoded)
 
     def _expand(self, sample: ImageChat, encoded: Encoded) -> Encoded | str:
         places = np.flatnonzero(encoded.input_ids == self.images.token_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from paceline.data.text.chats.tool_calls import ChatMessage
 from paceline.data.text.formats import RowConverter
 from paceline.data.text.sample import ChatSample, exchange
 from paceline.data.text.token_columns import Blob
+from paceline.data.vision_language.download import download_images, is_address
 
 _COLUMNS = ("images", "image")
 #: The placeholder of an image in a text, as in LLaMA-Factory and ms-swift.
@@ -144,8 +146,8 @@ def _with_marks(value: Any, images: list[Any]) -> Any:
 
 
 def _source(value: Any) -> Blob:
-    """Return the path or the content of an image: a text, a data URL, bytes, or ``{bytes, path}``
-    as in the image columns of parquet files."""
+    """Return the path, the address or the content of an image: a text, a data URL, bytes, or
+    ``{bytes, path}`` as in the image columns of parquet files."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):
@@ -160,11 +162,12 @@ def _source(value: Any) -> Blob:
             raise MalformedRow("an image whose base64 text is invalid") from None
     if value.startswith("file://"):
         return unquote(urlparse(value).path)
-    if "://" in value or value.startswith("data:"):
+    if ("://" in value and not is_address(value)) or value.startswith("data:"):
         raise Unsupported(
-            f"the image `{value[:80]}` is a URL; images are read from files",
-            allowed="paths, absolute or relative to the data file, or bytes in parquet files",
-            fix="download the images and give their paths",
+            f"the image `{value[:80]}` is at an address that is not read",
+            allowed="paths, absolute or relative to the data file, https addresses, or bytes in"
+            " parquet files",
+            fix="use https addresses, or download the images and give their paths",
         )
     return value
 
@@ -202,9 +205,35 @@ def with_paths(sample: ImageChat, place: str, images_folder: str | None) -> Imag
     if images_folder is not None:
         folder = Path(with_slashes(images_folder)).expanduser()
     paths = (
-        _image_path(folder, image) if isinstance(image, str) else image for image in sample.images
+        _image_path(folder, image) if isinstance(image, str) and not is_address(image) else image
+        for image in sample.images
     )
     return replace(sample, images=tuple(paths))
+
+
+def with_contents(samples: Sequence[ImageChat]) -> list[ImageChat | str]:
+    """Return the samples with the contents of the images that have addresses; instead of a sample
+    whose image cannot be used, the reason."""
+    contents = download_images(
+        image
+        for sample in samples
+        for image in sample.images
+        if isinstance(image, str) and is_address(image)
+    )
+
+    def content_of(image: Blob) -> Blob:
+        content = contents[image] if isinstance(image, str) and is_address(image) else image
+        if isinstance(content, MalformedRow):
+            raise content
+        return content
+
+    ready: list[ImageChat | str] = []
+    for sample in samples:
+        try:
+            ready.append(replace(sample, images=tuple(map(content_of, sample.images))))
+        except MalformedRow as reason:
+            ready.append(str(reason))
+    return ready
 
 
 def _image_path(folder: Path, image: str) -> str:
