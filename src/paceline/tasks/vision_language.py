@@ -9,16 +9,23 @@ import torch
 from paceline.config.metrics.evaluation import generated_metrics
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.collate import TokenBatch, collate_padded
+from paceline.data.collate import TokenBatch, collate_padded, pad_tokens
 from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens
 from paceline.data.kinds.image import ImageKind, PixelTransform, has_images
 from paceline.data.text.token_dataset import TokenSample
-from paceline.data.vision_language.images import ImageProcessor, ImageTextSample
+from paceline.data.vision_language.images import ImageProcessor, ImageTextSample, join_inputs
 from paceline.models.builtin import resolve_model
-from paceline.models.kinds import frozen_parts, vision_family
 from paceline.models.language import copy_processor
+from paceline.models.vision.parts import Part, frozen_parts
+from paceline.models.vision.types import check_type
 from paceline.tasks.base import Prepared
 from paceline.tasks.language import LanguageTask
+
+
+class VisionBatch(TokenBatch, total=False):
+    """A batch with further inputs of the model by name: for its images, and for their tokens."""
+
+    vision_inputs: dict[str, torch.Tensor]
 
 
 class VisionLanguageTask(LanguageTask):
@@ -33,14 +40,12 @@ class VisionLanguageTask(LanguageTask):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        family = vision_family(config.model)
-        assert family is not None, "load_task chooses this task by the model's family"
-        self._family = family
         self.packed = False
-        trained = {family.tower, family.projector}.difference(frozen_parts(config))
-        self._trains_vision = bool(trained)
+        frozen = frozen_parts(config)
+        self._trains_vision = Part.TOWER not in frozen or Part.PROJECTOR not in frozen
 
     def check(self) -> None:
+        check_type(self.config.model)
         super().check()
         args = self.config.train_args
         answer_metrics = generated_metrics(self.config.evaluation.metrics)
@@ -139,28 +144,28 @@ class VisionLanguageTask(LanguageTask):
             return super().collate(samples)
         if self._trains_vision and not any(cast(ImageTextSample, row)["pixels"] for row in samples):
             samples = [*samples, self._processor.blank_sample()]
-        rows = [cast(ImageTextSample, sample)["pixels"] for sample in samples]
-        batch = collate_padded(samples, self._handle.pad_token_id)
-        names = dict.fromkeys(name for row in rows for name in row)
-        pixels = {name: self._join([row.get(name) for row in rows]) for name in names}
-        return cast(TokenBatch, {**batch, **pixels})
-
-    def _join(self, values: list[torch.Tensor | None]) -> torch.Tensor:
-        """Return an input of all samples as one tensor, padded with zeros. None: a sample without
-        images."""
-        present = [value for value in values if value is not None]
-        if not self._family.has_rows:
-            return torch.cat(present)
-        shape = [max(sizes) for sizes in zip(*(value.shape for value in present), strict=True)]
-        joined = present[0].new_zeros(len(values), *shape[1:])
-        for row, value in enumerate(values):
-            if value is not None:
-                joined[row][tuple(slice(size) for size in value.shape[1:])] = value[0]
-        return joined
+        batch = cast(VisionBatch, collate_padded(samples, self._handle.pad_token_id))
+        pixels = [cast(ImageTextSample, sample)["pixels"] for sample in samples]
+        batch["vision_inputs"] = join_inputs(pixels, self._processor.row_inputs)
+        if names := self._processor.token_inputs:
+            rows = (self._processor.token_types(sample["input_ids"]) for sample in samples)
+            types = torch.from_numpy(pad_tokens(rows, 0))
+            batch["vision_inputs"].update(dict.fromkeys(names, types))
+        return batch
 
     def _inputs(self, batch: TokenBatch) -> dict[str, Any]:
-        pixels = {name: value for name, value in batch.items() if name.startswith("pixel_")}
-        return {**super()._inputs(batch), **pixels}
+        """Return the arguments of the model. Some processors return pixels in bfloat16, which their
+        models do not convert."""
+        args = self.config.train_args
+        dtype = getattr(torch, args.weight_dtype)
+        if self.config.lora.enable:
+            dtype = getattr(torch, args.mixed_dtype or "float32")
+        inputs = cast(VisionBatch, batch).get("vision_inputs", {})
+        converted = {
+            name: value.to(dtype) if value.is_floating_point() and value.itemsize < 4 else value
+            for name, value in inputs.items()
+        }
+        return {**super()._inputs(batch), **converted}
 
     def save_model(self, model: Any, folder: Path) -> None:
         super().save_model(model, folder)
