@@ -564,5 +564,6 @@ TINY = {
         ),
     ),
 }
-#: The families whose processors work without torchvision.
-FAMILIES = tuple(name for name, tiny in TINY.items() if not tiny.needs_torchvision)
+#: A family whose images follow each other in a batch, and one whose images have rows; both have
+#: processors that work without torchvision.
+FAMILIES = ("llava", "idefics3")

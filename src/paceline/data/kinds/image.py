@@ -22,7 +22,7 @@ from paceline.data.text.positions import TokenizedText
 from paceline.data.text.token_columns import Blob, BlobColumn, Column
 from paceline.data.text.token_dataset import LOSS_WEIGHTS, TokenDataset
 from paceline.data.vision_language.comparison import check_tokens
-from paceline.data.vision_language.images import ImageProcessor, ImageTextSample
+from paceline.data.vision_language.images import ImageProcessor, ImageTextSample, load_processor
 from paceline.data.vision_language.rows import (
     IMAGE_MARK,
     PLACEHOLDER,
@@ -99,7 +99,7 @@ class ImageKind(ChatKind):
 
     def __init__(self, setup: KindSetup) -> None:
         config = setup.config
-        self.images = ImageProcessor(
+        self.images = load_processor(
             setup.folder, config.vision.max_pixels, config.trust_remote_code
         )
         # The numbers of images of the chats that were compared, shared by all sources.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +67,7 @@ class ImageProcessor:
         self._expansion_of_size = lru_cache(maxsize=4096)(self._find_expansion)
 
     def __reduce__(self) -> Any:
-        return ImageProcessor, self._settings
+        return load_processor, self._settings
 
     def expansions(self, sources: Sequence[Blob]) -> list[str]:
         """Return the text by which the processor replaces the placeholder of each image of a
@@ -160,10 +160,19 @@ class ImageProcessor:
 
     @cached_property
     def row_inputs(self) -> frozenset[str]:
-        """The names of the inputs of :meth:`pixels` that have one entry for each sample; the others
-        have the entries of all samples one after the other."""
-        inputs = self._inputs_for([_blank(), _blank()])
-        return frozenset(name for name, value in inputs.items() if len(value) == 1)
+        """The names of the inputs of :meth:`pixels` that have an entry for each sample, also for one
+        without images; the others have the entries of all samples one after the other."""
+        alone = self._inputs_for([_blank()])
+        try:
+            both = self.processor(
+                text=[self.placeholder, "text"],
+                images=[[_blank()], []],
+                padding=True,
+                return_tensors="pt",
+            )
+        except (TypeError, ValueError, RuntimeError, IndexError):
+            return frozenset()  # such a processor takes no samples without images
+        return frozenset(name for name, value in alone.items() if len(both[name]) != len(value))
 
     def blank_sample(self) -> ImageTextSample:
         """Return a sample with a small black image and without label tokens."""
@@ -192,6 +201,18 @@ class ImageProcessor:
             ) from error
         size = self._scaled(image.size)
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
+
+
+@cache
+def load_processor(
+    folder: Path, max_pixels: int | None, trust_remote_code: bool
+) -> ImageProcessor:
+    """Return the processor of a model, loaded once per process.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    return ImageProcessor(folder, max_pixels, trust_remote_code)
 
 
 def join_inputs(

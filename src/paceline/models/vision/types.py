@@ -40,7 +40,7 @@ UNTESTED_TYPES = frozenset(
     fuyu gemma3n gemma4_unified git glm46v glm4v_moe glm5_next glm_ocr glmga got_ocr2 granite4_vision
     granite_docling hunyuan_vl hyperclovax_vision_v2 idefics idefics2 inkling2 inkling_mm_model
     instructblip janus kimi_k25 kosmos-2 lfm2_vl lfm3_vl lighton_ocr llava_next_video minicpm_ocr
-    minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral4 mistral_large4 mllama molmo2 muse_glimmer muse_spark
+    minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral_large4 mllama molmo2 muse_glimmer muse_spark
     nemotron_h_omni ovis2 paddleocr_vl paligemma perception_lm pp_chart2table qianfan_ocr
     qwen2_5_omni_thinker qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl_moe qwen4_exp shieldgemma2
     step3p7 unlimited_ocr video_llama_3 vipllava
@@ -71,7 +71,7 @@ REFUSED_TYPES = {
 #: an idle one.
 TEXT_TYPES = frozenset(
     """
-    dots3_note emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mistral4 mllama
+    dots3_note emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama
     qwen3_5 qwen3_5_moe qwen4_exp
     """.split()
 )
