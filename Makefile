@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 # The stamp's name holds a checksum of what the installation follows from: touched files change nothing, edited ones do.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr -s ' \t' '-')
 
+# For the tests that need torchvision, whose builds belong to builds of torch: other tests cannot import it.
+VISION := torchvision num2words docopt
+
 .PHONY: help setup demo browser test test-gpu test-lowest test-newest soak docs lint format bench bench-network clean
 
 help:  ## List the targets
@@ -22,6 +25,7 @@ $(STAMP):
 	  echo "The virtual environment could not be made." \
 	       "To fix: install your system's venv package (on Debian and Ubuntu: apt install python3-venv)." >&2; exit 2; }
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --upgrade --no-deps --target $(VENV)/vision-only $(VISION)
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
@@ -66,6 +70,7 @@ NEWEST := build/newest
 test-newest: browser  ## Run the tests with the newest supported versions, in an environment of its own
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade '.[dev]'
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps --target $(NEWEST)/vision-only $(VISION)
 	PYTHONPATH=src $(NEWEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 	  --ignore=tests/config/test_config_docs.py $(PYTEST_ARGS)
 

@@ -65,7 +65,12 @@ _MAY_CHANGE = {
 }
 # Helper processes that run until pytest ends. Workers of a fork server are not exempt: their parent
 # is the fork server.
-_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "command_server.py")
+_HELPERS = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "command_server.py",
+    "torchvision_server.py",
+)
 _GRACE_S = 5.0
 
 

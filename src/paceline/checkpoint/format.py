@@ -105,6 +105,7 @@ class CheckpointMeta(TypedDict, total=False):
 
     Attributes:
         fingerprint: hash of the training data.
+        image_backend: the library that processes the images of a vision-language model, or None.
         torch: version of torch.
         frozen: digest of the frozen weights, or None if all weights are trained.
         skipped_batches, recent_losses, stop_reason: see :class:`paceline.train.state.TrainState`.
@@ -116,6 +117,7 @@ class CheckpointMeta(TypedDict, total=False):
     world_size: int
     global_batch_size: int
     fingerprint: str | None
+    image_backend: str | None
     config: dict[str, JsonValue]
     torch: str
     frozen: str | None

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
+import yaml
+
 from paceline.config.schema import Config
 from paceline.core.files import write_json_atomic
-from paceline.models.builtin import model_type
-from paceline.models.hub_configs import fetch_config
 from paceline.models.json_config import JsonObject, read_object
+from paceline.models.vision.types import vision_type, vision_type_of
 
 _CLASSIFIER = "ForSequenceClassification"
 #: The class names and kind of labels of a classifier whose folder has only adapters and no
@@ -49,63 +50,15 @@ LANGUAGE = ModelKind()
 VISION_LANGUAGE = ModelKind("AutoModelForImageTextToText", "vision-language model")
 
 
-@dataclass(frozen=True)
-class VisionFamily:
-    """A family of vision-language models.
-
-    Args:
-        tower, projector, language: names of the submodules of its base model.
-        has_rows: whether images have a dimension of rows, [rows, images, channels, height, width];
-            otherwise the images of all rows follow each other, [images, channels, height, width].
-    """
-
-    tower: str
-    projector: str
-    language: str
-    has_rows: bool
-
-
-_IDEFICS = VisionFamily("vision_model", "connector", "text_model", has_rows=True)
-#: The supported families, by ``model_type``.
-VISION_FAMILIES = {
-    "idefics3": _IDEFICS,
-    "smolvlm": _IDEFICS,
-    "llava": VisionFamily(
-        "vision_tower", "multi_modal_projector", "language_model", has_rows=False
-    ),
-}
-
-
-def vision_family(model: str) -> VisionFamily | None:
-    """Return the family of a vision-language model, or None for another model. The config.json of a
-    hub ID is downloaded if it is not known, because it decides how the model is trained."""
-    fetch_config(model)
-    return VISION_FAMILIES.get(model_type(model) or "")
-
-
 def reads_images(config: Config) -> bool:
     """Return whether a config trains a vision-language model."""
-    return config.task == "sft" and vision_family(config.model) is not None
+    is_chosen = config.task == "sft" and not config.vision.text_only
+    return is_chosen and vision_type(config.model) is not None
 
 
 def kind_of(config: Config) -> ModelKind:
     """Return the kind of the language model of a config."""
     return VISION_LANGUAGE if reads_images(config) else LANGUAGE
-
-
-def frozen_parts(config: Config) -> list[str]:
-    """Return the names of the submodules of a vision-language model that are not trained; empty for
-    another model."""
-    family, vision = vision_family(config.model), config.vision
-    if family is None:
-        return []
-    parts = (
-        (family.tower, vision.freeze_vision_tower),
-        (family.projector, vision.freeze_multi_modal_projector),
-        (family.language, vision.freeze_language_model),
-        ("lm_head", vision.freeze_language_model),
-    )
-    return [name for name, is_frozen in parts if is_frozen]
 
 
 def text_classifier(settings: HeadSettings, has_new_head: bool) -> ModelKind:
@@ -142,7 +95,21 @@ def saved_kind(folder: Path) -> ModelKind:
         return text_classifier({}, has_new_head=False)
     if folder.joinpath("adapter_config.json").is_file():
         base = (read_object(folder / "adapter_config.json") or {}).get("base_model_name_or_path")
-        is_vision = vision_family(str(base)) is not None
+        is_vision = vision_type(str(base)) is not None
     else:
-        is_vision = content.get("model_type") in VISION_FAMILIES
-    return VISION_LANGUAGE if is_vision else LANGUAGE
+        is_vision = vision_type_of(content) is not None
+    return VISION_LANGUAGE if is_vision and not _was_trained_as_text(folder) else LANGUAGE
+
+
+def _was_trained_as_text(folder: Path) -> bool:
+    """Return whether the run that the folder is in has trained a causal language model of a type
+    that can also be a vision-language model."""
+    try:
+        content: Any = yaml.safe_load((folder.parent / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    if not isinstance(content, dict):
+        return False
+    vision = content.get("vision")
+    is_text_only = isinstance(vision, dict) and vision.get("text_only") is True
+    return content.get("task", "sft") != "sft" or is_text_only

@@ -24,8 +24,9 @@ from paceline.models.hub_configs import (
     read_raw_config,
 )
 from paceline.models.kernels.liger import install_liger
-from paceline.models.kinds import ModelKind, frozen_parts, kind_of
+from paceline.models.kinds import VISION_LANGUAGE, ModelKind, kind_of
 from paceline.models.positions import check_length
+from paceline.models.vision.parts import freeze_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -98,7 +99,8 @@ def load_language_model(config: Config, kind: ModelKind | None = None) -> nn.Mod
     if config.train_args.use_liger_kernel:
         install_liger(model, config)
     model.config.use_cache = False
-    freeze(model, config)
+    if kind is VISION_LANGUAGE:
+        freeze_parts(model, config)
     if not config.lora.enable:
         return model  # type: ignore[no-any-return]
     check_finite(model, config)
@@ -151,7 +153,8 @@ def language_model_on_meta(
                 add_token_embeddings(model, config)
                 if config.train_args.use_liger_kernel:
                     install_liger(model, config)
-                freeze(model, config)
+                if kind is VISION_LANGUAGE:
+                    freeze_parts(model, config)
                 before_adapters(model)
                 if config.lora.enable:
                     quantize_layers(model, config)
@@ -177,14 +180,6 @@ def language_model_on_meta(
                 num_known_ids=len(known_ids()),
             ) from error
     return model  # type: ignore[no-any-return]
-
-
-def freeze(model: nn.Module, config: Config) -> None:
-    """Freeze the parts of a vision-language model that the config does not train."""
-    parts = set(frozen_parts(config))
-    for name, parameter in model.named_parameters() if parts else ():
-        if parts.intersection(name.split(".")[:2]):
-            parameter.requires_grad_(False)
 
 
 def _is_about_attention(config: Config, error: Exception) -> bool:

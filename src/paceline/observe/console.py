@@ -269,10 +269,14 @@ def _answers_text(config: Mapping[str, JsonValue]) -> bool:
     """Return whether `paceline generate` answers with the trained model."""
     # Imports the config's schema, which `paceline watch` does not need until a run is done.
     from paceline.config.schema.tasks import CAUSAL_TASKS
-    from paceline.models.kinds import vision_family
+    from paceline.models.vision.types import vision_type
 
-    is_language_task = config.get("task") in CAUSAL_TASKS
-    return is_language_task and vision_family(str(config.get("model"))) is None
+    if config.get("task") not in CAUSAL_TASKS:
+        return False
+    vision = config.get("vision")
+    is_text_only = isinstance(vision, dict) and vision.get("text_only") is True
+    is_text = is_text_only or config.get("task") != "sft"
+    return is_text or vision_type(str(config.get("model"))) is None
 
 
 def end_lines(progress: RunProgress, event: RunEndEvent) -> list[tuple[str, str]]:

@@ -83,6 +83,8 @@ class Prepared:
             one.
         handle: the object by which ``build_datasets`` finds the prepared data, such as a cache
             folder.
+        image_backend: the library that processes the images of a vision-language model, or None. A
+            run cannot be resumed with a different one.
         mean_tokens: mean number of tokens of a sample; None if samples have no tokens. Default:
             the mean of ``train_tokens``.
     """
@@ -97,6 +99,7 @@ class Prepared:
     source_figures: tuple[SourceFigures, ...] = ()
     fingerprint: str | None = None
     handle: Any = None
+    image_backend: str | None = None
     mean_tokens: float | None = None
 
     def __post_init__(self) -> None:

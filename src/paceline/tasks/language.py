@@ -46,6 +46,7 @@ from paceline.models.notices import model_notices
 from paceline.models.qwen import CONVERTED_KEY, module_notice
 from paceline.models.shape.loss_chunks import NO_CHUNKS, choose_loss_chunks
 from paceline.models.transforms.embedding_noise import add_embedding_noise, noisy_embeddings
+from paceline.models.vision.types import check_text_only
 from paceline.tasks.base import Notice, Prepared, Task
 from paceline.tasks.token_ids import check_token_ids, token_notices
 
@@ -78,6 +79,7 @@ class LanguageTask(Task):
         self._chunks = NO_CHUNKS
 
     def check(self) -> None:
+        check_text_only(self.config)
         check_adapters(self.config)
         check_files(self.config)
         language.check_first_generation_qwen(self.config)

@@ -1,6 +1,7 @@
 """`task: sft` with a vision-language model."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,16 +10,30 @@ import torch
 from paceline.config.metrics.evaluation import generated_metrics
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.collate import TokenBatch, collate_padded
+from paceline.core.texts import UserText
+from paceline.data.collate import TokenBatch, collate_padded, pad_tokens
 from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens
 from paceline.data.kinds.image import ImageKind, PixelTransform, has_images
 from paceline.data.text.token_dataset import TokenSample
-from paceline.data.vision_language.images import ImageProcessor, ImageTextSample
+from paceline.data.vision_language.images import (
+    ImageProcessor,
+    ImageTextSample,
+    join_inputs,
+    load_processor,
+)
 from paceline.models.builtin import resolve_model
-from paceline.models.kinds import frozen_parts, vision_family
 from paceline.models.language import copy_processor
-from paceline.tasks.base import Prepared
+from paceline.models.vision.parts import Part, frozen_parts
+from paceline.models.vision.types import TESTED_TYPES, TEXT_TYPES, check_type, vision_type
+from paceline.tasks.base import Notice, Prepared
 from paceline.tasks.language import LanguageTask
+from paceline.tasks.vision_check import check_untested
+
+
+class VisionBatch(TokenBatch, total=False):
+    """A batch with further inputs of the model by name: for its images, and for their tokens."""
+
+    vision_inputs: dict[str, torch.Tensor]
 
 
 class VisionLanguageTask(LanguageTask):
@@ -33,14 +48,12 @@ class VisionLanguageTask(LanguageTask):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        family = vision_family(config.model)
-        assert family is not None, "load_task chooses this task by the model's family"
-        self._family = family
         self.packed = False
-        trained = {family.tower, family.projector}.difference(frozen_parts(config))
-        self._trains_vision = bool(trained)
+        frozen = frozen_parts(config)
+        self._trains_vision = Part.TOWER not in frozen or Part.PROJECTOR not in frozen
 
     def check(self) -> None:
+        check_type(self.config.model)
         super().check()
         args = self.config.train_args
         answer_metrics = generated_metrics(self.config.evaluation.metrics)
@@ -86,7 +99,13 @@ class VisionLanguageTask(LanguageTask):
     def prepare(self) -> Prepared:
         tokens = prepare_tokens(self.config, "vision", resolve_model, self.num_prepare_workers)
         self._check_packing(tokens)
-        return self._prepared_from(tokens)
+        prepared = self._prepared_from(tokens)
+        folders = (tokens.train_folder, tokens.eval_folder)
+        if any(folder is not None and has_images(folder) for folder in folders):
+            prepared.image_backend = self._load_processor(tokens.tokenizer_path).backend
+        elif vision_type(self.config.model) in TEXT_TYPES:
+            prepared.notices.append(_no_images_notice(self.config))
+        return prepared
 
     def _check_packing(self, tokens: PreparedTokens) -> None:
         """Raise ConfigError if rows that are to be packed have images, or would have a blank
@@ -121,13 +140,33 @@ class VisionLanguageTask(LanguageTask):
         if self._asks_for_packing:  # The data have no images.
             self.packed = True
             return super().build_datasets()
-        processor = ImageProcessor(
-            Path(tokens.tokenizer_path),
-            self.config.vision.max_pixels,
-            self.config.trust_remote_code,
-        )
-        self._processor = processor
-        return tokens.open(ImageKind.columns, PixelTransform(processor))
+        return tokens.open(ImageKind.columns, PixelTransform(self._processor))
+
+    @cached_property
+    def _processor(self) -> ImageProcessor:
+        return self._load_processor(self._handle.tokenizer_path)
+
+    def _load_processor(self, folder: str) -> ImageProcessor:
+        config = self.config
+        return load_processor(Path(folder), config.vision.max_pixels, config.trust_remote_code)
+
+    def setup(self, model: Any) -> list[Notice]:
+        notices = super().setup(model)
+        name = vision_type(self.config.model)
+        if name in TESTED_TYPES:
+            return notices
+        return [*notices, check_untested(self, model, str(name), self._first_with_images())]
+
+    def _first_with_images(self) -> list[TokenSample]:
+        """Return the first sample with images and a sample beside it; empty if there is none."""
+        tokens: PreparedTokens = self._handle
+        columns = tokens.open(ImageKind.columns)[0]
+        with_images = (index for index in range(len(columns)) if columns[index].get("image"))
+        first = next(with_images, None)
+        if first is None or self.packed:
+            return []
+        train = self.build_datasets()[0]
+        return [train[index] for index in range(first, min(first + 2, len(columns)))]
 
     def collate(self, samples: Sequence[TokenSample]) -> TokenBatch:
         """Return the samples as padded rows, with the inputs of the model for their images.
@@ -136,33 +175,47 @@ class VisionLanguageTask(LanguageTask):
         blank image and without label tokens, so that all ranks compute the same gradients.
         """
         if self.packed:
-            return super().collate(samples)
+            batch = cast(VisionBatch, super().collate(samples))
+            types = torch.zeros_like(batch["input_ids"])
+            batch["vision_inputs"] = dict.fromkeys(self._processor.token_inputs, types)
+            return batch
         if self._trains_vision and not any(cast(ImageTextSample, row)["pixels"] for row in samples):
             samples = [*samples, self._processor.blank_sample()]
-        rows = [cast(ImageTextSample, sample)["pixels"] for sample in samples]
-        batch = collate_padded(samples, self._handle.pad_token_id)
-        names = dict.fromkeys(name for row in rows for name in row)
-        pixels = {name: self._join([row.get(name) for row in rows]) for name in names}
-        return cast(TokenBatch, {**batch, **pixels})
-
-    def _join(self, values: list[torch.Tensor | None]) -> torch.Tensor:
-        """Return an input of all samples as one tensor, padded with zeros. None: a sample without
-        images."""
-        present = [value for value in values if value is not None]
-        if not self._family.has_rows:
-            return torch.cat(present)
-        shape = [max(sizes) for sizes in zip(*(value.shape for value in present), strict=True)]
-        joined = present[0].new_zeros(len(values), *shape[1:])
-        for row, value in enumerate(values):
-            if value is not None:
-                joined[row][tuple(slice(size) for size in value.shape[1:])] = value[0]
-        return joined
+        batch = cast(VisionBatch, collate_padded(samples, self._handle.pad_token_id))
+        pixels = [cast(ImageTextSample, sample)["pixels"] for sample in samples]
+        batch["vision_inputs"] = join_inputs(pixels, self._processor.row_inputs)
+        if names := self._processor.token_inputs:
+            rows = (self._processor.token_types(sample["input_ids"]) for sample in samples)
+            types = torch.from_numpy(pad_tokens(rows, 0))
+            batch["vision_inputs"].update(dict.fromkeys(names, types))
+        return batch
 
     def _inputs(self, batch: TokenBatch) -> dict[str, Any]:
-        pixels = {name: value for name, value in batch.items() if name.startswith("pixel_")}
-        return {**super()._inputs(batch), **pixels}
+        """Return the arguments of the model. Some processors return pixels in bfloat16, which their
+        models do not convert."""
+        args = self.config.train_args
+        dtype = getattr(torch, args.weight_dtype)
+        if self.config.lora.enable:
+            dtype = getattr(torch, args.mixed_dtype or "float32")
+        inputs = cast(VisionBatch, batch).get("vision_inputs", {})
+        converted = {
+            name: value.to(dtype) if value.is_floating_point() and value.itemsize < 4 else value
+            for name, value in inputs.items()
+        }
+        return {**super()._inputs(batch), **converted}
 
     def save_model(self, model: Any, folder: Path) -> None:
         super().save_model(model, folder)
         if self.prepared is not None:
             copy_processor(Path(self.prepared.handle.tokenizer_path), folder)
+
+
+def _no_images_notice(config: Config) -> Notice:
+    text = UserText(
+        "data: no row has an image; `{model}` is trained as a vision-language model on texts. With"
+        " `vision.text_only: true` it is trained as a causal language model, with packed rows and"
+        " generated answers",
+        code="no-row-with-images",
+        model=config.model,
+    )
+    return "info", text

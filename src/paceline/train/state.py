@@ -237,6 +237,7 @@ def checkpoint_meta(
         "world_size": spec.derived.world_size,
         "global_batch_size": spec.derived.global_batch_size,
         "fingerprint": spec.data.fingerprint,
+        "image_backend": spec.data.image_backend,
         "config": spec.config.model_dump(mode="json"),
         "torch": torch.__version__,
         "strategy": components.strategy.name,

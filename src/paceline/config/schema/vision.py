@@ -8,6 +8,13 @@ from paceline.config.schema.base import Section, Text
 class Vision(Section):
     """Settings of vision-language models with `task: sft`."""
 
+    text_only: bool = Field(
+        False,
+        description=(
+            "Train a model of a type that can be both (such as Gemma 3 or Qwen3.5) as a causal"
+            " language model, on rows without images."
+        ),
+    )
     freeze_vision_tower: bool = Field(
         True, description="Keep the vision tower's weights; with LoRA, add no adapters to it."
     )

@@ -230,10 +230,13 @@ def split_notice(held_out: int, total: int, ratio: float, noun: str = "sample") 
 
 def _image_settings(config: Config, folder: Path) -> list[object]:
     """Return what determines the tokens of images."""
+    from paceline.data.vision_language.images import load_processor
+
     files = sorted(folder.glob("*processor_config.json"))
     vision = config.vision
     return [
         [[file.name, *fingerprint(file)] for file in files],
+        load_processor(folder, vision.max_pixels, config.trust_remote_code).backend,
         [vision.max_pixels, vision.max_images, vision.images_folder],
         # Relative paths of images depend on the folder of the data.
         [

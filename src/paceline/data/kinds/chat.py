@@ -92,22 +92,22 @@ class ChatKind(DocumentKind):
         return None
 
     def _encode_chats(self, chats: list[Rendered]) -> list[Encoded]:
-        samples = []
         texts = tokenize(self.tokenizer, [chat.text for chat in chats])
-        for chat, text in zip(chats, texts, strict=True):
-            ids = np.array(text.ids, dtype=np.int32)
-            mask = np.zeros(len(ids), dtype=np.bool_)
-            for span in sorted(chat.spans):
+        return [self._encode_chat(chat, text) for chat, text in zip(chats, texts, strict=True)]
+
+    def _encode_chat(self, chat: Rendered, text: TokenizedText) -> Encoded:
+        ids = np.array(text.ids, dtype=np.int32)
+        mask = np.zeros(len(ids), dtype=np.bool_)
+        for span in sorted(chat.spans):
+            first, end = text.tokens_of(span)
+            mask[first:end] = True
+        self._check_end_of_turn(ids, mask)
+        if self.train_on_inputs:
+            mask[:] = True
+            for span in chat.excluded:
                 first, end = text.tokens_of(span)
-                mask[first:end] = True
-            self._check_end_of_turn(ids, mask)
-            if self.train_on_inputs:
-                mask[:] = True
-                for span in chat.excluded:
-                    first, end = text.tokens_of(span)
-                    mask[first:end] = False
-            samples.append(Encoded(ids, mask, {"excluded_turns": chat.excluded_turns}))
-        return samples
+                mask[first:end] = False
+        return Encoded(ids, mask, {"excluded_turns": chat.excluded_turns})
 
     def _check_end_of_turn(self, ids: np.ndarray, mask: np.ndarray) -> None:
         """Count the chats whose last turn with loss has no end-of-turn token. Only white space may

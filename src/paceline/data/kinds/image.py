@@ -1,10 +1,11 @@
-"""Chats with images: each image is one token of the rendered chat, which is replaced by the tokens
-that the model's processor gives the image."""
+"""Chats with images: each image has a placeholder in the rendered chat, which is replaced by the text
+that the model's processor puts there."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,13 +13,16 @@ import numpy as np
 
 from paceline.data.kinds.base import NO_LABELS, TOO_LONG, Encoded, KindSetup, RowCounts
 from paceline.data.kinds.chat import ChatKind
+from paceline.data.kinds.document import Encoder
 from paceline.data.sources.resolve import Place, ResolvedSource
 from paceline.data.sources.rows import MalformedRow
-from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
+from paceline.data.text.chat_template import ChatTemplate, Rendered, Span, TemplateRefused
 from paceline.data.text.chats.tool_calls import ChatMessage
-from paceline.data.text.token_columns import BlobColumn, Column
+from paceline.data.text.positions import TokenizedText
+from paceline.data.text.token_columns import Blob, BlobColumn, Column
 from paceline.data.text.token_dataset import LOSS_WEIGHTS, TokenDataset
-from paceline.data.vision_language.images import ImageProcessor, ImageTextSample
+from paceline.data.vision_language.comparison import check_tokens
+from paceline.data.vision_language.images import ImageProcessor, ImageTextSample, load_processor
 from paceline.data.vision_language.rows import (
     IMAGE_MARK,
     PLACEHOLDER,
@@ -72,6 +76,21 @@ def _parts(text: str) -> object:
     return parts
 
 
+@dataclass
+class ImageRendered(Rendered):
+    """A chat as text in which the processor's text stands for each image.
+
+    Args:
+        image_spans: [start, end) in characters of the text of each image.
+        images: paths or contents of the images.
+        template_text: the text that the chat template has printed.
+    """
+
+    image_spans: list[Span] = field(default_factory=list)
+    images: tuple[Blob, ...] = ()
+    template_text: str = ""
+
+
 class ImageKind(ChatKind):
     """Chats with images. The tokens of images carry no loss."""
 
@@ -81,12 +100,14 @@ class ImageKind(ChatKind):
 
     def __init__(self, setup: KindSetup) -> None:
         config = setup.config
-        self.images = ImageProcessor(
+        self.images = load_processor(
             setup.folder, config.vision.max_pixels, config.trust_remote_code
         )
+        # The numbers of images of the chats that were compared, shared by all sources.
+        self._compared: set[int] = set()
         super().__init__(setup)
         if isinstance(self.template, ImageChatTemplate):
-            self.template.image_token = self.images.token
+            self.template.image_token = self.images.placeholder
 
     # -- rows
     def open(self, source: ResolvedSource) -> None:
@@ -102,36 +123,81 @@ class ImageKind(ChatKind):
     # -- tokens
     def encode(self, samples: list[Any]) -> list[Encoded | str]:
         ready = with_contents(samples)
-        usable = [sample for sample in ready if not isinstance(sample, str)]
-        results = zip(usable, super().encode([*usable]), strict=True)
-        return [
-            reason if isinstance(reason, str) else self._encoded(*next(results)) for reason in ready
-        ]
+        results = iter(super().encode([sample for sample in ready if not isinstance(sample, str)]))
+        return [sample if isinstance(sample, str) else next(results) for sample in ready]
 
-    def _encoded(self, sample: ImageChat, encoded: Encoded | str) -> Encoded | str:
-        return encoded if isinstance(encoded, str) else self._expand(sample, encoded)
+    def _prepare(self, sample: Any) -> tuple[Encoder, Any] | str:
+        prepared = super()._prepare(sample)
+        if isinstance(prepared, str):
+            return prepared
+        encoder, content = prepared
+        if not isinstance(content, Rendered):
+            return prepared
+        try:
+            return encoder, self._expand(content, sample.images)
+        except MalformedRow as reason:
+            return str(reason)
 
-    def _expand(self, sample: ImageChat, encoded: Encoded) -> Encoded | str:
-        places = np.flatnonzero(encoded.input_ids == self.images.token_id)
-        if len(places) != len(sample.images):
-            return "the chat template does not print every image"
-        encoded.values["image"] = sample.images
-        if not len(places):
-            return encoded
-        ids, mask, start = [], [], 0
-        for place, source in zip(places, sample.images, strict=True):
-            try:
-                tokens = self.images.tokens(source)
-            except MalformedRow as reason:
-                return str(reason)
-            ids += [encoded.input_ids[start:place], tokens]
-            mask += [encoded.labels_mask[start:place], np.zeros(len(tokens), dtype=np.bool_)]
-            start = int(place) + 1
-        images_end = sum(map(len, ids))
-        encoded.input_ids = np.concatenate([*ids, encoded.input_ids[start:]])
-        encoded.labels_mask = np.concatenate([*mask, encoded.labels_mask[start:]])
-        encoded.values["images_end"] = images_end
+    def _expand(self, chat: Rendered, images: Sequence[Blob]) -> ImageRendered:
+        """Replace the placeholders of the images in a chat as the model's processor does.
+
+        Raises:
+            MalformedRow: an image cannot be read, or has no placeholder in the text.
+        """
+        mark = self.images.placeholder
+        pieces = chat.text.split(mark)
+        if len(pieces) - 1 != len(images):
+            raise MalformedRow("the chat template does not print every image")
+        expansions = self.images.expansions(images)
+        text, image_spans, ends = pieces[0], [], []
+        length = len(text)
+        for piece, expansion in zip(pieces[1:], expansions, strict=True):
+            image_spans.append((len(text), len(text) + len(expansion)))
+            text += expansion + piece
+            ends.append(length + len(mark))
+            length = ends[-1] + len(piece)
+
+        def moved(spans: list[Span]) -> list[Span]:
+            return [(move(start), move(end)) for start, end in spans]
+
+        def move(char: int) -> int:
+            passed = bisect_right(ends, char)
+            return char + sum(map(len, expansions[:passed])) - passed * len(mark)
+
+        return ImageRendered(
+            text,
+            moved(chat.spans),
+            chat.unplaced,
+            moved(chat.excluded),
+            chat.excluded_turns,
+            image_spans,
+            tuple(images),
+            chat.text,
+        )
+
+    def _encode_chat(self, chat: Rendered, text: TokenizedText) -> Encoded:
+        assert isinstance(chat, ImageRendered), "_prepare has expanded it"
+        encoded = super()._encode_chat(chat, text)
+        images_end = 0
+        for span in chat.image_spans:
+            first, images_end = text.tokens_of(span)
+            encoded.labels_mask[first:images_end] = False
+        # A processor puts them before a text unless the chat template has printed them.
+        start = self.tokenizer.missing_start(text.ids)
+        encoded.input_ids = np.concatenate([np.array(start, dtype=np.int32), encoded.input_ids])
+        encoded.labels_mask = np.concatenate([np.zeros(len(start), np.bool_), encoded.labels_mask])
+        encoded.values["image"] = chat.images
+        encoded.values["images_end"] = images_end + len(start) if chat.images else 0
+        self._compare(chat, encoded)
         return encoded
+
+    def _compare(self, chat: ImageRendered, encoded: Encoded) -> None:
+        """Compare the first chats with one image and with several with what the processor makes of
+        the whole chat."""
+        num_images = min(len(chat.images), 2)
+        if num_images and num_images not in self._compared:
+            self._compared.add(num_images)
+            check_tokens(self.images, chat.template_text, chat.images, encoded.input_ids)
 
     def fit(self, encoded: Encoded, counts: RowCounts, place: Place) -> Iterator[Encoded]:
         """Yield a sample unless an image of it would be truncated."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ _SOURCE_KEYS = ("image", "image_url", "path", "url", "bytes", "value")
 _BASE64 = "data:image;base64"
 #: Names of columns that may have images.
 _IMAGE_NAME = re.compile(r"image|img|picture|photo", re.IGNORECASE)
+#: Names of columns and types of parts with other media.
+_OTHER_MEDIA = re.compile(r"(?:input_)?(?:videos?|audios?)(?:_url)?")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
@@ -80,6 +82,7 @@ class ImageRowConverter:
             if not holds_nothing(row.get(name))
             for image in _as_list(row[name])
         ]
+        _check_media(row, ignored)
         in_parts: list[Any] = []
         text_row = {
             name: _with_marks(keys.unpack(value), in_parts)
@@ -115,6 +118,42 @@ class ImageRowConverter:
                     fix=f"set `columns: {{image: {name}}}`, or `ignore_columns: [{name}]` to train"
                     " without the images",
                 )
+
+
+def _check_media(row: Row, ignored: Collection[str]) -> None:
+    """Reject a row with video or audio.
+
+    Raises:
+        Unsupported: a column or a part of a message has one.
+    """
+    kind = next(
+        (
+            name
+            for name, value in row.items()
+            if _OTHER_MEDIA.fullmatch(name) and name not in ignored and not holds_nothing(value)
+        ),
+        None,
+    )
+    kind = kind or next(filter(None, (_other_part(value) for value in row.values())), None)
+    if kind is not None:
+        raise Unsupported(
+            f"the rows have `{kind}`; vision-language models are trained on texts and images, not"
+            " on video or audio",
+            allowed="texts and images",
+            fix="remove these rows, or use a tool that trains on video and audio",
+        )
+
+
+def _other_part(value: Any) -> str | None:
+    """Return the type of the first part with video or audio in turns, or None."""
+    if isinstance(value, list):
+        return next(filter(None, map(_other_part, value)), None)
+    if not isinstance(value, dict):
+        return None
+    kind = value.get("type")
+    if isinstance(kind, str) and _OTHER_MEDIA.fullmatch(kind):
+        return kind
+    return next(filter(None, map(_other_part, value.values())), None)
 
 
 def _is_image_path(value: Any) -> bool:

@@ -293,7 +293,25 @@ def _check_same_config(
     )
 
 
+def _check_same_images(data: Prepared, meta: CheckpointMeta, path: Path) -> None:
+    before, now = meta.get("image_backend"), data.image_backend
+    if before is None or now is None or before == now:
+        return
+    raise ConfigError(
+        "cannot resume {path} exactly: its images were processed by {before}, and would now be"
+        " processed by {now}, which computes other pixels",
+        code="changed-image-backend",
+        fix="install torchvision: `pip install 'paceline[vision]'`; or set another `output_dir`"
+        if before == "torchvision"
+        else "uninstall torchvision, or set another `output_dir`",
+        path=path,
+        before=before,
+        now=now,
+    )
+
+
 def _check_same_data(data: Prepared, meta: CheckpointMeta, path: Path, allow_change: bool) -> None:
+    _check_same_images(data, meta, path)
     if meta["fingerprint"] == data.fingerprint:
         return
     if allow_change:

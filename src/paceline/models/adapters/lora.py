@@ -28,7 +28,8 @@ from paceline.models.adapters.targets import (
     special_linear_modules,
     target_names,
 )
-from paceline.models.kinds import frozen_parts
+from paceline.models.kinds import reads_images
+from paceline.models.vision.parts import frozen_patterns, in_frozen_part
 from paceline.models.new_tokens import added_tokens, embedding_names, has_tied_head
 
 Notice = tuple[str, str]
@@ -172,7 +173,8 @@ def _peft_config(model: Any, config: Config) -> Any:
     if selects_all_linear(config):
         left_out = [*bypassed_modules(model), *special_linear_modules(model)]
     excluded = [pattern_of(left_out)] if left_out else []
-    excluded += [rf"(?:.*\.)?{part}\..*" for part in frozen_parts(config)]
+    if reads_images(config):
+        excluded += frozen_patterns(model, config)
     embeddings = embedding_names(model) if added_tokens(config) is not None else []
     shared: dict[str, Any] = {
         "r": lora.rank,
@@ -292,7 +294,7 @@ def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
     if selects_all_linear(config) and lora.adapter is None:
         saved = adapted.peft_config[_ADAPTER].modules_to_save or []
         wrapped = ["modules_to_save", "original_module"]
-        notices += _left_out(adapted.get_base_model(), [*saved, *wrapped, *frozen_parts(config)])
+        notices += _left_out(adapted.get_base_model(), [*saved, *wrapped], config)
     elif ineffective := ineffective_adapters(adapted):
         names = short_names(ineffective)
         notices.append(
@@ -309,7 +311,7 @@ def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
     return notices
 
 
-def _left_out(base: Any, saved: list[str]) -> list[Notice]:
+def _left_out(base: Any, saved: list[str], config: Config) -> list[Notice]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     notices: list[Notice] = []
@@ -341,10 +343,12 @@ def _left_out(base: Any, saved: list[str]) -> list[Notice]:
     inside = tuple(
         f"{name}." for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)
     )
+    has_frozen = reads_images(config)
     linear = [
         name
         for name in linear_modules(base)
         if name not in bypassed
+        and not (has_frozen and in_frozen_part(name, config))
         and not name.startswith(inside)
         and not any(part in saved for part in name.split("."))
     ]
