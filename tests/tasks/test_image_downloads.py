@@ -188,7 +188,7 @@ def test_training_opens_no_connection(server: ImageServer, model: Path, tmp_path
     server.server_close()  # A connection would be refused.
     dataset, _ = task.build_datasets()
     batch = task.collate([dataset[0], dataset[1]])
-    assert len(batch["pixel_values"]) == 2
+    assert len(batch["vision_inputs"]["pixel_values"]) == 2
 
 
 def test_other_addresses_are_refused(model: Path, tmp_path: Path) -> None:

@@ -31,6 +31,13 @@ def add_arguments(parser: OptionParser) -> None:
     )
     parser.add_option("--system", AnyText(), "TEXT", "system message")
     parser.add_option("--seed", Integer(), "N", "seed for sampling (default: 0)")
+    parser.add_option(
+        "--image",
+        AnyPath("an image file"),
+        "FILE",
+        "image that precedes each question, for a vision-language model; may be repeated",
+        action="append",
+    )
     parser.add_flag("--serve", "answer requests from standard input, one JSON per line")
     parser.add_option(
         "--device", AnyText("auto or cpu"), "NAME", "device, with --serve (default: auto)"
@@ -51,7 +58,9 @@ def run(args: Namespace) -> int:
     settings = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     # The output of libraries during import is not part of the answer.
     with contextlib.redirect_stdout(sys.stderr):
-        answers = answer_questions(args.run_dir, args.questions, **settings)
+        answers = answer_questions(
+            args.run_dir, args.questions, images=[*map(str, args.image or ())], **settings
+        )
     for question, answer in zip(args.questions, answers, strict=True):
         if args.json:
             print(json.dumps({"question": question, "answer": answer}, ensure_ascii=False))
@@ -62,7 +71,7 @@ def run(args: Namespace) -> int:
 
 def _check_combination(args: Namespace) -> None:
     if args.serve:
-        excluded = [name for name in _SAMPLING if getattr(args, name) is not None]
+        excluded = [name for name in (*_SAMPLING, "image") if getattr(args, name) is not None]
         excluded = ["questions", *excluded] if args.questions else excluded
     else:
         excluded = ["device"] if args.device is not None else []

@@ -1,13 +1,16 @@
 """A process that answers requests with the model of a run: ``paceline generate RUN --serve``. Both
 requests and answers are JSON lines.
 
-In: ``{id, messages: [{role, content}], model: "tuned" | "base", max_new_tokens, temperature,
-seed}``, and ``{stop: id}``.
-Out: first ``{ready: {device, base}}``; then for each request ``{id, token: text}`` as the text
-grows and one ``{id, end: {num_tokens, wall_s, stopped}}`` or ``{id, error: {what, allowed, fix}}``.
+In: ``{id, messages: [{role, content, images}], model: "tuned" | "base", max_new_tokens,
+temperature, seed}``, and ``{stop: id}``. ``images``, which may be missing, has the data URLs of
+images that precede the content.
+Out: first ``{ready: {device, base, images}}``, with whether there is a base model and whether the
+model reads images; then for each request ``{id, token: text}`` as the text grows and one ``{id,
+end: {num_tokens, wall_s, stopped}}`` or ``{id, error: {what, allowed, fix}}``.
 The process ends when its input ends.
 """
 
+import base64
 import contextlib
 import json
 import os
@@ -19,14 +22,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypedDict
 
 from paceline.core.errors import EXIT_DONE, ConfigError, PacelineError, RunError
 from paceline.core.failures import is_out_of_memory
+from paceline.inference.chat_encoder import ChatTurn, check_image
 from paceline.inference.device import inference_device
-from paceline.inference.generate import encode_chat, generate_tokens, load_generator, model_folder
+from paceline.inference.generate import generate_tokens, load_generator, model_folder
 
 _MAX_NEW_TOKENS = 4096
+
+
+class ReceivedTurn(TypedDict, total=False):
+    """One turn of a request."""
+
+    role: str
+    content: str
+    images: list[str]
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,7 @@ class ChatRequest:
     """A request, as described above."""
 
     id: int
-    messages: list[dict[str, str]]
+    messages: list[ReceivedTurn]
     model: str = "tuned"
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -49,7 +61,7 @@ class Models:
         self.device = inference_device(device)
         self.run = run
         self.adapted = (model_folder(run) / "adapter_config.json").is_file()
-        self.tuned, self.tokenizer = load_generator(run)
+        self.tuned, self.encoder = load_generator(run)
         self.tuned.to(self.device)
 
     @property
@@ -106,7 +118,14 @@ def serve(run: Path, device: str = "auto") -> int:
         target=_read, args=(sys.stdin.buffer, requests, stopped), name="requests", daemon=True
     ).start()
     models = Models(run, device)
-    _send(out, ready={"device": str(models.device.type), "base": models.has_base})
+    _send(
+        out,
+        ready={
+            "device": str(models.device.type),
+            "base": models.has_base,
+            "images": models.encoder.processor is not None,
+        },
+    )
     while True:
         request = requests.get()
         try:
@@ -147,13 +166,25 @@ def _send(out: IO[str], **fields: Any) -> None:
         os._exit(EXIT_DONE)
 
 
+def _decoded(turn: ReceivedTurn) -> ChatTurn:
+    """Return a turn with the contents of its images.
+
+    Raises:
+        ConfigError: an image is not a data URL, or cannot be read.
+    """
+    images = [base64.b64decode(url.partition(";base64,")[2]) for url in turn.get("images") or ()]
+    for number, image in enumerate(images, 1):
+        check_image(image, f"image {number}")
+    return ChatTurn(role=turn["role"], content=turn["content"], images=images)
+
+
 def _answer(models: Models, request: ChatRequest, out: IO[str], stopped: set[int]) -> None:
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 
-    tokenizer = models.tokenizer
+    tokenizer = models.encoder.tokenizer
     started = time.perf_counter()
-    inputs = encode_chat(tokenizer, request.messages).to(models.device)
+    inputs = models.encoder.encode([*map(_decoded, request.messages)]).to(models.device)
     num_prompt = int(inputs["input_ids"].shape[1])
     max_new_tokens = min(max(request.max_new_tokens, 1), _MAX_NEW_TOKENS)
 

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, first_line
+from paceline.inference.chat_encoder import ChatEncoder, ChatTurn, read_images
 from paceline.inference.device import inference_device
 from paceline.models.blocks import base_model
-from paceline.models.kinds import LANGUAGE, saved_kind
+from paceline.models.kinds import LANGUAGE, VISION_LANGUAGE, saved_kind
 from paceline.models.language import qwen_folder
 from paceline.models.qwen import CONVERTED_KEY, converted_folder
 
 if TYPE_CHECKING:
     from paceline.config.schema import Config
+    from paceline.data.vision_language.images import ImageProcessor
 
 
 def model_folder(run: Path) -> Path:
@@ -40,17 +42,17 @@ def model_folder(run: Path) -> Path:
     )
 
 
-def load_generator(run: Path) -> tuple[Any, Any]:
-    """Return what :func:`load_model` does.
+def load_generator(run: Path) -> tuple[Any, ChatEncoder]:
+    """Return the model of :func:`load_model`, and what encodes its chats.
 
     Raises:
-        ConfigError: the model is of another kind.
+        ConfigError: the model is of another kind, or its processor cannot be loaded.
     """
     kind = saved_kind(folder := model_folder(run))
-    if kind != LANGUAGE:
+    if kind not in (LANGUAGE, VISION_LANGUAGE):
         raise ConfigError(
             "the model in {folder} is a {kind}; questions can be put only to causal language"
-            " models",
+            " models and vision-language models",
             code="not-a-language-model",
             allowed="the folder of a run with `task: sft` or `task: pretrain`",
             fix="load it with `transformers.{auto_class}`; run `paceline export RUN --merge` first"
@@ -59,7 +61,19 @@ def load_generator(run: Path) -> tuple[Any, Any]:
             kind=kind.noun,
             auto_class=kind.auto_class,
         )
-    return load_model(run)
+    processor = _processor(folder) if kind == VISION_LANGUAGE else None
+    model, tokenizer = load_model(run)
+    return model, ChatEncoder(tokenizer, processor)
+
+
+def _processor(folder: Path) -> ImageProcessor:
+    """Return the processor of a vision-language model with the settings of its training."""
+    from paceline.data.vision_language.images import load_processor
+
+    config = _run_config(folder)
+    if config is None:
+        return load_processor(folder, None, False)
+    return load_processor(folder, config.vision.max_pixels, config.trust_remote_code)
 
 
 def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
@@ -168,15 +182,6 @@ def check_trained_length(model: Any, num_tokens: int) -> None:
         )
 
 
-def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> Any:
-    """Return the tokens of the chat: with the chat template, or its texts one after the other if
-    there is none."""
-    if tokenizer.chat_template is not None:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, return_tensors="pt", add_special_tokens=False)
-    return tokenizer("\n\n".join(message["content"] for message in messages), return_tensors="pt")
-
-
 def generate_tokens(
     model: Any,
     tokenizer: Any,
@@ -187,16 +192,19 @@ def generate_tokens(
     seed: int,
     **options: Any,
 ) -> list[int]:
-    """Return the new tokens after ``inputs``, the tokens of a prompt. ``options``: further ones of
-    transformers' ``generate``."""
+    """Return the new tokens after a prompt.
+
+    Args:
+        inputs: the result of :meth:`ChatEncoder.encode`, on the model's device.
+        options: further arguments of transformers' ``generate``.
+    """
     import torch
 
     pad_id = tokenizer.pad_token_id
     torch.manual_seed(seed)
     with torch.no_grad():
         output = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
+            **inputs,
             do_sample=temperature > 0,
             temperature=temperature or None,
             max_new_tokens=max_new_tokens,
@@ -221,17 +229,24 @@ def answer_questions(
     temperature: float = 0.0,
     system: str | None = None,
     seed: int = 0,
+    images: Sequence[str] = (),
 ) -> list[str]:
     """Return the model's answer to each question, with its chat template if it has one.
-    ``temperature`` 0 takes the most likely token each time."""
-    model, tokenizer = load_generator(run)
+
+    Args:
+        temperature: temperature of sampling; 0 takes the most likely token each time.
+        images: paths of images, which precede each question.
+    """
+    contents = read_images(images)
+    model, encoder = load_generator(run)
+    tokenizer = encoder.tokenizer
     model.to(inference_device())
     answers = []
     for question in questions:
-        messages = [{"role": "user", "content": question}]
+        turns = [ChatTurn(role="user", content=question, images=contents)]
         if system and tokenizer.chat_template is not None:
-            messages.insert(0, {"role": "system", "content": system})
-        inputs = encode_chat(tokenizer, messages).to(model.device)
+            turns.insert(0, ChatTurn(role="system", content=system))
+        inputs = encoder.encode(turns).to(model.device)
         check_trained_length(model, inputs["input_ids"].shape[1] + max_new_tokens)
         tokens = generate_tokens(
             model,

@@ -61,6 +61,11 @@ def kind_of(config: Config) -> ModelKind:
     return VISION_LANGUAGE if reads_images(config) else LANGUAGE
 
 
+def has_image_processor(folder: Path) -> bool:
+    """Return whether a folder has the files of a vision-language model's processor."""
+    return any(folder.glob("*processor_config.json"))
+
+
 def text_classifier(settings: HeadSettings, has_new_head: bool) -> ModelKind:
     """Return the kind of a text classifier. ``settings`` has the names of its classes."""
     return ModelKind(f"AutoModel{_CLASSIFIER}", "text classifier", settings, has_new_head)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
@@ -20,6 +20,10 @@ class ChatTurn(BaseModel):
 
     role: Literal["system", "user", "assistant"]
     content: str = Field(max_length=1 << 18)
+    #: Data URLs. Paths are not read: a request must not choose a file of this machine.
+    images: list[Annotated[str, Field(pattern=r"^data:image/[\w.+-]+;base64,")]] = Field(
+        default=[], max_length=64
+    )
 
 
 class Question(BaseModel):

@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from paceline.core.errors import ConfigError
 from paceline.core.events import Event
 from paceline.core.formatting import clean, finite
+from paceline.models.kinds import has_image_processor
 from paceline.web.api.machine import machine
 from paceline.web.files import JSONObject, as_object, read_inside, tail_inside
 from paceline.web.jobs.runs import OUTPUT
@@ -94,6 +95,7 @@ def run(panel: Panel, id: str) -> StrictJSONResponse:
             "has": {
                 "report_html": read_inside(run.run_dir.report_html, 1) is not None,
                 "model": run.run_dir.model.is_dir(),
+                "image_processor": has_image_processor(run.run_dir.model),
                 "config": read_inside(run.run_dir.config, 1) is not None,
             },
             "folder": str(run.root),

@@ -6,6 +6,7 @@ import * as format from "../lib/format.js";
 import { addTexts, t } from "../lib/i18n.js";
 import { announce, choice, errorState, icon } from "../lib/ui.js";
 import { texts } from "../i18n/start.js";
+import { imageField, picture } from "./chat_images.js";
 import { exportModel } from "./export.js";
 
 addTexts(texts);
@@ -57,8 +58,10 @@ export async function show(root, params, ctx) {
           sendQuestion();
         }
       },
+      paste: (event) => images?.paste(event),
     },
   });
+  const images = run.has.image_processor ? imageField(sentCharacters) : null;
   const send = h(
     "button",
     { type: "submit", class: "main", id: "send" },
@@ -126,7 +129,8 @@ export async function show(root, params, ctx) {
             },
           },
           question,
-          h("div", { class: "toolbar" }, send, stop),
+          images?.list,
+          h("div", { class: "toolbar" }, send, images?.button, stop),
         ),
       ),
       h(
@@ -162,7 +166,7 @@ export async function show(root, params, ctx) {
     const text = question.value.trim();
     if (!text || state.stop) return;
     question.value = "";
-    const turn = makeTurn(text, state.model === "both" ? SIDES : [state.model]);
+    const turn = makeTurn(text, images?.take() ?? [], state.model === "both" ? SIDES : [state.model]);
     state.turns.push(turn);
     draw();
     const control = { stopped: false, end: null };
@@ -183,11 +187,15 @@ export async function show(root, params, ctx) {
     question.focus({ preventScroll: true });
   }
 
+  function sentCharacters() {
+    return state.turns.flatMap((turn) => turn.images).reduce((sum, url) => sum + url.length, 0);
+  }
+
   // The history of a model contains its own answers, or the other model's answers if it has none.
   function messages(side) {
     const messages = system.value.trim() ? [{ role: "system", content: system.value.trim() }] : [];
     for (const turn of state.turns) {
-      messages.push({ role: "user", content: turn.text });
+      messages.push({ role: "user", content: turn.text, images: turn.images });
       const reply = turn.texts[side] ?? Object.values(turn.texts).find(Boolean);
       if (reply && turn !== state.turns.at(-1))
         messages.push({ role: "assistant", content: reply });
@@ -275,7 +283,7 @@ const setting = (id, name, input, meaning) =>
   );
 
 /** Return a turn of the chat: a question and the answer of each model. */
-function makeTurn(text, sides) {
+function makeTurn(text, images, sides) {
   const answers = {};
   const texts = {};
   for (const side of sides) {
@@ -295,7 +303,13 @@ function makeTurn(text, sides) {
   const node = h(
     "article",
     { class: "turn" },
-    h("div", { class: "asked" }, h("span", { class: "sr" }, `${t("chat.you")}: `), text),
+    h(
+      "div",
+      { class: "asked" },
+      h("span", { class: "sr" }, `${t("chat.you")}: `),
+      images.length ? h("div", { class: "chat-images" }, images.map(picture)) : null,
+      text,
+    ),
     h(
       "div",
       { class: `answers sides-${sides.length}` },
@@ -304,6 +318,7 @@ function makeTurn(text, sides) {
   );
   return {
     text,
+    images,
     sides,
     texts,
     node,
