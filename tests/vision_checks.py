@@ -155,6 +155,14 @@ def check_parts(family: str, folder: str) -> None:
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
     losses[0].backward()
     missing = {name for name, value in model.named_parameters() if value.grad is None}
-    model.zero_grad()
-    task.loss(model, task.collate([task.build_datasets()[0][0]])).backward()
+    train = task.build_datasets()[0]
+    task.loss(model, task.collate([train[0]])).backward()
     assert missing == {name for name, value in model.named_parameters() if value.grad is None}
+    # A rank without images and one with images have the gradients of one rank with both.
+    apart = {name: value.grad for name, value in model.named_parameters()}
+    model.zero_grad()
+    task.loss(model, task.collate([train[0], train[1]])).backward()
+    for name, value in model.named_parameters():
+        if value.grad is not None:
+            limit = 1e-6 * max(1.0, value.grad.abs().max().item())
+            torch.testing.assert_close(apart[name], value.grad, rtol=1e-4, atol=limit, msg=name)

@@ -567,3 +567,81 @@ TINY = {
 #: A family whose images follow each other in a batch, and one whose images have rows; both have
 #: processors that work without torchvision.
 FAMILIES = ("llava", "idefics3")
+
+
+def make_untested(folder: Path, family: str) -> Path:
+    """Write a model of a type that Paceline has no tests for, with its processor."""
+    from transformers import (
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+        Idefics2Config,
+        Idefics2Processor,
+        LlavaProcessor,
+        PaliGemmaConfig,
+        PaliGemmaProcessor,
+        VipLlavaConfig,
+    )
+    from transformers.models.idefics2.image_processing_pil_idefics2 import (
+        Idefics2ImageProcessorPil,
+    )
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    tokenizer = AutoTokenizer.from_pretrained(str(builtin_tokenizer()))
+    tokenizer.chat_template = None
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_IDEFICS_MARKS)})
+    tokenizer.add_special_tokens({"bos_token": "<|im_start|>"})
+    ids = _ids(tokenizer, image_token_id="<image>")
+    torch.manual_seed(0)
+    config: Any
+    processor: Any
+    if family == "vipllava":
+        config = VipLlavaConfig(
+            vision_config={"model_type": "clip_vision_model", **_VISION},
+            text_config={"model_type": "llama", **_text(tokenizer)},
+            vision_feature_layers=[-1, -2],
+            tie_word_embeddings=False,
+            **ids,
+        )
+        processor = LlavaProcessor(
+            LlavaImageProcessorPil(size={"shortest_edge": _IMAGE}, crop_size=_SQUARE),
+            tokenizer,
+            patch_size=_PATCH,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        )
+    elif family == "idefics2":
+        config = Idefics2Config(
+            vision_config=_VISION,
+            text_config={"model_type": "mistral", **_text(tokenizer)},
+            perceiver_config={
+                "resampler_n_latents": 4,
+                "resampler_depth": 1,
+                "resampler_n_heads": 2,
+                "resampler_head_dim": 16,
+                "num_key_value_heads": 1,
+            },
+            tie_word_embeddings=False,
+            **ids,
+        )
+        processor = Idefics2Processor(
+            Idefics2ImageProcessorPil(
+                size={"shortest_edge": _IMAGE, "longest_edge": 2 * _IMAGE}, do_image_splitting=False
+            ),
+            tokenizer,
+            image_seq_len=4,
+        )
+    else:
+        config = PaliGemmaConfig(
+            vision_config={"model_type": "siglip_vision_model", **_VISION},
+            text_config={"model_type": "gemma", **_text(tokenizer)},
+            projection_dim=32,
+            **ids,
+        )
+        processor = PaliGemmaProcessor(
+            SiglipImageProcessorPil(size=_SQUARE, image_seq_length=16), tokenizer
+        )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    processor.chat_template = template("<image>")
+    processor.save_pretrained(folder)
+    return folder

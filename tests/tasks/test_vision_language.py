@@ -194,6 +194,53 @@ def test_images_in_parquet_and_urls(models: dict[str, Path], tmp_path: Path) -> 
         prepare_task(models["llava"], file)
 
 
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        (chat("Which?", videos=["a.mp4"]), "videos"),
+        (chat("Which?", audio="a.wav"), "audio"),
+        (chat([{"type": "video", "video": "a.mp4"}, {"type": "text", "text": "Which?"}]), "video"),
+        (chat([{"type": "input_audio", "input_audio": {"data": ""}}]), "input_audio"),
+    ],
+)
+def test_video_and_audio_are_refused(
+    row: dict[str, Any], kind: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [row])
+    with raises_error(ConfigError, code="data-of-another-method", naming=f"`{kind}`"):
+        prepare_task(models["llava"], data)
+
+
+def test_tokens_begin_as_those_of_the_processor(models: dict[str, Path], tmp_path: Path) -> None:
+    """A processor adds the token of the beginning unless the template prints it."""
+    folder = tmp_path / "model"
+    shutil.copytree(models["llava"], folder)
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    start = "<|im_start|>"
+    number = next(each["id"] for each in settings["added_tokens"] if each["content"] == start)
+    sequence = [{"SpecialToken": {"id": start, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    settings["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": sequence,
+        "pair": [*sequence, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {start: {"id": start, "ids": [number], "tokens": [start]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    make_image(tmp_path / "a.png", 0)
+    rows = [chat("<image>Which?", images=["a.png"]), chat("Hello")]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    template = "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
+    task = prepare_task(folder, data, chat_template=template)
+    processor = AutoProcessor.from_pretrained(folder)
+    texts = [f"{question}<|im_end|>A cat.<|im_end|>" for question in ("<image>Which?", "Hello")]
+    image = Image.open(tmp_path / "a.png")
+    expected = processor(text=texts, images=[[image], []])["input_ids"]
+    for index, ids in enumerate(expected):
+        sample = task.build_datasets()[0][index]
+        assert sample["input_ids"].tolist() == ids
+        assert ids[0] == number
+
+
 def test_chats_in_tar_shards_are_those_of_files(models: dict[str, Path], tmp_path: Path) -> None:
     rows = [
         chat("Which?", images=["0.png"]),
