@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import events, run
 from PIL import Image
 from raised import raises_error
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -127,3 +128,50 @@ def _language_model(folder: Path) -> Path:
     AutoModelForCausalLM.from_pretrained(source).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return folder
+
+
+def write_chats(file: Path, images: list[list[Path]]) -> str:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "<image>" * len(paths) + "Which color?"},
+                {"role": "assistant", "content": "Red, I think."},
+            ],
+            "images": [*map(str, paths)],
+        }
+        for paths in images
+    ]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return str(file)
+
+
+@pytest.mark.parametrize("mode", ["single", "zero3"])
+def test_answers_at_evaluations_are_the_answers_of_the_model(
+    model: Path, tmp_path: Path, mode: str
+) -> None:
+    red, blue = make_picture(tmp_path / "red.png", "red"), make_picture(tmp_path / "b.png", "blue")
+    chats = [[red], [], [red, blue]]
+    data = write_chats(tmp_path / "rows.jsonl", chats)
+    run(
+        f"model={model / 'model'}",
+        f"dataset={data}",
+        f"val_dataset={data}",
+        f"output_dir={tmp_path}/run",
+        "parallel.device=cpu",
+        f"parallel.mode={mode}",
+        f"parallel.num_gpus={1 if mode == 'single' else 2}",
+        "per_device_train_batch_size=1",
+        "train_args.max_steps=1",
+        "train_args.learning_rate=0",
+        "train_args.weight_decay=0",
+        "evaluation.num_samples=3",
+        f"evaluation.max_new_tokens={NUM_TOKENS}",
+        "evaluation.metrics=exact_match",
+    )
+    samples = events(tmp_path / "run", "sample")[-1]["samples"]
+    for sample, images in zip(samples, chats, strict=True):
+        assert sample["reference"].strip() == "Red, I think."
+        assert sample["text"].strip() == expected_answer(model, "Which color?", images)
+    evaluation = events(tmp_path / "run", "eval")[-1]
+    assert evaluation["answered_rows"] == 3
+    assert evaluation["metrics"]["exact_match"] == 0

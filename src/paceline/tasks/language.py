@@ -78,6 +78,11 @@ class LanguageTask(Task):
         self._transform: LogitTransform | None = None
         self._chunks = NO_CHUNKS
 
+    def prompt_inputs(self, sample: TokenSample, num_tokens: int) -> dict[str, torch.Tensor] | None:
+        """Return the inputs of the model, besides token IDs, for the first ``num_tokens`` tokens of
+        a sample, each for one row; None if they cannot be separated from the rest of the sample."""
+        return {}
+
     def check(self) -> None:
         check_text_only(self.config)
         check_adapters(self.config)

@@ -1,13 +1,12 @@
 """`task: sft` with a vision-language model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from paceline.config.metrics.evaluation import generated_metrics
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
@@ -56,13 +55,7 @@ class VisionLanguageTask(LanguageTask):
         check_type(self.config.model)
         super().check()
         args = self.config.train_args
-        answer_metrics = generated_metrics(self.config.evaluation.metrics)
         refused = (
-            (
-                answer_metrics,
-                f"`evaluation.metrics: [{', '.join(answer_metrics)}]`",
-                "remove these metrics: answers are not generated from images during training",
-            ),
             (
                 self.config.tokenizer,
                 "`tokenizer`",
@@ -191,18 +184,33 @@ class VisionLanguageTask(LanguageTask):
         return batch
 
     def _inputs(self, batch: TokenBatch) -> dict[str, Any]:
-        """Return the arguments of the model. Some processors return pixels in bfloat16, which their
-        models do not convert."""
+        inputs = cast(VisionBatch, batch).get("vision_inputs", {})
+        return {**super()._inputs(batch), **self._converted(inputs)}
+
+    def _converted(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return inputs in the data type of the weights. Some processors return pixels in bfloat16,
+        which their models do not convert."""
         args = self.config.train_args
         dtype = getattr(torch, args.weight_dtype)
         if self.config.lora.enable:
             dtype = getattr(torch, args.mixed_dtype or "float32")
-        inputs = cast(VisionBatch, batch).get("vision_inputs", {})
-        converted = {
+        return {
             name: value.to(dtype) if value.is_floating_point() and value.itemsize < 4 else value
             for name, value in inputs.items()
         }
-        return {**super()._inputs(batch), **converted}
+
+    def prompt_inputs(self, sample: TokenSample, num_tokens: int) -> dict[str, torch.Tensor] | None:
+        pixels = cast(ImageTextSample, sample).get("pixels")
+        if not pixels:
+            return {}
+        ids = sample["input_ids"]
+        if self._processor.has_image_tokens(ids[num_tokens:]):
+            return None
+        inputs = self._converted(pixels)
+        if names := self._processor.token_inputs:
+            types = torch.from_numpy(self._processor.token_types(ids[:num_tokens])).unsqueeze(0)
+            inputs.update(dict.fromkeys(names, types))
+        return inputs
 
     def save_model(self, model: Any, folder: Path) -> None:
         super().save_model(model, folder)

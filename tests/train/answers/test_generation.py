@@ -50,7 +50,7 @@ def test_batched_answers_match_single_ones(tmp_path: Path, monkeypatch: pytest.M
     generator = AnswerGenerator(
         task, strategy.setup(model), strategy, Precision(config.train_args, world), config, PROGRESS
     )
-    prompts = [generator.last_prompt(rows[index]) for index in range(len(rows))]
+    prompts = [generator.last_prompt(rows, index) for index in range(len(rows))]
     assert all(prompt is not None for prompt in prompts)
     assert len({len(prompt.ids) for prompt in prompts if prompt}) > 1  # rows need padding
     single = generator.generate([prompt for prompt in prompts if prompt])
@@ -74,15 +74,17 @@ def test_prompt_of_a_chat_ends_before_its_last_answer() -> None:
     import numpy as np
 
     generator = object.__new__(AnswerGenerator)
+    vars(generator)["task"] = None
     ids, has_loss = np.arange(8), np.array([0, 0, 1, 1, 0, 0, 1, 0], dtype=bool)
     vars(generator)["tokenizer"] = type("T", (), {"eos_token_id": 7, "special_ids": frozenset()})
     vars(generator)["_generation_config"] = None
-    prompt = generator.last_prompt({"input_ids": ids, "labels_mask": has_loss})
+    prompt = generator.last_prompt([{"input_ids": ids, "labels_mask": has_loss}], 0)
     assert prompt is not None
     assert (prompt.ids, prompt.reference) == ([0, 1, 2, 3, 4, 5], [6])
-    first = generator.first_prompt({"input_ids": ids, "labels_mask": has_loss})
+    first = generator.first_prompt([{"input_ids": ids, "labels_mask": has_loss}], 0)
+    assert first is not None
     assert (first.ids, first.reference) == ([0, 1], [2, 3])
-    assert generator.last_prompt({"input_ids": ids, "labels_mask": has_loss | True}) is None
+    assert generator.last_prompt([{"input_ids": ids, "labels_mask": has_loss | True}], 0) is None
 
 
 @pytest.mark.soak

@@ -153,6 +153,11 @@ class ImageProcessor:
             )
         return sorted(names)
 
+    def has_image_tokens(self, ids: np.ndarray) -> bool:
+        """Return whether some of the tokens stand for images."""
+        tokens = getattr(self.processor, "image_token_ids", None) or [self.processor.image_token_id]
+        return bool(np.isin(ids, [token for token in tokens if token is not None]).any())
+
     def token_types(self, ids: np.ndarray) -> np.ndarray:
         """Return the kind of each token of a sample, int64 [tokens]: 0 for text, 1 for images."""
         types = self.processor.create_mm_token_type_ids([ids.tolist()])[0]

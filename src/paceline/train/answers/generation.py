@@ -7,9 +7,9 @@ batches do not depend on the number of ranks, so neither do the answers.
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from paceline.distributed.timing.progress import ProgressTracker
 from paceline.distributed.traffic import uncounted
 from paceline.models import attention
 from paceline.models.blocks import base_model
-from paceline.models.kinds import reads_images
 from paceline.models.transformers_compat import cache_argument
 from paceline.parallel.capabilities import reason_against_generation
 from paceline.parallel.strategy import Strategy
@@ -45,12 +44,19 @@ _FAILURE_WAIT_S = 5.0
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. ``ids`` and ``reference`` are token ids; ``end_ids`` are those that end an
-    answer."""
+    """A prompt.
+
+    Args:
+        ids, reference: token ids of the prompt and of its answer in the data.
+        end_ids: token ids that end an answer.
+        read_sample: function that reads the sample of the prompt, if it has images. Their pixels
+            are read for each answer: the pixels of all prompts might not fit in memory.
+    """
 
     ids: list[int]
     reference: list[int]
     end_ids: frozenset[int | None]
+    read_sample: Callable[[], TokenSample] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,8 +104,6 @@ class AnswerGenerator:
 
     def unsupported_reason(self) -> str | None:
         """Return why the model cannot generate with this strategy; None if it can."""
-        if reads_images(self.config):
-            return "the model would not receive the images of the prompts"
         if self._works_together and self.strategy.name not in _TOGETHER:
             return f"with `parallel.mode: {self.strategy.name}` no rank holds the full model"
         return reason_against_generation(self.config, self.comm.axes)
@@ -120,32 +124,47 @@ class AnswerGenerator:
         return getattr(self.base, "generation_config", None)
 
     # -- prompts
-    def first_prompt(self, row: TokenSample) -> Prompt:
-        """Return the tokens before the first answer, or the first tokens of the row if all of them
-        contribute to the loss."""
+    def first_prompt(self, rows: Any, number: int) -> Prompt | None:
+        """Return the tokens of a row before the first answer, or the first tokens of the row if all
+        of them contribute to the loss. If an image follows, return the last prompt."""
+        row: TokenSample = rows[number]
         ids, has_loss = row["input_ids"].tolist(), row["labels_mask"].tolist()
         start = next((index for index, flag in enumerate(has_loss) if flag), 0)
         if start < 2:
             start, end = max(1, min(_PREFIX_TOKENS, len(ids) // 2)), len(ids)
         else:
             end = next((index for index in range(start, len(ids)) if not has_loss[index]), len(ids))
-        return self._prompt(ids, start, end)
+        return self._prompt(rows, number, row, start, end) or self.last_prompt(rows, number)
 
-    def last_prompt(self, row: TokenSample) -> Prompt | None:
-        """Return the tokens before the last answer, or None if the row has no prompt or no
+    def last_prompt(self, rows: Any, number: int) -> Prompt | None:
+        """Return the tokens of a row before the last answer, or None if the row has no prompt or no
         answer."""
+        row: TokenSample = rows[number]
         ids, has_loss = row["input_ids"].tolist(), row["labels_mask"].tolist()
         end = next((index + 1 for index in reversed(range(len(ids))) if has_loss[index]), 0)
         start = next((index + 1 for index in reversed(range(end)) if not has_loss[index]), 0)
-        return self._prompt(ids, start, end) if start > 0 else None
+        return self._prompt(rows, number, row, start, end) if start > 0 else None
 
-    def _prompt(self, ids: list[int], start: int, end: int) -> Prompt:
+    def _prompt(
+        self, rows: Any, number: int, row: TokenSample, start: int, end: int
+    ) -> Prompt | None:
+        """Return the first ``start`` tokens of a row as a prompt, or None if an image of the row
+        follows."""
+        ids = row["input_ids"].tolist()
+        inputs = self._row_inputs(row, start)
+        if inputs is None:
+            return None
         end_ids = {self.tokenizer.eos_token_id}
         if ids[end - 1] in self.tokenizer.special_ids:
             end_ids.add(ids[end - 1])
         eos_ids = getattr(self._generation_config, "eos_token_id", None)
         end_ids |= set(eos_ids) if isinstance(eos_ids, list) else {eos_ids}
-        return Prompt(ids[:start], ids[start:end], frozenset(end_ids - {None}))
+        read_sample = partial(rows.__getitem__, number) if inputs else None
+        return Prompt(ids[:start], ids[start:end], frozenset(end_ids - {None}), read_sample)
+
+    def _row_inputs(self, row: TokenSample, num_tokens: int) -> dict[str, torch.Tensor] | None:
+        read = getattr(self.task, "prompt_inputs", None)
+        return read(row, num_tokens) if read is not None else {}
 
     # -- answers
     def generate(
@@ -154,12 +173,16 @@ class AnswerGenerator:
         """Return the answers to the prompts, on every rank. A collective.
 
         Args:
-            batch_size: number of prompts that are decoded together, padded on the left.
+            batch_size: number of prompts that are decoded together, padded on the left. Prompts
+                with images are decoded one by one, because models compute the positions of images
+                from rows without padding.
             limit_s: seconds after which the answers are cut short.
         """
         AnswerGenerator._num_calls += 1
         deadline = None if limit_s is None else time.perf_counter() + limit_s
         # Prompts of similar lengths need little padding.
+        if any(prompt.read_sample is not None for prompt in prompts):
+            batch_size = 1
         numbers = sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids))
         batches = [
             numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size)
@@ -248,7 +271,7 @@ class AnswerGenerator:
         at the same token."""
         answers: list[list[int]] = [[] for _ in prompts]
         texts = [prompt.ids for prompt in prompts]
-        inputs = self._padded(texts)
+        inputs = {**self._padded(texts), **self._image_inputs(prompts[0])}
         cache: Any = None
         cache_name = cache_argument(base_model(self.model))
         has_ended = [False] * len(prompts)
@@ -259,6 +282,8 @@ class AnswerGenerator:
                 **inputs, **{cache_name: cache}, use_cache=True, **self._last_logits
             )
             cache = getattr(output, cache_name, None)
+            if cache is None and prompts[0].read_sample is not None:
+                raise NotImplementedError("the model keeps no keys and values of images")
             scores = self._penalize(texts, output.logits[:, -1].float())
             tokens = scores.argmax(-1).tolist()
             for number, token in enumerate(tokens):
@@ -279,6 +304,12 @@ class AnswerGenerator:
             # Releases the weights that were gathered for these forward passes.
             self.strategy.evaluate(lambda model: {}, self.model)
         return answers, is_late
+
+    def _image_inputs(self, prompt: Prompt) -> dict[str, torch.Tensor]:
+        if prompt.read_sample is None:
+            return {}
+        inputs = self._row_inputs(prompt.read_sample(), len(prompt.ids)) or {}
+        return {name: value.to(self.comm.device) for name, value in inputs.items()}
 
     def _padded(self, texts: list[list[int]]) -> dict[str, torch.Tensor]:
         """Return the inputs of the model for texts that are padded on the left. Texts of one length

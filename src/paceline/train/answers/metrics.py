@@ -55,8 +55,8 @@ def _read_prompts(generator: AnswerGenerator, dataset: Any) -> list[Prompt]:
     evaluation."""
     num_rows = generator.config.evaluation.metric_rows
     count = len(dataset) if num_rows is None else min(num_rows, len(dataset))
-    rows = (dataset[number * len(dataset) // count] for number in range(count))
-    prompts = (generator.last_prompt(row) for row in rows)
+    rows = (number * len(dataset) // count for number in range(count))
+    prompts = (generator.last_prompt(dataset, row) for row in rows)
     return [prompt for prompt in prompts if prompt is not None]
 
 

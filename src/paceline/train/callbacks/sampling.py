@@ -125,8 +125,10 @@ class SampleGenerator(Callback):
         assert self.dataset is not None
         count = min(self.config.evaluation.num_samples, len(self.dataset))
         for number in range(count):
-            row = self.dataset[number * len(self.dataset) // count]
-            self._prompts.append(self.generator.first_prompt(row))
+            row = number * len(self.dataset) // count
+            prompt = self.generator.first_prompt(self.dataset, row)
+            if prompt is not None:
+                self._prompts.append(prompt)
 
     def _prompt_text(self, prompt: Prompt) -> str:
         """Return the prompt as the model sees it, with special tokens."""
