@@ -226,7 +226,7 @@ def _other(task: Task, config: Config) -> ModelProfile:
             shape = outline(
                 model,
                 config,
-                Probe(lambda built: task.loss(built, _to_meta(task.collate([dataset[0]]))), rows=1),
+                Probe(lambda built: task.trial_loss(built, task.collate([dataset[0]])), rows=1),
             )
             activation_bytes, flops = _trial(task, model, config, dataset)
         except Exception as error:  # the user's code, on tensors without values
@@ -296,7 +296,7 @@ def _trial(task: Task, model: nn.Module, config: Config, dataset: Any) -> tuple[
 
     checkpoint_activations(model, config.train_args.recomputation)
     size = config.train_args.per_device_train_batch_size
-    batch = _to_meta(task.collate([dataset[index % len(dataset)] for index in range(size)]))
+    batch = task.collate([dataset[index % len(dataset)] for index in range(size)])
     weights = {
         torch_compat.storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())
     }
@@ -312,14 +312,8 @@ def _trial(task: Task, model: nn.Module, config: Config, dataset: Any) -> tuple[
     counter = FlopCounterMode(display=False)
     with counter:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = task.loss(model, batch)
+            loss = task.trial_loss(model, batch)
             size_bytes = sum(storage.nbytes() for storage in stored.values())
         stored.clear()
         loss.backward()
     return size_bytes, float(counter.get_total_flops())
-
-
-def _to_meta(batch: Any) -> Any:
-    from paceline.data.collate import map_tensors
-
-    return map_tensors(batch, lambda tensor: tensor.to("meta"))

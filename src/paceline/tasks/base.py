@@ -239,6 +239,17 @@ class Task:
         """Return the SUM of the loss over the batch, as a scalar tensor with gradient."""
         raise NotImplementedError(f"{type(self).__name__} needs loss(self, model, batch)")
 
+    def trial_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch with a model on the meta device, where nothing is computed.
+        A plan counts its operations and what it stores for backward.
+
+        Args:
+            batch: a batch with values.
+        """
+        from paceline.data.collate import map_tensors
+
+        return self.loss(model, map_tensors(batch, lambda tensor: tensor.to("meta")))
+
     #: Names of sums over the global batch on which the loss depends in other ways than through its
     #: count. The batch that :meth:`loss` gets has them as ``batch["totals"]``, by name.
     total_names: tuple[str, ...] = ()

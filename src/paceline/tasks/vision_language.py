@@ -10,7 +10,7 @@ import torch
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
-from paceline.data.collate import TokenBatch, collate_padded, pad_tokens
+from paceline.data.collate import TokenBatch, collate_padded, find_tensors, pad_tokens
 from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens
 from paceline.data.kinds.image import ImageKind, PixelTransform, has_images
 from paceline.data.text.token_dataset import TokenSample
@@ -20,6 +20,7 @@ from paceline.data.vision_language.images import (
     join_inputs,
     load_processor,
 )
+from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.language import copy_processor
 from paceline.models.vision.parts import Part, frozen_parts
@@ -198,6 +199,25 @@ class VisionLanguageTask(LanguageTask):
             name: value.to(dtype) if value.is_floating_point() and value.itemsize < 4 else value
             for name, value in inputs.items()
         }
+
+    def trial_loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        """Run the vision tower and the language model one after the other: models read values where
+        they put the features of images into the text."""
+        inputs: Mapping[str, torch.Tensor] = batch.get("vision_inputs", {})
+        of_tokens = {name: inputs[name] for name in self._processor.token_inputs if name in inputs}
+        texts = {name: torch.zeros_like(value) for name, value in of_tokens.items()}
+        loss = super().trial_loss(model, {**batch, "vision_inputs": texts})
+        # Towers read the sizes of the images from the other tensors.
+        pixels = {
+            name: value.to("meta") if name.startswith("pixel_") else value
+            for name, value in inputs.items()
+            if name not in of_tokens
+        }
+        if not pixels:
+            return loss
+        base: Any = base_model(model)
+        features = base.get_image_features(**self._converted(pixels))
+        return loss + sum(tensor.sum() for tensor in find_tensors(dict(features)))
 
     def prompt_inputs(self, sample: TokenSample, num_tokens: int) -> dict[str, torch.Tensor] | None:
         pixels = cast(ImageTextSample, sample).get("pixels")
