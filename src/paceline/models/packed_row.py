@@ -44,12 +44,13 @@ def kept_for_backward(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that finds the samples of this thread's row whenever it is called: backward
     may call it again later, in another thread."""
     segments = current_segments()
-    return function if segments is None else partial(_with_segments, segments, function)
+    return function if segments is None else partial(with_segments, segments, function)
 
 
-def _with_segments(
+def with_segments(
     segments: SegmentInputs, function: Callable[..., Any], *args: Any, **inputs: Any
 ) -> Any:
+    """Call a function whose layers find the samples of a row."""
     before, _forward.segments = current_segments(), segments
     try:
         return function(*args, **inputs)

@@ -58,7 +58,8 @@ def explain_mixing(
     for number, call in enumerate(packed):
         of_samples = [calls[number].values for calls in separate]
         before, after = (
-            _agree(call.values[side], [values[side] for values in of_samples]) for side in (0, 1)
+            rows_agree(values[0], values[1:])
+            for values in zip(call.values, *of_samples, strict=True)
         )
         if before and not after:
             return UserText(
@@ -108,7 +109,9 @@ def _first_row(values: Any, tokens: int) -> torch.Tensor | None:
     return None
 
 
-def _agree(row: torch.Tensor, samples: Sequence[torch.Tensor]) -> bool:
+def rows_agree(row: torch.Tensor, samples: Sequence[torch.Tensor]) -> bool:
+    """Return whether a row [1, tokens, …] equals the separate rows of its samples up to rounding,
+    relative to its largest value."""
     separate = torch.cat(list(samples), dim=1)
     if separate.shape != row.shape:
         return False

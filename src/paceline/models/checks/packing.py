@@ -12,10 +12,10 @@ from paceline.config.schema import Config
 from paceline.core.texts import UserText
 from paceline.data.collate import segment_inputs
 from paceline.distributed import torch_compat
-from paceline.models import attention
+from paceline.models import attention, packed_row
 from paceline.models.blocks import base_model, evaluation_mode
 from paceline.models.checks.cache import StoredCheck, check_of_model
-from paceline.models.checks.mixing import ROW_ERRORS, TOLERANCE, explain_mixing
+from paceline.models.checks.mixing import ROW_ERRORS, TOLERANCE, explain_mixing, rows_agree
 from paceline.models.kernels import mixers
 from paceline.models.kernels.attention_choice import SDPA, AttentionChoice, choose_attention
 from paceline.models.transforms.compile import outside_graphs
@@ -155,7 +155,9 @@ class _Check:
         has_kernels = mixers.have_kernels(self.recurrent)
         for in_kernels in (True, False) if has_kernels else (False,):
             mixers.install(self.base, partial(outside_graphs, self.base), in_kernels)
-            reason = self._attention(alone, in_kernels)
+            reason = None
+            if not in_kernels or self._kernels_keep_apart():
+                reason = self._attention(alone, in_kernels)
             mixers.uninstall(self.base)
             if reason is not None:
                 kinds = _kinds(self.recurrent)
@@ -179,31 +181,41 @@ class _Check:
                 continue
             is_fused = in_kernels or kernel != SDPA
             with _attention_on(self.device_type, alone, self.config, kernel):
-                if self._agrees(alone, row, is_fused, in_kernels):
+                if _agrees(self.model, alone, row, is_fused):
                     if kernel == self.choice.kernel:
                         return self.choice.reason
                     return f"{self.choice.kernel} does not compute this model's attention"
             attention.uninstall(self.base)
-        if self.recurrent and self._agrees(alone, row, in_kernels, in_kernels):
+        if self.recurrent and _agrees(self.model, alone, row, in_kernels):
             return _OWN_ATTENTION
         return None
 
-    def _agrees(
-        self, alone: torch.Tensor, row: dict[str, Any], is_fused: bool, in_kernels: bool
-    ) -> bool:
-        """Return whether the logits of a row are those of its samples; also with the kernels that
-        recurrent layers call in training only."""
-        if not _agrees(self.model, alone, row, is_fused):
-            return False
-        if not in_kernels:
-            return True
-        for mixer in self.recurrent:
-            mixer.training = True
-        try:
-            return _agrees(self.model, alone, row, is_fused)
-        finally:
-            for mixer in self.recurrent:
-                mixer.training = False
+    def _kernels_keep_apart(self) -> bool:
+        """Return whether the kernels of recurrent layers compute a row as they compute its samples,
+        also those that layers call in training only.
+
+        The layers are called by themselves, because kernels compute in 16 bits: the logits would
+        show a mixture less clearly than rounding.
+        """
+        generator = torch.Generator().manual_seed(0)
+        width = int(self.base.config.get_text_config().hidden_size)
+        lengths = self.segments["segment_lengths"]
+        for mixer in {type(mixer): mixer for mixer in self.recurrent}.values():
+            like = next(mixer.parameters())
+            hidden = torch.randn(1, sum(lengths), width, generator=generator)
+            hidden = hidden.to(like.device, like.dtype)
+            for is_training in (False, True):
+                mixer.training = is_training
+                try:
+                    row = packed_row.with_segments(self.segments, mixer, hidden)
+                    alone = [mixer(part) for part in hidden.split(lengths, dim=1)]
+                except ROW_ERRORS:
+                    return False
+                finally:
+                    mixer.training = False
+                if torch_compat.has_values(row) and not rows_agree(row, alone):
+                    return False
+        return True
 
 
 def _autocast(config: Config, device_type: str, uses_kernels: bool) -> AbstractContextManager[Any]:
