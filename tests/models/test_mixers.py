@@ -94,6 +94,17 @@ def test_gradients_of_adapters(family):
     assert largest_difference(packed, expected) <= 1e-6
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "lfm2"])
+def test_generation_is_unchanged(family):
+    model = build_model(family).eval()
+    ids = torch.arange(3, 13).unsqueeze(0)
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **settings)
+    assert choose_packing(model, CPU, CONFIG).rows == "segments"
+    with attention.without_packing(model):
+        assert torch.equal(model.generate(ids, **settings), expected)
+
+
 def test_samples_mix_without_the_layers():
     model = build_model("qwen3_next")
     expected = gradients_of(model, collate_padded(make_samples(), 0))

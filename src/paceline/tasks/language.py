@@ -397,8 +397,8 @@ def _mixer_notices(packing: PackingChoice) -> list[Notice]:
         )
     else:
         text = UserText(
-            "packing: {kinds} computes the samples of a row one after another, samples of equal"
-            " length in one call",
+            "packing: {kinds} computes each sample of a row by itself, samples of similar length in"
+            " one call",
             code="mixers-by-sample",
             kinds=kinds,
         )

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from paceline.data.collate import SegmentInputs, map_tensors
 from paceline.models import packed_row
@@ -26,6 +27,8 @@ from paceline.models.blocks import wrap_forward
 _CACHES = ("cache_params", "past_key_values")
 #: Number of tokens that layers compute at once, if they do not say so.
 _DEFAULT_CHUNK = 64
+#: Samples whose lengths round up to the same multiple of this number are computed in one call.
+_LENGTH_STEP = 64
 #: Attribute of a model with wrapped layers: the functions that restore it.
 _RESTORE = "_paceline_mixers_restore"
 #: Packages with kernels of these layers.
@@ -160,8 +163,10 @@ def _in_kernels(forward: Callable[..., Any], hidden_states: torch.Tensor, **inpu
 def _by_sample(forward: Callable[..., Any], hidden_states: torch.Tensor, **inputs: Any) -> Any:
     """Call a layer with the samples of a packed row as separate rows.
 
-    Samples of equal length are computed in one call. The lengths are known to the host, so it does
-    not wait for the device.
+    Samples of similar length are computed in one call, padded at the end: no token of a causal
+    layer depends on what follows it. Layers compute many short operations, some of them one after
+    another for each token, so fewer calls take less time. The lengths are known to the host, so it
+    does not wait for the device.
 
     Args:
         forward: forward of the layer.
@@ -174,12 +179,17 @@ def _by_sample(forward: Callable[..., Any], hidden_states: torch.Tensor, **input
     parts = hidden_states.split(lengths, dim=1)
     groups: dict[int, list[int]] = {}
     for number, length in enumerate(lengths):
-        groups.setdefault(length, []).append(number)
+        groups.setdefault(-(-length // _LENGTH_STEP), []).append(number)
     outputs: dict[int, torch.Tensor] = {}
     for numbers in groups.values():
-        rows = torch.cat([parts[number] for number in numbers])
-        results = forward(rows, **inputs).split(1)
-        outputs.update(zip(numbers, results, strict=True))
+        longest = max(lengths[number] for number in numbers)
+        rows = [
+            functional.pad(parts[number], (0, 0, 0, longest - lengths[number]))
+            for number in numbers
+        ]
+        results = forward(torch.cat(rows), **inputs).split(1)
+        for number, result in zip(numbers, results, strict=True):
+            outputs[number] = result[:, : lengths[number]]
     return torch.cat([outputs[number] for number in range(len(lengths))], dim=1)
 
 
