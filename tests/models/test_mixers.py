@@ -7,9 +7,11 @@ import torch
 from families import PACKED_HYBRIDS, build_model
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config.schema import Config
 from paceline.data.collate import collate_packed, collate_padded
+from paceline.distributed import torch_compat
 from paceline.models import attention
 from paceline.models.adapters.lora import add_adapters
 from paceline.models.blocks import base_model
@@ -103,6 +105,29 @@ def test_generation_is_unchanged(family):
     assert choose_packing(model, CPU, CONFIG).rows == "segments"
     with attention.without_packing(model):
         assert torch.equal(model.generate(ids, **settings), expected)
+
+
+class ReadingFinder(TorchDispatchMode):
+    """Finds operations for which the host of a GPU would wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch_compat.is_item_op(func) or func is torch.ops.aten.nonzero.default:
+            self.found.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2", "bamba", "falcon_h1", "lfm2"])
+def test_host_reads_no_tensor(family):
+    model = build_model(family)
+    assert choose_packing(model, CPU, CONFIG).rows == "segments"
+    batch = collate_packed(make_samples())
+    with ReadingFinder() as finder:
+        model(**make_inputs(batch)).logits.square().sum().backward()
+    assert finder.found == []
 
 
 def test_samples_mix_without_the_layers():
