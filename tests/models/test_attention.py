@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from families import build_model
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -86,14 +87,8 @@ def test_saved_config_does_not_name_custom_attention(tmp_path):
     assert "paceline" not in (tmp_path / "config.json").read_text()
 
 
-def test_state_space_model_is_not_packed():
-    from transformers import MambaConfig, MambaForCausalLM
-
-    torch.manual_seed(0)
-    model = MambaForCausalLM(
-        MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
-    )
-    assert chosen_rows(model) == "none"
+def test_unknown_recurrent_layers_are_not_packed():
+    assert chosen_rows(build_model("rwkv")) == "none"
 
 
 def test_chunked_attention_is_not_packed():

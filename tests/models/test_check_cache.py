@@ -7,9 +7,11 @@ import os
 import pytest
 import torch
 import transformers
+from families import build_model
 
 from paceline.config.schema import Config
 from paceline.core.files import cache_dir
+from paceline.data.collate import segment_inputs
 from paceline.models import attention
 from paceline.models.checks import cache as check_cache
 from paceline.models.checks.cache import check_of_model
@@ -95,15 +97,37 @@ def test_damaged_file_is_ignored(folder):
 
 def test_failed_check_is_repeated(tmp_path):
     """It may have failed for lack of memory."""
-    torch.manual_seed(0)
-    folder = tmp_path / "mamba"
-    sizes = {"vocab_size": 64, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}
-    transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).save_pretrained(folder)
+    folder = tmp_path / "rwkv"
+    build_model("rwkv").save_pretrained(folder)
     config = Config(model=str(folder), dataset="d")
     for _ in range(2):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         assert choose_packing(model, CPU, config).rows == "none"
     assert not stored_files()
+
+
+@pytest.mark.parametrize("family", ["lfm2", "mamba2"])
+def test_stored_check_installs_recurrent_layers(family, tmp_path):
+    folder = tmp_path / family
+    build_model(family).save_pretrained(folder)
+    config = Config(model=str(folder), dataset="d")
+    choices, logits = [], []
+    lengths = (3, 5)
+    ids = torch.arange(3, 3 + sum(lengths)).unsqueeze(0)
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    for number in range(2):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        passes: list[int] = []
+        model.register_forward_hook(lambda *_, passes=passes: passes.append(1))
+        choices.append(choose_packing(model, CPU, config))
+        assert bool(passes) is (number == 0)
+        row = {"input_ids": ids, "position_ids": positions, **segment_inputs(lengths)}
+        logits.append(model(**row, use_cache=False).logits)
+    assert choices[0] == choices[1]
+    assert torch.equal(*logits)
+    with torch.no_grad(), attention.without_packing(model):
+        alone = model(input_ids=ids[:, 3:], use_cache=False).logits
+    torch.testing.assert_close(logits[1][:, 3:], alone, rtol=1e-4, atol=1e-5)
 
 
 def test_models_with_own_code_and_without_values_are_checked_each_time(folder):

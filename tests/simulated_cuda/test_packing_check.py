@@ -1,6 +1,9 @@
 """The check of packed rows runs the kernel that trains, also with strategies that keep the model on
 the CPU until it is split."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -72,3 +75,33 @@ def check_model_on_cpu(_env, name):
 def test_kernel_of_the_device_is_checked_with_the_model_on_the_cpu(name, kernel):
     (result,) = run_ranks(check_model_on_cpu, 1, name, init_process_group=False)
     assert result == ("segments", kernel, [("cuda", torch.bfloat16)])
+
+
+def check_recurrent_model_on_cpu(_env, references):
+    """Check a model on the CPU for a run on simulated GPUs, with a reference of the kernel of its
+    convolutions. Return the rows, whether that kernel computes them, and the devices and dtypes
+    that it was called with."""
+    sys.path.insert(0, references)
+    import causal_conv1d
+    from families import build_model
+
+    simulate_values()
+    calls, convolve = [], causal_conv1d.convolve
+
+    def record(x, *args):
+        calls.append((x.device.type, x.dtype))
+        return convolve(x, *args)
+
+    causal_conv1d.convolve = record
+    model = build_model("lfm2")
+    config = Config(model="m", dataset="d", train_args={"precision": "bf16-mixed"})
+    choice = choose_packing(model, torch.device("cpu"), config, "cuda")
+    return choice.rows, choice.in_kernels, sorted(set(calls), key=str)
+
+
+def test_kernels_of_recurrent_layers_are_checked_with_the_model_on_the_cpu():
+    references = Path(__file__).parents[1] / "models" / "kernels" / "reference_kernels"
+    (result,) = run_ranks(
+        check_recurrent_model_on_cpu, 1, str(references), init_process_group=False
+    )
+    assert result == ("segments", True, [("cuda", torch.bfloat16)])

@@ -37,11 +37,12 @@ from paceline.models import attention, language
 from paceline.models.adapters.check import check_adapters
 from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
-from paceline.models.checks.packing import choose_packing
+from paceline.models.checks.packing import PackingChoice, choose_packing
 from paceline.models.files import check_files, check_hub
 from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
 from paceline.models.head.softmax import IGNORED, LogitTransform, weighted_sum
 from paceline.models.head.transform import choose_transform, output_head
+from paceline.models.kernels import mixers
 from paceline.models.notices import model_notices
 from paceline.models.qwen import CONVERTED_KEY, module_notice
 from paceline.models.shape.loss_chunks import NO_CHUNKS, choose_loss_chunks
@@ -159,12 +160,13 @@ class LanguageTask(Task):
             notices.append(("info", text))
             if self.config.lora.enable and (of_modules := module_notice(self.config)):
                 notices.append(("info", of_modules))
-        notices += self._choose_loss(model, base)
+        with mixers.computed_on(self.device_type, model, self.config.train_args.mixed_dtype):
+            notices += self._choose_loss(model, base)
         reason = "rows are padded"
         if self.packed:
             device = next(model.parameters()).device
             choice = choose_packing(model, device, self.config, self.device_type)
-            notices.append(self._choose_rows(choice.rows))
+            notices += self._choose_rows(choice)
             reason = choice.reason
         attention.install_requested(base, self.config)
         if (kernel := attention.kernel_of(base)) is not None:
@@ -205,15 +207,15 @@ class LanguageTask(Task):
         )
         return [("warning", text)]
 
-    def _choose_rows(self, packing: str) -> Notice:
-        if packing != "none":
-            self._passes_segments = packing == "segments"
+    def _choose_rows(self, packing: PackingChoice) -> list[Notice]:
+        if packing.rows != "none":
+            self._passes_segments = packing.rows == "segments"
             text = UserText(
                 "packing: samples of a micro-batch share one row without padding (checked:"
                 " they do not mix)",
                 code="packing-checked",
             )
-            return "info", text
+            return [("info", text), *_mixer_notices(packing)]
         args = self.config.train_args
         if args.packs_rows or args.packing is True:
             setting = (
@@ -221,19 +223,21 @@ class LanguageTask(Task):
             )
             raise ConfigError(
                 "`train_args.{setting}` is not supported with this model: it mixes samples that"
-                " share a row",
+                " share a row; {mixing}",
                 code="packing-mixes-samples",
                 fix="set `train_args.packing: auto` or `false` without `packing_strategy`: rows"
                 " are padded",
                 setting=setting,
+                mixing=packing.mixing,
             )
         self.packed = False
         text = UserText(
             "packing: off; this model mixes samples that share a row, so rows are padded (same"
-            " loss, slower)",
+            " loss, slower): {mixing}",
             code="packing-off",
+            mixing=packing.mixing,
         )
-        return "warning", text
+        return [("warning", text)]
 
     def collate(self, samples: Sequence[TokenSample]) -> TokenBatch:
         batch = (
@@ -384,6 +388,28 @@ def _source_figures(config: Config, rows: Sequence[StreamRows]) -> tuple[SourceF
             if size.num_rows is not None:
                 figure["rows"] = size.num_rows
     return tuple(figures)
+
+
+def _mixer_notices(packing: PackingChoice) -> list[Notice]:
+    """Return how the recurrent and convolution layers of a model compute packed rows."""
+    if not packing.mixers:
+        return []
+    kinds = ", ".join(packing.mixers)
+    if packing.in_kernels:
+        text = UserText(
+            "packing: {kinds} computes a row in one call of the installed kernels, which begin anew"
+            " at each sample",
+            code="mixers-in-kernels",
+            kinds=kinds,
+        )
+    else:
+        text = UserText(
+            "packing: {kinds} computes each sample of a row by itself, samples of similar length in"
+            " one call",
+            code="mixers-by-sample",
+            kinds=kinds,
+        )
+    return [("info", text)]
 
 
 def _record_sources(batch: TokenBatch, losses: torch.Tensor) -> None:

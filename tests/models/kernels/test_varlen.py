@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.data.collate import segment_inputs
 from paceline.models import attention
+from paceline.models.kernels import mixers
 from paceline.models.kernels.attention_choice import VARLEN
 
 LENGTHS = (9, 1, 14, 5, 9)
@@ -151,6 +152,7 @@ def test_families_compute_the_same_with_one_call(
     model.eval()
     if attention.install(model, VARLEN) is None:
         pytest.skip("the family does not use scaled_dot_product_attention")
+    mixers.install(model)
     lengths = (20, 3, 33, 20)  # longer and shorter than the windows of the families
     row = {
         "input_ids": torch.randint(3, 8192, (1, sum(lengths))),

@@ -21,7 +21,7 @@ from paceline.models.weights.stored_files import files_identity
 logger = logging.getLogger(__name__)
 
 #: Increased when a check changes, so that earlier results are not used.
-_LAYOUT = 3
+_LAYOUT = 4
 _PACKAGES = ("paceline", "torch", "transformers", "peft")
 
 

@@ -1,19 +1,28 @@
 """Choose how samples share a row, by a test on the model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from paceline.config.schema import Config
+from paceline.core.texts import UserText
 from paceline.data.collate import segment_inputs
 from paceline.distributed import torch_compat
-from paceline.models import attention
+from paceline.models import attention, packed_row
 from paceline.models.blocks import base_model, evaluation_mode
-from paceline.models.checks.cache import check_of_model
+from paceline.models.checks.cache import StoredCheck, check_of_model
+from paceline.models.checks.mixing import ROW_ERRORS, TOLERANCE, explain_mixing, rows_agree
+from paceline.models.kernels import mixers
 from paceline.models.kernels.attention_choice import SDPA, AttentionChoice, choose_attention
+from paceline.models.transforms.compile import outside_graphs
+
+#: Numbers of tokens of the samples of the check, for models of attention layers only.
+_LENGTHS = (7, 5)
+_OWN_ATTENTION = "the model's own attention"
 
 
 @dataclass(frozen=True)
@@ -21,27 +30,34 @@ class PackingChoice:
     """How samples share a row.
 
     Args:
-        rows: "segments" (attention within each sample only), "positions" (the model's own
+        rows: "segments" (each layer computes each sample by itself), "positions" (the model's own
             attention, with samples separated by position_ids), or "none" (padded rows).
         reason: why the attention was chosen.
+        mixing: with padded rows, why samples cannot share a row.
+        mixers: classes of the recurrent and convolution layers that keep samples apart.
+        in_kernels: whether these layers are computed by kernels of other packages, in one call.
     """
 
     rows: str
     reason: str
+    mixing: UserText | None = None
+    mixers: tuple[str, ...] = ()
+    in_kernels: bool = False
 
 
 def choose_packing(
     model: Any, device: torch.device, config: Config, device_type: str = "cpu"
 ) -> PackingChoice:
-    """Choose how samples share a row, and switch the model to the attention that this requires.
+    """Choose how samples share a row, and switch the model to the layers that this requires.
 
-    Runs two short samples separately and in one row, and compares the logits. Architectures that
-    mix samples (state-space models, older attention implementations) are trained with padding. If
-    tensors have no values, as in a simulation, the logits count as equal. That a model passed the
-    test is stored for later runs; one that did not is tested again, because the reason may have
-    been a lack of memory. A strategy that splits the model keeps it on the CPU until then; its
-    attention is nevertheless computed on the device that the run trains on, by the kernel that
-    trains.
+    Runs short samples separately and in one row, and compares the logits. With recurrent or
+    convolution layers, a sample is shorter than the convolution, another one is longer than what a
+    layer computes at once, and two have equal lengths. Models that mix samples (unknown recurrent
+    layers, older attention implementations) are trained with padding. If tensors have no values, as
+    in a simulation, the logits count as equal. That a model passed the test is stored for later
+    runs; one that did not is tested again, because the reason may have been a lack of memory. A
+    strategy that splits the model keeps it on the CPU until then; its attention is nevertheless
+    computed on the device that the run trains on, by the kernel that trains.
 
     Args:
         device: device of the model, which may still be the CPU.
@@ -52,69 +68,168 @@ def choose_packing(
     if getattr(numbers, "attention_chunk_size", None):
         # Attention chunks are counted from the start of the row, which two short samples would not
         # reveal.
-        return PackingChoice("none", "the model computes attention in chunks")
+        text = UserText("it computes attention in chunks of a row", code="attention-in-chunks")
+        return PackingChoice("none", "the model computes attention in chunks", text)
     requested = config.train_args.attn_implementation
     choice = choose_attention(requested, attention.attention_setup(config, base, device_type))
-    passed = PackingChoice("segments", choice.reason)
-    stored = check_of_model("packing", model, config, device_type, choice.kernel)
-    if stored.read() is not None and attention.install(base, choice.kernel) is not None:
-        return passed
-    packing = _check_packing(model, device, config, choice, device_type)
-    if packing == passed:
-        stored.write({"kernel": choice.kernel})
+    recurrent = mixers.find_mixers(base)
+    stored = check_of_model(
+        "packing", model, config, device_type, choice.kernel, mixers.installed_versions()
+    )
+    packing = _restored(stored, base, choice)
+    if packing is None:
+        check = _Check(model, device, config, choice, device_type, recurrent)
+        uses_kernels = choice.kernel != SDPA or bool(recurrent and mixers.installed_versions())
+        with (
+            evaluation_mode(model),
+            torch.no_grad(),
+            _autocast(config, device.type, uses_kernels),
+            mixers.computed_on(device_type, model, config.train_args.mixed_dtype),
+        ):
+            packing = check.choose()
+        if packing.rows == "segments" and packing.reason in (choice.reason, _OWN_ATTENTION):
+            is_own = packing.reason == _OWN_ATTENTION
+            kernel = None if is_own else choice.kernel
+            stored.write({"kernel": kernel, "in_kernels": packing.in_kernels})
+    if packing.rows == "segments":
+        mixers.install(base, partial(outside_graphs, base), packing.in_kernels)
     return packing
 
 
-def _check_packing(
-    model: Any,
-    device: torch.device,
-    config: Config,
-    choice: AttentionChoice,
-    device_type: str,
-) -> PackingChoice:
-    base = base_model(model)
-    vocabulary = int(getattr(base.config.get_text_config(), "vocab_size", 0))
-    generator = torch.Generator().manual_seed(0)
-    lengths = (7, 5)
-    ids = [
-        torch.randint(0, max(vocabulary, 2), (1, length), generator=generator).to(device)
-        for length in lengths
-    ]
-    row = {
-        "input_ids": torch.cat(ids, dim=1),
-        "position_ids": torch.cat(
-            [torch.arange(length, device=device) for length in lengths]
-        ).unsqueeze(0),
-    }
-    with evaluation_mode(model), torch.no_grad(), _autocast(config, device, choice.kernel):
-        alone = torch.cat(
-            [model(input_ids=tokens, use_cache=False).logits for tokens in ids], dim=1
-        ).float()
-        segments = segment_inputs(lengths, device)
-        for kernel in dict.fromkeys((choice.kernel, SDPA)):
-            if attention.install(base, kernel) is None:
+def _restored(stored: StoredCheck, base: Any, choice: AttentionChoice) -> PackingChoice | None:
+    """Return the stored choice, with its attention installed, or None if there is none."""
+    result = stored.read()
+    if result is None:
+        return None
+    kinds, in_kernels = _kinds(mixers.find_mixers(base)), bool(result["in_kernels"])
+    if result["kernel"] is None:
+        return PackingChoice("segments", _OWN_ATTENTION, None, kinds, in_kernels)
+    if attention.install(base, choice.kernel) is None:
+        return None
+    return PackingChoice("segments", choice.reason, None, kinds, in_kernels)
+
+
+def _kinds(recurrent: Sequence[torch.nn.Module]) -> tuple[str, ...]:
+    return tuple(sorted({type(mixer).__name__ for mixer in recurrent}))
+
+
+@dataclass
+class _Check:
+    """A test of how samples may share a row, which runs in evaluation mode.
+
+    Args:
+        recurrent: the recurrent and convolution layers of the model.
+    """
+
+    model: Any
+    device: torch.device
+    config: Config
+    choice: AttentionChoice
+    device_type: str
+    recurrent: Sequence[torch.nn.Module]
+
+    def __post_init__(self) -> None:
+        self.base = base_model(self.model)
+        vocabulary = int(getattr(self.base.config.get_text_config(), "vocab_size", 0))
+        generator = torch.Generator().manual_seed(0)
+        lengths: tuple[int, ...] = _LENGTHS
+        if self.recurrent:  # samples of equal length are computed together
+            lengths = (*_LENGTHS, *mixers.check_lengths(self.recurrent), _LENGTHS[0])
+        ids = [
+            torch.randint(0, max(vocabulary, 2), (1, length), generator=generator)
+            for length in lengths
+        ]
+        self.samples = [tokens.to(self.device) for tokens in ids]
+        positions = [torch.arange(length, device=self.device) for length in lengths]
+        self.row: dict[str, Any] = {
+            "input_ids": torch.cat(self.samples, dim=1),
+            "position_ids": torch.cat(positions).unsqueeze(0),
+            "use_cache": False,
+        }
+        self.segments = segment_inputs(lengths, self.device)
+
+    def choose(self) -> PackingChoice:
+        """Return the choice, with its attention installed."""
+        logits = [self.model(input_ids=tokens, use_cache=False).logits for tokens in self.samples]
+        alone = torch.cat(logits, dim=1).float()
+        has_kernels = mixers.have_kernels(self.recurrent)
+        for in_kernels in (True, False) if has_kernels else (False,):
+            mixers.install(self.base, partial(outside_graphs, self.base), in_kernels)
+            reason = None
+            if not in_kernels or self._kernels_keep_apart():
+                reason = self._attention(alone, in_kernels)
+            mixers.uninstall(self.base)
+            if reason is not None:
+                kinds = _kinds(self.recurrent)
+                return PackingChoice("segments", reason, None, kinds, in_kernels)
+        if _agrees(self.model, alone, self.row):
+            return PackingChoice("positions", _OWN_ATTENTION)
+        mixing = explain_mixing(self.base, self.samples, self.row)
+        return PackingChoice("none", _OWN_ATTENTION, mixing)
+
+    def _attention(self, alone: torch.Tensor, in_kernels: bool) -> str | None:
+        """Install an attention with which samples share a row, and return why it was chosen; None
+        if there is none. Without recurrent layers, the model's own attention is not tried.
+
+        Args:
+            alone: logits of the samples in rows of their own.
+            in_kernels: whether recurrent layers are computed by kernels of other packages.
+        """
+        row = self.row | self.segments
+        for kernel in dict.fromkeys((self.choice.kernel, SDPA)):
+            if attention.install(self.base, kernel) is None:
                 continue
-            with _attention_on(device_type, alone, config, kernel):
-                agrees = _agrees(model, alone, row | segments, is_fused=kernel != SDPA)
-            if agrees:
-                reason = choice.reason
-                if kernel != choice.kernel:
-                    reason = f"{choice.kernel} does not compute this model's attention"
-                return PackingChoice("segments", reason)
-            attention.uninstall(base)
-        rows = "positions" if _agrees(model, alone, row) else "none"
-        return PackingChoice(rows, "the model's own attention")
+            is_fused = in_kernels or kernel != SDPA
+            with _attention_on(self.device_type, alone, self.config, kernel):
+                if _agrees(self.model, alone, row, is_fused):
+                    if kernel == self.choice.kernel:
+                        return self.choice.reason
+                    return f"{self.choice.kernel} does not compute this model's attention"
+            attention.uninstall(self.base)
+        if self.recurrent and _agrees(self.model, alone, row, in_kernels):
+            return _OWN_ATTENTION
+        return None
+
+    def _kernels_keep_apart(self) -> bool:
+        """Return whether the kernels of recurrent layers compute a row as they compute its samples,
+        also those that layers call in training only.
+
+        The layers are called by themselves, because kernels compute in 16 bits: the logits would
+        show a mixture less clearly than rounding.
+        """
+        generator = torch.Generator().manual_seed(0)
+        width = int(self.base.config.get_text_config().hidden_size)
+        lengths = self.segments["segment_lengths"]
+        for mixer in {type(mixer): mixer for mixer in self.recurrent}.values():
+            like = next(mixer.parameters())
+            hidden = torch.randn(1, sum(lengths), width, generator=generator)
+            hidden = hidden.to(like.device, like.dtype)
+            for is_training in (False, True):
+                mixer.training = is_training
+                try:
+                    row = packed_row.with_segments(self.segments, mixer, hidden)
+                    alone = [mixer(part) for part in hidden.split(lengths, dim=1)]
+                except ROW_ERRORS:
+                    return False
+                finally:
+                    mixer.training = False
+                if torch_compat.has_values(row) and not rows_agree(row, alone):
+                    return False
+        return True
 
 
-def _autocast(config: Config, device: torch.device, kernel: str) -> AbstractContextManager[Any]:
-    """Return autocast for a fused kernel, which does not compute in float32, and for modules that
-    are trained in full in float32 between frozen ones in 16 bits."""
+def _autocast(config: Config, device_type: str, uses_kernels: bool) -> AbstractContextManager[Any]:
+    """Return autocast for kernels, which may not compute in float32, and for modules that are
+    trained in full in float32 between frozen ones in 16 bits.
+
+    Args:
+        uses_kernels: whether some layer is computed by a fused kernel on an accelerator.
+    """
     low, lora = config.train_args.mixed_dtype, config.lora
-    is_fused = kernel != SDPA and device.type != "cpu"
     mixes_dtypes = lora.enable and bool(lora.modules_to_save or config.adds_tokens)
-    if low is None or not (is_fused or mixes_dtypes):
+    if low is None or not ((uses_kernels and device_type != "cpu") or mixes_dtypes):
         return nullcontext()
-    return torch.autocast(device.type, dtype=getattr(torch, low))
+    return torch.autocast(device_type, dtype=getattr(torch, low))
 
 
 @contextmanager
@@ -138,7 +253,7 @@ def _attention_on(
         query = states[0]
         states = tuple(_moved(state, device) for state in states)
         options = {name: _moved(option, device) for name, option in options.items()}
-        with _autocast(config, device, kernel):
+        with _autocast(config, device_type, kernel != SDPA):
             result, _ = installed(module, *states, **options)
         return result.to(query.device, query.dtype), None
 
@@ -154,14 +269,14 @@ def _agrees(
     model: Any, expected: torch.Tensor, inputs: dict[str, Any], is_fused: bool = False
 ) -> bool:
     try:
-        result = model(**inputs, use_cache=False).logits
-    except (TypeError, ValueError, RuntimeError, NotImplementedError):
+        result = model(**inputs).logits
+    except ROW_ERRORS:
         return False
     if not torch_compat.has_values(result):
         return True
     is_exact = result.dtype == torch.float32 and next(model.parameters()).dtype == torch.float32
     # A fused kernel computes in 16 bits, also where the rest of the model computes in float32.
     is_exact = is_exact and not is_fused
-    tolerance = 1e-4 if is_exact else 5e-2
+    tolerance = TOLERANCE if is_exact else 5e-2
     limit = tolerance * expected.abs().max().clamp(min=1.0)
     return bool((result.float() - expected).abs().max() <= limit)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 
 from paceline.core.errors import ConfigError
 from paceline.models.blocks import base_model, wrap_forward
+from paceline.models.packed_row import kept_for_backward
 
 #: Matrix products → the position of the right matrix among their arguments.
 _MATRIX_PRODUCTS = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
@@ -75,7 +76,7 @@ def checkpoint_activations(model: nn.Module, setting: str | int) -> None:
 def _run(
     keywords: _CheckpointArguments, forward: Callable[..., Any], *args: Any, **inputs: Any
 ) -> Any:
-    return checkpoint(forward, *args, **keywords, **inputs)
+    return checkpoint(kept_for_backward(forward), *args, **keywords, **inputs)
 
 
 def _policy(
