@@ -299,9 +299,13 @@ if Version(version("transformers")) >= Version("5.24"):  # takes positions from 
     PADDED_FAMILIES -= {"falcon_7b", "falcon_40b", "falcon_rw"}
 
 
-def make_model(name: str, folder: Path) -> Path:
+def make_model(name: str, folder: Path, **overrides: Any) -> Path:
     """Write a tiny model of the family with random weights and the built-in tokenizer; return its
-    folder."""
+    folder.
+
+    Args:
+        overrides: values in the model's config that differ from the family's.
+    """
     import shutil
 
     import torch
@@ -311,7 +315,7 @@ def make_model(name: str, folder: Path) -> Path:
 
     kind, numbers = FAMILIES[name]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**TOKENS, **numbers})
+    config = AutoConfig.for_model(kind, **{**TOKENS, **numbers, **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for param in model.parameters():  # zeros and ones would hide omitted or repeated terms

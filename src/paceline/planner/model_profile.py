@@ -123,6 +123,7 @@ def _language(config: Config) -> ModelProfile:
     from paceline.models.blocks import base_model
     from paceline.models.language import language_model_on_meta
     from paceline.models.shape.outline import outline
+    from paceline.models.weights.release import release_notice
 
     _check_folder(config)
     part = _part_of_equal_blocks(config)
@@ -132,9 +133,10 @@ def _language(config: Config) -> ModelProfile:
     model, shape = part
     base: Any = base_model(model)
     dims = dims_of(base.config.to_dict())
-    notes: tuple[str, ...] = ()
+    of_release = release_notice(config)
+    notes: tuple[str, ...] = () if of_release is None else (of_release,)
     if dims is None:
-        notes = ("the activations and operations of this model are not known and left out",)
+        notes += ("the activations and operations of this model are not known and left out",)
     fused = attention_of(base) != "eager"
     return ModelProfile(
         shape,
@@ -190,15 +192,17 @@ def _names_single_blocks(config: Config) -> bool:
 
 
 def _mapped_bytes(shape: ModelShape, config: Config) -> int:
-    from paceline.models.weights.stored_files import MIN_CONVERTED_BYTES, mapped_bytes, weight_files
+    from paceline.models.weights.release import weights_bytes
+    from paceline.models.weights.stored_files import MIN_CONVERTED_BYTES, mapped_bytes
 
     folder = config_folder(resolve_model(config.model))
     if folder is None or not config.lora.enable:
         return 0
     frozen = shape.parameter_bytes - total_bytes(shape.trained)
-    mapped = mapped_bytes(folder, config.train_args.mixed_dtype or "float32")
-    stored = sum(file.stat().st_size for file in weight_files(folder))
-    return frozen if stored - mapped >= MIN_CONVERTED_BYTES else min(mapped, frozen)
+    dtype = config.train_args.mixed_dtype or "float32"
+    mapped = mapped_bytes(folder, dtype)
+    is_copied = weights_bytes(folder, dtype) - mapped >= MIN_CONVERTED_BYTES
+    return frozen if is_copied else min(mapped, frozen)
 
 
 def _check_folder(config: Config) -> None:
