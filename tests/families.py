@@ -273,6 +273,90 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
+_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_ZAMBA = {
+    **SIZES,
+    **FFN,
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    "num_key_value_heads": 4,
+    "attention_head_dim": 16,
+    "mamba_d_state": 4,
+}
+#: Further families with recurrent or convolution layers: name → (model_type, config).
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5_text": ("qwen3_5_text", {**LLAMA, **_DELTA, "head_dim": 8}),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        {**LLAMA, **EXPERTS, **_DELTA, "head_dim": 8, "shared_expert_intermediate_size": 24},
+    ),
+    "falcon_h1": ("falcon_h1", {**LLAMA, **_MAMBA, "mamba_d_ssm": 64, "mamba_chunk_size": 16}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **LLAMA,
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["mamba", "attention", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 1,
+            "ssm_state_size": 4,
+            "chunk_size": 16,
+        },
+    ),
+    "zamba2": (
+        "zamba2",
+        {
+            **_ZAMBA,
+            "mamba_ngroups": 1,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 8,
+            "chunk_size": 16,
+            "num_mem_blocks": 1,
+            "adapter_rank": 4,
+        },
+    ),
+    "zamba": ("zamba", {**_ZAMBA, "n_mamba_heads": 2, "mamba_dt_rank": 4}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            **LLAMA,
+            **EXPERTS,
+            **_MAMBA,
+            "shared_intermediate_size": 24,
+            "layer_types": ["mamba", "attention"],
+            "mamba_chunk_size": 16,
+        },
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {**LLAMA, **EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    ),
+    "lfm3": ("lfm3", {**LLAMA, "layer_types": ["conv", "full_attention"]}),
+    "olmo_hybrid": ("olmo_hybrid", {**LLAMA, **_DELTA, "linear_num_key_heads": 4}),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **LLAMA,
+            **EXPERTS,
+            **MLA,
+            "q_lora_rank": None,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+        },
+    ),
+    "bailing_hybrid": ("bailing_hybrid", {**LLAMA, **EXPERTS, "head_dim": 8}),
+}
+
 #: Families that cannot use packing, because samples in one row would affect each other: ALiBi,
 #: convolutions, state spaces, chunked attention, or masks that ignore position_ids.
 PADDED_FAMILIES = {
@@ -313,7 +397,7 @@ def make_model(name: str, folder: Path, **overrides: Any) -> Path:
 
     from paceline.models.builtin import builtin_tokenizer
 
-    kind, numbers = FAMILIES[name]
+    kind, numbers = {**FAMILIES, **HYBRIDS}[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**TOKENS, **numbers, **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

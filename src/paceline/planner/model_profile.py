@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any, Self
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError, first_line
+from paceline.core.texts import UserText
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import config_folder
+from paceline.models.kernels.attention_choice import attention_text
+from paceline.models.kernels.layer_kernels import LayerKernels, has_attention, layer_kernels
 from paceline.models.kinds import reads_images
 from paceline.models.shape.dims import LanguageDims, dims_of
 from paceline.models.shape.record import ModelShape, total_bytes
@@ -35,6 +38,8 @@ class ModelProfile:
             possible. Unused with ``dims``.
         fused_attention: the model stores no attention scores.
         mapped_bytes: bytes of frozen weights that are used in the pages of the model's files.
+        attention: attention implementation of a language model; None without attention layers.
+        layers: what computes the recurrent and convolution layers of a language model.
         has_batch_norm: whether the result depends on the size of the micro-batches.
     """
 
@@ -45,12 +50,25 @@ class ModelProfile:
     fused_attention: bool = True
     mapped_bytes: int = 0
     notes: tuple[str, ...] = ()
+    attention: str | None = None
+    layers: tuple[LayerKernels, ...] = ()
     has_batch_norm: bool = False
 
     @property
     def knows_activations(self) -> bool:
         """Whether the memory of activations is known."""
         return self.dims is not None or self.activation_bytes > 0
+
+    def kernel_texts(self, config: Config, device_type: str) -> list[UserText]:
+        """Return what computes each kind of layers, for users.
+
+        Args:
+            device_type: type of the devices to plan for.
+        """
+        texts = [each.notice(device_type) for each in self.layers]
+        if self.attention is not None:
+            texts.insert(0, attention_text(config, self.attention, device_type))
+        return texts
 
     def scaled(self, share: float) -> Self:
         """Return the profile for a micro-batch of ``share`` times the size."""
@@ -144,6 +162,8 @@ def _language(config: Config) -> ModelProfile:
         fused_attention=fused,
         mapped_bytes=_mapped_bytes(shape, config),
         notes=notes,
+        attention=attention_of(base) if has_attention(base) else None,
+        layers=tuple(layer_kernels(base)),
     )
 
 
