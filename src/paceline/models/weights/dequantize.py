@@ -152,11 +152,11 @@ def read_weights(
             model=name,
         )
     with ExitStack() as stack:
-        slices = {}
+        readers: dict[str, Callable[[], torch.Tensor]] = {}
         for file in files:
             reader = stack.enter_context(safe_open(str(file), framework="pt"))
-            slices |= {key: reader.get_slice(key) for key in reader.keys()}  # noqa: SIM118
-        readers = {key: partial(content.__getitem__, ...) for key, content in slices.items()}
+            for key in reader.keys():  # noqa: SIM118  (not a dictionary)
+                readers[key] = partial(reader.get_slice(key).__getitem__, ...)
         if release is not None:
             readers = _dequantizing(release, readers, files)
         weights = {key: LazyWeight(read, requested, converts) for key, read in readers.items()}
@@ -166,7 +166,7 @@ def read_weights(
 
 
 def _dequantizing(
-    release: QuantizedRelease, readers: dict[str, Any], files: list[Path]
+    release: QuantizedRelease, readers: dict[str, Callable[[], torch.Tensor]], files: list[Path]
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """Return functions that read dequantized weights, by the names of the weights."""
     result: dict[str, Callable[[], torch.Tensor]] = {}
