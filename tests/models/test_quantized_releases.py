@@ -1,6 +1,7 @@
 """Quantized releases are loaded with the weights that transformers computes, in every way in which
 Paceline loads weights, and as ordinary models."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.models.files import check_files
 from paceline.models.language import language_model_on_meta, load_language_model
 from paceline.models.notices import model_notices
+from paceline.models.weights import load as load_module
 from paceline.models.weights.converted import converted_copy
 from paceline.models.weights.dequantize import dequantize_fp8, dequantize_mxfp4, read_model
 from paceline.models.weights.load import convert_weights, deferred_conversion, load_pretrained
@@ -118,6 +120,27 @@ def test_copy_that_ranks_share(
     assert copy is not None
     model = AutoModelForCausalLM.from_pretrained(str(copy), dtype="auto")
     check_equal(model, by_transformers(release, torch.bfloat16))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+def test_ranks_of_a_host_load_the_copy(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy is made once, also for weights that are trained, and the model is the release's."""
+    release, plain = make_release(family, tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(load_module, "converted_copy", partial(converted_copy, min_bytes=0))
+    with deferred_conversion():
+        model = load_language_model(make_config(release))
+    copies = list((tmp_path / "cache" / "paceline" / "models").glob("*-release-*"))
+    assert [copy.name.split("-")[2] for copy in copies] == [
+        "bfloat16" if family == "gpt_oss" else "float32"
+    ]
+    assert model.name_or_path == str(release)
+    convert_weights(model.parameters())
+    check_equal(model, plain_state(plain))
 
 
 def shards_equal(world: Communicator, release: str, plain: str) -> dict[str, bool]:
@@ -331,3 +354,14 @@ def test_the_model_of_another_config_is_unchanged(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(str(release))
     load_pretrained(AutoModelForCausalLM, str(release), config=config, dtype=torch.float32)
     assert config.quantization_config["quant_method"] == "fp8"
+
+
+def test_own_code_of_a_release_is_refused(tmp_path: Path) -> None:
+    release, _ = make_release("qwen3", tmp_path)
+    (release / "own_config.py").write_text(
+        "from transformers import Qwen3Config\n\n\nclass OwnConfig(Qwen3Config):\n"
+        "    model_type = 'own'\n"
+    )
+    edit_config(release, model_type="own", auto_map={"AutoConfig": "own_config.OwnConfig"})
+    with raises_error(ConfigError, code="quantized-release-with-own-code", naming="FP8"):
+        load_language_model(make_config(release, trust_remote_code=True))

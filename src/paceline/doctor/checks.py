@@ -153,7 +153,7 @@ def check_interface(endpoint_address: str | None = None) -> CheckResult:
 
 def check_layers(profile: ModelProfile, config: Config, device_type: str) -> CheckResult | None:
     """Check that the packages with kernels for a model's recurrent and convolution layers are
-    installed. None if it has no layers of which that is known."""
+    installed. None if the kinds of its layers are not known."""
     texts = profile.kernel_texts(config, device_type)
     if not texts:
         return None

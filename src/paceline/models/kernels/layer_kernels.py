@@ -98,7 +98,7 @@ def layer_kernels(model: Any) -> list[LayerKernels]:
     The model may have adapters or be on the meta device."""
     functions: dict[str, set[LayerFunction]] = {}
     for layer in {type(module): None for module in model.modules()}:
-        if found := layer_functions(layer):
+        if found := layer_functions(layer):  # type: ignore[arg-type]
             functions.setdefault(_kind_of(layer.__name__, found), set()).update(found)
     return [
         LayerKernels(
@@ -113,7 +113,7 @@ def layer_kernels(model: Any) -> list[LayerKernels]:
 def has_attention(model: Any) -> bool:
     """Return whether a model has attention layers, which a pure state-space model does not."""
     return any(
-        "Attention" in type(module).__name__ and not layer_functions(type(module))
+        "Attention" in type(module).__name__ and not layer_functions(type(module))  # type: ignore[arg-type]
         for module in model.modules()
     )
 

@@ -231,7 +231,7 @@ def dequantize_fp8(
     Args:
         numbers: 8-bit numbers, [..., rows, columns].
         scales: factor of the weight, or factors of its rows or blocks.
-        block: rows and columns of a block, of which the last ones may have fewer; None if all
+        block: rows and columns of a block; the last blocks may have fewer. None if all
             blocks are equal.
 
     Raises:
