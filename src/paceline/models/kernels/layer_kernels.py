@@ -69,27 +69,29 @@ class LayerKernels:
         Args:
             device_type: type of the devices that train the model.
         """
-        values = {"kind": self.kind, "kernel": self.kernel}
         missing = " and ".join(self.missing)
         if not self.missing:
             return UserText(
                 "layers: {kind}, computed by {kernel}",
                 code="layer-kernels",
-                **values,
+                kind=self.kind,
+                kernel=self.kernel,
             )
         if device_type == "cpu":
             return UserText(
                 "layers: {kind}, computed by {kernel}; the kernels of {missing} need a GPU",
                 code="layer-kernels-need-gpu",
                 missing=missing,
-                **values,
+                kind=self.kind,
+                kernel=self.kernel,
             )
         return UserText(
             "layers: {kind}, computed by {kernel}; not installed, with kernels for these layers:"
             " {missing}",
             code="layer-kernels-missing",
             missing=missing,
-            **values,
+            kind=self.kind,
+            kernel=self.kernel,
         )
 
 
