@@ -16,6 +16,7 @@ from paceline.core.texts import UserText
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import config_folder, read_raw_config
 from paceline.models.json_config import JsonObject
+from paceline.models.qwen import is_qwen
 from paceline.models.weights.stored_files import HeaderEntry, read_header, weight_files
 
 #: Keys of config.json that describe quantized weights.
@@ -127,8 +128,9 @@ def release_of(name: str) -> QuantizedRelease | None:
     Raises:
         ConfigError: Paceline does not dequantize the format.
     """
-    content = _quantization(read_raw_config(name) or {})
-    if content is None:
+    stored = read_raw_config(name) or {}
+    content = _quantization(stored)
+    if content is None or is_qwen(stored):  # the conversion of such a model checks its weights
         return None
     method = content.get("quant_method")
     if method == "mxfp4":
