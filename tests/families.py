@@ -381,14 +381,18 @@ if Version(version("transformers")) >= Version("5.24"):  # takes positions from 
     PADDED_FAMILIES -= {"falcon_7b", "falcon_40b", "falcon_rw"}
 
 
-def build_model(name: str) -> Any:
-    """Return a tiny model of the family with random weights."""
+def build_model(name: str, **overrides: Any) -> Any:
+    """Return a tiny model of the family with random weights.
+
+    Args:
+        overrides: values in the model's config that differ from the family's.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, numbers = {**FAMILIES, **HYBRIDS}[name]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**TOKENS, **numbers})
+    config = AutoConfig.for_model(kind, **{**TOKENS, **numbers, **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for param in model.parameters():  # zeros and ones would hide omitted or repeated terms
@@ -396,14 +400,13 @@ def build_model(name: str) -> Any:
     return model
 
 
-def make_model(name: str, folder: Path) -> Path:
-    """Write a tiny model of the family with random weights and the built-in tokenizer; return its
-    folder."""
+def make_model(name: str, folder: Path, **overrides: Any) -> Path:
+    """Write the model of :func:`build_model` and the built-in tokenizer; return its folder."""
     import shutil
 
     from paceline.models.builtin import builtin_tokenizer
 
-    model = build_model(name)
+    model = build_model(name, **overrides)
     target = folder / name
     model.save_pretrained(str(target))
     for file in builtin_tokenizer().glob("tokenizer*"):

@@ -31,12 +31,23 @@ class _Logged(TypedDict, total=False):
 
 class ModelFigures(TypedDict, total=False):
     """``attention`` is the attention implementation of a transformers model, or the kernel that
-    computes packed rows."""
+    computes packed rows; None without attention layers. ``layers``: the kernels of recurrent and
+    convolution layers."""
 
     name: str
     parameters: int
     trainable_parameters: int
     attention: str | None
+    layers: list[LayerFigures]
+
+
+class LayerFigures(TypedDict):
+    """A kind of layers, what computes them, and the packages with kernels for them that are not
+    installed."""
+
+    kind: str
+    kernel: str
+    missing: list[str]
 
 
 class MeshRank(TypedDict, total=False):

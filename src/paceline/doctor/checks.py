@@ -20,6 +20,7 @@ from paceline.core.files import human_bytes, write_atomic
 from paceline.core.network import interfaces, source_address
 from paceline.core.processes import available_memory
 from paceline.launch.passes.host_checks import CheckResult
+from paceline.planner.model_profile import ModelProfile
 
 #: State of adjtimex(2): the clock is not synchronized.
 _TIME_ERROR = 5
@@ -148,6 +149,21 @@ def check_interface(endpoint_address: str | None = None) -> CheckResult:
         "unknown interface",
     )
     return CheckResult.passed("interface", f"{name} ({address})")
+
+
+def check_layers(profile: ModelProfile, config: Config, device_type: str) -> CheckResult | None:
+    """Check that the packages with kernels for a model's recurrent and convolution layers are
+    installed. None if the kinds of its layers are not known."""
+    texts = profile.kernel_texts(config, device_type)
+    if not texts:
+        return None
+    value = "; ".join(text.removeprefix("layers: ") for text in texts)
+    missing = sorted({package for layers in profile.layers for package in layers.missing})
+    if not missing or device_type == "cpu":
+        return CheckResult.passed("layers", value)
+    return CheckResult.warning(
+        "layers", value, f"run `pip install {' '.join(missing)}` to use these kernels"
+    )
 
 
 _NVIDIA = Path("/proc/driver/nvidia/version")

@@ -26,6 +26,7 @@ from paceline.doctor.checks import (
     check_frequency,
     check_host_name,
     check_interface,
+    check_layers,
     check_memory,
     check_packages,
     check_writing,
@@ -53,7 +54,7 @@ from paceline.launch.ranks.worker import run_guarded
 from paceline.parallel.registry import uses_one_device
 from paceline.planner.machine import profile
 from paceline.planner.machine.profile import RatesRecord
-from paceline.planner.model_profile import describe
+from paceline.planner.model_profile import ModelProfile, describe
 
 if TYPE_CHECKING:
     from paceline.cluster.rounds import Membership
@@ -249,7 +250,8 @@ def examine_host(
         The checks, and the bytes of the config's gradients (None: not known).
     """
     args = config.train_args
-    sizes = _sizes(config) if has_config else None
+    profile = _profile(config) if has_config else None
+    sizes = None if profile is None else _sizes(config, profile)
     has_accelerator = device_type != "cpu"
     has_several_hosts = endpoint_address is not None
     checks = [
@@ -274,19 +276,26 @@ def examine_host(
                 folder, sizes[0] if sizes else None, sizes[1] if sizes else 0, args.save_total_limit
             )
         )
+    layers = None if profile is None else check_layers(profile, config, device_type)
+    checks += [] if layers is None else [layers]
     if has_accelerator:
         checks.append(_peer_copies(num_ranks, device_type))
     return checks, sizes[2] if sizes else None
 
 
-def _sizes(config: Config) -> tuple[int, int, int] | None:
-    """Return the bytes of a checkpoint, of `model/` and of the gradients, as `paceline plan` counts
-    them; None if the model cannot be described."""
+def _profile(config: Config) -> ModelProfile | None:
+    """Return the model as `paceline plan` describes it, or None if it cannot be described."""
     try:
-        shape = describe(config).shape
+        return describe(config)
     except PacelineError as error:
         logger.info("the size of the model is not known: %s", error.paragraph())
         return None
+
+
+def _sizes(config: Config, profile: ModelProfile) -> tuple[int, int, int]:
+    """Return the bytes of a checkpoint, of `model/` and of the gradients, as `paceline plan` counts
+    them."""
+    shape = profile.shape
     trained = sum(tensor.size_bytes for tensor in shape.trained)
     state = shape.optimizer.element_bytes * shape.trained_elements
     model = trained if config.lora.enable else sum(tensor.size_bytes for tensor in shape.parameters)

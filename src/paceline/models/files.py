@@ -12,6 +12,7 @@ from paceline.models.adapters.check import fit_adapter
 from paceline.models.hub_configs import cached_file
 from paceline.models.json_config import JsonObject
 from paceline.models.positions import fit_length
+from paceline.models.weights.release import check_release
 from paceline.models.weights.stored_files import IncompleteHeaderError, read_header
 
 _WEIGHTS = (
@@ -36,13 +37,15 @@ def check_files(config: Config) -> None:
     """Check the local folders of ``model`` and ``lora.adapter``.
 
     Raises:
-        ConfigError: a folder does not exist, has invalid JSON, or has no or incomplete weights.
+        ConfigError: a folder does not exist, has invalid JSON, has no or incomplete weights, or the
+            model's weights are quantized in a format that is not supported.
     """
     name = config.model
     folder = Path(with_slashes(name)).expanduser()
     if not is_hub_id(name) and not name.startswith(("builtin:", "modelscope:")):
         _check_folder(folder)
         _check_model(folder)
+    check_release(config)
     if config.lora.adapter is not None:
         _check_adapter(config)
 

@@ -134,6 +134,8 @@ def language_model_on_meta(
     from paceline.models.adapters.quantize import quantize_layers
     from paceline.models.new_tokens import add_token_embeddings, check_token_embeddings
     from paceline.models.transforms.parameters import freeze_parameters
+    from paceline.models.weights.dequantize import without_quantization
+    from paceline.models.weights.release import release_of
 
     args, kind = config.train_args, kind or kind_of(config)
     name = str(Path(resolve_model(config.model)).expanduser())
@@ -141,6 +143,8 @@ def language_model_on_meta(
     with _quiet():
         try:
             model_config = _config_of(name, config.trust_remote_code)
+            if release_of(name) is not None:
+                model_config = without_quantization(model_config)
             model_config.update(dict(kind.settings))
             with torch.device(device):
                 model: Any = getattr(transformers, kind.auto_class).from_config(

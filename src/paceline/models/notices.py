@@ -9,6 +9,7 @@ from paceline.models.adapters.lora import Notice, adapter_notices
 from paceline.models.blocks import base_model
 from paceline.models.builtin import config_numbers
 from paceline.models.json_config import JsonObject, language_fields
+from paceline.models.weights.release import release_notice
 
 #: Keys of config.json with the coefficient of the loss that balances the experts of a mixture.
 _BALANCE_KEYS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
@@ -20,6 +21,8 @@ _Z_LOSS_KEY = "z_loss_coefficient"
 def model_notices(model: Any, config: Config) -> list[Notice]:
     """Return the notices about a model with its adapters, which may be on the meta device."""
     notices = adapter_notices(model, config) if config.lora.enable else []
+    if (of_release := release_notice(config)) is not None:
+        notices.append(("info", of_release))
     settings = getattr(base_model(model), "config", None)
     if settings is None:
         return notices

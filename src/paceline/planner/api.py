@@ -260,6 +260,7 @@ class Plan:
     def notes(self) -> list[str]:
         """Return the assumptions behind the estimates, one sentence each."""
         notes = [self.batch.text(), *self.machine.notes, *self.profile.notes]
+        notes += self.profile.kernel_texts(self.config, "cpu" if self.machine.is_cpu else "cuda")
         fit = self.memory_fit
         if fit is not None and fit.kept is not None and fit.settings:
             text = f"memory: {settings_text(fit.settings)}, {fit.kept}"

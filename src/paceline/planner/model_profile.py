@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any, Self
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError, first_line
+from paceline.core.texts import UserText
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import config_folder
+from paceline.models.kernels.attention_choice import attention_text
+from paceline.models.kernels.layer_kernels import LayerKernels, has_attention, layer_kernels
 from paceline.models.kinds import reads_images
 from paceline.models.shape.dims import LanguageDims, dims_of
 from paceline.models.shape.record import ModelShape, total_bytes
@@ -35,6 +38,8 @@ class ModelProfile:
             possible. Unused with ``dims``.
         fused_attention: the model stores no attention scores.
         mapped_bytes: bytes of frozen weights that are used in the pages of the model's files.
+        attention: attention implementation of a language model; None without attention layers.
+        layers: what computes the recurrent and convolution layers of a language model.
         has_batch_norm: whether the result depends on the size of the micro-batches.
     """
 
@@ -45,12 +50,25 @@ class ModelProfile:
     fused_attention: bool = True
     mapped_bytes: int = 0
     notes: tuple[str, ...] = ()
+    attention: str | None = None
+    layers: tuple[LayerKernels, ...] = ()
     has_batch_norm: bool = False
 
     @property
     def knows_activations(self) -> bool:
         """Whether the memory of activations is known."""
         return self.dims is not None or self.activation_bytes > 0
+
+    def kernel_texts(self, config: Config, device_type: str) -> list[UserText]:
+        """Return what computes each kind of layers, for users.
+
+        Args:
+            device_type: type of the devices to plan for.
+        """
+        texts = [each.notice(device_type) for each in self.layers]
+        if self.attention is not None:
+            texts.insert(0, attention_text(config, self.attention, device_type))
+        return texts
 
     def scaled(self, share: float) -> Self:
         """Return the profile for a micro-batch of ``share`` times the size."""
@@ -123,6 +141,7 @@ def _language(config: Config) -> ModelProfile:
     from paceline.models.blocks import base_model
     from paceline.models.language import language_model_on_meta
     from paceline.models.shape.outline import outline
+    from paceline.models.weights.release import release_notice
 
     _check_folder(config)
     part = _part_of_equal_blocks(config)
@@ -132,9 +151,10 @@ def _language(config: Config) -> ModelProfile:
     model, shape = part
     base: Any = base_model(model)
     dims = dims_of(base.config.to_dict())
-    notes: tuple[str, ...] = ()
+    of_release = release_notice(config)
+    notes: tuple[str, ...] = () if of_release is None else (of_release,)
     if dims is None:
-        notes = ("the activations and operations of this model are not known and left out",)
+        notes += ("the activations and operations of this model are not known and left out",)
     fused = attention_of(base) != "eager"
     return ModelProfile(
         shape,
@@ -142,6 +162,8 @@ def _language(config: Config) -> ModelProfile:
         fused_attention=fused,
         mapped_bytes=_mapped_bytes(shape, config),
         notes=notes,
+        attention=attention_of(base) if has_attention(base) else None,
+        layers=tuple(layer_kernels(base)),
     )
 
 
@@ -190,15 +212,17 @@ def _names_single_blocks(config: Config) -> bool:
 
 
 def _mapped_bytes(shape: ModelShape, config: Config) -> int:
-    from paceline.models.weights.stored_files import MIN_CONVERTED_BYTES, mapped_bytes, weight_files
+    from paceline.models.weights.release import weights_bytes
+    from paceline.models.weights.stored_files import MIN_CONVERTED_BYTES, mapped_bytes
 
     folder = config_folder(resolve_model(config.model))
     if folder is None or not config.lora.enable:
         return 0
     frozen = shape.parameter_bytes - total_bytes(shape.trained)
-    mapped = mapped_bytes(folder, config.train_args.mixed_dtype or "float32")
-    stored = sum(file.stat().st_size for file in weight_files(folder))
-    return frozen if stored - mapped >= MIN_CONVERTED_BYTES else min(mapped, frozen)
+    dtype = config.train_args.mixed_dtype or "float32"
+    mapped = mapped_bytes(folder, dtype)
+    is_copied = weights_bytes(folder, dtype) - mapped >= MIN_CONVERTED_BYTES
+    return frozen if is_copied else min(mapped, frozen)
 
 
 def _check_folder(config: Config) -> None:

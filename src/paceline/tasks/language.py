@@ -43,6 +43,7 @@ from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
 from paceline.models.head.softmax import IGNORED, LogitTransform, weighted_sum
 from paceline.models.head.transform import choose_transform, output_head
 from paceline.models.kernels import mixers
+from paceline.models.kernels.layer_kernels import has_attention, layer_kernels
 from paceline.models.notices import model_notices
 from paceline.models.qwen import CONVERTED_KEY, module_notice
 from paceline.models.shape.loss_chunks import NO_CHUNKS, choose_loss_chunks
@@ -169,7 +170,8 @@ class LanguageTask(Task):
             notices += self._choose_rows(choice)
             reason = choice.reason
         attention.install_requested(base, self.config)
-        if (kernel := attention.kernel_of(base)) is not None:
+        kernel = attention.kernel_of(base) if has_attention(base) else None
+        if kernel is not None:
             notices.append(
                 (
                     "info",
@@ -181,6 +183,7 @@ class LanguageTask(Task):
                     ),
                 )
             )
+        notices += [("info", each.notice(self.device_type)) for each in layer_kernels(base)]
         return notices
 
     def _choose_loss(self, model: Any, base: Any) -> list[Notice]:

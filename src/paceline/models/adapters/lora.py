@@ -16,6 +16,7 @@ from paceline.models.adapters.quantize import expert_weights
 from paceline.models.adapters.stored import check_stored_adapter
 from paceline.models.adapters.targets import (
     WHY_BYPASSED,
+    WHY_ROUTER,
     WHY_SPECIAL,
     adapter_layers,
     bypassed_modules,
@@ -23,6 +24,7 @@ from paceline.models.adapters.targets import (
     ineffective_adapters,
     linear_modules,
     pattern_of,
+    routers,
     selects_all_linear,
     short_names,
     special_linear_modules,
@@ -171,7 +173,7 @@ def _peft_config(model: Any, config: Config) -> Any:
     targets, init = lora.target_modules, lora.init_lora_weights
     left_out: list[str] = []
     if selects_all_linear(config):
-        left_out = [*bypassed_modules(model), *special_linear_modules(model)]
+        left_out = [*bypassed_modules(model), *special_linear_modules(model), *routers(model)]
     excluded = [pattern_of(left_out)] if left_out else []
     if reads_images(config):
         excluded += frozen_patterns(model, config)
@@ -194,7 +196,7 @@ def _peft_config(model: Any, config: Config) -> Any:
                 save_projection=False,
                 **shared,
             )
-    return LoraConfig(
+    settings = LoraConfig(
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         target_modules=targets if isinstance(targets, str) else list(targets),
         exclude_modules="|".join(excluded) or None,
@@ -204,6 +206,36 @@ def _peft_config(model: Any, config: Config) -> Any:
         # The others read the weights, which a model on the meta device does not have.
         **shared | {"init_lora_weights": init if init in _BLIND_INITS else True},
     )
+    if selects_all_linear(config):
+        _select_parameters(settings, model, config, left_out)
+    return settings
+
+
+def _select_parameters(settings: Any, model: Any, config: Config, left_out: list[str]) -> None:
+    """Select the weights of linear layers that have the names of projections of experts.
+
+    In architectures whose experts peft adapts as parameters, it takes such names for the experts,
+    and also selects the router.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    convert_peft_config_for_transformers(settings, model, None)
+    selected = set(settings.target_parameters or ())
+    if not selected:
+        return
+    names = {f"{name}.weight" for name in routers(model)}
+    selected = {each for each in selected if not any(name.endswith(f".{each}") for name in names)}
+    if config.lora.quantize == "none":  # a quantized weight is no matrix
+        frozen = frozen_parts(config)
+        shadowed = [
+            name
+            for name in linear_modules(model)
+            if name not in left_out
+            and name.rpartition(".")[2] not in settings.target_modules
+            and not any(part in name.split(".") for part in frozen)
+        ]
+        selected |= {f"{short_names([name])}.weight" for name in shadowed}
+    settings.target_parameters = selected
 
 
 def set_dropout(adapted: Any, dropout: float) -> None:
@@ -340,6 +372,15 @@ def _left_out(base: Any, saved: list[str], config: Config) -> list[Notice]:
                 ),
             )
         )
+    unadapted = [name for name in routers(base) if name not in special]
+    if unadapted:
+        text = UserText(
+            "LoRA: no adapter on {short_names}: {why_router}",
+            code="no-adapter-on-routers",
+            short_names=short_names(unadapted),
+            why_router=WHY_ROUTER,
+        )
+        notices.append(("info", text))
     inside = tuple(
         f"{name}." for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)
     )
@@ -348,6 +389,7 @@ def _left_out(base: Any, saved: list[str], config: Config) -> list[Notice]:
         name
         for name in linear_modules(base)
         if name not in bypassed
+        and name not in unadapted
         and not (has_frozen and in_frozen_part(name, config))
         and not name.startswith(inside)
         and not any(part in saved for part in name.split("."))

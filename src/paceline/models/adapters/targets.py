@@ -23,6 +23,7 @@ _OWN_CLASSES = ("transformers.models.", "transformers_modules.")
 _PLAIN_KINDS: dict[type, bool] = {}
 
 WHY_SPECIAL = "these modules return something else than the product with their weight"
+WHY_ROUTER = "routers choose the experts, and `all-linear` leaves them as they are"
 WHY_BYPASSED = "the model's code reads these weights instead of calling the modules"
 
 #: Names of an expert's router and projections that peft supports.
@@ -92,6 +93,22 @@ def _maps_vectors(kind: type[nn.Module], module: nn.Linear) -> bool:
             known = False
         _PLAIN_KINDS[kind] = known
     return known
+
+
+def routers(model: Any) -> list[str]:
+    """Return the names of the modules whose weight decides which experts compute a token."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), torch.Tensor) and _is_router(name, model)
+    ]
+
+
+def _is_router(name: str, model: Any) -> bool:
+    parent, _, leaf = name.removesuffix(".base_layer").rpartition(".")
+    if "router" in name.split("."):
+        return True
+    return leaf == "gate" and hasattr(model.get_submodule(parent), "experts")
 
 
 def target_names(model: Any) -> list[str]:

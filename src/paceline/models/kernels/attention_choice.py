@@ -7,6 +7,7 @@ from importlib import metadata
 from paceline.config.schema import Config
 from paceline.config.schema.tasks import CAUSAL_TASKS
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 
 #: The kernel that runs on every device: torch's scaled_dot_product_attention, one call for all
 #: samples of the same length.
@@ -139,13 +140,32 @@ def installed_packages() -> frozenset[str]:
     return frozenset(names - {VARLEN})
 
 
-def joins_samples(config: Config, device_type: str) -> bool:
-    """Return whether the results of the samples of a packed row are joined by a copy, because they
-    are not computed in one call. For estimates, before the device is known exactly."""
+def expected_attention(config: Config, device_type: str) -> AttentionChoice:
+    """Choose the kernel for packed rows before the device is known exactly, for estimates."""
     args = config.train_args
     installed = installed_packages() | {VARLEN}
     setup = AttentionSetup(device_type, args.mixed_dtype or "float32", installed=installed)
-    return choose_attention(args.attn_implementation, setup).kernel == SDPA
+    return choose_attention(args.attn_implementation, setup)
+
+
+def joins_samples(config: Config, device_type: str) -> bool:
+    """Return whether the results of the samples of a packed row are joined by a copy, because they
+    are not computed in one call. For estimates, before the device is known exactly."""
+    return expected_attention(config, device_type).kernel == SDPA
+
+
+def attention_text(config: Config, implementation: str, device_type: str) -> UserText:
+    """Return which kernel will compute the attention layers of a run, for a plan.
+
+    Args:
+        implementation: attention of the model for padded rows.
+    """
+    kernel = implementation
+    if config.train_args.packing is not False and implementation == SDPA:
+        kernel = expected_attention(config, device_type).kernel
+    return UserText(
+        "layers: attention, computed by {kernel}", code="attention-layers", kernel=kernel
+    )
 
 
 def check_attention(

@@ -34,6 +34,9 @@ _FAIRSEQ = {
     "layers.*.fc1": _C,
     "layers.*.fc2": _R,
 }
+# The same parts as transformers' colwise_gather_output, with one all-reduce instead of two
+# all-gathers.
+_DELTA_NET = {"layers.*.linear_attn.out_proj": "rowwise_split_input"}
 
 PLANS: dict[str, dict[str, str]] = {
     "gpt2": _CONV1D_BLOCK,
@@ -90,9 +93,9 @@ PLANS: dict[str, dict[str, str]] = {
         },
     ),
     "granitemoe": _LLAMA_ATTENTION,
-    # The same parts as transformers' colwise_gather_output, with one all-reduce instead of two
-    # all-gathers.
-    "qwen3_next": {"layers.*.linear_attn.out_proj": "rowwise_split_input"},
+    "qwen3_next": _DELTA_NET,
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": _DELTA_NET,
     "phimoe": _LLAMA_ATTENTION,
     "jamba": {**_LLAMA_ATTENTION, **_under("layers.*.feed_forward", _GATED)},
 }

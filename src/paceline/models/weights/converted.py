@@ -1,8 +1,9 @@
 """Copies of models in the form in which a run uses their frozen weights.
 
-If a model's files store another dtype, or one tensor per expert where transformers uses one for all
-experts, each rank would convert the weights and hold a copy of them. Instead, one rank of the host
-writes the converted weights to the cache, and all of them map its files.
+If a model's files store another dtype, quantized weights, or one tensor per expert where
+transformers uses one for all experts, each rank would convert the weights and hold a copy of them.
+Instead, one rank of the host writes the converted weights to the cache, and all of them map its
+files.
 """
 
 import logging
@@ -17,12 +18,9 @@ from paceline.core.files import cache_dir, human_bytes, write_json_atomic
 from paceline.core.texts import UserText
 from paceline.data.cache import build_once, key_of
 from paceline.models.hub_configs import config_folder
-from paceline.models.weights.stored_files import (
-    MIN_CONVERTED_BYTES,
-    files_identity,
-    mapped_bytes,
-    weight_files,
-)
+from paceline.models.weights.dequantize import read_model
+from paceline.models.weights.release import weights_bytes
+from paceline.models.weights.stored_files import MIN_CONVERTED_BYTES, files_identity, mapped_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +44,8 @@ def converted_copy(
         options: options of ``from_pretrained``.
     """
     folder = config_folder(name)
-    files = [] if folder is None else weight_files(folder)
-    size = sum(file.stat().st_size for file in files)
     dtype_name = str(dtype).removeprefix("torch.")
+    size = 0 if folder is None else weights_bytes(folder, dtype_name)
     if folder is None or size - mapped_bytes(folder, dtype_name) < min_bytes:
         return None
     key = key_of(["converted", _LAYOUT, *files_identity(folder), dtype_name])
@@ -97,9 +94,7 @@ def _write(
     """Write the copy. It has no config.json if some weights are not in the model's files, because
     these depend on the seed of the run."""
     with torch.random.fork_rng(devices=[]):
-        model, info = auto_class.from_pretrained(
-            name, dtype=dtype, output_loading_info=True, **options
-        )
+        model, info = read_model(auto_class, name, dtype=dtype, **options)
     if not info["missing_keys"] and not info["mismatched_keys"]:
         model.save_pretrained(str(target), save_original_format=False)
     write_json_atomic(target / _DONE, {"model": name})

@@ -22,17 +22,22 @@ from torch import nn
 
 from paceline.distributed.environment import from_environment
 from paceline.models.blocks import find_blocks
-from paceline.models.hub_configs import find_file
-from paceline.models.transformers_compat import load_generation_config
 from paceline.models.weights.converted import converted_copy
+from paceline.models.weights.dequantize import (
+    LOW_DTYPES,
+    find_release,
+    read_model,
+    read_weights,
+    safetensors_files,
+    set_source,
+    without_quantization,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 #: Attributes of parameters: whether it was read from the model's files; dtype to convert it to.
 _FROM_FILES, _DTYPE = "paceline_from_files", "paceline_dtype"
-#: Stored dtypes whose conversion can wait, because float32 represents their values exactly.
-_LOW_DTYPES = (torch.float16, torch.bfloat16)
 
 _defers: ContextVar[bool] = ContextVar("defers", default=False)
 
@@ -51,24 +56,33 @@ def deferred_conversion() -> Iterator[None]:
 
 def load_pretrained(auto_class: Any, name: str, *, shares: bool = False, **options: Any) -> Any:
     """Return ``auto_class.from_pretrained(name, **options)``, in which parameters are marked that
-    were read from the model's files.
+    were read from the model's files. Quantized weights are dequantized.
 
     In :func:`deferred_conversion`, they may have the dtype of their files.
 
     Args:
         shares: whether the ranks of a host share converted weights, because they are not trained.
+            They share dequantized ones in any case.
     """
-    model = copy = None
+    release = find_release(name)
+    dtype = options.get("dtype")
     is_causal = auto_class.__name__ == "AutoModelForCausalLM"
-    if _defers.get() and options.get("dtype") == torch.float32 and is_causal:
-        model, info = _load_unconverted(name, **options)
-    elif shares and from_environment().local_world_size > 1:
-        copy = converted_copy(auto_class, name, **options)
-    if copy is not None:
-        model, info = auto_class.from_pretrained(copy, output_loading_info=True, **options)
-        _set_source(model, name, options.get("trust_remote_code", False))
+    defers = _defers.get() and dtype == torch.float32 and is_causal
+    if release is not None and "config" in options:
+        options["config"] = without_quantization(options["config"])
+    source: str | Path = name
+    shares = shares and not defers if release is None else isinstance(dtype, torch.dtype)
+    if shares and from_environment().local_world_size > 1:
+        is_exact = defers and release is not None and release.is_mxfp4
+        stored = {**options, "dtype": torch.bfloat16} if is_exact else options
+        source = converted_copy(auto_class, name, **stored) or name
+    model = None
+    if defers:
+        model, info = _load_unconverted(str(source), **options)
     if model is None:
-        model, info = auto_class.from_pretrained(name, output_loading_info=True, **options)
+        model, info = read_model(auto_class, str(source), **options)
+    if source != name:
+        set_source(model, name, options.get("trust_remote_code", False))
     absent = {*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])}
     for key, parameter in model.named_parameters():
         if key not in absent:
@@ -86,86 +100,40 @@ def unmark_files(parameter: torch.Tensor) -> None:
     setattr(parameter, _FROM_FILES, False)
 
 
-class _MappedWeight:
-    """A tensor in a safetensors file, with the two operations that transformers applies to the
-    slices of a file. :meth:`to` does not convert the values."""
-
-    def __init__(self, content: Any, requested: set[torch.dtype | None]) -> None:
-        self._content = content
-        self._requested = requested
-
-    def __getitem__(self, _: object) -> _MappedWeight:
-        return self
-
-    def to(self, device: object = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        tensor: torch.Tensor = self._content[...]
-        self._requested.add(dtype)
-        return tensor if tensor.dtype in _LOW_DTYPES else tensor.to(dtype=dtype)
-
-
 def _load_unconverted(name: str, config: PretrainedConfig, **options: Any) -> tuple[Any, Any]:
     """Load a model whose parameters have the dtype of its files and are marked with the dtype
     of ``options``. Return (None, None) if transformers would do more than convert and rename
     them."""
-    from safetensors import safe_open
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     trust_remote_code = options.pop("trust_remote_code", False)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    files = safetensors_files(name)
+    release = find_release(name)
     if (
-        not files
+        not safetensors_files(name)
         or getattr(model_class, "config_class", None) is not type(config)
-        or getattr(config, "auto_map", None)
-        or getattr(config, "quantization_config", None)
+        or (getattr(config, "auto_map", None) and release is None)
         or getattr(config, "transformers_weights", None)
         or getattr(type(config), "extra_files", ())
     ):
         return None, None
     requested: set[torch.dtype | None] = set()
-    with ExitStack() as stack:
-        weights = {}
-        for file in files:
-            reader = stack.enter_context(safe_open(str(file), framework="pt"))
-            for key in reader.keys():  # noqa: SIM118  (not a dictionary)
-                weights[key] = _MappedWeight(reader.get_slice(key), requested)
-        model, info = model_class.from_pretrained(
-            None, config=config, state_dict=weights, output_loading_info=True, **options
-        )
+    model, info = read_weights(
+        model_class, name, config, release, requested, converts=False, **options
+    )
     dtype = options["dtype"]
     if requested - {dtype}:
         return None, None  # some weights keep another dtype
-    _set_source(model, name, trust_remote_code)
+    set_source(model, name, trust_remote_code)
     absent = {*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])}
     for key, parameter in model.named_parameters():
-        if key not in absent and parameter.dtype in _LOW_DTYPES:
+        if key not in absent and parameter.dtype in LOW_DTYPES:
             setattr(parameter, _DTYPE, dtype)
     stored = model.state_dict().keys() - absent
     for key, buffer in model.named_buffers():
-        if key in stored and buffer.dtype in _LOW_DTYPES:
+        if key in stored and buffer.dtype in LOW_DTYPES:
             buffer.data = buffer.data.to(dtype)
     return model, info
-
-
-def _set_source(model: Any, name: str, trust_remote_code: bool) -> None:
-    """Set what transformers takes from a model's folder besides its config and its weights."""
-    model.config.name_or_path = model.name_or_path = name
-    if model.can_generate():
-        load_generation_config(model, name, trust_remote_code)
-
-
-def safetensors_files(name: str) -> list[Path]:
-    """Return the safetensors files of a model's folder or hub ID, which are downloaded if
-    necessary. The list is empty if it has none."""
-    single = find_file(name, "model.safetensors")
-    if single is not None:
-        return [single]
-    index = find_file(name, "model.safetensors.index.json")
-    if index is None:
-        return []
-    from transformers.utils.hub import get_checkpoint_shard_files
-
-    return [Path(file) for file in get_checkpoint_shard_files(name, str(index))[0]]
 
 
 # -- convert

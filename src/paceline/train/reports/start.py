@@ -13,6 +13,7 @@ import numpy as np
 from paceline.core.events import (
     Mesh,
     MeshRank,
+    ModelFigures,
     Prediction,
     RunStartEvent,
 )
@@ -22,6 +23,7 @@ from paceline.core.report import PackingFigures, PeakRate
 from paceline.models.attention import attention_of, kernel_of
 from paceline.models.blocks import base_model
 from paceline.models.kernels.attention_choice import SDPA
+from paceline.models.kernels.layer_kernels import has_attention, layer_kernels
 from paceline.models.shape.activations import Activations, language_activations
 from paceline.models.shape.dims import dims_of
 from paceline.parallel.registry import estimate_cost, get_spec
@@ -63,7 +65,7 @@ def emit_run_start(
             "name": config.model,
             "parameters": trainer.components.shape.num_parameters,
             "trainable_parameters": sum(param.numel for param in trainer.components.shape.trained),
-            "attention": kernel_of(base_model(trainer.components.model)),
+            **_kernels(base_model(trainer.components.model)),
         },
         "data": data_figures(trainer),
         "versions": _versions(),
@@ -89,6 +91,17 @@ def emit_run_start(
     log_notices(logger, notices)
     if path is not None:
         events.emit({"type": "resume", "step": first_step, "path": path})
+
+
+def _kernels(model: Any) -> ModelFigures:
+    """Return what computes the layers of a model."""
+    return {
+        "attention": kernel_of(model) if has_attention(model) else None,
+        "layers": [
+            {"kind": each.kind, "kernel": each.kernel, "missing": list(each.missing)}
+            for each in layer_kernels(model)
+        ],
+    }
 
 
 def _packing(trainer: Trainer) -> PackingFigures:
