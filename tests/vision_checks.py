@@ -109,9 +109,7 @@ def check_batch_and_loss(family: str, folder: str) -> None:
     own_loss = reference(**pixels, labels=labels).loss * task.count(batch)
     own_loss.backward()
     torch.testing.assert_close(loss, own_loss, rtol=1e-5, atol=1e-6)
-    for (name, value), other in zip(
-        model.named_parameters(), reference.parameters(), strict=True
-    ):
+    for (name, value), other in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert (value.grad is None) is (other.grad is None), name
         if value.grad is not None:
             limit = 1e-5 * max(1.0, other.grad.abs().max().item())

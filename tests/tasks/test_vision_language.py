@@ -222,7 +222,10 @@ def test_tokens_begin_as_those_of_the_processor(models: dict[str, Path], tmp_pat
     settings = json.loads((folder / "tokenizer.json").read_text())
     start = "<|im_start|>"
     number = next(each["id"] for each in settings["added_tokens"] if each["content"] == start)
-    sequence = [{"SpecialToken": {"id": start, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    sequence = [
+        {"SpecialToken": {"id": start, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
     settings["post_processor"] = {
         "type": "TemplateProcessing",
         "single": sequence,

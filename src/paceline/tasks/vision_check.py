@@ -92,7 +92,9 @@ def _compare_losses(
             loss = task.loss(model, batch) / int((batch["targets"] != -100).sum())
             own_loss = model(**task._inputs(batch), labels=labels).loss
     except _ERRORS as error:
-        raise _unsupported(name, f"it cannot compute the first batch: {first_line(error)}") from error
+        raise _unsupported(
+            name, f"it cannot compute the first batch: {first_line(error)}"
+        ) from error
     if not torch_compat.has_values(loss):
         return
     is_exact = low is None and first.dtype == torch.float32
