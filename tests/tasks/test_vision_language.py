@@ -388,7 +388,7 @@ def test_a_template_for_texts_prints_the_image_token_of_the_model(
     assert len(samples[0]) > 20
 
 
-@pytest.mark.parametrize("family", (*FAMILIES, "gemma3"))
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma3"])
 @pytest.mark.parametrize("settings", [{"packing": True}, {"packing_strategy": "bfd"}])
 def test_texts_without_images_share_a_row(
     family: str, settings: dict[str, Any], models: dict[str, Path], tmp_path: Path
