@@ -264,8 +264,8 @@ def _make_gemma3(folder: Path, tokenizer: Any) -> None:
 
 def _make_gemma4(folder: Path, tokenizer: Any) -> None:
     from transformers import (
-        Gemma4Config,
         Gemma4AudioFeatureExtractor,
+        Gemma4Config,
         Gemma4ImageProcessor,
         Gemma4Processor,
         Gemma4VideoProcessor,

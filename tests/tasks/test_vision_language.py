@@ -41,7 +41,7 @@ WIDTH = 40
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {family: make_model(root / family, family) for family in FAMILIES}
+    return {family: make_model(root / family, family) for family in (*FAMILIES, "gemma3")}
 
 
 def make_image(path: Path, seed: int, width: int = WIDTH) -> Image.Image:
@@ -382,7 +382,7 @@ def test_a_template_for_texts_prints_the_image_token_of_the_model(
     assert len(samples[0]) > 20
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma3"])
 @pytest.mark.parametrize("settings", [{"packing": True}, {"packing_strategy": "bfd"}])
 def test_texts_without_images_share_a_row(
     family: str, settings: dict[str, Any], models: dict[str, Path], tmp_path: Path

@@ -1,5 +1,5 @@
-"""Make torchvision importable beside the CPU build of torch: only processes that have this folder on
-PYTHONPATH run this file at their start.
+"""Make torchvision importable beside the CPU build of torch: only processes that have this folder
+on PYTHONPATH run this file at their start.
 
 PyPI's torchvision is built for CUDA. Its Python part works without its operators, two of which must
 be declared for its import.

@@ -40,7 +40,7 @@ def check_untested(
     task: _VisionTask, model: Any, name: str, samples: Sequence[TokenSample]
 ) -> Notice:
     """Compare the loss of a batch with the model's own loss. Its tokens and pixels were compared
-    with those of its processor when they were tokenized.
+    with the processor's tokens and pixels when the chats were tokenized.
 
     Args:
         name: the type of the model.

@@ -152,7 +152,8 @@ train_args:
 """,
     "vision": """\
 # Fine-tune a vision-language model on chats with images. The file has the columns
-# `messages` and `images` (docs/how-to/vision-language.md).
+# `messages` and `images` (docs/how-to/vision-language.md). The model's processor needs
+# torchvision: pip install 'paceline[vision]'
 model: HuggingFaceTB/SmolVLM-500M-Instruct
 dataset: ./datasets/chats-with-images.jsonl
 split_dataset_ratio: 0.05

@@ -1,5 +1,5 @@
-"""Chats with images: each image has a placeholder in the rendered chat, which is replaced by the text
-that the model's processor puts there."""
+"""Chats with images: each image has a placeholder in the rendered chat, which is replaced by the
+text that the model's processor puts there."""
 
 from __future__ import annotations
 

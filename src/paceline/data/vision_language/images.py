@@ -165,8 +165,8 @@ class ImageProcessor:
 
     @cached_property
     def row_inputs(self) -> frozenset[str]:
-        """The names of the inputs of :meth:`pixels` that have an entry for each sample, also for one
-        without images; the others have the entries of all samples one after the other."""
+        """The names of the inputs of :meth:`pixels` that have an entry for each sample, also for
+        one without images; the others have the entries of all samples one after the other."""
         alone = self._inputs_for([_blank()])
         try:
             both = self.processor(

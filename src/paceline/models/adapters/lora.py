@@ -31,8 +31,8 @@ from paceline.models.adapters.targets import (
     target_names,
 )
 from paceline.models.kinds import reads_images
-from paceline.models.vision.parts import frozen_patterns, in_frozen_part
 from paceline.models.new_tokens import added_tokens, embedding_names, has_tied_head
+from paceline.models.vision.parts import frozen_patterns, in_frozen_part
 
 Notice = tuple[str, str]
 

@@ -32,20 +32,24 @@ TESTED_TYPES = frozenset(
         "smolvlm",
     }
 )
-#: The other types of decoders. Each is checked before training (:mod:`paceline.tasks.vision_check`).
+#: The other types of decoders. Each is checked on its first batch
+#: (:mod:`paceline.tasks.vision_check`).
 UNTESTED_TYPES = frozenset(
-    """
-    aria aya_vision blip-2 chameleon cohere2_vision cohere_compass cosmos3_edge cosmos3_omni
-    deepseek_ocr2 deepseek_vl deepseek_vl_hybrid dots3_note emu3 ernie4_5_vl_moe exaone4_5 fast_vlm
-    fuyu gemma3n gemma4_unified git glm46v glm4v_moe glm5_next glm_ocr glmga got_ocr2 granite4_vision
-    granite_docling hunyuan_vl hyperclovax_vision_v2 idefics idefics2 inkling2 inkling_mm_model
-    instructblip janus kimi_k25 kosmos-2 lfm2_vl lfm3_vl lighton_ocr llava_next_video minicpm_ocr
-    minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral_large4 mllama molmo2 muse_glimmer muse_spark
-    nemotron_h_omni ovis2 paddleocr_vl paligemma perception_lm pp_chart2table qianfan_ocr
-    qwen2_5_omni_thinker qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl_moe qwen4_exp shieldgemma2
-    step3p7 unlimited_ocr video_llama_3 vipllava
-    """.split()
-)
+    {
+        "aria", "aya_vision", "blip-2", "chameleon", "cohere2_vision", "cohere_compass",
+        "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid",
+        "dots3_note", "emu3", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "fuyu", "gemma3n",
+        "gemma4_unified", "git", "glm46v", "glm4v_moe", "glm5_next", "glm_ocr", "glmga", "got_ocr2",
+        "granite4_vision", "granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics",
+        "idefics2", "inkling2", "inkling_mm_model", "instructblip", "janus", "kimi_k25", "kosmos-2",
+        "lfm2_vl", "lfm3_vl", "lighton_ocr", "llava_next_video", "minicpm_ocr", "minicpmv4_6",
+        "minicpmv4_7", "minimax_m3_vl", "mistral_large4", "mllama", "molmo2", "muse_glimmer",
+        "muse_spark", "nemotron_h_omni", "ovis2", "paddleocr_vl", "paligemma", "perception_lm",
+        "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen3_5_moe",
+        "qwen3_omni_moe_thinker", "qwen3_vl_moe", "qwen4_exp", "shieldgemma2", "step3p7",
+        "unlimited_ocr", "video_llama_3", "vipllava",
+    }
+)  # fmt: skip
 _ENCODER_DECODER = "it is an encoder with a decoder, and answers are trained in decoders only"
 #: The types that are refused, with the reason.
 REFUSED_TYPES = {
@@ -70,11 +74,11 @@ REFUSED_TYPES = {
 #: The types that can also be trained as a causal language model, without their vision tower or with
 #: an idle one.
 TEXT_TYPES = frozenset(
-    """
-    dots3_note emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama
-    qwen3_5 qwen3_5_moe qwen4_exp
-    """.split()
-)
+    {
+        "dots3_note", "emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "git",
+        "got_ocr2", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp",
+    }
+)  # fmt: skip
 
 
 def vision_type(model: str) -> str | None:
@@ -113,7 +117,8 @@ def check_type(model: str) -> None:
         reason = _ENCODER_DECODER
     if reason is not None:
         raise ConfigError(
-            "the vision-language model `{model}` (`model_type: {type}`) cannot be trained: {reason}",
+            "the vision-language model `{model}` (`model_type: {type}`) cannot be trained:"
+            " {reason}",
             code="vision-language-type-refused",
             allowed="decoders that read images, such as {tested}",
             fix="choose another model",
