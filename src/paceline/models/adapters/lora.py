@@ -226,13 +226,13 @@ def _select_parameters(settings: Any, model: Any, config: Config, left_out: list
     names = {f"{name}.weight" for name in routers(model)}
     selected = {each for each in selected if not any(name.endswith(f".{each}") for name in names)}
     if config.lora.quantize == "none":  # a quantized weight is no matrix
-        frozen = frozen_parts(config)
+        has_frozen = reads_images(config)
         shadowed = [
             name
             for name in linear_modules(model)
             if name not in left_out
             and name.rpartition(".")[2] not in settings.target_modules
-            and not any(part in name.split(".") for part in frozen)
+            and not (has_frozen and in_frozen_part(name, config))
         ]
         selected |= {f"{short_names([name])}.weight" for name in shadowed}
     settings.target_parameters = selected
