@@ -14,7 +14,7 @@ from paceline.core.texts import UserText
 from paceline.data.collate import find_tensors
 
 #: What the forward pass of a model may raise on a row that it does not support.
-ROW_ERRORS = (TypeError, ValueError, RuntimeError, NotImplementedError)
+ROW_ERRORS = (TypeError, ValueError, RuntimeError, NotImplementedError, AssertionError)
 #: Largest difference of equal values in float32, relative to the largest value.
 TOLERANCE = 1e-4
 #: The same in 16 bits.
