@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from paceline.data.vision_language.images import ImageProcessor
 
 
-class ChatTurn(TypedDict, total=False):
+class PromptTurn(TypedDict, total=False):
     """One turn of a chat, always with a role and a content. ``images`` has contents of image files,
     which precede the content."""
 
@@ -34,7 +34,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: Any, processor: ImageProcessor | None = None) -> None:
         self.tokenizer, self.processor = tokenizer, processor
 
-    def encode(self, turns: Sequence[ChatTurn]) -> Any:
+    def encode(self, turns: Sequence[PromptTurn]) -> Any:
         """Return the inputs of a chat and of the beginning of its next answer, each with one row.
 
         Raises:
@@ -61,7 +61,7 @@ class ChatEncoder:
             del inputs[name]  # models do not read token types of a tokenizer
         return inputs
 
-    def _with_processor(self, processor: ImageProcessor, turns: Sequence[ChatTurn]) -> Any:
+    def _with_processor(self, processor: ImageProcessor, turns: Sequence[PromptTurn]) -> Any:
         from paceline.data.kinds.image import ImageChatTemplate
         from paceline.data.vision_language.rows import IMAGE_MARK
 
@@ -91,7 +91,7 @@ class ChatEncoder:
         )
 
 
-def _texts(turns: Sequence[ChatTurn]) -> str:
+def _texts(turns: Sequence[PromptTurn]) -> str:
     return "\n\n".join(turn["content"] for turn in turns)
 
 

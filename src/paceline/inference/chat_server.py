@@ -26,7 +26,7 @@ from typing import IO, Any, TypedDict
 
 from paceline.core.errors import EXIT_DONE, ConfigError, PacelineError, RunError
 from paceline.core.failures import is_out_of_memory
-from paceline.inference.chat_encoder import ChatTurn, check_image
+from paceline.inference.chat_encoder import PromptTurn, check_image
 from paceline.inference.device import inference_device
 from paceline.inference.generate import generate_tokens, load_generator, model_folder
 
@@ -166,7 +166,7 @@ def _send(out: IO[str], **fields: Any) -> None:
         os._exit(EXIT_DONE)
 
 
-def _decoded(turn: ReceivedTurn) -> ChatTurn:
+def _decoded(turn: ReceivedTurn) -> PromptTurn:
     """Return a turn with the contents of its images.
 
     Raises:
@@ -175,7 +175,7 @@ def _decoded(turn: ReceivedTurn) -> ChatTurn:
     images = [base64.b64decode(url.partition(";base64,")[2]) for url in turn.get("images") or ()]
     for number, image in enumerate(images, 1):
         check_image(image, f"image {number}")
-    return ChatTurn(role=turn["role"], content=turn["content"], images=images)
+    return PromptTurn(role=turn["role"], content=turn["content"], images=images)
 
 
 def _answer(models: Models, request: ChatRequest, out: IO[str], stopped: set[int]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, first_line
-from paceline.inference.chat_encoder import ChatEncoder, ChatTurn, read_images
+from paceline.inference.chat_encoder import ChatEncoder, PromptTurn, read_images
 from paceline.inference.device import inference_device
 from paceline.models.blocks import base_model
 from paceline.models.kinds import LANGUAGE, VISION_LANGUAGE, saved_kind
@@ -243,9 +243,9 @@ def answer_questions(
     model.to(inference_device())
     answers = []
     for question in questions:
-        turns = [ChatTurn(role="user", content=question, images=contents)]
+        turns = [PromptTurn(role="user", content=question, images=contents)]
         if system and tokenizer.chat_template is not None:
-            turns.insert(0, ChatTurn(role="system", content=system))
+            turns.insert(0, PromptTurn(role="system", content=system))
         inputs = encoder.encode(turns).to(model.device)
         check_trained_length(model, inputs["input_ids"].shape[1] + max_new_tokens)
         tokens = generate_tokens(

@@ -101,12 +101,16 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (dotted name, module) of each block, in the model's order: the children of the
     ModuleList or Sequential with the most parameters.
 
-    Of nested lists, the outermost is used. Children without parameters (activations between layers)
+    Of nested lists, the outermost is used. Of a model with a vision tower, only the blocks of its
+    language model count: a rank without images does not run the tower. Children without parameters (activations between layers)
     are blocks too, because pipeline stages must run them.
     """
     best: list[tuple[str, nn.Module]] = []
     max_size = 0
+    inside = _names_in_decoder(model)
     for name, module in model.named_modules():
+        if inside is not None and name not in inside:
+            continue
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
             continue
         size = sum(parameter.numel() for parameter in module.parameters())
@@ -116,6 +120,18 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 (f"{name}.{key}" if name else key, child) for key, child in module.named_children()
             ]
     return best
+
+
+def _names_in_decoder(model: nn.Module) -> set[str] | None:
+    """Return the names of the modules in the language model of a vision-language model; None for
+    another model."""
+    base = base_model(model)
+    get_decoder = getattr(base, "get_decoder", None)
+    if get_decoder is None or not hasattr(getattr(base, "config", None), "vision_config"):
+        return None
+    members = {id(module) for module in get_decoder().modules()}
+    names = {name for name, module in model.named_modules() if id(module) in members}
+    return names or None
 
 
 class ModelEnds(NamedTuple):
