@@ -102,8 +102,8 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ModuleList or Sequential with the most parameters.
 
     Of nested lists, the outermost is used. Of a model with a vision tower, only the blocks of its
-    language model count: a rank without images does not run the tower. Children without parameters (activations between layers)
-    are blocks too, because pipeline stages must run them.
+    language model count: a rank without images does not run the tower. Children without
+    parameters (activations between layers) are blocks too, because pipeline stages must run them.
     """
     best: list[tuple[str, nn.Module]] = []
     max_size = 0

@@ -82,9 +82,7 @@ def _calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[_Call]:
 
 @contextmanager
 def _recorded(model: nn.Module, tokens: int, calls: list[_Call]) -> Iterator[None]:
-    def record(
-        module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any], result: Any
-    ) -> None:
+    def record(module: nn.Module, args: tuple[Any, ...], inputs: Any, result: Any) -> None:
         values = tuple(_first_row(part, tokens) for part in ((args, inputs), result))
         if values[0] is not None and values[1] is not None:
             calls.append(_Call(type(module).__name__, (values[0], values[1])))

@@ -193,7 +193,7 @@ def _by_sample(forward: Callable[..., Any], hidden_states: torch.Tensor, **input
     return torch.cat([outputs[number] for number in range(len(lengths))], dim=1)
 
 
-def _take_segments(inputs: dict[str, Any]) -> SegmentInputs | None:
+def _take_segments(inputs: Any) -> SegmentInputs | None:
     """Return the samples of this thread's row, or None if it is not packed. Remove them from the
     arguments of a layer, which pass them to kernels as something else.
 
