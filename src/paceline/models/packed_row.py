@@ -5,7 +5,7 @@ here.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -58,7 +58,7 @@ def with_segments(
         _forward.segments = before
 
 
-def _enter(model: nn.Module, args: tuple[object, ...], inputs: Mapping[str, Any]) -> None:
+def _enter(model: nn.Module, args: tuple[object, ...], inputs: Any) -> None:
     lengths = inputs.get("segment_lengths")
     if lengths is None:
         _forward.segments = None

@@ -184,7 +184,7 @@ class VisionLanguageTask(LanguageTask):
             batch["vision_inputs"].update(dict.fromkeys(names, types))
         return batch
 
-    def _inputs(self, batch: TokenBatch) -> dict[str, Any]:
+    def _inputs(self, batch: TokenBatch) -> Any:
         inputs = cast(VisionBatch, batch).get("vision_inputs", {})
         return {**super()._inputs(batch), **self._converted(inputs)}
 

@@ -254,7 +254,7 @@ def _blank() -> Any:
     return Image.new("RGB", _BLANK_SIZE)
 
 
-def _names_of_token_inputs(processed: Mapping[str, Any]) -> set[str]:
+def _names_of_token_inputs(processed: Any) -> set[str]:
     """Return the names of what a processor has returned for each token of a single text."""
     shape = processed["input_ids"].shape
     return {name for name, value in processed.items() if value.shape == shape}

@@ -1,6 +1,6 @@
 """Find out in which layers of a model the samples of a row mix."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,9 +34,7 @@ class _Call:
     values: tuple[torch.Tensor, torch.Tensor]
 
 
-def explain_mixing(
-    model: nn.Module, samples: Sequence[torch.Tensor], row: Mapping[str, Any]
-) -> UserText:
+def explain_mixing(model: nn.Module, samples: Sequence[torch.Tensor], row: Any) -> UserText:
     """Return why a model computes samples in one row differently from separate samples.
 
     Args:
@@ -70,7 +68,7 @@ def explain_mixing(
     return UserText("a token depends on the samples before its own", code="model-mixes-samples")
 
 
-def _calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[_Call]:
+def _calls(model: nn.Module, inputs: Any) -> list[_Call]:
     """Return the calls of modules with rows of tokens during a forward pass, in the order in which
     they ended."""
     tokens = inputs["input_ids"].shape[1]

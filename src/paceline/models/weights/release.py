@@ -157,7 +157,7 @@ def release_of(name: str) -> QuantizedRelease | None:
     )
 
 
-def _quantization(content: JsonObject) -> Mapping[str, Any] | None:
+def _quantization(content: JsonObject) -> Any:
     """Return the part of a config.json that describes quantized weights, or None."""
     for fields in (content, content.get("text_config")):
         if isinstance(fields, Mapping):
