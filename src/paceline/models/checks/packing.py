@@ -265,9 +265,7 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def _agrees(
-    model: Any, expected: torch.Tensor, inputs: dict[str, Any], is_fused: bool = False
-) -> bool:
+def _agrees(model: Any, expected: torch.Tensor, inputs: Any, is_fused: bool = False) -> bool:
     try:
         result = model(**inputs).logits
     except ROW_ERRORS:

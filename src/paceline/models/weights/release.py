@@ -172,7 +172,7 @@ def _sizes(block: object) -> tuple[int, int] | None:
     return (int(block[0]), int(block[1])) if is_pair else None  # type: ignore[index]
 
 
-def _compression_limit(content: Mapping[str, Any]) -> str | None:
+def _compression_limit(content: Any) -> str | None:
     """Return why the weights of compressed-tensors are not plain 8-bit floating-point numbers with
     scales, or None if they are."""
     groups = content.get("config_groups")
