@@ -11,6 +11,7 @@ from vision_models import make_model
 
 from paceline.config.schema import Config
 from paceline.distributed.torch_compat import storage_id
+from paceline.planner.api import make_plan
 from paceline.planner.model_profile import describe
 from paceline.tasks import load_task
 
@@ -68,3 +69,11 @@ def run_with_values(config: Config) -> tuple[int, int]:
         stored_bytes = sum(storage.nbytes() for storage in stored.values())
         loss.backward()
     return stored_bytes, counter.get_total_flops()
+
+
+def test_plan_lists_the_modes_that_vision_towers_do_not_support(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "llava", is_frozen=True)
+    report = make_plan(config, world_size=2, device="H100-SXM").as_dict()
+    refused = {mode["mode"]: mode["reason"] for mode in report["modes"] if not mode["fits"]}
+    assert set(refused) >= {"tensor", "pipeline"}
+    assert "vision-language model" in refused["tensor"]

@@ -15,6 +15,7 @@ from paceline.models.shape.adapter_memory import merged_experts
 from paceline.models.shape.block_memory import FLOAT32_BYTES
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Cost, Workload
+from paceline.parallel.limits.images import check_vision_language
 from paceline.parallel.registry import ParallelLayout, check_strategy, estimate_cost
 from paceline.parallel.registry import layout as make_layout
 from paceline.planner.machine.hardware import Machine
@@ -194,6 +195,7 @@ def estimate(
     work = workload(config, profile, batch, layout, machine.is_cpu)
     try:
         check_strategy(layout.strategy, config, layout.axes, installed=False)
+        check_vision_language(config, layout.axes)
         _check_divisible(layout, config, profile)
         cost = estimate_cost(layout.strategy, profile.shape, layout.axes, work, config)
     except ConfigError as error:

@@ -40,6 +40,7 @@ from paceline.launch.fork_server import start_fork_server
 from paceline.launch.passes.draft import Draft, Host
 from paceline.observe.report.certificate import BoundsReport, Certificate, ModeCertificate
 from paceline.observe.report.html import render_certificate, write_reports
+from paceline.parallel.limits.images import check_vision_language
 from paceline.parallel.registry import OTHER_TRAINING, check_strategy, get_spec
 from paceline.tasks import load_task
 from paceline.train.run_spec import RunSpec
@@ -234,8 +235,6 @@ def _split(requested: str | None) -> set[str]:
 
 
 def _check_mode(mode: VerifyMode, config: Config) -> None:
-    from paceline.launch.passes.layout import check_vision_language
-
     config = config.model_copy(update={"parallel": mode.parallel})
     check_vision_language(config, mode.layout.axes)
     load_task(config).check()  # a task may not support a mode

@@ -14,11 +14,10 @@ from paceline.core.errors import ConfigError
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.run_dir import RunDir
 from paceline.core.texts import UserText
-from paceline.distributed.mesh import ParallelDims
 from paceline.launch.passes.data import read_data_early
 from paceline.launch.passes.draft import Draft, known
-from paceline.models.kinds import reads_images
 from paceline.parallel.capabilities import Placement
+from paceline.parallel.limits.images import check_vision_language
 from paceline.parallel.registry import (
     ParallelLayout,
     check_placement,
@@ -153,18 +152,3 @@ def kept_settings(config: Config) -> Settings:
         if name not in now.model_fields_set and is_chosen and value != getattr(now, name):
             kept[key] = value
     return kept
-
-
-def check_vision_language(config: Config, dims: ParallelDims) -> None:
-    """Raise ConfigError if a vision-language model would be divided in a way that vision towers do
-    not support."""
-    names = [name for name in ("tensor", "pipeline") if getattr(dims, name) > 1]
-    if names and reads_images(config):
-        setting = f"`parallel.{names[0]}: {getattr(dims, names[0])}`"
-        raise ConfigError(
-            "{setting} is not supported with the vision-language model `{model}`",
-            code="vision-language-layout",
-            fix="set `parallel.mode: ddp`, `zero1`, `zero2` or `zero3`",
-            setting=setting,
-            model=config.model,
-        )
