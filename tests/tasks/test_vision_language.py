@@ -344,8 +344,8 @@ def test_batches_without_images_give_gradients_to_every_part(
     ("keys", "error"),
     [
         (
-            {"evaluation": {"metrics": ["bleu"]}},
-            ("setting-with-vision-language", "evaluation.metrics"),
+            {"train_args": {"torch_compile": True}},
+            ("setting-with-vision-language", "torch_compile"),
         ),
         ({"tokenizer": "builtin:qwen2-micro"}, ("setting-with-vision-language", "tokenizer")),
     ],

@@ -52,7 +52,12 @@ def test_shows_a_run_from_start_to_end(serve, tmp_path):
     weights = pytest.approx(run["model_info"]["parameters"] * 4, rel=0.01)
     assert [rank["parameters"] for rank in run["memory"]] == [weights, weights]
     assert run["samples"]
-    assert run["has"] == {"report_html": True, "model": True, "config": True}
+    assert run["has"] == {
+        "report_html": True,
+        "model": True,
+        "image_processor": False,
+        "config": True,
+    }
     series = served.get(f"/api/runs/{id}/series")
     assert series["step"] == list(range(1, 9))
     assert series["series"]["loss"]["mean"][0] == pytest.approx(
