@@ -1,5 +1,5 @@
-"""Weights of the base model that transformers does not load, and the rest of a vision-language model
-that was trained as text: in trained models and in exports."""
+"""Weights of the base model that transformers does not load, and the rest of a vision-language
+model that was trained as text: in trained models and in exports."""
 
 import json
 import shutil
@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from adapter_families import make_family
+from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
+from quantized_releases import make_release
 from raised import raises_error
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -86,9 +88,7 @@ def write_adapter(base: Path, run: Path) -> None:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(base)
     settings = LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)
-    get_peft_model(model, settings).save_pretrained(
-        str(run / "model"), save_embedding_layers=False
-    )
+    get_peft_model(model, settings).save_pretrained(str(run / "model"), save_embedding_layers=False)
     copy_tokenizer(resolve_model("builtin:qwen2-micro"), run / "model")
 
 
@@ -176,7 +176,9 @@ def test_model_without_dropped_tensors_stays_one_file(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "model").glob("*.safetensors*")] == [
         "model.safetensors"
     ]
-    assert not [name for name in tensors(tmp_path / "model") if name.endswith(("attn.bias", "_bias"))]
+    assert not [
+        name for name in tensors(tmp_path / "model") if name.endswith((".attn.bias", "_bias"))
+    ]
 
 
 def test_pickled_base_keeps_its_dropped_tensors(tmp_path: Path) -> None:
@@ -187,6 +189,18 @@ def test_pickled_base_keeps_its_dropped_tensors(tmp_path: Path) -> None:
     save_trained_model(tmp_path / "base", tmp_path / "model")
     saved = tensors(tmp_path / "model")
     assert all(same_bytes(saved[name], values) for name, values in dropped.items())
+
+
+def test_base_of_the_hub_is_read_from_the_cache(tmp_path: Path) -> None:
+    repository = Path(constants.HF_HUB_CACHE) / "models--paceline--base-weights"
+    dropped = make_base(repository / "snapshots" / "abc", "qwen3_next", sharded=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    model = load_pretrained(AutoModelForCausalLM, "paceline/base-weights", dtype=torch.float32)
+    save_language_model(model, None, tmp_path, "paceline/base-weights")
+    saved = tensors(tmp_path)
+    assert all(same_bytes(saved[name], values) for name, values in dropped.items())
+    assert (tmp_path / "LICENSE.txt").is_file()
 
 
 # -- vision-language models that were trained as text
@@ -223,15 +237,16 @@ def test_adapters_on_a_text_part_are_merged_into_the_whole_model(tmp_path: Path)
         f"model: {base}\ndataset: builtin:python-docs\noutput_dir: {tmp_path}\n"
         "vision: {text_only: true}\nlora: {enable: true}\n"
     )
-    expected = some_logits(load_model(tmp_path)[0])
-    exported = export(tmp_path, merge=True, output=str(tmp_path / "out" / "merged")).path
+    expected = some_logits(load_model(tmp_path, "float32")[0])
+    output = str(tmp_path / "out" / "merged")
+    exported = export(tmp_path, merge=True, output=output, dtype="float32").path
     whole, info = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     torch.testing.assert_close(some_logits(whole), expected, rtol=1e-4, atol=1e-4)
     saved, stored = tensors(exported), tensors(base)
     assert saved.keys() == stored.keys()
-    changed = {name for name in saved if not same_bytes(saved[name], stored[name])}
+    changed = {name for name in saved if not same_bytes(saved[name], stored[name].float())}
     assert changed
     assert all(name.endswith("self_attn.o_proj.weight") for name in changed)
 
@@ -263,9 +278,7 @@ def test_merge_without_the_file_of_dropped_tensors_needs_permission(
     saved = tensors(tmp_path / "exported")
     assert saved.keys() == tensors(tmp_path / "base").keys() - CONSTANTS.keys()
     assert not saved.keys() & dropped.keys()
-    info = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "exported", output_loading_info=True
-    )[1]
+    info = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)[1]
     assert not info["missing_keys"]
 
 
@@ -288,7 +301,7 @@ def test_run_whose_base_disappears_saves_its_model(
     (run / "model").mkdir(parents=True)
     tokenizer = resolve_model("builtin:qwen2-micro")
     save_language_model(model, tokenizer, run / "model", str(tmp_path / "base"))
-    assert [record.msg.code for record in caplog.records if record.levelname == "WARNING"] == [
+    assert [r.msg.code for r in caplog.records if r.name.startswith("paceline")] == [
         "base-weights-not-saved"
     ]
     (run / "config.yaml").write_text(
@@ -303,3 +316,27 @@ def test_run_whose_base_disappears_saves_its_model(
     assert main(["export", str(run), "--output", str(run / "b")]) == 0
     saved = tensors(run / "b")
     assert all(same_bytes(saved[name], values) for name, values in dropped.items())
+
+
+# -- quantized releases
+def test_dropped_weights_of_a_release_are_dequantized(tmp_path: Path) -> None:
+    release, _ = make_release("qwen3", tmp_path)
+    stored = load_file(release / "model.safetensors")
+    numbers = torch.randn(32, 32).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 2)
+    added = {
+        "mtp.fc.weight": numbers,
+        "mtp.fc.weight_scale_inv": scales,
+        "mtp.norm.weight": torch.randn(32).bfloat16(),
+    }
+    save_file(stored | added, release / "model.safetensors", {"format": "pt"})
+    save_trained_model(release, tmp_path / "model")
+    saved = tensors(tmp_path / "model")
+    assert {name for name in saved if name.startswith("mtp")} == {
+        "mtp.fc.weight",
+        "mtp.norm.weight",
+    }
+    assert same_bytes(saved["mtp.norm.weight"], added["mtp.norm.weight"])
+    expected = numbers.float() * scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    assert same_bytes(saved["mtp.fc.weight"], expected)
+    assert "quantization_config" not in json.loads((tmp_path / "model/config.json").read_text())

@@ -161,7 +161,7 @@ def _write(
             final=final,
             reason=reason_of(error),
         ) from error
-    except RunError:
+    except BaseException:
         shutil.rmtree(staging_dir, ignore_errors=True)
         raise
     return comparison

@@ -147,8 +147,8 @@ def open_base(name: str) -> BaseCheckpoint:
         raise ConfigError(
             "the files of the base model {model} are not complete: {reason}",
             code="base-files-missing",
-            fix="restore the model's files; `--allow-missing` exports the weights that the run has"
-            " trained without the others of the base model",
+            fix="restore the model's files; if only weights are gone that the trained model does"
+            " not use, `paceline export --allow-missing` writes it without them",
             model=name,
             reason=first_line(error),
         ) from error

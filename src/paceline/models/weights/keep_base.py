@@ -100,7 +100,7 @@ def _write_config(base: BaseCheckpoint, folder: Path) -> None:
     content: dict[str, Any] = {
         key: value for key, value in base.content.items() if key not in (*KEYS, "torch_dtype")
     }
-    before = CONFIG_MAPPING[content["model_type"]].from_dict(dict(content)).get_text_config()
+    before = CONFIG_MAPPING[str(content["model_type"])].from_dict(dict(content)).get_text_config()
     # New tokens have changed the former; adapters may have untied the embeddings.
     if content.get("vocab_size") == before.vocab_size:
         content["vocab_size"] = text["vocab_size"]
