@@ -48,7 +48,7 @@ class NameMatch:
 
     Args:
         used: names in the model, by names in the files.
-        unused: names of the other tensors, without those of the model's constants.
+        unused: names of the other tensors, except for constants of the model.
         conversions: conversions of transformers with which ``save_pretrained`` writes the names of
             the files.
     """

@@ -86,7 +86,7 @@ def _is_part(model: Any, base: BaseCheckpoint) -> bool:
     """Return whether a model is the language model of a model of another type."""
     from transformers import CONFIG_MAPPING
 
-    kind = base.content.get("model_type")
+    kind = str(base.content.get("model_type"))
     if kind not in CONFIG_MAPPING or kind == model.config.model_type:
         return False
     return CONFIG_MAPPING[kind].sub_configs.get("text_config") is type(model.config)
