@@ -32,6 +32,10 @@ def add_arguments(parser: OptionParser) -> None:
         "upload the model with a model card to this repository of the Hugging Face hub:"
         " model/ as it is, or with --merge the merged model",
     )
+    parser.add_flag(
+        "--allow-missing",
+        "also write the model if weights of the base model that it does not use are gone",
+    )
     parser.add_flag("--private", "make a new repository private; with --push")
     parser.example = "paceline export output/demo --merge --output merged"
 
@@ -54,7 +58,13 @@ def run(args: Namespace) -> int:
             check_repository(args.push, f"`--push {args.push}`")
         folder = None
         if args.push is None or args.merge or args.output is not None:
-            exported = export(args.run_dir, merge=args.merge, output=args.output, dtype=args.dtype)
+            exported = export(
+                args.run_dir,
+                merge=args.merge,
+                output=args.output,
+                dtype=args.dtype,
+                allow_missing=args.allow_missing,
+            )
             folder, comparison = exported.path, exported.comparison
             result["path"] = str(folder)
             if comparison is not None:

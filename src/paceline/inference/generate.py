@@ -70,17 +70,23 @@ def _processor(folder: Path) -> ImageProcessor:
     """Return the processor of a vision-language model with the settings of its training."""
     from paceline.data.vision_language.images import load_processor
 
-    config = _run_config(folder)
+    config = run_config(folder)
     if config is None:
         return load_processor(folder, None, False)
     return load_processor(folder, config.vision.max_pixels, config.trust_remote_code)
 
 
-def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
+def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tuple[Any, Any]:
     """Return (model in eval mode on the CPU, tokenizer), with adapters on their base model.
 
     Optional packages that the config of the run does not use are hidden from this process, because
     they take long to import and print messages.
+
+    Args:
+        part: folder with the files of the base model that are still there, for adapters.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or ``part`` lacks some of its weights.
     """
     import transformers
     from transformers.utils import logging
@@ -93,9 +99,9 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
     folder = model_folder(run)
     kind = saved_kind(folder)
-    run_config = _run_config(folder)
-    if run_config is not None:
-        hide_packages(unused_packages(run_config))
+    config = run_config(folder)
+    if config is not None:
+        hide_packages(unused_packages(config))
     if (folder / "config.json").is_file() and (original := qwen_folder(str(folder))) is not None:
         folder = converted_folder(original)
     base = folder
@@ -103,7 +109,10 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
         base = Path(
             json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
         )
-    is_rounded = base != folder and run_config is not None and run_config.lora.quantize != "none"
+    name = str(base)
+    if part is not None and base != folder:
+        base = part
+    is_rounded = base != folder and config is not None and config.lora.quantize != "none"
     try:
         model: Any = load_pretrained(
             getattr(transformers, kind.auto_class),
@@ -113,6 +122,8 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
             **kind.settings,
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+        if part is not None:
+            _check_complete(model, name)
     except (OSError, ValueError) as error:
         raise ConfigError(
             "the model in {folder} cannot be loaded as a {kind}: {reason}",
@@ -124,8 +135,8 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
             base=base,
         ) from error
     if base != folder:
-        if run_config is not None:
-            _round_base(model, run_config, dtype)
+        if config is not None:
+            _round_base(model, config, dtype)
         from peft import PeftModel
 
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
@@ -138,7 +149,24 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def _run_config(folder: Path) -> Config | None:
+def _check_complete(model: Any, name: str) -> None:
+    """Raise ConfigError if weights of a model were not in its files."""
+    from paceline.models.weights.load import is_from_files
+
+    absent = [key for key, value in model.named_parameters() if not is_from_files(value)]
+    if absent:
+        raise ConfigError(
+            "files of the base model {model} are gone that store {num_weights} of the weights that"
+            " are used: {examples}",
+            code="base-weights-gone",
+            fix="restore the model's files",
+            model=name,
+            num_weights=len(absent),
+            examples=", ".join(absent[:3]),
+        )
+
+
+def run_config(folder: Path) -> Config | None:
     """Return the config of the run that has written the model folder, or None if it was not one."""
     from paceline.config.load import load_config
 

@@ -62,8 +62,9 @@ def kind_of(config: Config) -> ModelKind:
 
 
 def has_image_processor(folder: Path) -> bool:
-    """Return whether a folder has the files of a vision-language model's processor."""
-    return any(folder.glob("*processor_config.json"))
+    """Return whether a folder has a vision-language model that reads images, with the files of its
+    processor."""
+    return any(folder.glob("*processor_config.json")) and not _was_trained_as_text(folder)
 
 
 def text_classifier(settings: HeadSettings, has_new_head: bool) -> ModelKind:

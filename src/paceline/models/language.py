@@ -321,9 +321,16 @@ def add_stop_tokens(model: Any, tokens: Iterable[int]) -> None:
         settings.eos_token_id = ends[0] if len(ends) == 1 else ends
 
 
-def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) -> None:
+def save_language_model(
+    model: Any, tokenizer_path: str | None, folder: Path, base: str | None = None
+) -> None:
     """Write weights, config, settings of generation and tokenizer in the format that
-    ``transformers`` (or, with adapters, ``peft``) loads."""
+    ``transformers`` (or, with adapters, ``peft``) loads.
+
+    Args:
+        base: model that it was trained from, whose other weights are written as well; None for a
+            model that has another head.
+    """
     use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = True
     try:
@@ -337,8 +344,12 @@ def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) ->
                 model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
             if (settings := getattr(base_model(model), "generation_config", None)) is not None:
                 settings.to_json_file(folder / "generation_config.json")
-        else:
+        elif base is None:
             model.save_pretrained(str(folder))
+        else:
+            from paceline.models.weights.keep_base import save_trained
+
+            save_trained(model, folder, str(Path(resolve_model(base)).expanduser()))
     finally:
         model.config.use_cache = use_cache
     if tokenizer_path is not None:

@@ -5,7 +5,8 @@ ConfigError with the supported range.
 """
 
 import inspect
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -37,16 +38,77 @@ def load_generation_config(model: Any, name: str, trust_remote_code: bool) -> No
     }
     load = getattr(model, "adjust_generation_fn", None)
     if load is None or not _accepts(load, arguments.keys()):
-        raise ConfigError(
-            "transformers {version} has no `adjust_generation_fn` with the arguments that Paceline"
-            " passes",
-            code="changed-in-transformers",
-            allowed=SUPPORTED,
-            fix="run `pip install '{supported}'`",
-            version=version("transformers"),
-            supported=SUPPORTED,
-        )
+        raise _changed("adjust_generation_fn")
     load(**arguments)
+
+
+@dataclass(frozen=True)
+class NameMatch:
+    """Which tensors of a model's files are weights of a model.
+
+    Args:
+        used: names in the model, by names in the files.
+        unused: names of the other tensors, except for constants of the model.
+        conversions: conversions of transformers with which ``save_pretrained`` writes the names of
+            the files.
+    """
+
+    used: dict[str, str]
+    unused: list[str]
+    conversions: list[Any]
+
+
+def match_names(model: Any, names: Iterable[str]) -> NameMatch:
+    """Match the names of tensors in files to a model's weights, as ``from_pretrained`` does.
+
+    Raises:
+        ConfigError: this transformers has no functions for it.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            PrefixChange,
+            WeightConverter,
+            WeightRenaming,
+            rename_source_key,
+        )
+    except ImportError:
+        raise _changed("rename_source_key") from None
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    weights = model.state_dict()
+    constants = {name for name, _ in model.named_buffers()}
+    prefix = model.base_model_prefix
+    used: dict[str, str] = {}
+    unused: list[str] = []
+    removed: set[str] = set()
+    for name in names:
+        full, _ = rename_source_key(name, renamings, converters)
+        found, _ = rename_source_key(name, renamings, converters, prefix, weights)
+        if found not in weights and name in weights:
+            full, found = name, rename_source_key(name, [], [], prefix, weights)[0]
+        if found in weights:
+            used[name] = found
+            removed.add(full.removesuffix(found).removesuffix("."))
+        elif found not in constants:
+            unused.append(name)
+    applied = [entry for entry in conversions if entry.was_used()]
+    if len(removed) == 1 and (common := removed.pop()):  # the model is a part of the files' model
+        applied.append(PrefixChange(prefix_to_remove=common))
+    return NameMatch(used, unused, applied)
+
+
+def _changed(name: str) -> ConfigError:
+    return ConfigError(
+        "transformers {version} has no `{function}` with the arguments that Paceline passes",
+        code="changed-in-transformers",
+        allowed=SUPPORTED,
+        fix="run `pip install '{supported}'`",
+        version=version("transformers"),
+        function=name,
+        supported=SUPPORTED,
+    )
 
 
 def cache_argument(model: Any) -> str:

@@ -341,7 +341,7 @@ class LanguageTask(Task):
         tokenizer = None if self.prepared is None else self.prepared.handle.tokenizer_path
         if tokenizer is not None:
             language.add_stop_tokens(model, self._stop_tokens(Path(tokenizer)))
-        language.save_language_model(model, tokenizer, folder)
+        language.save_language_model(model, tokenizer, folder, self.config.model)
         if tokenizer is not None:
             save_template(self.config, folder)
 

@@ -173,12 +173,12 @@ def _dequantizing(
     for name, (numbers, scales) in release.stored_weights(read_entries(files)).items():
         read = readers[numbers]
         if scales is not None:
-            read = partial(_read_quantized, release, numbers, read, readers[scales])
+            read = partial(read_quantized, release, numbers, read, readers[scales])
         result[name] = read
     return result
 
 
-def _read_quantized(
+def read_quantized(
     release: QuantizedRelease,
     name: str,
     numbers: Callable[[], torch.Tensor],
