@@ -61,12 +61,6 @@ def kind_of(config: Config) -> ModelKind:
     return VISION_LANGUAGE if reads_images(config) else LANGUAGE
 
 
-def has_image_processor(folder: Path) -> bool:
-    """Return whether a folder has a vision-language model that reads images, with the files of its
-    processor."""
-    return any(folder.glob("*processor_config.json")) and not _was_trained_as_text(folder)
-
-
 def text_classifier(settings: HeadSettings, has_new_head: bool) -> ModelKind:
     """Return the kind of a text classifier. ``settings`` has the names of its classes."""
     return ModelKind(f"AutoModel{_CLASSIFIER}", "text classifier", settings, has_new_head)

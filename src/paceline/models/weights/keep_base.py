@@ -96,8 +96,8 @@ def _write_config(base: BaseCheckpoint, folder: Path) -> None:
     """Replace the config.json of a language model by the base model's, with the former inside."""
     from transformers import CONFIG_MAPPING
 
-    text: dict[str, Any] = read_object(folder / "config.json") or {}
-    content: dict[str, Any] = {
+    text = read_object(folder / "config.json") or {}
+    content = {
         key: value for key, value in base.content.items() if key not in (*KEYS, "torch_dtype")
     }
     before = CONFIG_MAPPING[str(content["model_type"])].from_dict(dict(content)).get_text_config()

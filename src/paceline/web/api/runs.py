@@ -13,7 +13,6 @@ from starlette.responses import PlainTextResponse, Response
 from paceline.core.errors import ConfigError
 from paceline.core.events import Event
 from paceline.core.formatting import clean, finite
-from paceline.models.kinds import has_image_processor
 from paceline.web.api.machine import machine
 from paceline.web.files import JSONObject, as_object, read_inside, tail_inside
 from paceline.web.jobs.runs import OUTPUT
@@ -95,7 +94,7 @@ def run(panel: Panel, id: str) -> StrictJSONResponse:
             "has": {
                 "report_html": read_inside(run.run_dir.report_html, 1) is not None,
                 "model": run.run_dir.model.is_dir(),
-                "image_processor": has_image_processor(run.run_dir.model),
+                "image_processor": _reads_images(run, start.get("config")),
                 "config": read_inside(run.run_dir.config, 1) is not None,
             },
             "folder": str(run.root),
@@ -108,6 +107,16 @@ def run(panel: Panel, id: str) -> StrictJSONResponse:
             "exact": exact,
         }
     )
+
+
+def _reads_images(run: Run, config: object) -> bool:
+    """Return whether the trained model reads images. It has the files of its processor also if it
+    was trained as a causal language model."""
+    has_processor = any(run.run_dir.model.glob("*processor_config.json"))
+    settings = as_object(config) if isinstance(config, Mapping) else {}
+    vision = settings.get("vision")
+    is_text_only = isinstance(vision, Mapping) and vision.get("text_only") is True
+    return has_processor and settings.get("task") in (None, "sft") and not is_text_only
 
 
 def _shell(run: Run, cwd: object, folder: object) -> dict[str, str]:
