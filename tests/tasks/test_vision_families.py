@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from torchvision_server import TorchvisionServer
-from vision_checks import check_batch_and_loss, check_parts
+from vision_checks import check_batch_and_loss, check_packed_rows, check_parts
 from vision_models import TINY
 
 from paceline.models.vision.types import TESTED_TYPES
@@ -25,7 +25,7 @@ def test_every_tested_type_has_a_tiny_model() -> None:
     assert set(TINY) == TESTED_TYPES
 
 
-@pytest.mark.parametrize("check", [check_batch_and_loss, check_parts])
+@pytest.mark.parametrize("check", [check_batch_and_loss, check_parts, check_packed_rows])
 @pytest.mark.parametrize("family", TINY)
 def test_family(family: str, check: Check, server: TorchvisionServer, tmp_path: Path) -> None:
     if TINY[family].needs_torchvision:

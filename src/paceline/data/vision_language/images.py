@@ -181,12 +181,20 @@ class ImageProcessor:
 
     def blank_sample(self) -> ImageTextSample:
         """Return a sample with a small black image and without label tokens."""
-        processed = self.processor(text=[self.placeholder], images=[[_blank()]])
+        return self.sample(self.placeholder, [_blank()])
+
+    def sample(self, text: str, images: list[Any]) -> ImageTextSample:
+        """Return a sample without label tokens.
+
+        Args:
+            text: text with a placeholder for each image.
+        """
+        processed = self.processor(text=[text], images=[images])
         tokens = np.array(processed["input_ids"][0], dtype=np.int32)
         return {
             "input_ids": tokens,
             "labels_mask": np.zeros(len(tokens), dtype=np.bool_),
-            "pixels": self._inputs_for([_blank()]),
+            "pixels": self._inputs_for(images),
         }
 
     def _read(self, source: Blob) -> Any:
