@@ -170,7 +170,7 @@ def check_parts(family: str, folder: str) -> None:
 
 
 #: What the notice says of the families whose samples with images do not share a row.
-PADDED = {"llama4": "chunks"}
+PADDED = {"llama4": "attention in chunks", "gemma3": "in both directions"}
 
 
 def check_packed_rows(family: str, folder: str) -> None:
@@ -183,7 +183,7 @@ def check_packed_rows(family: str, folder: str) -> None:
         prepare(model_folder, data, vision=TRAINS_ALL, train_args=each) for each in (args, {})
     )
     model = packed.build_model()
-    notices = dict((text.code, str(text)) for _, text in packed.setup(model))
+    notices = {text.code: str(text) for _, text in packed.setup(model)}
     reference = padded.build_model()
     padded.setup(reference)
     reference.load_state_dict(model.state_dict())
@@ -193,7 +193,6 @@ def check_packed_rows(family: str, folder: str) -> None:
         assert not packed.packed
         return
     assert "packing-checked" in notices, notices
-    print(family, packed._passes_segments)
     for numbers in ((0, 1, 2), (1, 0, 2), (2, 1), (1, 1), (0, 0, 1, 2, 2)):
         samples = [train[number] for number in numbers]
         batches: list[Any] = [task.collate(samples) for task in (packed, padded)]

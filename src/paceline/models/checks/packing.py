@@ -223,8 +223,32 @@ class _Check:
                 return PackingChoice("segments", reason, None, kinds, in_kernels)
         if self._agrees(alone, with_segments=False):
             return PackingChoice("positions", _OWN_ATTENTION)
-        mixing = explain_mixing(self.base, self.row.samples, self.row.row)
-        return PackingChoice("none", _OWN_ATTENTION, mixing)
+        return PackingChoice("none", _OWN_ATTENTION, self._explain())
+
+    def _explain(self) -> UserText:
+        """Return why samples cannot share a row."""
+        row = dict(self.row.row)
+        kinds = {
+            name: torch.zeros_like(value)
+            for name, value in row.items()
+            if name.endswith("token_type_ids") and value.any()
+        }
+        if kinds and self._depends_on(row, kinds):
+            # Positions are given, so only the mask depends on the kinds of the tokens.
+            return UserText(
+                "tokens of an image attend to each other in both directions, and its mask does not"
+                " do this in a row of several samples",
+                code="images-attend-both-ways",
+            )
+        return explain_mixing(self.base, self.row.samples, row)
+
+    def _depends_on(self, row: Mapping[str, Any], changed: Mapping[str, Any]) -> bool:
+        """Return whether the logits of a row change with some of the model's arguments."""
+        try:
+            before, after = (self.model(**{**row, **each}).logits.float() for each in ({}, changed))
+        except ROW_ERRORS:
+            return False
+        return not rows_agree(after, [before])
 
     def _attention(self, alone: torch.Tensor, in_kernels: bool) -> str | None:
         """Install an attention with which samples share a row, and return why it was chosen; None
