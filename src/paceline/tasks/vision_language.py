@@ -263,6 +263,11 @@ class VisionLanguageTask(LanguageTask):
             for name, value in inputs.items()
         }
 
+    def prepare_trial(self, model: Any) -> None:
+        if self.packed:
+            self._positions = image_positions(model)
+            self._choose_rows(self._choose_packing(model))
+
     def trial_loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Run the vision tower and the language model one after the other: models read values where
         they put the features of images into the text."""

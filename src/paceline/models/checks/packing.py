@@ -231,7 +231,7 @@ class _Check:
         kinds = {
             name: torch.zeros_like(value)
             for name, value in row.items()
-            if name.endswith("token_type_ids") and value.any()
+            if name.endswith("token_type_ids")
         }
         if kinds and self._depends_on(row, kinds):
             # Positions are given, so only the mask depends on the kinds of the tokens.
