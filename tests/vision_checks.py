@@ -202,6 +202,18 @@ def check_packed_rows(family: str, folder: str) -> None:
         compare_losses((packed, padded), (model, reference), batches)
 
 
+def check_images_that_attend_both_ways(folder: str) -> None:
+    """In some models of a family, tokens of an image attend in both directions: rows are padded."""
+    model_folder = make_model(Path(folder) / "gemma4", "gemma4")
+    settings = json.loads((model_folder / "config.json").read_text())
+    settings["text_config"]["use_bidirectional_attention"] = "vision"
+    (model_folder / "config.json").write_text(json.dumps(settings))
+    args = {"packing": "auto"}
+    task = prepare(model_folder, write_chats(Path(folder) / "data"), train_args=args)
+    notices = {text.code: str(text) for _, text in task.setup(task.build_model())}
+    assert "in both directions" in notices["packing-off"]
+
+
 def compare_losses(tasks: Any, models: Any, batches: Any) -> None:
     losses = []
     for task, model, batch in zip(tasks, models, batches, strict=True):

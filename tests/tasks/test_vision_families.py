@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 from torchvision_server import TorchvisionServer
-from vision_checks import check_batch_and_loss, check_packed_rows, check_parts
+from vision_checks import (
+    check_batch_and_loss,
+    check_images_that_attend_both_ways,
+    check_packed_rows,
+    check_parts,
+)
 from vision_models import TINY
 
 from paceline.models.vision.types import TESTED_TYPES
@@ -32,3 +37,7 @@ def test_family(family: str, check: Check, server: TorchvisionServer, tmp_path: 
         server.call(check, family, tmp_path)
     else:
         check(family, tmp_path)
+
+
+def test_images_that_attend_both_ways(server: TorchvisionServer, tmp_path: Path) -> None:
+    server.call(check_images_that_attend_both_ways, tmp_path)

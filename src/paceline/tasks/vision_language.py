@@ -168,10 +168,8 @@ class VisionLanguageTask(LanguageTask):
         def inputs(batch: TokenBatch, ids: np.ndarray) -> dict[str, Any]:
             result = {**self._inputs(batch)}
             if self.picks_logits:
-                texts = [
-                    index for index in range(len(ids)) if not processor.has_image_tokens(ids[index])
-                ]
-                result["logits_to_keep"] = torch.tensor(texts)
+                texts = np.flatnonzero(~processor.are_of_images(ids))
+                result["logits_to_keep"] = torch.from_numpy(texts)
             return result
 
         def moved(value: dict[str, Any]) -> dict[str, Any]:

@@ -155,8 +155,12 @@ class ImageProcessor:
 
     def has_image_tokens(self, ids: np.ndarray) -> bool:
         """Return whether some of the tokens stand for images."""
+        return bool(self.are_of_images(ids).any())
+
+    def are_of_images(self, ids: np.ndarray) -> np.ndarray:
+        """Return whether each token stands for an image, bool [tokens]."""
         tokens = getattr(self.processor, "image_token_ids", None) or [self.processor.image_token_id]
-        return bool(np.isin(ids, [token for token in tokens if token is not None]).any())
+        return np.isin(ids, [token for token in tokens if token is not None])
 
     def token_types(self, ids: np.ndarray) -> np.ndarray:
         """Return the kind of each token of a sample, int64 [tokens]: 0 for text, 1 for images."""
