@@ -96,7 +96,9 @@ def identity_of(row: Mapping[str, Any]) -> str:
     digest = hashlib.sha256()
     for tensor in find_tensors(dict(row)):
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(
+            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()
 
 

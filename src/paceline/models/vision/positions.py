@@ -51,7 +51,7 @@ class ImagePositions:
 def image_positions(model: Any) -> ImagePositions | None:
     """Return how a model computes the positions of the tokens of images, or None if it numbers all
     tokens alike."""
-    inner = getattr(base_model(model), "model", None)
+    inner: Any = getattr(base_model(model), "model", None)
     function = getattr(type(inner), "get_rope_index", None)
     if function is None:
         return None
