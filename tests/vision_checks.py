@@ -44,7 +44,8 @@ def write_chats(folder: Path) -> Path:
 
 
 def prepare(model: Path, data: Path, **keys: Any) -> VisionLanguageTask:
-    args = {"max_length": 400, "loss_chunk_size": 3, **keys.pop("train_args", {})}
+    args = {"max_length": 400, "loss_chunk_size": 3, "packing": False}
+    args |= keys.pop("train_args", {})
     task = load_task(
         Config.model_validate(
             {"model": str(model), "dataset": str(data), "train_args": args, **keys}
@@ -166,3 +167,66 @@ def check_parts(family: str, folder: str) -> None:
         if value.grad is not None:
             limit = 1e-5 * max(1.0, value.grad.abs().max().item())
             torch.testing.assert_close(apart[name], value.grad, rtol=1e-4, atol=limit, msg=name)
+
+
+#: What the notice says of the families whose samples with images do not share a row.
+PADDED = {"llama4": "attention in chunks", "gemma3": "in both directions"}
+
+
+def check_packed_rows(family: str, folder: str) -> None:
+    """Samples with images share a row, with the loss and the gradients of padded rows; or rows are
+    padded, with the reason."""
+    model_folder = make_model(Path(folder) / family, family)
+    data = write_chats(Path(folder) / "data")
+    args: dict[str, Any] = {"packing": "auto"}
+    packed, padded = (
+        prepare(model_folder, data, vision=TRAINS_ALL, train_args=each) for each in (args, {})
+    )
+    model = packed.build_model()
+    notices = {text.code: str(text) for _, text in packed.setup(model)}
+    reference = padded.build_model()
+    padded.setup(reference)
+    reference.load_state_dict(model.state_dict())
+    train = packed.build_datasets()[0]
+    if family in PADDED:
+        assert PADDED[family] in notices["packing-off"]
+        assert not packed.packed
+        return
+    assert "packing-checked" in notices, notices
+    for numbers in ((0, 1, 2), (1, 0, 2), (2, 1), (1, 1), (0, 0, 1, 2, 2)):
+        samples = [train[number] for number in numbers]
+        batches: list[Any] = [task.collate(samples) for task in (packed, padded)]
+        assert len(batches[0]["input_ids"]) == 1
+        assert batches[0]["num_tokens"] == batches[1]["num_tokens"]
+        assert "attention_mask" not in batches[0]
+        compare_losses((packed, padded), (model, reference), batches)
+
+
+def check_images_that_attend_both_ways(folder: str) -> None:
+    """In some models of a family, tokens of an image attend in both directions: rows are padded."""
+    model_folder = make_model(Path(folder) / "gemma4", "gemma4")
+    settings = json.loads((model_folder / "config.json").read_text())
+    settings["text_config"]["use_bidirectional_attention"] = "vision"
+    (model_folder / "config.json").write_text(json.dumps(settings))
+    args = {"packing": "auto"}
+    task = prepare(model_folder, write_chats(Path(folder) / "data"), train_args=args)
+    notices = {text.code: str(text) for _, text in task.setup(task.build_model())}
+    assert "in both directions" in notices["packing-off"]
+
+
+def compare_losses(tasks: Any, models: Any, batches: Any) -> None:
+    losses = []
+    for task, model, batch in zip(tasks, models, batches, strict=True):
+        model.zero_grad()
+        losses.append(task.loss(model.train(), batch))
+        losses[-1].backward()
+    assert abs(losses[0].item() - losses[1].item()) <= 1e-6 * abs(losses[1].item())
+    for (name, value), other in zip(
+        models[0].named_parameters(), models[1].parameters(), strict=True
+    ):
+        assert (value.grad is None) is (other.grad is None), name
+    gradients = [
+        torch.cat([value.grad.flatten() for value in model.parameters() if value.grad is not None])
+        for model in models
+    ]
+    assert (gradients[0] - gradients[1]).abs().max() <= 1e-6 * gradients[1].abs().max()

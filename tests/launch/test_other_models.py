@@ -123,6 +123,17 @@ def test_two_ranks_train_as_one(settings: list[str], tmp_path: Path) -> None:
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-6)
 
 
+def test_two_ranks_train_rows_of_whole_samples_as_one(tmp_path: Path) -> None:
+    settings = write_images(tmp_path, "llava")
+    for ranks in (1, 2):
+        run_kind(
+            settings, f"output_dir={tmp_path / str(ranks)}", f"parallel.num_gpus={ranks}",
+            f"gradient_accumulation_steps={2 // ranks}", "max_steps=3", "packing=true",
+            "packing_strategy=bfd",
+        )  # fmt: skip
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-6)
+
+
 def test_a_resume_with_another_image_backend_is_refused(tmp_path: Path) -> None:
     settings = [*write_images(tmp_path, "llava"), *RUN, f"output_dir={tmp_path / 'run'}"]
     run(*settings, "max_steps=1", env=torchvision_environment(), stdin=subprocess.DEVNULL)

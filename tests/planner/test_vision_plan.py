@@ -53,6 +53,7 @@ def run_with_values(config: Config) -> tuple[int, int]:
     task = load_task(config)
     task.prepared = task.prepare()
     model = task.build_model()
+    task.setup(model)
     dataset, _ = task.build_datasets()
     batch = task.collate([dataset[0], dataset[1]])
     weights = {storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}

@@ -36,6 +36,7 @@ from paceline.verify.modes import make_mode
 from paceline.verify.run import _check_mode
 
 WIDTH = 40
+PADDED = {"train_args": {"max_length": 200, "packing": False}}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def test_batch_and_loss_equal_those_of_transformers(
         chat("Hello"),
         chat([{"type": "text", "text": "Which?"}, {"type": "image", "image": "2.png"}], "A dog."),
     ]
-    task = prepare_task(models[family], write_rows(tmp_path / "rows.jsonl", rows))
+    task = prepare_task(models[family], write_rows(tmp_path / "rows.jsonl", rows), **PADDED)
     dataset = task.build_datasets()[0]
     batch = task.collate([dataset[0], dataset[1], dataset[2]])
     processor = AutoProcessor.from_pretrained(models[family])
@@ -281,7 +282,7 @@ def test_frozen_parts_and_adapters(family: str, models: dict[str, Path], tmp_pat
     model = prepare_task(models[family], data, **trains_projector).build_model()
     frozen = {name for name, value in model.named_parameters() if not value.requires_grad}
     assert all(f".{tower}." in name for name in frozen)
-    task = prepare_task(models[family], data, lora={"enable": True, "dropout": 0})
+    task = prepare_task(models[family], data, lora={"enable": True, "dropout": 0}, **PADDED)
     model = task.build_model().eval()
     task.setup(model)
     trained = [name for name, value in model.named_parameters() if value.requires_grad]
@@ -313,7 +314,7 @@ def test_batches_without_images_give_gradients_to_every_part(
     rows = [chat("Hello"), chat("Which?", images=["a.png"])]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     keys = {"vision": {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}}
-    task, frozen = prepare_task(models[family], data, **keys), prepare_task(models[family], data)
+    task, frozen = (prepare_task(models[family], data, **PADDED, **each) for each in (keys, {}))
     model = task.build_model()
     batches = [each.collate([each.build_datasets()[0][0]]) for each in (task, frozen)]
     assert [len(batch["input_ids"]) for batch in batches] == [2, 1]
@@ -390,7 +391,7 @@ def test_texts_without_images_share_a_row(
     rows = [chat("Hello"), chat("What is it?", "A longer answer than that."), chat("Bye", "Yes.")]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     packed = prepare_task(models[family], data, train_args={"max_length": 200, **settings})
-    padded = prepare_task(models[family], data)
+    padded = prepare_task(models[family], data, **PADDED)
     losses = []
     for task in (packed, padded):
         train, _ = task.build_datasets()
@@ -401,19 +402,6 @@ def test_texts_without_images_share_a_row(
         assert (len(batch["input_ids"]) == 1) is (task is packed)
         assert "attention_mask" not in batch or task is padded
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-@pytest.mark.parametrize("with_image", [True, False])
-def test_images_do_not_share_a_row(
-    with_image: bool, models: dict[str, Path], tmp_path: Path
-) -> None:
-    make_image(tmp_path / "a.png", 3)
-    images = {"images": [str(tmp_path / "a.png")]} if with_image else {}
-    data = write_rows(tmp_path / "rows.jsonl", [chat("Hello"), chat("Which?", **images)])
-    keys = {"train_args": {"packing": True}, "vision": {"freeze_vision_tower": with_image}}
-    reason = "samples with images do not share" if with_image else "do not train the vision tower"
-    with pytest.raises(ConfigError, match=reason):
-        prepare_task(models["llava"], data, **keys)
 
 
 @pytest.mark.parametrize(

@@ -262,9 +262,24 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> torch
 
 
 def attention_of(model: Any) -> str | None:
-    """Return the name of the attention implementation of a transformers model, or None for other
-    models."""
-    return getattr(getattr(model, "config", None), "_attn_implementation", None)
+    """Return the name of the attention implementation of a transformers model, in a
+    vision-language model the one of its language model; None for other models."""
+    config = getattr(model, "config", None)
+    key = _language_config(config)
+    return getattr(config if key is None else getattr(config, key), "_attn_implementation", None)
+
+
+def _language_config(config: Any) -> str | None:
+    """Return the name under which a config has the config of its language model, or None if there
+    is none."""
+    return "text_config" if "text_config" in getattr(config, "sub_configs", ()) else None
+
+
+def _set_attention(model: Any, name: str) -> None:
+    """Set the attention of the language model. A vision tower keeps its own: its tokens attend in
+    both directions."""
+    key = _language_config(model.config)
+    model.set_attn_implementation(name if key is None else {key: name})
 
 
 def kernel_of(model: Any) -> str | None:
@@ -298,7 +313,7 @@ def install(model: Any, kernel: str = SDPA) -> str | None:
         return None
     attention = outside_graphs(model, packed_attention)
     AttentionInterface.register(NAME, partial(attention, kernel=kernel))
-    model.set_attn_implementation(NAME)
+    _set_attention(model, NAME)
     if attention_of(model) != NAME:  # older code of a model, whose attention cannot be replaced
         return None
     setattr(model, _BEFORE, before)
@@ -307,7 +322,7 @@ def install(model: Any, kernel: str = SDPA) -> str | None:
 
 def uninstall(model: Any) -> None:
     """Give a model the attention that it had before :func:`install`."""
-    model.set_attn_implementation(getattr(model, _BEFORE))
+    _set_attention(model, getattr(model, _BEFORE))
 
 
 @contextmanager
@@ -339,7 +354,7 @@ def without_packing(model: Any) -> Iterator[None]:
         yield
     finally:
         if is_packed:
-            model.set_attn_implementation(NAME)
+            _set_attention(model, NAME)
 
 
 # -- padded rows

@@ -15,6 +15,8 @@ from paceline.data.collate import SegmentInputs
 
 #: ``segments``: the samples of the row, while the forward pass of a model with packed rows runs.
 _forward = threading.local()
+#: Attribute of a language model with :func:`pass_segments`.
+_PASSES = "_paceline_passes_segments"
 
 
 def current_segments() -> SegmentInputs | None:
@@ -40,6 +42,22 @@ def follow_rows(model: nn.Module) -> Callable[[], None]:
     return remove
 
 
+def pass_segments(decoder: nn.Module) -> None:
+    """Let the language model of a vision-language model find the samples of the row of
+    :func:`with_segments` among its arguments. As arguments of the full model, they would reach the
+    vision tower, too, which has arguments of the same names for its images."""
+    if not getattr(decoder, _PASSES, False):
+        setattr(decoder, _PASSES, True)
+        decoder.register_forward_pre_hook(_add_segments, with_kwargs=True)
+
+
+def _add_segments(
+    decoder: nn.Module, args: tuple[object, ...], inputs: dict[str, Any]
+) -> tuple[tuple[object, ...], dict[str, Any]] | None:
+    segments = current_segments()
+    return None if segments is None else (args, inputs | segments)
+
+
 def kept_for_backward(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that finds the samples of this thread's row whenever it is called: backward
     may call it again later, in another thread."""
@@ -60,8 +78,7 @@ def with_segments(
 
 def _enter(model: nn.Module, args: tuple[object, ...], inputs: Any) -> None:
     lengths = inputs.get("segment_lengths")
-    if lengths is None:
-        _forward.segments = None
+    if lengths is None:  # not packed, or the caller has set the samples
         return
     _forward.segments = SegmentInputs(
         segment_lengths=lengths,

@@ -247,6 +247,7 @@ def _other(task: Task, config: Config) -> ModelProfile:
     activation_bytes, flops = 0, 0.0
     if on_meta:
         try:
+            task.prepare_trial(model)
             shape = outline(
                 model,
                 config,

@@ -239,6 +239,10 @@ class Task:
         """Return the SUM of the loss over the batch, as a scalar tensor with gradient."""
         raise NotImplementedError(f"{type(self).__name__} needs loss(self, model, batch)")
 
+    def prepare_trial(self, model: nn.Module) -> None:
+        """Choose what :meth:`setup` chooses and batches depend on, for a model without values."""
+        return
+
     def trial_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss of a batch with a model on the meta device, where nothing is computed.
         A plan counts its operations and what it stores for backward.

@@ -165,8 +165,7 @@ class LanguageTask(Task):
             notices += self._choose_loss(model, base)
         reason = "rows are padded"
         if self.packed:
-            device = next(model.parameters()).device
-            choice = choose_packing(model, device, self.config, self.device_type)
+            choice = self._choose_packing(model)
             notices += self._choose_rows(choice)
             reason = choice.reason
         attention.install_requested(base, self.config)
@@ -209,6 +208,10 @@ class LanguageTask(Task):
             transform=transform,
         )
         return [("warning", text)]
+
+    def _choose_packing(self, model: Any) -> PackingChoice:
+        device = next(model.parameters()).device
+        return choose_packing(model, device, self.config, self.device_type)
 
     def _choose_rows(self, packing: PackingChoice) -> list[Notice]:
         if packing.rows != "none":

@@ -13,6 +13,7 @@ from paceline.core.texts import UserText
 from paceline.data.collate import TokenBatch, map_tensors
 from paceline.data.text.token_dataset import TokenSample
 from paceline.distributed import torch_compat
+from paceline.models import attention
 from paceline.models.blocks import base_model, evaluation_mode
 from paceline.models.vision.parts import Part, roots_of
 from paceline.tasks.base import Notice
@@ -29,6 +30,8 @@ class _VisionTask(Protocol):
 
     def collate(self, samples: Sequence[TokenSample]) -> TokenBatch: ...
 
+    def padded_batch(self, samples: Sequence[TokenSample]) -> TokenBatch: ...
+
     def count(self, batch: TokenBatch) -> float: ...
 
     def loss(self, model: Any, batch: TokenBatch) -> Any: ...
@@ -39,8 +42,8 @@ class _VisionTask(Protocol):
 def check_untested(
     task: _VisionTask, model: Any, name: str, samples: Sequence[TokenSample]
 ) -> Notice:
-    """Compare the loss of a batch with the model's own loss. Its tokens and pixels were compared
-    with the processor's tokens and pixels when the chats were tokenized.
+    """Compare the loss of a batch with the model's own loss on padded rows. Its tokens and pixels
+    were compared with the processor's tokens and pixels when the chats were tokenized.
 
     Args:
         name: the type of the model.
@@ -74,9 +77,12 @@ def _compare_losses(
     task: _VisionTask, model: Any, name: str, samples: Sequence[TokenSample]
 ) -> None:
     first = next(model.parameters())
-    batch = map_tensors(task.collate(samples), lambda tensor: tensor.to(first.device))
-    labels = torch.full_like(batch["input_ids"], -100)
-    labels[:, batch["keep"] + 1] = batch["targets"]
+    batch, padded = (
+        map_tensors(collate(samples), lambda tensor: tensor.to(first.device))
+        for collate in (task.collate, task.padded_batch)
+    )
+    labels = torch.full_like(padded["input_ids"], -100)
+    labels[:, padded["keep"] + 1] = padded["targets"]
     args = task.config.train_args
     low = args.mixed_dtype
     try:
@@ -90,7 +96,8 @@ def _compare_losses(
             ),
         ):
             loss = task.loss(model, batch) / int((batch["targets"] != -100).sum())
-            own_loss = model(**task._inputs(batch), labels=labels).loss
+            with attention.without_packing(base_model(model)):
+                own_loss = model(**task._inputs(padded), labels=labels).loss
     except _ERRORS as error:
         raise _unsupported(
             name, f"it cannot compute the first batch: {first_line(error)}"

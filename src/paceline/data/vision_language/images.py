@@ -155,8 +155,12 @@ class ImageProcessor:
 
     def has_image_tokens(self, ids: np.ndarray) -> bool:
         """Return whether some of the tokens stand for images."""
+        return bool(self.are_of_images(ids).any())
+
+    def are_of_images(self, ids: np.ndarray) -> np.ndarray:
+        """Return whether each token stands for an image, bool [tokens]."""
         tokens = getattr(self.processor, "image_token_ids", None) or [self.processor.image_token_id]
-        return bool(np.isin(ids, [token for token in tokens if token is not None]).any())
+        return np.isin(ids, [token for token in tokens if token is not None])
 
     def token_types(self, ids: np.ndarray) -> np.ndarray:
         """Return the kind of each token of a sample, int64 [tokens]: 0 for text, 1 for images."""
@@ -181,12 +185,20 @@ class ImageProcessor:
 
     def blank_sample(self) -> ImageTextSample:
         """Return a sample with a small black image and without label tokens."""
-        processed = self.processor(text=[self.placeholder], images=[[_blank()]])
+        return self.sample(self.placeholder, [_blank()])
+
+    def sample(self, text: str, images: list[Any]) -> ImageTextSample:
+        """Return a sample without label tokens.
+
+        Args:
+            text: text with a placeholder for each image.
+        """
+        processed = self.processor(text=[text], images=[images])
         tokens = np.array(processed["input_ids"][0], dtype=np.int32)
         return {
             "input_ids": tokens,
             "labels_mask": np.zeros(len(tokens), dtype=np.bool_),
-            "pixels": self._inputs_for([_blank()]),
+            "pixels": self._inputs_for(images),
         }
 
     def _read(self, source: Blob) -> Any:

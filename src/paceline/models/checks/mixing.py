@@ -14,11 +14,25 @@ from paceline.core.texts import UserText
 from paceline.data.collate import find_tensors
 
 #: What the forward pass of a model may raise on a row that it does not support.
-ROW_ERRORS = (TypeError, ValueError, RuntimeError, NotImplementedError, AssertionError)
+ROW_ERRORS = (
+    TypeError,
+    ValueError,
+    RuntimeError,
+    AssertionError,
+    LookupError,
+    AttributeError,
+)
 #: Largest difference of equal values in float32, relative to the largest value.
 TOLERANCE = 1e-4
 #: The same in 16 bits.
 _LOW_TOLERANCE = 2e-2
+
+
+def not_computed(error: Exception) -> UserText:
+    """Return that a model raised an error on a row."""
+    return UserText(
+        "it cannot compute such a row ({error})", code="row-not-computed", error=first_line(error)
+    )
 
 
 @dataclass(frozen=True)
@@ -34,22 +48,18 @@ class _Call:
     values: tuple[torch.Tensor, torch.Tensor]
 
 
-def explain_mixing(model: nn.Module, samples: Sequence[torch.Tensor], row: Any) -> UserText:
+def explain_mixing(model: Any, samples: Sequence[Any], row: Any) -> UserText:
     """Return why a model computes samples in one row differently from separate samples.
 
     Args:
-        samples: token IDs of each sample [1, tokens].
+        samples: arguments of the model for each sample in a row of its own.
         row: arguments of the model for all samples in one row.
     """
     try:
         packed = _calls(model, row)
     except ROW_ERRORS as error:
-        return UserText(
-            "it cannot compute such a row ({error})",
-            code="row-not-computed",
-            error=first_line(error),
-        )
-    separate = [_calls(model, {"input_ids": sample, "use_cache": False}) for sample in samples]
+        return not_computed(error)
+    separate = [_calls(model, sample) for sample in samples]
     if any(len(calls) != len(packed) for calls in separate):
         packed = []
     # A module is listed after the modules inside it.
@@ -68,12 +78,12 @@ def explain_mixing(model: nn.Module, samples: Sequence[torch.Tensor], row: Any) 
     return UserText("a token depends on the samples before its own", code="model-mixes-samples")
 
 
-def _calls(model: nn.Module, inputs: Any) -> list[_Call]:
+def _calls(model: Any, inputs: Any) -> list[_Call]:
     """Return the calls of modules with rows of tokens during a forward pass, in the order in which
-    they ended."""
+    they ended. Vision towers are left out: they run only for samples with images."""
     tokens = inputs["input_ids"].shape[1]
     calls: list[_Call] = []
-    with _recorded(model, tokens, calls):
+    with _recorded(model.get_decoder(), tokens, calls):
         model(**inputs)
     return calls
 

@@ -1,6 +1,7 @@
 """Choose how samples share a row, by a test on the model."""
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,12 +11,18 @@ import torch
 
 from paceline.config.schema import Config
 from paceline.core.texts import UserText
-from paceline.data.collate import segment_inputs
+from paceline.data.collate import SegmentInputs, find_tensors, segment_inputs
 from paceline.distributed import torch_compat
 from paceline.models import attention, packed_row
 from paceline.models.blocks import base_model, evaluation_mode
 from paceline.models.checks.cache import StoredCheck, check_of_model
-from paceline.models.checks.mixing import ROW_ERRORS, TOLERANCE, explain_mixing, rows_agree
+from paceline.models.checks.mixing import (
+    ROW_ERRORS,
+    TOLERANCE,
+    explain_mixing,
+    not_computed,
+    rows_agree,
+)
 from paceline.models.kernels import mixers
 from paceline.models.kernels.attention_choice import SDPA, AttentionChoice, choose_attention
 from paceline.models.transforms.compile import outside_graphs
@@ -45,8 +52,62 @@ class PackingChoice:
     in_kernels: bool = False
 
 
+@dataclass(frozen=True)
+class CheckedRow:
+    """The samples of the check.
+
+    Args:
+        samples: arguments of the model for each sample in a row of its own.
+        row: arguments of the model for all samples in one row, without their lengths.
+        segments: the lengths of the samples.
+        identity: a text that differs for other samples.
+        is_inside: whether the lengths reach the layers by
+            :func:`~paceline.models.packed_row.pass_segments`, and not as arguments of the model.
+    """
+
+    samples: Sequence[Mapping[str, Any]]
+    row: Mapping[str, Any]
+    segments: SegmentInputs
+    identity: str = ""
+    is_inside: bool = False
+
+    def logits(self, model: Any, with_segments: bool) -> torch.Tensor:
+        """Return the logits of the row.
+
+        Args:
+            with_segments: whether the layers get the lengths of the samples.
+        """
+        result: torch.Tensor
+        if not with_segments:
+            result = model(**self.row).logits
+        elif self.is_inside:
+            result = packed_row.with_segments(self.segments, model, **self.row).logits
+        else:
+            result = model(**self.row, **self.segments).logits
+        return result
+
+
+#: Returns the samples of the check; among them are texts with these numbers of tokens.
+BuildRow = Callable[[Sequence[int]], CheckedRow]
+
+
+def identity_of(row: Mapping[str, Any]) -> str:
+    """Return :attr:`CheckedRow.identity` of the arguments of a model."""
+    digest = hashlib.sha256()
+    for tensor in find_tensors(dict(row)):
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(
+            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
+    return digest.hexdigest()
+
+
 def choose_packing(
-    model: Any, device: torch.device, config: Config, device_type: str = "cpu"
+    model: Any,
+    device: torch.device,
+    config: Config,
+    device_type: str = "cpu",
+    build_row: BuildRow | None = None,
 ) -> PackingChoice:
     """Choose how samples share a row, and switch the model to the layers that this requires.
 
@@ -62,6 +123,8 @@ def choose_packing(
     Args:
         device: device of the model, which may still be the CPU.
         device_type: type of device that the run trains on.
+        build_row: a function that returns the samples of the check; by default, they are texts of
+            random tokens. The model then computes what else it is trained on, such as images.
     """
     base = base_model(model)
     numbers = base.config.get_text_config()
@@ -73,12 +136,21 @@ def choose_packing(
     requested = config.train_args.attn_implementation
     choice = choose_attention(requested, attention.attention_setup(config, base, device_type))
     recurrent = mixers.find_mixers(base)
+    lengths: tuple[int, ...] = _LENGTHS
+    if recurrent:  # samples of equal length are computed together
+        lengths = (*_LENGTHS, *mixers.check_lengths(recurrent), _LENGTHS[0])
+    try:
+        row = (build_row or partial(_row_of_texts, base, device))(lengths)
+    except ROW_ERRORS as error:
+        return PackingChoice("none", _OWN_ATTENTION, not_computed(error))
+    identity = [row.identity] if row.identity else []
+    versions = mixers.installed_versions()
     stored = check_of_model(
-        "packing", model, config, device_type, choice.kernel, mixers.installed_versions()
+        "packing", model, config, device_type, choice.kernel, versions, *identity
     )
     packing = _restored(stored, base, choice)
     if packing is None:
-        check = _Check(model, device, config, choice, device_type, recurrent)
+        check = _Check(model, config, choice, device_type, recurrent, row)
         uses_kernels = choice.kernel != SDPA or bool(recurrent and mixers.installed_versions())
         with (
             evaluation_mode(model),
@@ -119,38 +191,27 @@ class _Check:
 
     Args:
         recurrent: the recurrent and convolution layers of the model.
+        row: the samples of the check.
     """
 
     model: Any
-    device: torch.device
     config: Config
     choice: AttentionChoice
     device_type: str
     recurrent: Sequence[torch.nn.Module]
+    row: CheckedRow
 
     def __post_init__(self) -> None:
         self.base = base_model(self.model)
-        vocabulary = int(getattr(self.base.config.get_text_config(), "vocab_size", 0))
-        generator = torch.Generator().manual_seed(0)
-        lengths: tuple[int, ...] = _LENGTHS
-        if self.recurrent:  # samples of equal length are computed together
-            lengths = (*_LENGTHS, *mixers.check_lengths(self.recurrent), _LENGTHS[0])
-        ids = [
-            torch.randint(0, max(vocabulary, 2), (1, length), generator=generator)
-            for length in lengths
-        ]
-        self.samples = [tokens.to(self.device) for tokens in ids]
-        positions = [torch.arange(length, device=self.device) for length in lengths]
-        self.row: dict[str, Any] = {
-            "input_ids": torch.cat(self.samples, dim=1),
-            "position_ids": torch.cat(positions).unsqueeze(0),
-            "use_cache": False,
-        }
-        self.segments = segment_inputs(lengths, self.device)
 
     def choose(self) -> PackingChoice:
         """Return the choice, with its attention installed."""
-        logits = [self.model(input_ids=tokens, use_cache=False).logits for tokens in self.samples]
+        try:
+            logits = [self.model(**sample).logits for sample in self.row.samples]
+        except ROW_ERRORS as error:
+            if not self.row.is_inside:
+                raise
+            return PackingChoice("none", _OWN_ATTENTION, not_computed(error))
         alone = torch.cat(logits, dim=1).float()
         has_kernels = mixers.have_kernels(self.recurrent)
         for in_kernels in (True, False) if has_kernels else (False,):
@@ -162,10 +223,34 @@ class _Check:
             if reason is not None:
                 kinds = _kinds(self.recurrent)
                 return PackingChoice("segments", reason, None, kinds, in_kernels)
-        if _agrees(self.model, alone, self.row):
+        if self._agrees(alone, with_segments=False):
             return PackingChoice("positions", _OWN_ATTENTION)
-        mixing = explain_mixing(self.base, self.samples, self.row)
-        return PackingChoice("none", _OWN_ATTENTION, mixing)
+        return PackingChoice("none", _OWN_ATTENTION, self._explain())
+
+    def _explain(self) -> UserText:
+        """Return why samples cannot share a row."""
+        row = dict(self.row.row)
+        kinds = {
+            name: torch.zeros_like(value)
+            for name, value in row.items()
+            if name.endswith("token_type_ids")
+        }
+        if kinds and self._depends_on(row, kinds):
+            # Positions are given, so only the mask depends on the kinds of the tokens.
+            return UserText(
+                "tokens of an image attend to each other in both directions, and its mask does not"
+                " do this in a row of several samples",
+                code="images-attend-both-ways",
+            )
+        return explain_mixing(self.base, self.row.samples, row)
+
+    def _depends_on(self, row: Mapping[str, Any], changed: Mapping[str, Any]) -> bool:
+        """Return whether the logits of a row change with some of the model's arguments."""
+        try:
+            before, after = (self.model(**{**row, **each}).logits.float() for each in ({}, changed))
+        except ROW_ERRORS:
+            return False
+        return not rows_agree(after, [before])
 
     def _attention(self, alone: torch.Tensor, in_kernels: bool) -> str | None:
         """Install an attention with which samples share a row, and return why it was chosen; None
@@ -175,20 +260,35 @@ class _Check:
             alone: logits of the samples in rows of their own.
             in_kernels: whether recurrent layers are computed by kernels of other packages.
         """
-        row = self.row | self.segments
         for kernel in dict.fromkeys((self.choice.kernel, SDPA)):
             if attention.install(self.base, kernel) is None:
                 continue
             is_fused = in_kernels or kernel != SDPA
             with _attention_on(self.device_type, alone, self.config, kernel):
-                if _agrees(self.model, alone, row, is_fused):
+                if self._agrees(alone, is_fused=is_fused):
                     if kernel == self.choice.kernel:
                         return self.choice.reason
                     return f"{self.choice.kernel} does not compute this model's attention"
             attention.uninstall(self.base)
-        if self.recurrent and _agrees(self.model, alone, row, in_kernels):
+        if self.recurrent and self._agrees(alone, is_fused=in_kernels):
             return _OWN_ATTENTION
         return None
+
+    def _agrees(
+        self, expected: torch.Tensor, with_segments: bool = True, is_fused: bool = False
+    ) -> bool:
+        try:
+            result = self.row.logits(self.model, with_segments)
+        except ROW_ERRORS:
+            return False
+        if not torch_compat.has_values(result):
+            return True
+        dtypes = {result.dtype, next(self.model.parameters()).dtype}
+        # A fused kernel computes in 16 bits, also where the rest of the model computes in float32.
+        is_exact = dtypes == {torch.float32} and not is_fused
+        tolerance = TOLERANCE if is_exact else 5e-2
+        limit = tolerance * expected.abs().max().clamp(min=1.0)
+        return bool((result.float() - expected).abs().max() <= limit)
 
     def _kernels_keep_apart(self) -> bool:
         """Return whether the kernels of recurrent layers compute a row as they compute its samples,
@@ -199,7 +299,8 @@ class _Check:
         """
         generator = torch.Generator().manual_seed(0)
         width = int(self.base.config.get_text_config().hidden_size)
-        lengths = self.segments["segment_lengths"]
+        segments = self.row.segments
+        lengths = segments["segment_lengths"]
         for mixer in {type(mixer): mixer for mixer in self.recurrent}.values():
             like = next(mixer.parameters())
             hidden = torch.randn(1, sum(lengths), width, generator=generator)
@@ -207,7 +308,7 @@ class _Check:
             for is_training in (False, True):
                 mixer.training = is_training
                 try:
-                    row = packed_row.with_segments(self.segments, mixer, hidden)
+                    row = packed_row.with_segments(segments, mixer, hidden)
                     alone = [mixer(part) for part in hidden.split(lengths, dim=1)]
                 except ROW_ERRORS:
                     return False
@@ -265,16 +366,19 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def _agrees(model: Any, expected: torch.Tensor, inputs: Any, is_fused: bool = False) -> bool:
-    try:
-        result = model(**inputs).logits
-    except ROW_ERRORS:
-        return False
-    if not torch_compat.has_values(result):
-        return True
-    is_exact = result.dtype == torch.float32 and next(model.parameters()).dtype == torch.float32
-    # A fused kernel computes in 16 bits, also where the rest of the model computes in float32.
-    is_exact = is_exact and not is_fused
-    tolerance = TOLERANCE if is_exact else 5e-2
-    limit = tolerance * expected.abs().max().clamp(min=1.0)
-    return bool((result.float() - expected).abs().max() <= limit)
+def _row_of_texts(model: Any, device: torch.device, lengths: Sequence[int]) -> CheckedRow:
+    """Return texts of random tokens."""
+    vocabulary = int(getattr(model.config.get_text_config(), "vocab_size", 0))
+    generator = torch.Generator().manual_seed(0)
+    ids = [
+        torch.randint(0, max(vocabulary, 2), (1, length), generator=generator).to(device)
+        for length in lengths
+    ]
+    positions = [torch.arange(length, device=device) for length in lengths]
+    row = {
+        "input_ids": torch.cat(ids, dim=1),
+        "position_ids": torch.cat(positions).unsqueeze(0),
+        "use_cache": False,
+    }
+    samples = [{"input_ids": tokens, "use_cache": False} for tokens in ids]
+    return CheckedRow(samples, row, segment_inputs(lengths, device))
