@@ -9,10 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.data.collate import SegmentInputs
 
+#: An argument of a model.
+ModelInput = torch.Tensor | tuple[int, ...] | int | None
 #: ``segments``: the samples of the row, while the forward pass of a model with packed rows runs.
 _forward = threading.local()
 #: Attribute of a language model with :func:`pass_segments`.
@@ -52,10 +55,13 @@ def pass_segments(decoder: nn.Module) -> None:
 
 
 def _add_segments(
-    decoder: nn.Module, args: tuple[object, ...], inputs: dict[str, Any]
-) -> tuple[tuple[object, ...], dict[str, Any]] | None:
+    decoder: nn.Module, args: tuple[object, ...], inputs: dict[str, ModelInput]
+) -> tuple[tuple[object, ...], dict[str, ModelInput]] | None:
     segments = current_segments()
-    return None if segments is None else (args, inputs | segments)
+    if segments is None:
+        return None
+    lengths: Any = segments
+    return args, {**inputs, **lengths}
 
 
 def kept_for_backward(function: Callable[..., Any]) -> Callable[..., Any]:

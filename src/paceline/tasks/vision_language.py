@@ -42,6 +42,7 @@ from paceline.models.checks.packing import (
     identity_of,
 )
 from paceline.models.language import copy_processor
+from paceline.models.packed_row import ModelInput
 from paceline.models.vision.parts import Part, frozen_parts
 from paceline.models.vision.positions import ImagePositions, image_positions
 from paceline.models.vision.types import TESTED_TYPES, TEXT_TYPES, check_type, vision_type
@@ -165,15 +166,17 @@ class VisionLanguageTask(LanguageTask):
         with_images = has_images and torch_compat.has_values(like)
         samples = example_samples(processor, lengths, with_images)
 
-        def inputs(batch: TokenBatch, ids: np.ndarray) -> dict[str, Any]:
+        def inputs(batch: TokenBatch, ids: np.ndarray) -> dict[str, ModelInput]:
             result = {**self._inputs(batch)}
             if self.picks_logits:
                 texts = np.flatnonzero(~processor.are_of_images(ids))
                 result["logits_to_keep"] = torch.from_numpy(texts)
             return result
 
-        def moved(value: dict[str, Any]) -> dict[str, Any]:
-            result: dict[str, Any] = map_tensors(value, lambda tensor: tensor.to(like.device))
+        def moved(value: dict[str, ModelInput]) -> dict[str, ModelInput]:
+            result: dict[str, ModelInput] = map_tensors(
+                value, lambda tensor: tensor.to(like.device)
+            )
             return result
 
         batch = self._with_images(collate_packed(samples), samples)

@@ -25,6 +25,7 @@ from paceline.models.checks.mixing import (
 )
 from paceline.models.kernels import mixers
 from paceline.models.kernels.attention_choice import SDPA, AttentionChoice, choose_attention
+from paceline.models.packed_row import ModelInput
 from paceline.models.transforms.compile import outside_graphs
 
 #: Numbers of tokens of the samples of the check, for models of attention layers only.
@@ -65,8 +66,8 @@ class CheckedRow:
             :func:`~paceline.models.packed_row.pass_segments`, and not as arguments of the model.
     """
 
-    samples: Sequence[Mapping[str, Any]]
-    row: Mapping[str, Any]
+    samples: Sequence[Mapping[str, ModelInput]]
+    row: Mapping[str, ModelInput]
     segments: SegmentInputs
     identity: str = ""
     is_inside: bool = False
@@ -91,7 +92,7 @@ class CheckedRow:
 BuildRow = Callable[[Sequence[int]], CheckedRow]
 
 
-def identity_of(row: Mapping[str, Any]) -> str:
+def identity_of(row: Mapping[str, ModelInput]) -> str:
     """Return :attr:`CheckedRow.identity` of the arguments of a model."""
     digest = hashlib.sha256()
     for tensor in find_tensors(dict(row)):
@@ -233,7 +234,7 @@ class _Check:
         kinds = {
             name: torch.zeros_like(value)
             for name, value in row.items()
-            if name.endswith("token_type_ids")
+            if isinstance(value, torch.Tensor) and name.endswith("token_type_ids")
         }
         if kinds and self._depends_on(row, kinds):
             # Positions are given, so only the mask depends on the kinds of the tokens.
@@ -244,7 +245,7 @@ class _Check:
             )
         return explain_mixing(self.base, self.row.samples, row)
 
-    def _depends_on(self, row: Mapping[str, Any], changed: Mapping[str, Any]) -> bool:
+    def _depends_on(self, row: Mapping[str, ModelInput], changed: Mapping[str, ModelInput]) -> bool:
         """Return whether the logits of a row change with some of the model's arguments."""
         try:
             before, after = (self.model(**{**row, **each}).logits.float() for each in ({}, changed))
@@ -375,10 +376,12 @@ def _row_of_texts(model: Any, device: torch.device, lengths: Sequence[int]) -> C
         for length in lengths
     ]
     positions = [torch.arange(length, device=device) for length in lengths]
-    row = {
+    row: dict[str, ModelInput] = {
         "input_ids": torch.cat(ids, dim=1),
         "position_ids": torch.cat(positions).unsqueeze(0),
         "use_cache": False,
     }
-    samples = [{"input_ids": tokens, "use_cache": False} for tokens in ids]
+    samples: list[dict[str, ModelInput]] = [
+        {"input_ids": tokens, "use_cache": False} for tokens in ids
+    ]
     return CheckedRow(samples, row, segment_inputs(lengths, device))
