@@ -28,6 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(autouse=True)
+def no_stored_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of checks are stored by the model's files, which tests do not change."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 def set_up(task: VisionLanguageTask) -> tuple[Any, dict[str | None, str]]:
     """Return the model and the texts of the notices by their codes."""
     model = build_model(task, task.config)
