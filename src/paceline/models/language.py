@@ -93,6 +93,8 @@ def load_language_model(config: Config, kind: ModelKind | None = None) -> nn.Mod
             kind=kind.noun,
             reason=first_line(error),
         ) from error
+    if not kind.has_new_head:
+        _check_weights(model, config)
     check_length(config, model.config.to_dict())
     attention.check_model_attention(config, model)
     add_token_embeddings(model, config)
@@ -109,6 +111,28 @@ def load_language_model(config: Config, kind: ModelKind | None = None) -> nn.Mod
 
     quantize_layers(model, config)
     return add_adapters(model, config)
+
+
+def _check_weights(model: nn.Module, config: Config) -> None:
+    """Check that no weight keeps the random values with which transformers fills what a model's
+    files do not have.
+
+    Raises:
+        ConfigError: there are such weights.
+    """
+    from paceline.models.weights.load import is_from_files
+
+    absent = [name for name, value in model.named_parameters() if not is_from_files(value)]
+    if absent:
+        raise ConfigError(
+            "`model: {model}`: {num_weights:weight} of the model, such as `{example}`, are not in"
+            " its files, so training would start from random values",
+            code="weights-not-in-files",
+            fix="check that the folder is complete, and that config.json belongs to its weights",
+            model=config.model,
+            num_weights=len(absent),
+            example=absent[0],
+        )
 
 
 def language_model_on_meta(
