@@ -101,6 +101,7 @@ def test_chat_server_reads_images(model: Path, tmp_path: Path) -> None:
     assert text.strip() == expected_answer(model, "Which color?", [red])
     assert messages[-1]["id"] == 1
     assert messages[-1]["error"]["code"] == "image-not-read"
+    assert "it is not an image" in messages[-1]["error"]["what"]
 
 
 def test_images_are_checked_before_the_model_is_loaded(tmp_path: Path) -> None:

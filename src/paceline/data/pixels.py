@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.core.errors import first_line
 from paceline.data.sources.tar import read_tar_file
 
 if TYPE_CHECKING:
@@ -35,6 +36,15 @@ def open_image(source: str | bytes) -> Image:
 
     content = read_tar_file(source) if isinstance(source, str) else source
     return Image.open(source if content is None else io.BytesIO(content))
+
+
+def describe_failure(error: Exception) -> str:
+    """Return why an image cannot be opened or decoded."""
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):
+        return "it is not an image"  # Pillow names an object in memory
+    return getattr(error, "strerror", None) or first_line(error)
 
 
 def decode_rgb(opened: Image) -> Image:

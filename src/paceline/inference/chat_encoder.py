@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from paceline.core.errors import ConfigError, first_line
+from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.data.text.token_columns import Blob
@@ -127,11 +127,13 @@ def check_image(content: bytes, name: str) -> None:
 
 
 def _not_read(name: str, error: Exception) -> ConfigError:
+    from paceline.data.pixels import describe_failure
+
     return ConfigError(
         "the image `{name}` cannot be read: {reason}",
         code="image-not-read",
         allowed="image files, such as PNG or JPEG",
         fix="check the path and the file",
         name=name,
-        reason=getattr(error, "strerror", None) or first_line(error),
+        reason=describe_failure(error),
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.errors import ConfigError, RunError, first_line
-from paceline.data.pixels import decode_rgb, open_image
+from paceline.data.pixels import decode_rgb, describe_failure, open_image
 from paceline.data.sources.rows import MalformedRow
 from paceline.data.text.token_columns import Blob
 from paceline.data.text.token_dataset import TokenSample
@@ -214,7 +214,7 @@ class ImageProcessor:
                 code="sample-image-not-decodable",
                 fix="replace the image, or remove the row, and run the command again",
                 name=name,
-                reason=first_line(error),
+                reason=describe_failure(error),
             ) from error
         size = self._scaled(image.size)
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
