@@ -5,7 +5,7 @@ ConfigError with the supported range.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -97,6 +97,11 @@ def match_names(model: Any, names: Iterable[str]) -> NameMatch:
     if len(removed) == 1 and (common := removed.pop()):  # the model is a part of the files' model
         applied.append(PrefixChange(prefix_to_remove=common))
     return NameMatch(used, unused, applied)
+
+
+def set_conversions(model: Any, conversions: Sequence[Any]) -> None:
+    """Set the conversions that ``save_pretrained`` reverses in the names and values of weights."""
+    model._weight_conversions = list(conversions)
 
 
 def _changed(name: str) -> ConfigError:

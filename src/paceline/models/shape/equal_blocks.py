@@ -29,16 +29,18 @@ def without_equal_blocks(model: nn.Module) -> Iterator[dict[str, str]]:
     if len(kept) == len(blocks) or not isinstance(container, nn.ModuleList):
         yield {}
         return
-    children = dict(container._modules)
+    children = list(container)
     try:
         for name, _ in blocks:
             if name not in kept:
-                del container._modules[name.rpartition(".")[2]]
+                delattr(container, name.rpartition(".")[2])
         still_found = {name for name, _ in find_blocks(model)} == kept
         yield stand_ins if still_found else {}
     finally:
-        container._modules.clear()
-        container._modules.update(children)
+        for name in map(str, range(len(children))):
+            if hasattr(container, name):
+                delattr(container, name)
+        container.extend(children)
 
 
 def for_all_blocks(values: Mapping[str, T], stand_ins: Mapping[str, str]) -> dict[str, T]:

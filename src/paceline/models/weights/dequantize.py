@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 #: Stored dtypes whose conversion can wait, because float32 represents their values exactly.
 LOW_DTYPES = (torch.float16, torch.bfloat16)
+#: Class of transformers that loads a model → its table of classes, by the class of the config.
+_MAPPINGS = {
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+}
 #: Values of the 4-bit numbers 0 to 7 of MXFP4 (E2M1). Numbers 8 to 15 are their negatives.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: A scale stored as a byte is a power of two with this bias (E8M0).
@@ -107,7 +113,10 @@ def read_model(auto_class: Any, name: str, **options: Any) -> tuple[Any, Any]:
 
 def _class_of(auto_class: Any, config: PretrainedConfig, release: QuantizedRelease) -> Any:
     """Return the class of transformers that implements a model."""
-    found = auto_class._model_mapping.get(type(config), None)
+    import transformers
+
+    mapping = getattr(transformers, _MAPPINGS[auto_class.__name__])
+    found = mapping.get(type(config), None)
     if found is None or isinstance(found, tuple):
         raise ConfigError(
             "`model: {model}`: its weights are stored in {format}, and Paceline dequantizes only"

@@ -15,7 +15,7 @@ from paceline.core.texts import UserText
 from paceline.models.hub_configs import canonical_id, read_raw_config
 from paceline.models.json_config import read_object
 from paceline.models.qwen import is_qwen
-from paceline.models.transformers_compat import NameMatch, match_names
+from paceline.models.transformers_compat import NameMatch, match_names, set_conversions
 from paceline.models.weights.base_checkpoint import BaseCheckpoint, open_base
 from paceline.models.weights.release import KEYS
 from paceline.models.weights.shards import TensorToWrite, add_shard, shard_files
@@ -55,7 +55,7 @@ def save_with_base(
     matches = [(base, match) for base, match in matches if _is_related(base, match)]
     whole = next(((base, match) for base, match in matches if _is_part(model, base)), None)
     if whole is not None:
-        model._weight_conversions = whole[1].conversions
+        set_conversions(model, whole[1].conversions)
     model.save_pretrained(str(folder))
     if whole is not None:
         _write_config(whole[0], folder)
