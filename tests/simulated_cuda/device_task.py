@@ -3,7 +3,7 @@
 ``task_args``:
 
 - ``cpu_targets``: compute the loss with targets that stay on the CPU.
-- ``sleep_s``: rank 1 sleeps this long in its third call of the loss.
+- ``sleep_s``: rank 1 sleeps this long in its eighth call of the loss.
 """
 
 import os
@@ -30,7 +30,7 @@ class DeviceTask(paceline.Task):
         x, y = batch
         args = self.config.task_args
         self.calls += 1
-        if args.get("sleep_s") and self.calls == 3 and int(os.environ.get("RANK", 0)) == 1:
+        if args.get("sleep_s") and self.calls == 8 and int(os.environ.get("RANK", 0)) == 1:
             time.sleep(float(args["sleep_s"]))
         if args.get("cpu_targets"):
             y = y.cpu()

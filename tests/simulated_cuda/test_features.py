@@ -178,7 +178,7 @@ def test_tensor_on_a_wrong_device_fails_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_watchdog_reports_a_rank_that_hangs(tmp_path: Path) -> None:
-    args = ("max_steps=4", "recovery.hang_warning_s=2")
+    args = ("max_steps=10", "recovery.hang_warning_s=2")
     train_device_task(tmp_path / "run", {"sleep_s": 6}, *args, expect=0)
     (hang,) = events(tmp_path / "run", "hang")
     assert (hang["rank"], hang["phase"]) == (1, "forward")
