@@ -87,7 +87,7 @@ def test_adapters_are_merged_into_a_plain_model(family: str, dtype: str, tmp_pat
 
 
 def test_4_bit_weights_of_a_release(tmp_path: Path) -> None:
-    """The dequantized weights of linear layers are quantized again, those of experts are not."""
+    """The dequantized weights of linear layers are quantized again, the experts' are not."""
     pytest.importorskip("bitsandbytes")
     release, plain = make_release("gpt_oss", tmp_path)
     args = ["lora.enable=true", "lora.quantize=nf4", "precision=bf16-mixed"]

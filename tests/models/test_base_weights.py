@@ -93,7 +93,7 @@ def write_adapter(base: Path, run: Path) -> None:
 
 
 def save_trained_model(base: Path, folder: Path, auto_class: Any = AutoModelForCausalLM) -> Any:
-    """Save a model whose weights differ from those of its base model; return it."""
+    """Save a model whose weights differ from its base model's weights; return it."""
     model = load_pretrained(auto_class, str(base), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -100,7 +100,7 @@ def test_a_saved_model_is_an_ordinary_model(family: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("family", "is_exact"), [("gpt_oss", True), ("deepseek_v3", False)])
 def test_deferred_conversion(family: str, is_exact: bool, tmp_path: Path) -> None:
-    """Weights of MXFP4 wait in bfloat16, which represents them exactly; those of FP8 cannot."""
+    """Weights of MXFP4 wait in bfloat16, which represents them exactly; weights of FP8 cannot."""
     release, plain = make_release(family, tmp_path)
     with deferred_conversion():
         model = load_language_model(make_config(release))
@@ -144,7 +144,7 @@ def test_ranks_of_a_host_load_the_copy(
 
 
 def shards_equal(world: Communicator, release: str, plain: str) -> dict[str, bool]:
-    """Return, by mode, whether the shards of a release are those of the plain model."""
+    """Return, by mode, whether the shards of a release equal the plain model's shards."""
     layouts = {
         "zero3": ("zero3", ParallelDims(shard=2)),
         "pipeline": ("hybrid", ParallelDims(pipeline=2)),

@@ -26,7 +26,7 @@ TEN = (
     "zamba2",
 )
 MODES = ["ddp", "zero2", "zero3", "pipeline"]
-#: Families of which transformers has a plan for splitting layers, or Paceline.
+#: Families for which transformers or Paceline has a plan for splitting layers.
 SPLIT = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "jamba", "lfm2"}
 PADDED = {"packing": False, "precision": "32"}
 

@@ -2,7 +2,7 @@
 
 Such a layer (a state-space model, a gated delta rule, a short convolution) passes a state from each
 token to the next, so in a packed row the state of one sample would reach the next sample. Kernels
-of other packages begin with an empty state at each sample if they are told where the samples begin
+of other packages reset the state at each sample if they get the positions at which samples begin
 (``cu_seq_lens_q``, ``seq_idx``). transformers' own code cannot, and raises an error. Then a layer
 is called with the samples as separate rows.
 """
