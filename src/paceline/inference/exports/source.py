@@ -38,18 +38,14 @@ def open_source(run: Path) -> ExportSource:
     content = read_object(folder / "adapter_config.json")
     base = str(folder if content is None else content.get("base_model_name_or_path"))
     config = run_config(folder)
-    if config is not None:
-        _quiet(config)
+    _hide_unused(config)
     return ExportSource(run, folder, config, content is not None, base)
 
 
-def _quiet(config: Config) -> None:
-    """Hide optional packages that a run does not use from this process, and suppress messages of
-    libraries."""
-    from paceline.train.components import quiet_libraries
-
-    hide_packages(unused_packages(config))
-    quiet_libraries(config, "cpu")
+def _hide_unused(config: Config | None) -> None:
+    """Hide optional packages that an export does not use from this process: they take long to
+    import and print messages."""
+    hide_packages([*([] if config is None else unused_packages(config)), "deepspeed"])
 
 
 def checkpoint_bytes(path: Path) -> int:
@@ -94,7 +90,7 @@ def restore_run(checkpoint: Path, folder: Path) -> None:
             problem=problem,
         )
     config = load_config(run.config, {}).config
-    _quiet(config)
+    _hide_unused(config)
     task = load_task(config)
     task.prepared = task.prepare()
     model = build_model(task, config)
