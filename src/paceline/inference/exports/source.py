@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from paceline.checkpoint.format import INDEX, MANIFEST, META
 from paceline.checkpoint.integrity import verify
-from paceline.checkpoint.reader import CheckpointReader
+from paceline.checkpoint.reader import CheckpointReader, damaged_checkpoint
 from paceline.config.packages import unused_packages
 from paceline.core.errors import ConfigError
 from paceline.core.run_dir import RunDir
 from paceline.core.user_code import hide_packages
 from paceline.inference.exports.forms import ExportSource
-from paceline.inference.generate import model_folder, run_config
+from paceline.inference.generate import model_folder, quiet_transformers, run_config
 from paceline.models.json_config import read_object
 
 if TYPE_CHECKING:
@@ -83,14 +83,10 @@ def restore_run(checkpoint: Path, folder: Path) -> None:
         )
     problem = verify(checkpoint)
     if problem is not None:
-        raise ConfigError(
-            "{problem}",
-            code="checkpoint-damaged",
-            fix="give another checkpoint of the run",
-            problem=problem,
-        )
+        raise damaged_checkpoint(checkpoint, problem)
     config = load_config(run.config, {}).config
     _hide_unused(config)
+    quiet_transformers()
     task = load_task(config)
     task.prepared = task.prepare()
     model = build_model(task, config)

@@ -44,6 +44,11 @@ class ProofAnswer:
         return scores_start(self.prompt)
 
 
+def max_answers_bytes(vocabulary_size: int, num_prompts: int = 4) -> int:
+    """Return the largest size of the stored answers of a language model."""
+    return num_prompts * (_NUM_PROMPT_TOKENS + NUM_ANSWER_TOKENS) * vocabulary_size * 4
+
+
 def scores_start(prompt: list[int]) -> int:
     """Return the position of a prompt's first token after which scores are compared."""
     return max(0, len(prompt) - _NUM_PROMPT_TOKENS)
