@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.cli import main
 from paceline.core.errors import ConfigError, RunError
+from paceline.inference.exports.core.answers import answer_prompts, load_answers, save_answers
+from paceline.inference.exports.core.comparison import ProofCheck, compare
+from paceline.inference.exports.core.forms import ExportSource, ProofLimit
+from paceline.inference.exports.core.prompts import proof_prompts
+from paceline.inference.exports.core.transformers_engine import TransformersEngine
 from paceline.inference.exports.export import export
-from paceline.inference.exports.forms import ExportSource, ProofLimit
 from paceline.inference.exports.full import FullForm
-from paceline.inference.exports.proof.answers import answer_prompts, load_answers, save_answers
-from paceline.inference.exports.proof.comparison import ProofCheck, compare
-from paceline.inference.exports.proof.prompts import proof_prompts
-from paceline.inference.exports.proof.transformers_engine import TransformersEngine
 from paceline.models.builtin import resolve_model
 from paceline.models.language import copy_tokenizer
 

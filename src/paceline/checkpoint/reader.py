@@ -210,7 +210,9 @@ class CheckpointReader:
 
     def _check_filled(self, name: str, filled: int, wanted: int) -> None:
         if filled != wanted:
-            raise damaged_checkpoint(self.path, f"{wanted - filled:,} elements of {name} are missing")
+            raise damaged_checkpoint(
+                self.path, f"{wanted - filled:,} elements of {name} are missing"
+            )
 
     def _fetch(self, shard: StoredShard, entry: TensorEntry) -> Fetch:
         handle, base, header = self._open(shard.file)
@@ -221,7 +223,9 @@ class CheckpointReader:
             or tensor["dtype"] != entry.dtype
             or tensor["data_offsets"][1] - tensor["data_offsets"][0] != size_bytes
         ):
-            raise damaged_checkpoint(self.path, f"{shard.key} in {shard.file} does not match the index")
+            raise damaged_checkpoint(
+                self.path, f"{shard.key} in {shard.file} does not match the index"
+            )
         at = base + int(tensor["data_offsets"][0])
 
         def fetch(start: int, out: Array) -> None:

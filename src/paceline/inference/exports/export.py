@@ -12,12 +12,12 @@ from paceline.checkpoint.writer import reason_of
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import Scratch, replace_dir
 from paceline.inference.exports.bases import base_checkpoints, base_names, present_part
-from paceline.inference.exports.estimate import check_estimate, check_space, model_bytes
-from paceline.inference.exports.forms import ExportForm, ExportSource
+from paceline.inference.exports.core.answers import max_answers_bytes
+from paceline.inference.exports.core.comparison import ProofCheck
+from paceline.inference.exports.core.estimate import check_estimate, check_space, model_bytes
+from paceline.inference.exports.core.forms import ExportForm, ExportSource
+from paceline.inference.exports.core.prove import TrainedAnswers, prove, record_answers
 from paceline.inference.exports.full import FullForm, write_full
-from paceline.inference.exports.proof.answers import max_answers_bytes
-from paceline.inference.exports.proof.comparison import ProofCheck
-from paceline.inference.exports.proof.run import TrainedAnswers, prove, record_answers
 from paceline.inference.exports.source import (
     checkpoint_bytes,
     is_checkpoint,

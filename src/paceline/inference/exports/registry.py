@@ -1,6 +1,6 @@
 """The forms in which a model can be exported, by name."""
 
-from paceline.inference.exports.forms import ExportForm
+from paceline.inference.exports.core.forms import ExportForm
 from paceline.inference.exports.full import FullForm
 
 

@@ -14,7 +14,7 @@ from paceline.config.packages import unused_packages
 from paceline.core.errors import ConfigError
 from paceline.core.run_dir import RunDir
 from paceline.core.user_code import hide_packages
-from paceline.inference.exports.forms import ExportSource
+from paceline.inference.exports.core.forms import ExportSource
 from paceline.inference.generate import model_folder, quiet_transformers, run_config
 from paceline.models.json_config import read_object
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.inference.exports.forms import ProofEngine, ProofPrompt
+from paceline.inference.exports.core.forms import ProofEngine, ProofPrompt
 
 if TYPE_CHECKING:
     import torch

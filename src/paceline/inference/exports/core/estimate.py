@@ -12,7 +12,7 @@ from paceline.core.files import human_bytes
 from paceline.core.formatting import duration
 from paceline.core.processes import available_memory
 from paceline.core.texts import UserText
-from paceline.inference.exports.forms import ExportEstimate
+from paceline.inference.exports.core.forms import ExportEstimate
 from paceline.models.weights.dequantize import safetensors_files
 from paceline.models.weights.stored_files import read_header
 
