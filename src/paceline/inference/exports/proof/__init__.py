@@ -1,0 +1,1 @@
+"""The proof that an exported model answers as the trained model."""

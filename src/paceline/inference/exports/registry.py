@@ -1,0 +1,24 @@
+"""The forms in which a model can be exported, by name."""
+
+from paceline.inference.exports.forms import ExportForm
+from paceline.inference.exports.full import FullForm
+
+
+def form_named(name: str) -> ExportForm:
+    """Return a form by its name in the output of the command."""
+    if name == FullForm.name:
+        return FullForm()
+    raise ValueError(name)
+
+
+def chosen_form(
+    *,
+    merge: bool = False,
+    dtype: str | None = None,
+) -> ExportForm:
+    """Return the form that the options of the command choose.
+
+    Raises:
+        ConfigError: they exclude each other.
+    """
+    return FullForm(merge, dtype or "auto")
