@@ -2,12 +2,16 @@
 
 from paceline.inference.exports.core.forms import ExportForm
 from paceline.inference.exports.full import FullForm
+from paceline.inference.exports.quantized import SCHEMES, QuantizedForm
 
 
 def form_named(name: str) -> ExportForm:
     """Return a form by its name in the output of the command."""
     if name == FullForm.name:
         return FullForm()
+    for scheme in SCHEMES:
+        if name == scheme:
+            return QuantizedForm(scheme)
     raise ValueError(name)
 
 
