@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from pydantic import JsonValue
 
-from paceline.inference.exports.forms import ProofPrompt
+from paceline.inference.exports.core.forms import ProofPrompt
 from paceline.inference.exports.gguf.llama_cpp import LlamaCppFailed, LlamaCppModel
 
 _TIMEOUT_S = 600

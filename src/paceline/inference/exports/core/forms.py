@@ -98,7 +98,8 @@ class ProofEngine(Protocol):
         ...
 
     def generate(self, tokens: list[int], num_tokens: int) -> list[int]:
-        """Return the most likely tokens after ``tokens``, at most ``num_tokens``."""
+        """Return the ``num_tokens`` most likely tokens after ``tokens``, also after the end of an
+        answer."""
         ...
 
 
@@ -107,12 +108,13 @@ class ExportForm(Protocol):
 
     Args:
         name: name in the output of the command, such as ``gguf-q8_0``.
-        merged_dtype: dtype in which adapters are merged before, such as ``auto`` or ``float32``.
+        merged_dtype: dtype in which adapters are merged before, such as ``auto`` or
+            ``float32``; None for a form that keeps them.
         limit: largest accepted difference from the trained model.
     """
 
     name: str
-    merged_dtype: str
+    merged_dtype: str | None
     limit: ProofLimit
 
     def check(self, source: ExportSource) -> None:
