@@ -2,6 +2,8 @@
 
 from paceline.inference.exports.core.forms import ExportForm
 from paceline.inference.exports.full import FullForm
+from paceline.inference.exports.gguf.gguf_form import GgufForm
+from paceline.inference.exports.gguf.tensor_types import KINDS
 from paceline.inference.exports.quantized import SCHEMES, QuantizedForm
 
 
@@ -12,6 +14,9 @@ def form_named(name: str) -> ExportForm:
     for scheme in SCHEMES:
         if name == scheme:
             return QuantizedForm(scheme)
+    for kind in KINDS:
+        if name == f"gguf-{kind}":
+            return GgufForm(kind)
     raise ValueError(name)
 
 
