@@ -4,6 +4,7 @@ from paceline.inference.exports.core.forms import ExportForm
 from paceline.inference.exports.full import FullForm
 from paceline.inference.exports.gguf.gguf_form import GgufForm
 from paceline.inference.exports.gguf.tensor_types import KINDS
+from paceline.inference.exports.ollama.ollama_form import OllamaForm
 from paceline.inference.exports.quantized import SCHEMES, QuantizedForm
 
 
@@ -17,6 +18,8 @@ def form_named(name: str) -> ExportForm:
     for kind in KINDS:
         if name == f"gguf-{kind}":
             return GgufForm(kind)
+        if name == f"ollama-{kind}":
+            return OllamaForm(kind)
     raise ValueError(name)
 
 
