@@ -135,7 +135,7 @@ def test_a_truncated_file_is_not_loaded(tmp_path: Path) -> None:
     ("family", "settings", "code"),
     [
         ("gpt2", {}, "gguf-unsupported-model"),
-        ("mistral", {"sliding_window": 16}, "gguf-unsupported-setting"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "gguf-unsupported-setting"),
         ("qwen3_moe", {}, "gguf-unsupported-setting"),
         ("gemma3_text", {"layer_types": ["full_attention"] * 2}, "gguf-unsupported-setting"),
     ],
@@ -148,3 +148,16 @@ def test_other_models_are_refused(
         write_gguf(folder, tmp_path / "model.gguf", "f16", "test")
     assert json.loads((folder / "config.json").read_text())["model_type"] in str(raised.value)
     assert not (tmp_path / "model.gguf").exists()
+
+
+def test_a_window_of_attention_limits_the_context(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import gguf
+
+    folder = make_model("mistral", tmp_path)
+    write_gguf(folder, tmp_path / "model.gguf", "f16", "test")
+    field = gguf.GGUFReader(tmp_path / "model.gguf").get_field("llama.context_length")
+    assert field is not None
+    assert field.contents() == 16
+    assert "up to 16 tokens" in caplog.text
