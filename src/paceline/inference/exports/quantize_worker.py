@@ -143,9 +143,7 @@ def _batches(file: str | None, torch: Any) -> list[dict[str, torch.Tensor]]:
     from safetensors.torch import load_file
 
     tokens = load_file(file)["tokens"]
-    return [
-        {"input_ids": row, "attention_mask": torch.ones_like(row)} for row in tokens.split(1)
-    ]
+    return [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in tokens.split(1)]
 
 
 def main() -> None:
