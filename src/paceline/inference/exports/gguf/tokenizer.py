@@ -171,11 +171,11 @@ def _types(
         else:
             types.append(TokenType.NORMAL)
     for token in _objects(content, "added_tokens"):
-        number = token.get("id")
-        if isinstance(number, int):
-            types[number] = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
-            if types[number] == TokenType.USER_DEFINED and is_fallback:
-                tokens[number] = tokens[number].replace(_SPACE, " ")
+        added = token.get("id")
+        if isinstance(added, int):
+            types[added] = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
+            if types[added] == TokenType.USER_DEFINED and is_fallback:
+                tokens[added] = tokens[added].replace(_SPACE, " ")
     if is_fallback and unknown is not None:
         types[unknown] = TokenType.UNKNOWN
     return [int(kind) for kind in types]
