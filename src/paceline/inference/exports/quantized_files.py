@@ -26,6 +26,8 @@ _PARTS = (
     "qweight", "qzeros", "scales", "g_idx",
 )  # fmt: skip
 _SCALES = ("weight_scale", "scales")
+#: Name of the layer that servers join a layer to.
+_JOINED = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj", "w1": "w13"}
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,10 @@ def _exclude(settings: JsonObject, layers: list[str], prefixes: list[str]) -> No
     else:  # gptq: `-:` begins a pattern of layers that are skipped
         known = settings.get("dynamic")
         dynamic = dict(known) if isinstance(known, dict) else {}
-        dynamic |= {f"-:^{re.escape(layer)}$": {} for layer in layers}
+        for layer in layers:
+            parent, dot, last = layer.rpartition(".")
+            joined = [f"{parent}{dot}{_JOINED[last]}"] if last in _JOINED else []
+            dynamic |= {f"-:^{re.escape(name)}$": {} for name in (layer, *joined)}
         dynamic |= {rf"-:^{re.escape(prefix)}\.": {} for prefix in prefixes}
         settings["dynamic"] = dynamic
 

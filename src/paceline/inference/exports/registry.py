@@ -1,5 +1,6 @@
 """The forms in which a model can be exported, by name."""
 
+from paceline.inference.exports.adapter import AdapterForm
 from paceline.inference.exports.forms import ExportForm
 from paceline.inference.exports.full import FullForm
 from paceline.inference.exports.quantized import SCHEMES, QuantizedForm
@@ -9,6 +10,8 @@ def form_named(name: str) -> ExportForm:
     """Return a form by its name in the output of the command."""
     if name == FullForm.name:
         return FullForm()
+    if name == AdapterForm.name:
+        return AdapterForm()
     for scheme in SCHEMES:
         if name == scheme:
             return QuantizedForm(scheme)
