@@ -23,28 +23,16 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: Values that vLLM accepts for `--max-lora-rank`, and the default.
 _RANKS, _DEFAULT_RANK = (1, 8, 16, 32, 64, 128, 256, 320, 512), 16
 #: Fields of adapter_config.json that vLLM rejects, or does not read although the outputs depend on
-#: them, and what each is called.
+#: them, with the names of some.
 _REFUSED = {
-    "use_dora": "DoRA",
-    "modules_to_save": "modules that are trained in full, or new tokens (`modules_to_save`)",
-    "trainable_token_indices": "trained embeddings of single tokens",
-    "target_parameters": "adapters on the experts of a layer that are one parameter",
-    "rank_pattern": "ranks that differ between layers",
-    "alpha_pattern": "scaling factors that differ between layers",
-    "lora_bias": "biases of adapters",
-    "fan_in_fan_out": "adapters on layers with transposed weights (Conv1D)",
-    "layer_replication": "replicated layers",
-    "alora_invocation_tokens": "adapters that begin at a token (aLoRA)",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "block-diagonal LoRA",
-    "arrow_config": "Arrow",
-    "kasa_config": "KaSA",
-    "velora_config": "VeLoRA",
-    "monteclora_config": "MonteCLoRA",
-}
-_KEY = re.compile(
-    r"base_model\.model\.(?P<module>.+)\.(lora_[AB]\.weight|lora_embedding_[AB])"
-)
+    "use_dora": "DoRA", "use_qalora": "QALoRA", "use_bdlora": "BD-LoRA", "arrow_config": "Arrow",
+    "kasa_config": "KaSA", "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA",
+    "alora_invocation_tokens": "aLoRA", "target_parameters": "`target_parameters`",
+    "rank_pattern": "`rank_pattern`", "alpha_pattern": "`alpha_pattern`",
+    "lora_bias": "`lora_bias`", "fan_in_fan_out": "`fan_in_fan_out` (Conv1D)",
+    "layer_replication": "`layer_replication`",
+}  # fmt: skip
+_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.(lora_[AB]\.weight|lora_embedding_[AB])")
 _HEADS = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte")
 #: Largest difference from the trained model: of logits, by the dtype of the base model; of the
 #: distribution, for adapters that were trained on rounded weights.
@@ -75,7 +63,7 @@ class AdapterForm:
             )
         kind = saved_kind(source.folder)
         if kind not in (LANGUAGE, VISION_LANGUAGE):
-            raise _refused(f"adapters of a {kind.noun}")
+            raise _refused(kind.noun)
         content = read_object(source.folder / _CONFIG) or {}
         rank = check_config(content)
         _check_keys(source.folder)
@@ -110,23 +98,32 @@ def check_config(content: JsonObject) -> int:
     """
     kind = content.get("peft_type")
     if kind != "LORA":
-        raise _refused("VeRA" if kind == "VERA" else f"adapters of type {kind}")
+        raise _refused("VeRA" if kind == "VERA" else str(kind))
     if content.get("bias", "none") != "none":
-        raise _refused("trained biases")
+        raise _refused(f"`bias: {content['bias']}`")
+    if content.get("modules_to_save") or content.get("trainable_token_indices"):
+        raise ConfigError(
+            "`--adapter`: vLLM does not support modules that are trained in full, such as the"
+            " embeddings of new tokens (`modules_to_save: {modules}`)",
+            code="adapter-with-full-modules",
+            allowed="LoRA and rsLoRA with one rank, on linear layers",
+            fix="use `--merge` instead, which writes the full model",
+            modules=content.get("modules_to_save") or "embeddings of single tokens",
+        )
     for name, what in _REFUSED.items():
         if content.get(name):
             raise _refused(what)
     rank = content.get("r")
     if not isinstance(rank, int) or rank > _RANKS[-1]:
-        raise _refused(f"ranks above {_RANKS[-1]}")
+        raise _refused(f"`r: {rank}`")
     return rank
 
 
 def _refused(what: str) -> ConfigError:
     return ConfigError(
-        "`--adapter`: vLLM does not support {what}",
+        "`--adapter`: vLLM does not support these adapters: {what}",
         code="adapter-not-for-vllm",
-        allowed="LoRA and rsLoRA with one rank, on linear layers",
+        allowed="LoRA and rsLoRA of language models with one rank of at most 512, on linear layers",
         fix="use `--merge` instead, which adds the adapter to the weights of the base model",
         what=what,
     )
@@ -138,7 +135,7 @@ def _check_keys(folder: Path) -> None:
     names = list(read_header(file)[0]) if file.is_file() else []
     unknown = [name for name in names if _KEY.fullmatch(name) is None]
     if unknown:
-        raise _refused(f"a weight with the name {unknown[0]}")
+        raise _refused(unknown[0])
     if not names:
         raise ConfigError(
             "`--adapter`: {file} has no weights",
