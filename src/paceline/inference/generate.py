@@ -76,6 +76,14 @@ def _processor(folder: Path) -> ImageProcessor:
     return load_processor(folder, config.vision.max_pixels, config.trust_remote_code)
 
 
+def quiet_transformers() -> None:
+    """Suppress the progress of loading, and warnings that users cannot act on."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
+
+
 def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tuple[Any, Any]:
     """Return (model in eval mode on the CPU, tokenizer), with adapters on their base model.
 
@@ -89,14 +97,12 @@ def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tupl
         ConfigError: the model cannot be loaded, or ``part`` lacks some of its weights.
     """
     import transformers
-    from transformers.utils import logging
 
     from paceline.config.packages import unused_packages
     from paceline.core.user_code import hide_packages
     from paceline.models.weights.load import load_pretrained
 
-    logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
+    quiet_transformers()
     folder = model_folder(run)
     kind = saved_kind(folder)
     config = run_config(folder)

@@ -10,9 +10,13 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
-from paceline.inference.exports.estimate import model_bytes, read_and_write_time_s, stored_sizes
-from paceline.inference.exports.forms import ExportEstimate, ExportSource, ProofLimit
-from paceline.inference.exports.proof.transformers_engine import TransformersEngine
+from paceline.inference.exports.core.estimate import (
+    model_bytes,
+    read_and_write_time_s,
+    stored_sizes,
+)
+from paceline.inference.exports.core.forms import ExportEstimate, ExportSource, ProofLimit
+from paceline.inference.exports.core.transformers_engine import TransformersEngine
 from paceline.models.json_config import JsonObject, read_object
 from paceline.models.kinds import LANGUAGE, VISION_LANGUAGE, saved_kind
 from paceline.models.weights.stored_files import read_header

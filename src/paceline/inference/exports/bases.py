@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.core.errors import ConfigError
 from paceline.core.files import Scratch
 from paceline.core.texts import UserText
-from paceline.inference.exports.forms import ExportSource
+from paceline.inference.exports.core.forms import ExportSource
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import read_raw_config
 from paceline.models.kinds import LANGUAGE, VISION_LANGUAGE, saved_kind

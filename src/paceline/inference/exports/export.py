@@ -12,11 +12,12 @@ from paceline.checkpoint.writer import reason_of
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import Scratch, replace_dir
 from paceline.inference.exports.bases import base_checkpoints, base_names, present_part
-from paceline.inference.exports.estimate import check_estimate, model_bytes
-from paceline.inference.exports.forms import ExportForm, ExportSource
+from paceline.inference.exports.core.answers import max_answers_bytes
+from paceline.inference.exports.core.comparison import ProofCheck
+from paceline.inference.exports.core.estimate import check_estimate, check_space, model_bytes
+from paceline.inference.exports.core.forms import ExportForm, ExportSource
+from paceline.inference.exports.core.prove import TrainedAnswers, prove, record_answers
 from paceline.inference.exports.full import FullForm, write_full
-from paceline.inference.exports.proof.comparison import ProofCheck
-from paceline.inference.exports.proof.run import TrainedAnswers, prove, record_answers
 from paceline.inference.exports.source import (
     checkpoint_bytes,
     is_checkpoint,
@@ -25,12 +26,13 @@ from paceline.inference.exports.source import (
 )
 from paceline.inference.generate import load_model, model_folder
 from paceline.launch.after_training.hub_upload import upload_model
+from paceline.models.hub_configs import read_raw_config
 from paceline.models.weights.base_checkpoint import BaseCheckpoint
 
 logger = logging.getLogger(__name__)
 
-#: Largest size of the trained model's answers.
-_ANSWER_BYTES = 256 << 20
+#: Size of a vocabulary, if a model's config does not say it: the largest of common models.
+_VOCABULARY_SIZE = 262_144
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,12 @@ def export(
     with ExitStack() as stack:
         try:
             if not is_checkpoint(run):
-                return _export(run, form, final, stack, allow_missing, limit, 0)
+                return _export(run, form, final, stack, allow_missing, limit)
             size = checkpoint_bytes(run)
+            check_space(size, size, final.parent)
             restored = _scratch(final, stack)
             restore_run(run, restored)
-            return _export(restored, form, final, stack, allow_missing, limit, size)
+            return _export(restored, form, final, stack, allow_missing, limit)
         except (OSError, SafetensorError) as error:
             raise RunError(
                 "{final} could not be written: {reason}",
@@ -134,7 +137,6 @@ def _export(
     stack: ExitStack,
     allow_missing: bool,
     limit: float | None,
-    used_bytes: int,
 ) -> Exported:
     source = open_source(run)
     form.check(source)
@@ -144,7 +146,8 @@ def _export(
     scratch_bytes = 0
     if merges and not is_full:
         scratch_bytes = model_bytes(source.base, form.merged_dtype or "auto")
-    check_estimate(form.estimate(source), scratch_bytes + _ANSWER_BYTES, final.parent)
+    scratch_bytes += max_answers_bytes(_vocabulary_size(source))
+    check_estimate(form.estimate(source), scratch_bytes, final.parent)
     scratch = _scratch(final, stack)
     answers = _record(source, form, scratch, bases, merges)
     folder = scratch / "export"
@@ -156,6 +159,13 @@ def _export(
     replace_dir(folder, final)
     size_bytes = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
     return Exported(final, form.name, size_bytes, check)
+
+
+def _vocabulary_size(source: ExportSource) -> int:
+    content = read_raw_config(source.base) or {}
+    text = content.get("text_config")
+    sizes = [each.get("vocab_size") for each in (content, text) if isinstance(each, dict)]
+    return next((size for size in sizes if isinstance(size, int)), _VOCABULARY_SIZE)
 
 
 def _find_bases(source: ExportSource, stack: ExitStack, allow_missing: bool) -> _Bases:

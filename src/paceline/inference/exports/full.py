@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.inference.exports.estimate import model_bytes, read_and_write_time_s
-from paceline.inference.exports.forms import ExportEstimate, ExportSource, ProofLimit
+from paceline.inference.exports.core.estimate import model_bytes, read_and_write_time_s
+from paceline.inference.exports.core.forms import ExportEstimate, ExportSource, ProofLimit
+from paceline.inference.exports.core.transformers_engine import TransformersEngine
 from paceline.inference.exports.merge import merge_adapters
-from paceline.inference.exports.proof.transformers_engine import TransformersEngine
 from paceline.models.language import copy_processor
 from paceline.models.weights.base_checkpoint import BaseCheckpoint
 from paceline.models.weights.keep_base import copy_base_files, save_with_base

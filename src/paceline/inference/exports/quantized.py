@@ -22,9 +22,9 @@ from paceline.config.packages import check_package
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.processes import end_with_parent, exit_text
 from paceline.core.texts import UserText
-from paceline.inference.exports.estimate import model_bytes, stored_sizes
-from paceline.inference.exports.forms import ExportEstimate, ExportSource, ProofLimit
-from paceline.inference.exports.proof.transformers_engine import TransformersEngine
+from paceline.inference.exports.core.estimate import model_bytes, stored_sizes
+from paceline.inference.exports.core.forms import ExportEstimate, ExportSource, ProofLimit
+from paceline.inference.exports.core.transformers_engine import TransformersEngine
 from paceline.inference.exports.quantize_worker import QuantizeJob, QuantizeResult
 from paceline.inference.exports.quantized_files import complete_files
 from paceline.inference.exports.quantized_layers import GROUP_SIZE, Scheme, fits, is_sensitive

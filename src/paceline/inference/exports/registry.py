@@ -1,7 +1,7 @@
 """The forms in which a model can be exported, by name."""
 
 from paceline.inference.exports.adapter import AdapterForm
-from paceline.inference.exports.forms import ExportForm
+from paceline.inference.exports.core.forms import ExportForm
 from paceline.inference.exports.full import FullForm
 from paceline.inference.exports.quantized import SCHEMES, QuantizedForm
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from paceline.checkpoint.format import INDEX, MANIFEST, META
 from paceline.checkpoint.integrity import verify
-from paceline.checkpoint.reader import CheckpointReader
+from paceline.checkpoint.reader import CheckpointReader, damaged_checkpoint
 from paceline.config.packages import unused_packages
 from paceline.core.errors import ConfigError
 from paceline.core.run_dir import RunDir
 from paceline.core.user_code import hide_packages
-from paceline.inference.exports.forms import ExportSource
-from paceline.inference.generate import model_folder, run_config
+from paceline.inference.exports.core.forms import ExportSource
+from paceline.inference.generate import model_folder, quiet_transformers, run_config
 from paceline.models.json_config import read_object
 
 if TYPE_CHECKING:
@@ -38,18 +38,14 @@ def open_source(run: Path) -> ExportSource:
     content = read_object(folder / "adapter_config.json")
     base = str(folder if content is None else content.get("base_model_name_or_path"))
     config = run_config(folder)
-    if config is not None:
-        _quiet(config)
+    _hide_unused(config)
     return ExportSource(run, folder, config, content is not None, base)
 
 
-def _quiet(config: Config) -> None:
-    """Hide optional packages that a run does not use from this process, and suppress messages of
-    libraries."""
-    from paceline.train.components import quiet_libraries
-
-    hide_packages(unused_packages(config))
-    quiet_libraries(config, "cpu")
+def _hide_unused(config: Config | None) -> None:
+    """Hide optional packages that an export does not use from this process: they take long to
+    import and print messages."""
+    hide_packages([*([] if config is None else unused_packages(config)), "deepspeed"])
 
 
 def checkpoint_bytes(path: Path) -> int:
@@ -87,14 +83,10 @@ def restore_run(checkpoint: Path, folder: Path) -> None:
         )
     problem = verify(checkpoint)
     if problem is not None:
-        raise ConfigError(
-            "{problem}",
-            code="checkpoint-damaged",
-            fix="give another checkpoint of the run",
-            problem=problem,
-        )
+        raise damaged_checkpoint(checkpoint, problem)
     config = load_config(run.config, {}).config
-    _quiet(config)
+    _hide_unused(config)
+    quiet_transformers()
     task = load_task(config)
     task.prepared = task.prepare()
     model = build_model(task, config)

@@ -13,13 +13,13 @@ from typing import Any
 
 from paceline.core.errors import RunError
 from paceline.core.processes import end_with_parent
-from paceline.inference.exports.forms import ExportForm, ProofLimit
-from paceline.inference.exports.proof.answers import answer_prompts, save_answers
-from paceline.inference.exports.proof.comparison import ProofCheck
-from paceline.inference.exports.proof.prompts import proof_prompts
-from paceline.inference.exports.proof.transformers_engine import TransformersEngine
+from paceline.inference.exports.core.answers import answer_prompts, save_answers
+from paceline.inference.exports.core.comparison import ProofCheck
+from paceline.inference.exports.core.forms import ExportForm, ProofLimit
+from paceline.inference.exports.core.prompts import proof_prompts
+from paceline.inference.exports.core.transformers_engine import TransformersEngine
 
-_MODULE = "paceline.inference.exports.proof"
+_MODULE = "paceline.inference.exports"
 
 
 @dataclass(frozen=True)

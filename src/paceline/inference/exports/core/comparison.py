@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
-from paceline.inference.exports.forms import ProofEngine, ProofLimit, ProofPrompt
-from paceline.inference.exports.proof.answers import ProofAnswer
+from paceline.inference.exports.core.answers import ProofAnswer
+from paceline.inference.exports.core.forms import ProofEngine, ProofLimit, ProofPrompt
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.inference.exports.forms import ProofEngine, ProofPrompt
+from paceline.inference.exports.core.forms import ProofEngine, ProofPrompt
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,11 @@ class ProofAnswer:
     def start(self) -> int:
         """Position of the first token whose scores are known."""
         return scores_start(self.prompt)
+
+
+def max_answers_bytes(vocabulary_size: int, num_prompts: int = 4) -> int:
+    """Return the largest size of the stored answers of a language model."""
+    return num_prompts * (_NUM_PROMPT_TOKENS + NUM_ANSWER_TOKENS) * vocabulary_size * 4
 
 
 def scores_start(prompt: list[int]) -> int:

@@ -12,7 +12,7 @@ from paceline.core.files import human_bytes
 from paceline.core.formatting import duration
 from paceline.core.processes import available_memory
 from paceline.core.texts import UserText
-from paceline.inference.exports.forms import ExportEstimate
+from paceline.inference.exports.core.forms import ExportEstimate
 from paceline.models.weights.dequantize import safetensors_files
 from paceline.models.weights.stored_files import read_header
 
@@ -59,37 +59,47 @@ def read_and_write_time_s(size_bytes: int) -> float:
     return _START_S + size_bytes / _BYTES_PER_S
 
 
-def check_estimate(estimate: ExportEstimate, scratch_bytes: int, parent: Path) -> None:
-    """Log what an export needs.
+def check_space(size_bytes: int, memory_bytes: int, parent: Path) -> int:
+    """Return how many bytes are free on the disk that an export is written to.
 
     Args:
-        scratch_bytes: size of temporary files.
-        parent: folder that the export is written to, which may not exist.
+        size_bytes: size of all files that it writes, also temporary ones.
+        memory_bytes: memory at the peak.
+        parent: folder of the export, which may not exist yet.
 
     Raises:
         ConfigError: the disk or the memory is too small.
     """
     while not parent.exists():
         parent = parent.parent
-    free, needed = shutil.disk_usage(parent).free, estimate.num_bytes + scratch_bytes
-    memory = available_memory()
-    if needed > free:
+    free, available = shutil.disk_usage(parent).free, available_memory()
+    if size_bytes > free:
         raise ConfigError(
             "the export needs {needed} in {folder}, where {free} are free",
             code="export-needs-disk",
             fix="free some space, or give a folder on another disk with --output DIR",
-            needed=human_bytes(needed),
+            needed=human_bytes(size_bytes),
             free=human_bytes(free),
             folder=parent,
         )
-    if estimate.memory_bytes > memory:
+    if memory_bytes > available:
         raise ConfigError(
             "the export needs {needed} of memory (estimated), and {available} are available",
             code="export-needs-memory",
             fix="end other processes, or use a machine with more memory",
-            needed=human_bytes(estimate.memory_bytes),
-            available=human_bytes(memory),
+            needed=human_bytes(memory_bytes),
+            available=human_bytes(available),
         )
+    return free
+
+
+def check_estimate(estimate: ExportEstimate, scratch_bytes: int, parent: Path) -> None:
+    """Log what an export needs. For the errors, see :func:`check_space`.
+
+    Args:
+        scratch_bytes: size of temporary files.
+    """
+    free = check_space(estimate.num_bytes + scratch_bytes, estimate.memory_bytes, parent)
     logger.info(
         UserText(
             "export: {size} to write, {temporary} of temporary files, {free} free; about {duration}"

@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from paceline.data.text.chat_template import ChatTemplate
 from paceline.inference.chat_encoder import PromptTurn
-from paceline.inference.exports.forms import ProofPrompt
+from paceline.inference.exports.core.forms import ProofPrompt
 
 #: Variables by which templates let a model think before it answers.
 _THINKING = ("enable_thinking", "thinking")

@@ -1,5 +1,5 @@
 """The process that loads an export and compares it to the trained model: ``python -m
-paceline.inference.exports.proof FORM FOLDER ANSWERS RESULT``.
+paceline.inference.exports FORM FOLDER ANSWERS RESULT``.
 
 Args:
     FORM: name of the form of the export.
@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from paceline.core.files import write_json_atomic
-from paceline.inference.exports.proof.answers import load_answers
-from paceline.inference.exports.proof.comparison import compare
+from paceline.inference.exports.core.answers import load_answers
+from paceline.inference.exports.core.comparison import compare
 from paceline.inference.exports.registry import form_named
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.inference.device import inference_device
-from paceline.inference.exports.forms import ProofPrompt
+from paceline.inference.exports.core.forms import ProofPrompt
 from paceline.models.blocks import base_model
 
 

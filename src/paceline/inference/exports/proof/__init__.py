@@ -1,1 +1,0 @@
-"""The proof that an exported model answers as the trained model."""
