@@ -87,9 +87,8 @@ def _convert_linear(config: ModelConfig, weight: Weight) -> Iterable[Weight]:
     are ordered by their number within a key first."""
     name, last = weight.name, weight.name.rpartition(".linear_attn.")[2]
     keys = 2 * config.whole("linear_num_key_heads") * config.whole("linear_key_head_dim")
-    by_value, by_head = (
-        _value_order(config, config.whole("linear_value_head_dim")),
-        _value_order(config, 1),
+    by_value, by_head = _value_order(config, config.whole("linear_value_head_dim")), _value_order(
+        config, 1
     )
     if last == "A_log":
         yield weight.map(lambda tensor: -by_head(tensor.float()).exp())

@@ -145,7 +145,9 @@ def _objects(content: dict[str, JsonValue], key: str) -> list[dict[str, JsonValu
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
-def _texts_by_number(content: dict[str, JsonValue], model: dict[str, JsonValue]) -> dict[int, str]:
+def _texts_by_number(
+    content: dict[str, JsonValue], model: dict[str, JsonValue]
+) -> dict[int, str]:
     texts = {
         number: text for text, number in _object(model, "vocab").items() if isinstance(number, int)
     }
