@@ -38,8 +38,8 @@ _SCHEMES: dict[Scheme, tuple[str | dict[str, object], str]] = {
         "auto_awq",
     ),
 }  # fmt: skip
-#: Steps of the search for the rounding of each block, with an accelerator. On a CPU, where one takes
-#: seconds, weights are rounded to the nearest value instead.
+#: Steps of the search for the rounding of each block, with an accelerator. On a CPU, where a step
+#: takes seconds, weights are rounded to the nearest value instead.
 ITERATIONS = 200
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _16_BITS = {"bits": 16, "act_bits": 16, "data_type": "float", "act_data_type": "float"}
