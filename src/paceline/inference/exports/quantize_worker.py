@@ -38,8 +38,8 @@ _SCHEMES: dict[Scheme, tuple[str | dict[str, object], str]] = {
         "auto_awq",
     ),
 }  # fmt: skip
-#: Steps of the search for the rounding of each block, with an accelerator. On a CPU, where one takes
-#: seconds, weights are rounded to the nearest value instead.
+#: Steps of the search for the rounding of each block, with an accelerator. On a CPU, where a step
+#: takes seconds, weights are rounded to the nearest value instead.
 ITERATIONS = 200
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _16_BITS = {"bits": 16, "act_bits": 16, "data_type": "float", "act_data_type": "float"}
@@ -143,9 +143,7 @@ def _batches(file: str | None, torch: Any) -> list[dict[str, torch.Tensor]]:
     from safetensors.torch import load_file
 
     tokens = load_file(file)["tokens"]
-    return [
-        {"input_ids": row, "attention_mask": torch.ones_like(row)} for row in tokens.split(1)
-    ]
+    return [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in tokens.split(1)]
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,12 +35,14 @@ from paceline.models.weights.release import KEYS
 logger = logging.getLogger(__name__)
 
 SCHEMES: tuple[Scheme, ...] = ("fp8", "w4a16", "gptq", "awq")
-#: Schemes whose scales depend on the inputs of the layers. Those of awq do with an accelerator only.
+#: Schemes whose scales, or whose rounding, depend on the inputs of the layers.
 _CALIBRATED: tuple[Scheme, ...] = ("w4a16", "gptq", "awq")
 _LIMITS: dict[Scheme, float] = {"fp8": 0.05, "w4a16": 0.3, "gptq": 0.3, "awq": 0.3}
 _MODULE = "paceline.inference.exports.quantize_worker"
 #: Weights of experts that auto-round writes under the names that they are stored under.
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
+#: Kinds of layers that have the same inputs.
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _PROGRESS = re.compile(r"Quantizing (\S+):\s+\d+%\|[^|]*\|\s*(\d+)/(\d+)")
 #: Start of the process, and quantized numbers per second on a CPU.
 _START_S = 20.0
@@ -59,14 +61,12 @@ class QuantizedForm:
 
     scheme: Scheme
     merged_dtype: str | None = "auto"
+    name: str = field(init=False)
+    limit: ProofLimit = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.scheme
-
-    @property
-    def limit(self) -> ProofLimit:
-        return ProofLimit("kl", _LIMITS[self.scheme])
+    def __post_init__(self) -> None:
+        self.name = self.scheme
+        self.limit = ProofLimit("kl", _LIMITS[self.scheme])
 
     def check(self, source: ExportSource) -> None:
         option = f"`--quantize {self.scheme}`"
@@ -187,16 +187,18 @@ class QuantizedForm:
         """Write the token IDs for calibration to a file, and return it; None without any."""
         if self.scheme not in _CALIBRATED:
             return None
-        if source.config is None:
+        reason = _no_calibration(source, model)
+        if reason is not None:
             logger.warning(
                 UserText(
-                    "{run} is not the folder of a run, so there are no rows to calibrate with:"
-                    " weights are rounded to the nearest value",
+                    "calibration is not possible: {reason}; weights are rounded to the nearest"
+                    " value",
                     code="quantize-without-rows",
-                    run=source.run,
+                    reason=reason,
                 )
             )
             return None
+        assert source.config is not None
         import torch
         from safetensors.torch import save_file
         from transformers import AutoConfig
@@ -232,6 +234,35 @@ class QuantizedForm:
         return TransformersEngine.load(folder)
 
 
+def _no_calibration(source: ExportSource, model: Path) -> UserText | None:
+    """Return why a model cannot be calibrated, or None."""
+    if source.config is None:
+        return UserText(
+            "{run} is not the folder of a run, so its training data is not known",
+            code="no-rows-without-run",
+            run=source.run,
+        )
+    others = sorted(_layer_kinds(model) - _ATTENTION)
+    if others:
+        return UserText(
+            "auto-round passes the inputs of the first layer's kind to all layers, and this model"
+            " has layers of the kind {kind}",
+            code="no-rows-for-hybrid",
+            kind=others[0],
+        )
+    return None
+
+
+def _layer_kinds(model: Path) -> set[str]:
+    """Return the kinds of a model's layers, if its config names them."""
+    content = read_raw_config(str(model)) or {}
+    for part in (content, content.get("text_config")):
+        kinds = part.get("layer_types") if isinstance(part, dict) else None
+        if isinstance(kinds, list):
+            return {str(kind) for kind in kinds}
+    return set()
+
+
 def _run_worker(work: Path) -> tuple[str, int]:
     """Run the process whose job is in a folder, and log its progress. Return its last lines and its
     exit code."""
@@ -258,9 +289,9 @@ def _run_worker(work: Path) -> tuple[str, int]:
         for raw in process.stdout:
             for line in raw.decode(errors="replace").replace("\r", "\n").splitlines():
                 found = _PROGRESS.search(line)
-                if found is None:
-                    lines.append(line.strip()) if line.strip() else None
-                elif found[1] != block:
+                if found is None and line.strip():
+                    lines.append(line.strip())
+                elif found is not None and found[1] != block and int(found[2]) < int(found[3]):
                     block = found[1]
                     logger.info("quantizing %s, block %s of %s", block, int(found[2]) + 1, found[3])
         code = process.wait()

@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import JsonValue
+
 from paceline.core.errors import RunError
 from paceline.core.files import write_json_atomic
 from paceline.models.json_config import JsonObject, read_object
@@ -26,6 +28,8 @@ _PARTS = (
     "qweight", "qzeros", "scales", "g_idx",
 )  # fmt: skip
 _SCALES = ("weight_scale", "scales")
+#: Name of the layer that servers join a layer to.
+_JOINED = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj", "w1": "w13"}
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def _prefixes(names: Iterable[str], others: Collection[str]) -> list[str]:
     return sorted(found)
 
 
-def _exclude(settings: JsonObject, layers: list[str], prefixes: list[str]) -> None:
+def _exclude(settings: dict[str, JsonValue], layers: list[str], prefixes: list[str]) -> None:
     """Add what is not quantized to the settings that servers read."""
     method = settings.get("quant_method")
     if method == "compressed-tensors":
@@ -136,14 +140,19 @@ def _exclude(settings: JsonObject, layers: list[str], prefixes: list[str]) -> No
     else:  # gptq: `-:` begins a pattern of layers that are skipped
         known = settings.get("dynamic")
         dynamic = dict(known) if isinstance(known, dict) else {}
-        dynamic |= {f"-:^{re.escape(layer)}$": {} for layer in layers}
+        for layer in layers:
+            parent, dot, last = layer.rpartition(".")
+            joined = [f"{parent}{dot}{_JOINED[last]}"] if last in _JOINED else []
+            dynamic |= {f"-:^{re.escape(name)}$": {} for name in (layer, *joined)}
         dynamic |= {rf"-:^{re.escape(prefix)}\.": {} for prefix in prefixes}
         settings["dynamic"] = dynamic
 
 
-def _config(stored: JsonObject, written: JsonObject, settings: JsonObject) -> JsonObject:
+def _config(stored: JsonObject, written: JsonObject, settings: dict[str, JsonValue]) -> JsonObject:
     """Return the model's config.json with the settings of the quantization."""
-    content = {key: value for key, value in stored.items() if key != "torch_dtype"}
+    content: dict[str, JsonValue] = {
+        key: value for key, value in stored.items() if key != "torch_dtype"
+    }
     content["dtype"] = dtype = written.get("dtype")
     for value in content.values():
         if isinstance(value, dict) and "dtype" in value:
@@ -157,6 +166,6 @@ def _copy_files(model: Path, folder: Path) -> None:
     for file in model.iterdir():
         is_weight = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
         is_index = file.name == INDEX or file.name.endswith(".bin.index.json")
-        if file.is_file() and not (is_weight or is_index):
-            if file.name not in (_CONFIG, MISSING_BASE):
-                shutil.copyfile(file, folder / file.name)
+        is_replaced = is_weight or is_index or file.name in (_CONFIG, MISSING_BASE)
+        if file.is_file() and not is_replaced:
+            shutil.copyfile(file, folder / file.name)
