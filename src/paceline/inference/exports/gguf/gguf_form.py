@@ -22,7 +22,6 @@ from paceline.inference.exports.core.forms import (
 )
 from paceline.inference.exports.gguf.architectures import find_architecture
 from paceline.inference.exports.gguf.model_config import ModelConfig
-from paceline.inference.exports.gguf.tensor_types import KINDS
 from paceline.inference.exports.gguf.tokenizer import read_tokenizer
 from paceline.inference.exports.gguf.weights import Weight
 from paceline.inference.exports.gguf.write import choose, write_gguf
@@ -57,21 +56,14 @@ class GgufForm:
     merged_dtype: str | None = "float32"
 
     def __init__(self, kind: str) -> None:
-        if kind not in KINDS:
-            raise ConfigError(
-                "unknown `--gguf {kind}`",
-                code="unknown-gguf-kind",
-                allowed=", ".join(KINDS),
-                kind=kind,
-            )
         self.kind = kind
         self.name = f"gguf-{kind}"
+        self.option = f"`--gguf {kind}`"
         self.limit = _LIMITS[kind]
 
     def check(self, source: ExportSource) -> None:
-        option = f"`--{self.name.replace('-', ' ')}`"
         for package in ("gguf", "xllamacpp"):
-            check_package(package, option, "export the model in another form", extra="gguf")
+            check_package(package, self.option, "export the model in another form", extra="gguf")
         kind = saved_kind(source.folder)
         if kind is not LANGUAGE:
             raise ConfigError(
@@ -79,7 +71,7 @@ class GgufForm:
                 code="gguf-with-kind",
                 allowed="causal language models",
                 fix="export another form of the model, such as `--merge` for adapters",
-                option=option,
+                option=self.option,
                 kind=kind.noun,
             )
         config = ModelConfig.read(source.base)

@@ -1,7 +1,7 @@
 """llama.cpp's library in the package xllamacpp: models, tokens, and logits.
 
-The functions are those of llama.cpp's ``include/llama.h``. Its parameters are structs that change
-between releases. They are passed as blocks of bytes that are larger than the structs, with
+The functions are in llama.cpp's ``include/llama.h``. Its parameters are structs that change between
+releases. They are passed as blocks of bytes that are larger than the structs, with
 llama.cpp's defaults, so that only the fields that are changed must be at known positions.
 """
 

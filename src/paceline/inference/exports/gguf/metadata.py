@@ -1,7 +1,6 @@
 """The metadata of a GGUF file that architectures share: sizes, rotary embedding, experts.
 
-The keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and of llama.cpp's
-``convert_hf_to_gguf.py``.
+The keys are in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and in llama.cpp's converter.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def read_tokenizer(folder: Path, vocab_size: int | None = None) -> GgufTokenizer
     """Read the tokenizer of a model's folder.
 
     Args:
-        vocab_size: number of rows of the model's embedding; by default that of the tokenizer.
+        vocab_size: number of rows of the model's embedding; by default the tokenizer's number of tokens.
 
     Raises:
         ConfigError: llama.cpp does not have such a tokenizer.

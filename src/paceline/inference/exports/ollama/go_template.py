@@ -62,7 +62,7 @@ def go_template(name: str, start: str, end: str, adds_start: bool) -> GoTemplate
         return GoTemplate(_joined(source), "", (TURN_END,))
     form = FORMATS["qwen2" if name == QWEN else name]
     prefix = form.prefix.removeprefix(BOS) if adds_start else form.prefix
-    writer = _Writer({BOS: start, EOS: end})
+    writer = _FormatWriter({BOS: start, EOS: end})
     stop = form.answer.partition("{}")[2].replace(EOS, "").strip()
     return GoTemplate(writer.write(form, prefix), form.default_system, (stop,) if stop else ())
 
@@ -72,7 +72,7 @@ def _joined(source: str) -> str:
     return re.sub(r"\}\}\s+\{\{", "}}{{", source.strip())
 
 
-class _Writer:
+class _FormatWriter:
     """Writes formats in Go's language.
 
     Args:

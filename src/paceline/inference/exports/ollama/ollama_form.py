@@ -17,6 +17,10 @@ from paceline.inference.exports.ollama.go_template import (
 )
 
 MODELFILE = "Modelfile"
+_ALLOWED = (
+    "models trained with one of the named templates of `chat_template`, such as chatml, or with a"
+    " built-in model's own"
+)
 
 
 class OllamaForm(GgufForm):
@@ -29,6 +33,7 @@ class OllamaForm(GgufForm):
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
         self.name = f"ollama-{kind}"
+        self.option = "`--ollama`"
 
     def check(self, source: ExportSource) -> None:
         super().check(source)
@@ -48,16 +53,20 @@ def template_of(folder: Path) -> GoTemplate:
         ConfigError: the folder has no template, or another one than those that are translated.
     """
     source = folder_template(folder)
-    name = None if source is None else template_name(source)
+    if source is None:
+        raise ConfigError(
+            "the model has no chat template, which Ollama needs",
+            code="ollama-no-template",
+            allowed=_ALLOWED,
+            fix="export the model with `--gguf` instead of `--ollama`",
+        )
+    name = template_name(source)
     if name is None:
         raise ConfigError(
-            "the model has no chat template"
-            if source is None
-            else "the chat template of the model is not one of those that are available for Ollama:"
-            " Ollama's TEMPLATE is in the language of Go's text/template, not in Jinja",
+            "the chat template of the model is not available for Ollama: Ollama's TEMPLATE is in"
+            " the language of Go's text/template, not in Jinja",
             code="ollama-template",
-            allowed="models trained with one of the named templates of `chat_template`, such as"
-            " chatml, or with a built-in model's own",
+            allowed=_ALLOWED,
             fix="export the model with `--gguf` instead of `--ollama`: llama.cpp reads the template"
             " in the file",
         )
