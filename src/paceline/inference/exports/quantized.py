@@ -140,7 +140,7 @@ class QuantizedForm:
         try:
             result = self._run(source, model.resolve(), work.resolve())
             written = next((work / "output").rglob("config.json")).parent
-            count = complete_files(written, model, folder, result.dropped)
+            count = complete_files(written, model, folder, result.dropped, result.constants)
         finally:
             shutil.rmtree(work, ignore_errors=True)
         logger.info(
@@ -169,7 +169,7 @@ class QuantizedForm:
         )
         (work / "job.json").write_text(json.dumps(asdict(job)))
         last, code = _run_worker(work)
-        done = QuantizeResult([], [])
+        done = QuantizeResult([], [], [])
         if result.is_file():
             done = QuantizeResult(**json.loads(result.read_text() or "{}"))
         if code == 0 and result.is_file():

@@ -48,13 +48,16 @@ class QuantizedCount:
     num_copied: int
 
 
-def complete_files(written: Path, model: Path, folder: Path, dropped: list[str]) -> QuantizedCount:
+def complete_files(
+    written: Path, model: Path, folder: Path, dropped: list[str], constants: list[str]
+) -> QuantizedCount:
     """Move the files of a quantized model to ``folder``, and add what they lack of the model.
 
     Args:
         written: folder that auto-round has written.
         model: folder of the model that was quantized.
         dropped: names of weights in ``model`` that transformers does not load.
+        constants: names of tensors in ``model`` that transformers computes.
 
     Raises:
         RunError: weights are missing.
@@ -70,7 +73,8 @@ def complete_files(written: Path, model: Path, folder: Path, dropped: list[str])
         if name.endswith(f".{part}")
     }
     base = open_base(str(model))
-    _check_names(set(base.weight_names()), set(dropped), layers, set(entries), base.content)
+    stored = set(base.weight_names()) - set(dropped) - set(constants)
+    _check_names(stored, layers, set(entries), base.content)
     matrices = {
         name.removesuffix(".weight")
         for name, entry in entries.items()
@@ -90,7 +94,6 @@ def complete_files(written: Path, model: Path, folder: Path, dropped: list[str])
 
 def _check_names(
     stored: set[str],
-    dropped: set[str],
     layers: set[str],
     written: set[str],
     content: JsonObject,
@@ -101,7 +104,7 @@ def _check_names(
         f"{layer}.weight" for layer in layers
     }
     tied = {"lm_head.weight"} if content.get("tie_word_embeddings") else set()
-    missing, unknown = stored - dropped - names - tied, names - stored - tied
+    missing, unknown = stored - names - tied, names - stored - tied
     if missing or unknown or not layers:
         raise RunError(
             "auto-round does not write all weights of a model of type {model_type} under their"

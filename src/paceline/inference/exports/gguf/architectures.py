@@ -56,6 +56,8 @@ class Architecture:
         factors = llama3_factors(config)
         if factors is not None:
             yield factors
+        if config.is_part:
+            stored = _language_weights(stored)
         for weight in stack_experts(stored):
             if _is_left_out(config, weight.name):
                 continue
@@ -69,6 +71,23 @@ class Architecture:
                         weight=converted.name,
                     )
                 yield converted.renamed(name)
+
+
+#: Prefixes of the language model in a vision-language model → its own prefix.
+_PART_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
+
+
+def _language_weights(stored: Iterable[Weight]) -> Iterator[Weight]:
+    """Return the weights of the language model in a vision-language model, under its names."""
+    for weight in stored:
+        for prefix, own in _PART_PREFIXES.items():
+            if weight.name.startswith(prefix):
+                yield weight.renamed(own + weight.name.removeprefix(prefix))
 
 
 def _is_left_out(config: ModelConfig, name: str) -> bool:

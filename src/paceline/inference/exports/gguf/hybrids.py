@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     import gguf
     import torch
 
-#: Sections of the rotary embedding for text, height and width in transformers' Qwen3.5.
-_ROPE_SECTIONS = (11, 11, 10)
-
 
 def add_qwen35(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     """Add the metadata of Qwen3.5."""
@@ -35,10 +32,9 @@ def add_qwen35_moe(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
 
 
 def _add_qwen35_layers(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
-    share = config.rope.number("partial_rotary_factor", 0.25)
-    add_rope(writer, config, int(config.head_dim * share))
-    sections = config.rope.wholes("mrope_section") or list(_ROPE_SECTIONS)
-    writer.add_rope_dimension_sections([*sections, 0, 0][:4])
+    rotated = int(config.head_dim * config.rope.number("partial_rotary_factor", 0.25))
+    add_rope(writer, config, rotated)
+    writer.add_rope_dimension_sections(_text_sections(rotated // 2))
     num_values = config.whole("linear_num_value_heads")
     writer.add_ssm_conv_kernel(config.whole("linear_conv_kernel_dim"))
     writer.add_ssm_state_size(config.whole("linear_key_head_dim"))
@@ -46,6 +42,13 @@ def _add_qwen35_layers(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_ssm_time_step_rank(num_values)
     writer.add_ssm_inner_size(config.whole("linear_value_head_dim") * num_values)
     writer.add_full_attention_interval(_interval(config))
+
+
+def _text_sections(pairs: int) -> list[int]:
+    """Return how many pairs rotate by the position in time, by height and by width. The three are
+    equal in texts, and llama.cpp rotates pairs in no section by position 0, so each pair is in
+    one: every third in each section. For real models, this is transformers' [11, 11, 10]."""
+    return [(pairs + 2 - section) // 3 for section in range(3)] + [0]
 
 
 def _interval(config: ModelConfig) -> int:
@@ -87,8 +90,9 @@ def _convert_linear(config: ModelConfig, weight: Weight) -> Iterable[Weight]:
     are ordered by their number within a key first."""
     name, last = weight.name, weight.name.rpartition(".linear_attn.")[2]
     keys = 2 * config.whole("linear_num_key_heads") * config.whole("linear_key_head_dim")
-    by_value, by_head = _value_order(config, config.whole("linear_value_head_dim")), _value_order(
-        config, 1
+    by_value, by_head = (
+        _value_order(config, config.whole("linear_value_head_dim")),
+        _value_order(config, 1),
     )
     if last == "A_log":
         yield weight.map(lambda tensor: -by_head(tensor.float()).exp())
@@ -184,6 +188,8 @@ def convert_lfm2(config: ModelConfig, weight: Weight) -> Iterable[Weight]:
         yield weight.map(lambda tensor: tensor.squeeze(1))
     elif weight.name.endswith(".expert_bias"):
         yield weight.renamed(f"{weight.name}.bias")
+    elif ".experts.w" in weight.name:
+        yield weight.renamed(weight.name.removeprefix("model."))  # as the package gguf has them
     else:
         yield from convert_experts(config, weight)
 

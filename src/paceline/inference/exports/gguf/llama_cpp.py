@@ -36,7 +36,7 @@ _LogCallback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_vo
 class _Struct(ctypes.Structure):
     """A struct of llama.cpp, or less: none has as many bytes."""
 
-    _fields_ = [("fields", ctypes.c_uint32 * 256)]  # noqa: RUF012
+    _fields_ = [("fields", ctypes.c_uint32 * 256)]
 
 
 _TOKENS = ctypes.POINTER(ctypes.c_int32)
@@ -61,11 +61,12 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "llama_decode": (ctypes.c_int32, [_POINTER, _Struct]),
     "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), [_POINTER, ctypes.c_int32]),
     "llama_vocab_n_tokens": (ctypes.c_int32, [_POINTER]),
-    "llama_vocab_is_eog": (ctypes.c_bool, [_POINTER, ctypes.c_int32]),
     "llama_tokenize": (
         ctypes.c_int32,
-        [_POINTER, ctypes.c_char_p, ctypes.c_int32, _TOKENS, ctypes.c_int32, ctypes.c_bool]
-        + [ctypes.c_bool],
+        [
+            *(_POINTER, ctypes.c_char_p, ctypes.c_int32, _TOKENS),
+            *(ctypes.c_int32, ctypes.c_bool, ctypes.c_bool),
+        ],
     ),
 }
 
@@ -145,10 +146,6 @@ class LlamaCppModel:
             self._vocabulary, content, len(content), tokens, size, True, True
         )
         return list(tokens[:count])
-
-    def is_end(self, token: int) -> bool:
-        """Return whether a token ends an answer."""
-        return bool(self._library.llama_vocab_is_eog(self._vocabulary, token))
 
     def start(self, tokens: Sequence[int], num_more: int) -> None:
         """Begin a new text.

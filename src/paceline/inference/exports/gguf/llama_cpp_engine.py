@@ -56,15 +56,13 @@ class LlamaCppEngine:
         return torch.stack(rows).log_softmax(-1)
 
     def generate(self, tokens: list[int], num_tokens: int) -> list[int]:
-        """Return the most likely tokens, up to one that ends the answer."""
+        """Return the most likely tokens, also after the end of an answer."""
         answer: list[int] = []
         self._model.start(tokens, num_tokens)
         while len(answer) < num_tokens:
-            answer.append(int(self._model.logits().argmax()))
-            if self._model.is_end(answer[-1]):
-                break
-            if len(answer) < num_tokens:
+            if answer:
                 self._model.extend(answer[-1:])
+            answer.append(int(self._model.logits().argmax()))
         return answer
 
     def close(self) -> None:

@@ -10,18 +10,20 @@ from paceline.core.errors import ConfigError
 
 
 class ModelConfig:
-    """The values of a ``config.json``.
+    """The values of the config of a language model.
 
     Args:
         values: its content.
+        is_part: whether the model is the language model of a vision-language model.
     """
 
-    def __init__(self, values: dict[str, JsonValue]) -> None:
-        self.values = values
+    def __init__(self, values: dict[str, JsonValue], is_part: bool = False) -> None:
+        self.values, self.is_part = values, is_part
 
     @classmethod
     def read(cls, name: str) -> ModelConfig:
-        """Read the config of a model's folder or hub ID, with the defaults of its class.
+        """Read the config of a model's folder or hub ID, with the defaults of its class; of a
+        vision-language model, the config of its language model.
 
         Raises:
             ConfigError: there is none that transformers can read.
@@ -38,7 +40,12 @@ class ModelConfig:
                 name=name,
                 reason=str(error).partition("\n")[0],
             ) from error
-        return cls(json.loads(config.to_json_string(use_diff=False)))
+        text = config.get_text_config()
+        values = json.loads(text.to_json_string(use_diff=False))
+        if text is config:
+            return cls(values)
+        values["tie_word_embeddings"] = config.tie_word_embeddings
+        return cls(values, is_part=True)
 
     @property
     def model_type(self) -> str:

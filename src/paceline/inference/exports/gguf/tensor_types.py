@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 KINDS = ("f16", "bf16", "q8_0", "q4_k_m")
 #: ``general.file_type`` of each kind (``enum llama_ftype`` in llama.cpp's ``llama.h``).
-FILE_TYPES = {"f16": 1, "bf16": 32, "q8_0": 7, "q4_k_m": 15}
+#: ``f32`` is no form of an export: it shows whether llama.cpp computes what the model does.
+FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_k_m": 15}
 #: Matrices that llama.cpp needs in float32 or does not quantize (``prepare_tensors`` in its
 #: converter, ``tensor_allows_quantization`` in ``llama-quant.cpp``).
-_FLOAT32 = re.compile(r"ffn_gate_inp(_shexp)?\.weight$|ssm_conv1d\.weight$|shortconv\.conv\.weight$")
+_FLOAT32 = re.compile(
+    r"ffn_gate_inp(_shexp)?\.weight$|ssm_conv1d\.weight$|shortconv\.conv\.weight$"
+)
 _LAYER = re.compile(r"^blk\.(\d+)\.")
 #: Type → type whose blocks are smaller, for rows that are no multiple of 256.
 _SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}

@@ -145,9 +145,7 @@ def _objects(content: dict[str, JsonValue], key: str) -> list[dict[str, JsonValu
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
-def _texts_by_number(
-    content: dict[str, JsonValue], model: dict[str, JsonValue]
-) -> dict[int, str]:
+def _texts_by_number(content: dict[str, JsonValue], model: dict[str, JsonValue]) -> dict[int, str]:
     texts = {
         number: text for text, number in _object(model, "vocab").items() if isinstance(number, int)
     }
@@ -173,11 +171,11 @@ def _types(
         else:
             types.append(TokenType.NORMAL)
     for token in _objects(content, "added_tokens"):
-        number = token.get("id")
-        if isinstance(number, int):
-            types[number] = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
-            if types[number] == TokenType.USER_DEFINED and is_fallback:
-                tokens[number] = tokens[number].replace(_SPACE, " ")
+        added = token.get("id")
+        if isinstance(added, int):
+            types[added] = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
+            if types[added] == TokenType.USER_DEFINED and is_fallback:
+                tokens[added] = tokens[added].replace(_SPACE, " ")
     if is_fallback and unknown is not None:
         types[unknown] = TokenType.UNKNOWN
     return [int(kind) for kind in types]

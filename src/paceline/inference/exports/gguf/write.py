@@ -97,7 +97,7 @@ def _write(model: Path, file: Path, kind: str, name: str) -> None:
     embedding = next(weight for weight in weights if weight.name == "token_embd.weight")
     tokenizer = read_tokenizer(model, embedding.shape[0])
     choice = choose(kind, weights, config)
-    _report_fallbacks(choice, kind)
+    _report(config, choice, kind)
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture.name]])
     try:
         writer.add_type("model")
@@ -132,7 +132,15 @@ def _write_tensors(writer: gguf.GGUFWriter, weights: list[Weight], choice: TypeC
         writer.write_tensor_data(encode_tensor(weight.load(), choice.types[weight.name]))
 
 
-def _report_fallbacks(choice: TypeChoice, kind: str) -> None:
+def _report(config: ModelConfig, choice: TypeChoice, kind: str) -> None:
+    """Log what a file does not have, or has in another form."""
+    if config.is_part:
+        logger.warning(
+            UserText(
+                "the GGUF file has the language model only: what reads images is left out",
+                code="gguf-language-only",
+            )
+        )
     if choice.num_fallbacks:
         logger.warning(
             UserText(
