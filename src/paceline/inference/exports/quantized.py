@@ -41,8 +41,6 @@ _LIMITS: dict[Scheme, float] = {"fp8": 0.05, "w4a16": 0.3, "gptq": 0.3, "awq": 0
 _MODULE = "paceline.inference.exports.quantize_worker"
 #: Weights of experts that auto-round writes under the names that they are stored under.
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
-#: Kinds of layers that have the same inputs.
-_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _PROGRESS = re.compile(r"Quantizing (\S+):\s+\d+%\|[^|]*\|\s*(\d+)/(\d+)")
 #: Start of the process, and quantized numbers per second on a CPU.
 _START_S = 20.0
@@ -242,13 +240,13 @@ def _no_calibration(source: ExportSource, model: Path) -> UserText | None:
             code="no-rows-without-run",
             run=source.run,
         )
-    others = sorted(_layer_kinds(model) - _ATTENTION)
-    if others:
+    kinds = sorted(_layer_kinds(model))
+    if len(kinds) > 1:
         return UserText(
             "auto-round passes the inputs of the first layer's kind to all layers, and this model"
-            " has layers of the kind {kind}",
-            code="no-rows-for-hybrid",
-            kind=others[0],
+            " has layers of the kinds {kinds}",
+            code="no-rows-for-kinds",
+            kinds=", ".join(kinds),
         )
     return None
 
