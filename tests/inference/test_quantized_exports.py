@@ -234,12 +234,10 @@ def test_missing_and_renamed_weights_are_errors(tmp_path: Path) -> None:
 # -- refusals
 def test_models_that_cannot_be_quantized(tmp_path: Path) -> None:
     form = QuantizedForm("fp8")
-    fused = make_family("gpt_oss", tmp_path / "fused")
-    with raises_error(ConfigError, code="quantize-experts"):
-        form.check(source_of(fused))
-    renamed = make_family("mixtral", tmp_path / "renamed")
-    with raises_error(ConfigError, code="quantize-experts"):
-        form.check(source_of(renamed))
+    for kind in ("gpt_oss", "mixtral", "granitemoe"):
+        folder = make_family(kind, tmp_path / kind)
+        with raises_error(ConfigError, code="quantize-experts", naming=kind):
+            form.check(source_of(folder))
     form.check(source_of(make_family("qwen3_moe", tmp_path / "experts")))
     quantized = write_config("qwen2", tmp_path / "quantized")
     content = json.loads((quantized / "config.json").read_text())

@@ -91,12 +91,13 @@ class QuantizedForm:
         self._check_experts(source)
 
     def _check_experts(self, source: ExportSource) -> None:
-        names = [
+        unknown = [
             name
             for name, _, shape, _ in stored_sizes(source.base)
-            if ".experts." in name and len(shape) > 1 and not name.startswith("mtp.")
+            if len(shape) > 1 and not name.startswith("mtp.")
+            if (".experts." in name and _EXPERT.search(name) is None)
+            or (len(shape) == 3 and "conv" not in name)  # the experts of a layer are one tensor
         ]
-        unknown = [name for name in names if _EXPERT.search(name) is None]
         if unknown:
             content = read_raw_config(source.base) or {}
             raise ConfigError(
