@@ -5,8 +5,11 @@ import json
 import sys
 from argparse import Namespace
 
-from paceline.commands.options import AnyPath, AnyText, Number, OptionParser
+from paceline.commands.options import AnyPath, AnyText, Choice, Number, OptionParser
 from paceline.core.errors import EXIT_DONE, ConfigError
+
+GGUF_TYPES = ("f16", "bf16", "q8_0", "q4_k_m")
+SCHEMES = ("fp8", "w4a16", "gptq", "awq")
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -17,11 +20,28 @@ def add_arguments(parser: OptionParser) -> None:
         "run",
     )
     parser.add_flag("--merge", "merge the adapter into the weights of the base model")
+    parser.add_flag("--adapter", "check that vLLM and peft load the adapter, and copy it")
+    parser.add_option(
+        "--gguf",
+        Choice(GGUF_TYPES),
+        "TYPE",
+        "write a GGUF file for llama.cpp, with weights of TYPE",
+    )
+    parser.add_flag(
+        "--ollama",
+        "write a GGUF file (default: q8_0) and a Modelfile for Ollama",
+    )
+    parser.add_option(
+        "--quantize",
+        Choice(SCHEMES),
+        "SCHEME",
+        "quantize the weights: fp8 and w4a16 in the format compressed-tensors",
+    )
     parser.add_option(
         "--output",
         AnyText("a folder that does not exist yet"),
         "DIR",
-        "folder to write the model to (default: RUN/exported)",
+        "folder to write to (default: RUN/exported, or RUN/FORM, such as RUN/gguf-q8_0)",
     )
     parser.add_option(
         "--dtype",
@@ -54,7 +74,8 @@ def add_arguments(parser: OptionParser) -> None:
 def run(args: Namespace) -> int:
     """Write or upload the model, and print where it is."""
     from paceline.inference.exports.export import export, push
-    from paceline.inference.exports.registry import chosen_form
+    from paceline.inference.exports.registry import FormOptions, choose_form
+    from paceline.inference.exports.source import is_checkpoint
     from paceline.launch.after_training.hub_upload import check_repository
 
     if args.private and args.push is None:
@@ -63,15 +84,19 @@ def run(args: Namespace) -> int:
             code="private-without-push",
             fix="omit it",
         )
+    options = FormOptions(
+        args.merge, args.adapter, args.gguf, args.quantize, args.ollama, args.dtype
+    )
     result: dict[str, object] = {}
     exported = None
     with contextlib.redirect_stdout(sys.stderr):
         if args.push is not None:
             check_repository(args.push, f"`--push {args.push}`")
-        if args.push is None or args.merge or args.output is not None:
+        is_written = options.chosen or args.output is not None or is_checkpoint(args.run_dir)
+        if args.push is None or is_written:
             exported = export(
                 args.run_dir,
-                chosen_form(merge=args.merge, dtype=args.dtype),
+                choose_form(options),
                 output=args.output,
                 allow_missing=args.allow_missing,
                 limit=args.limit,

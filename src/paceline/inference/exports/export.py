@@ -210,4 +210,5 @@ def push(
         folder: folder with another form of the model, such as the merged one; default: the model
             as the run wrote it.
     """
-    return upload_model(folder or model_folder(run), run, repository, private)
+    trained = run.parent.parent if is_checkpoint(run) else run
+    return upload_model(folder or model_folder(run), trained, repository, private)
