@@ -27,6 +27,7 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.inference.exports.calibration import joined, read_calibration
 from paceline.inference.exports.core.forms import ExportSource
 from paceline.inference.exports.export import export
+from paceline.inference.exports.quantize_worker import QuantizeResult
 from paceline.inference.exports.quantized import QuantizedForm
 from paceline.inference.exports.quantized_files import complete_files
 from paceline.inference.exports.quantized_layers import Scheme, unquantized_layers
@@ -188,7 +189,12 @@ STORED = {
     "model.layers.0.rotary_emb.inv_freq": torch.ones(4),
 }
 DROPPED = ["mtp.fc.weight", "model.layers.61.eh_proj.weight"]
-CONSTANTS = ["model.layers.0.rotary_emb.inv_freq"]
+RESULT = QuantizeResult(
+    DROPPED,
+    ["model.layers.0.rotary_emb.inv_freq"],
+    {"model.layers.0.mlp.gate.weight": "model.text.layers.0.mlp.gate.weight"},
+    [],
+)
 
 
 @pytest.mark.parametrize("method", ["compressed-tensors", "gptq", "awq"])
@@ -197,7 +203,7 @@ def test_weights_that_are_not_loaded_are_kept_and_excluded(method: str, tmp_path
     (tmp_path / "model" / "LICENSE").write_text("free")
     (tmp_path / "export").mkdir()
     written = write_quantized(tmp_path / "written", method)
-    count = complete_files(written, tmp_path / "model", tmp_path / "export", DROPPED, CONSTANTS)
+    count = complete_files(written, tmp_path / "model", tmp_path / "export", RESULT)
     assert (count.num_layers, count.num_unquantized, count.num_copied) == (1, 1, 2)
     stored = tensors(tmp_path / "export")
     for name in DROPPED:
@@ -207,15 +213,15 @@ def test_weights_that_are_not_loaded_are_kept_and_excluded(method: str, tmp_path
     content = json.loads((tmp_path / "export" / "config.json").read_text())
     assert content["model_type"] == "qwen2"
     settings = content["quantization_config"]
-    gate = "model.layers.0.mlp.gate"
+    gates = ["model.layers.0.mlp.gate", "model.text.layers.0.mlp.gate"]
     if method == "compressed-tensors":
         layer = r"re:^model\.layers\.61(\..*)?$"
-        assert settings["ignore"] == [gate, layer, r"re:^mtp(\..*)?$"]
+        assert settings["ignore"] == [*gates, layer, r"re:^mtp(\..*)?$"]
     elif method == "awq":
-        assert settings["modules_to_not_convert"] == [gate, "model.layers.61", "mtp"]
+        assert settings["modules_to_not_convert"] == [*gates, "model.layers.61", "mtp"]
     else:
-        escaped = gate.replace(".", r"\.")
-        skipped = [f"-:^{escaped}$", r"-:^model\.layers\.61\.", r"-:^mtp\."]
+        escaped = [gate.replace(".", r"\.") for gate in gates]
+        skipped = [*(f"-:^{gate}$" for gate in escaped), r"-:^model\.layers\.61\.", r"-:^mtp\."]
         assert settings["dynamic"] == {pattern: {} for pattern in skipped}
 
 
@@ -228,7 +234,7 @@ def test_missing_and_renamed_weights_are_errors(tmp_path: Path) -> None:
         folder.mkdir()
         written = write_quantized(tmp_path / f"written-{number}", "compressed-tensors", **extra)
         with raises_error(RunError, code="quantized-weights-missing"):
-            complete_files(written, tmp_path / "model", folder, DROPPED, CONSTANTS)
+            complete_files(written, tmp_path / "model", folder, RESULT)
 
 
 # -- refusals

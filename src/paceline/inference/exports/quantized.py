@@ -139,7 +139,7 @@ class QuantizedForm:
         try:
             result = self._run(source, model.resolve(), work.resolve())
             written = next((work / "output").rglob("config.json")).parent
-            count = complete_files(written, model, folder, result.dropped, result.constants)
+            count = complete_files(written, model, folder, result)
         finally:
             shutil.rmtree(work, ignore_errors=True)
         logger.info(
@@ -168,7 +168,7 @@ class QuantizedForm:
         )
         (work / "job.json").write_text(json.dumps(asdict(job)))
         last, code = _run_worker(work)
-        done = QuantizeResult([], [], [])
+        done = QuantizeResult([], [], {}, [])
         if result.is_file():
             done = QuantizeResult(**json.loads(result.read_text() or "{}"))
         if code == 0 and result.is_file():
