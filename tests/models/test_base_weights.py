@@ -22,7 +22,7 @@ from vision_models import make_model
 from paceline.cli import main
 from paceline.core.errors import ConfigError
 from paceline.inference.export import export
-from paceline.inference.generate import load_model
+from paceline.inference.loading import load_model
 from paceline.inference.merge import some_logits
 from paceline.models.builtin import resolve_model
 from paceline.models.language import copy_tokenizer, save_language_model

@@ -13,7 +13,7 @@ from paceline.checkpoint.writer import reason_of
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import Scratch, replace_dir
 from paceline.core.texts import UserText
-from paceline.inference.generate import load_model, model_folder, run_config
+from paceline.inference.loading import load_model, model_folder, run_config
 from paceline.inference.merge import (
     LogitComparison,
     compare_logits,
