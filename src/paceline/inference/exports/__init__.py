@@ -1,1 +1,1 @@
-"""Exports of trained models, each with a proof that the written model answers as the trained one."""
+"""Exports of trained models, each with a proof that it answers as the trained model."""

@@ -93,7 +93,7 @@ class ProofEngine(Protocol):
         ...
 
     def scores(self, tokens: list[int], start: int) -> torch.Tensor:
-        """Return the logits or log-probabilities of the token after each of the tokens from position
+        """Return the logits or log-probabilities of the token after each token from position
         ``start``: float32 of shape [len(tokens) - start, size of the vocabulary]."""
         ...
 
