@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class PromptTurn(TypedDict, total=False):
-    """One turn of a chat, always with a role and a content. ``images`` has contents of image files,
-    which precede the content."""
+    """One turn of a chat, always with a role and a content. ``images`` has contents of image files.
+    Those without a mark of their own in the content precede it."""
 
     role: str
     content: str
@@ -85,7 +85,7 @@ class ChatEncoder:
         return _without_types(self.tokenizer(text, return_tensors="pt"))
 
     def _check_template(self, has_tools: bool, arguments: Mapping[str, JsonValue]) -> None:
-        source = self._source(has_tools)
+        source = self.template_source(has_tools)
         if has_tools and (source is None or not _template(source).uses("tools")):
             raise ConfigError(
                 "the chat template of the model does not read tools",
@@ -103,7 +103,8 @@ class ChatEncoder:
                     names=listed_arguments(names),
                 )
 
-    def _source(self, has_tools: bool) -> str | None:
+    def template_source(self, has_tools: bool) -> str | None:
+        """Return the chat template for chats with or without tools; None if there is none."""
         if self.tokenizer.chat_template is None:
             return None
         return str(self.tokenizer.get_chat_template(tools=[{}] if has_tools else None))
@@ -150,12 +151,12 @@ class ChatEncoder:
         marked: list[Any] = [
             {
                 **{name: value for name, value in turn.items() if name != "images"},
-                "content": IMAGE_MARK * len(turn.get("images", ())) + turn["content"],
+                "content": _with_marks(turn, IMAGE_MARK),
             }
             for turn in turns
         ]
         start = self.tokenizer.bos_token
-        source = self._source(bool(tools))
+        source = self.template_source(bool(tools))
         if source is None:
             text = _texts(marked).replace(IMAGE_MARK, processor.placeholder)
         else:
@@ -166,13 +167,26 @@ class ChatEncoder:
             listed: list[Any] = [*tools]
             text = template.render(marked, add_generation_prompt=True, tools=listed or None)
         images = processor.open_images([each for turn in turns for each in turn.get("images", ())])
-        return processor.processor(
-            text=[text],
-            images=[images] if images else None,
-            return_tensors="pt",
-            # as transformers' `apply_chat_template`: a template may print the first token itself
-            add_special_tokens=start is None or not text.startswith(start),
-        )
+        try:
+            return processor.processor(
+                text=[text],
+                images=[images] if images else None,
+                return_tensors="pt",
+                # as transformers' `apply_chat_template`: a template may print the first token
+                add_special_tokens=start is None or not text.startswith(start),
+            )
+        except (ValueError, IndexError, StopIteration) as error:
+            raise ConfigError(
+                "the processor of the model refuses the chat: {reason}",
+                code="chat-refused-by-processor",
+                fix="check that no text contains the model's token of an image",
+                reason=first_line(error),
+            ) from error
+
+
+def _with_marks(turn: PromptTurn, mark: str) -> str:
+    num_missing = len(turn.get("images", ())) - turn["content"].count(mark)
+    return mark * num_missing + turn["content"]
 
 
 @lru_cache(maxsize=64)

@@ -57,7 +57,7 @@ def bind(host: str, port: int, max_tries: int = _MAX_TRIES) -> socket.socket:
     if max_tries == 1:
         raise ConfigError(
             "port {port} on {host} is in use, or not permitted",
-            code="port-in-use",
+            code="chosen-port-in-use",
             fix="choose another with --port, or 0 for any free port",
             port=port,
             host=host,

@@ -151,10 +151,6 @@ class Engine(ABC):
         """Return the largest number of tokens of prompt and answer together; None for no limit."""
 
     @abstractmethod
-    def model_type(self, model: str) -> str:
-        """Return the type of the model, as in its config.json."""
-
-    @abstractmethod
     def generate(
         self, request: GenerationRequest, emit: Emit, is_cancelled: Callable[[], bool]
     ) -> AnswerEnd:

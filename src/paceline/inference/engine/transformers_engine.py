@@ -32,6 +32,9 @@ from paceline.inference.engine.shared_base import (
 from paceline.inference.loading import load_generator, model_folder
 from paceline.models.blocks import base_model
 
+#: Stands for the logarithm of 0, which JSON does not have, as in OpenAI's API.
+_LOWEST_LOGPROB = -9999.0
+
 
 @dataclass(frozen=True)
 class ServedModel:
@@ -118,9 +121,6 @@ class TransformersEngine(Engine):
         text_config = self.model.config.get_text_config()
         limit: int | None = getattr(text_config, "max_position_embeddings", None)
         return limit
-
-    def model_type(self, model: str) -> str:
-        return str(self.model.config.model_type)
 
     def generate(
         self, request: GenerationRequest, emit: Emit, is_cancelled: Callable[[], bool]
@@ -224,7 +224,7 @@ class _Progress:
     def _scored(self, id: int) -> GeneratedToken:
         if self._num_logprobs is None:
             return GeneratedToken(id)
-        logprobs = self._logits.popleft().log_softmax(-1)
+        logprobs = self._logits.popleft().log_softmax(-1).clamp(min=_LOWEST_LOGPROB)
         values, ids = logprobs.topk(min(self._num_logprobs, len(logprobs)))
         likeliest = [*zip(ids.tolist(), values.tolist(), strict=True)]
         return GeneratedToken(id, float(logprobs[id]), likeliest)
