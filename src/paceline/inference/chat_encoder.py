@@ -84,6 +84,14 @@ class ChatEncoder:
         """Return the inputs of a text that the model continues, with one row."""
         return _without_types(self.tokenizer(text, return_tensors="pt"))
 
+    def encode_tokens(self, ids: Sequence[int]) -> Any:
+        """Return the inputs of tokens that the model continues, with one row."""
+        import torch
+        from transformers import BatchEncoding
+
+        tokens = torch.tensor([[*ids]])
+        return BatchEncoding({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
+
     def _check_template(self, has_tools: bool, arguments: Mapping[str, JsonValue]) -> None:
         source = self.template_source(has_tools)
         if has_tools and (source is None or not _template(source).uses("tools")):

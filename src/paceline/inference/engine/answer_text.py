@@ -174,10 +174,10 @@ class TokenSpelling:
 
     @cached_property
     def _byte_of(self) -> dict[str, int]:
-        return {letter: byte for byte, letter in _letters_of_bytes()}
+        return {letter: byte for byte, letter in letters_of_bytes()}
 
 
-def _letters_of_bytes() -> Iterator[tuple[int, str]]:
+def letters_of_bytes() -> Iterator[tuple[int, str]]:
     """Yield the letter by which byte-level tokenizers write each byte (Radford et al., "Language
     Models are Unsupervised Multitask Learners", 2019)."""
     shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

@@ -88,16 +88,12 @@ def encode_text(engine: Engine, fields: CompletionFields) -> EncodedPrompt:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return engine.encode(fields.model, prompt)
-    import torch
-
     ids = [id for id in prompt if isinstance(id, int)]
-    size = len(engine.encoder(fields.model).tokenizer)
+    encoder = engine.encoder(fields.model)
+    size = len(encoder.tokenizer)
     if not ids or min(ids) < 0 or max(ids) >= size:
         raise unsupported_field("prompt", f"tokens from 0 to {size - 1}")
-    tokens = torch.tensor([ids])
-    return engine.checked(
-        fields.model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    )
+    return engine.checked(fields.model, encoder.encode_tokens(ids))
 
 
 def generation_request(
