@@ -39,7 +39,7 @@ def write_base(folder: Path, seed: int = 0, end_ids: list[int] | None = None) ->
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(4)
+                parameter.mul_(4).add_(0.1 * seed * torch.randn_like(parameter))
     model.save_pretrained(folder)
     copy_tokenizer(resolve_model("builtin:qwen2-micro"), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)

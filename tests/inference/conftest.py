@@ -8,8 +8,8 @@ from api_servers import write_adapter, write_base
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with two runs, `one` and `two`: adapters of the model `initial`. Their answers
-    have no end, so they stop at the limit of tokens."""
+    """Return a folder with two runs, `one` and `two`: adapters of the model `initial`. Their
+    answers stop at the limit of tokens."""
     folder = tmp_path_factory.mktemp("served")
     base = write_base(folder / "initial")
     write_adapter(folder / "one", base, seed=1)

@@ -25,8 +25,11 @@ def served(runs: Path) -> Iterator[ServedApi]:
 def send(
     served: ServedApi, path: str = CHAT, body: bytes | None = None, **headers: str | None
 ) -> tuple[int, dict[str, object]]:
-    """Send a request unchanged. An underscore in the name of a header stands for a hyphen. Return the
-    status and the error."""
+    """Send a request unchanged. Return the status and the error.
+
+    Args:
+        headers: headers, with an underscore in place of a hyphen.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
     connection.putrequest("GET" if body is None else "POST", path, skip_host=True)
     fields: dict[str, str | None] = {
@@ -96,7 +99,8 @@ def test_unknown_models_are_not_found(served: ServedApi, name: str) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "file:///etc/passwd", "/etc/passwd", "http://127.0.0.1:1/x.png", "data:text/plain;base64,AA==",
+        "file:///etc/passwd", "/etc/passwd", "http://127.0.0.1:1/x.png",
+        "data:text/plain;base64,AA==",
         "data:image/png,x", "data:image/png;base64,%%%", "data:image/png;base64,AAAA",
         "data:image/png;base64,{png}",
     ],
@@ -116,17 +120,17 @@ def test_images_are_only_those_in_the_request(served: ServedApi, url: str) -> No
 @pytest.mark.parametrize(
     ("body", "code"),
     [
-        (b"", "invalid-json"),
-        (b"{", "invalid-json"),
+        (b"", "invalid-body"),
+        (b"{", "invalid-body"),
         (b"[]", "not-an-object"),
-        (b"\xff\xfe", "invalid-json"),
-        (b'{"model": "one", "messages": [{"role": "user", "content": "\xff"}]}', "invalid-json"),
-        (b'{"model": "one", "messages": [{"role": "user", "content": "\\ud800"}]}', "invalid-json"),
-        (b'{"temperature": NaN}', "invalid-json"),
-        (b'{"max_tokens": ' + b"9" * 5000 + b"}", "invalid-json"),
-        (b'{"messages":' * 50_000, "invalid-json"),
-        (b"[" * 100_000 + b"]" * 100_000, "invalid-json"),
-        (b'{"tools":' + b"[" * 80 + b"]" * 80 + b"}", "invalid-json"),
+        (b"\xff\xfe", "invalid-body"),
+        (b'{"model": "one", "messages": [{"role": "user", "content": "\xff"}]}', "invalid-body"),
+        (b'{"model": "one", "messages": [{"role": "user", "content": "\\ud800"}]}', "invalid-body"),
+        (b'{"temperature": NaN}', "invalid-body"),
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", "invalid-body"),
+        (b'{"messages":' * 50_000, "invalid-body"),
+        (b"[" * 100_000 + b"]" * 100_000, "invalid-body"),
+        (b'{"tools":' + b"[" * 80 + b"]" * 80 + b"}", "invalid-body"),
         (b'{"a\\u0000": 1}', "unsupported-field"),
         (b'{"model": {"$ne": 1}, "messages": []}', "invalid-field"),
         (b'{"model": "one", "messages": "x"}', "invalid-field"),
@@ -147,8 +151,9 @@ def test_large_bodies_are_refused(served: ServedApi) -> None:
     status, error = send(served, body=b"{}", Content_Length=str(MAX_BODY_BYTES + 1))
     assert (status, error["code"]) == (413, "body-too-large")
     head = (
-        f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\nContent-Type: application/json\r\n"
-        f"Authorization: {served.headers['Authorization']}\r\nTransfer-Encoding: chunked\r\n\r\n"
+        f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\n"
+        f"Authorization: {served.headers['Authorization']}\r\n"
+        "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
     chunk = b"%x\r\n%s\r\n" % (1 << 20, b" " * (1 << 20))
     with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:

@@ -105,7 +105,7 @@ class ChatEncoder:
             if name not in names:
                 raise ConfigError(
                     "the chat template of the model does not read the argument `{name}`",
-                    code="unknown-template-argument",
+                    code="template-argument-not-read",
                     allowed="{names}",
                     name=name,
                     names=listed_arguments(names),

@@ -185,7 +185,7 @@ def stored_encoder(folder: Path, is_vision: bool) -> tuple[ChatEncoder, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(
             "the tokenizer in {folder} cannot be loaded: {reason}",
-            code="tokenizer-not-loaded",
+            code="served-tokenizer-not-loaded",
             fix="check the files of the model",
             folder=folder,
             reason=first_line(error),

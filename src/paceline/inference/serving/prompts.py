@@ -68,7 +68,7 @@ def _at_field(error: ConfigError) -> RequestRefused:
     param = "messages"
     if error.code == "template-without-tools":
         param = "tools"
-    elif error.code == "unknown-template-argument":
+    elif error.code == "template-argument-not-read":
         param = f"chat_template_kwargs.{error.values['name']}"
     refused = RequestRefused.from_record(error.record())
     refused.param = param

@@ -57,7 +57,7 @@ def unsupported_field(name: str, allowed: str | None = None) -> RequestRefused:
         )
     return RequestRefused(
         "this value of `{field}` is not supported",
-        code="unsupported-value",
+        code="field-value-not-supported",
         allowed="{values}",
         param=name,
         field=name,

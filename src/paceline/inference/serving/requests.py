@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -232,7 +232,7 @@ def _parsed(content: bytes) -> dict[str, JsonValue]:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise RequestRefused(
             "the body of the request is not valid JSON: {reason}",
-            code="invalid-json",
+            code="invalid-body",
             reason=reason[:200],
         ) from error
     if not isinstance(body, dict):
@@ -303,10 +303,10 @@ def _without_null(messages: JsonValue) -> JsonValue:
 
 
 def _invalid(error: ValidationError) -> RequestRefused:
-    mistake: Any = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    # pydantic's place also has the names of the alternatives of a value
-    place = [part for part in mistake["loc"] if isinstance(part, int) or part.isidentifier()]
-    name = ".".join(map(str, place))[:200]
+    mistakes = error.errors(include_url=False, include_input=False, include_context=False)
+    # of the alternatives of a value, the one that fits best
+    mistake: Any = max(mistakes, key=lambda each: len(each["loc"]))
+    name = _field_name(mistake["loc"])
     if mistake["type"] == "extra_forbidden":
         return unsupported_field(name)
     return RequestRefused(
@@ -316,3 +316,13 @@ def _invalid(error: ValidationError) -> RequestRefused:
         field=name,
         reason=str(mistake["msg"])[:500],
     )
+
+
+def _field_name(place: Iterable[str | int]) -> str:
+    """Return the name of a field by its place, which also has the types of alternatives."""
+    parts: list[str] = []
+    for part in map(str, place):
+        is_type = not part.isdigit() and (not part.isidentifier() or part in ("str", "int"))
+        if not is_type and parts[-1:] != [part]:
+            parts.append(part)
+    return ".".join(parts)[:200]
