@@ -13,7 +13,7 @@ from adapter_families import make_family
 from commands import start
 from openai import OpenAI
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.models.builtin import resolve_model
 from paceline.models.language import copy_tokenizer
@@ -103,3 +103,30 @@ def serve_api(
         finally:
             if process.poll() is None:
                 process.kill()
+
+
+def train_answer(folder: Path, answer: str, num_steps: int = 60, **chat: Any) -> Path:
+    """Write a tiny model that gives one answer to a chat.
+
+    Args:
+        chat: arguments of the chat template, with the messages as `conversation`.
+    """
+    write_base(folder, end_ids=[2])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template(tokenize=False, add_generation_prompt=True, **chat)
+    start = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    text = f"{prompt}{answer}<|im_end|>"
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    labels = ids.clone()
+    labels[:, : start.shape[1]] = -100
+    torch.manual_seed(0)
+    make_family("qwen2", folder / "new", hidden_size=64)
+    model = AutoModelForCausalLM.from_pretrained(folder / "new").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(num_steps):
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.generation_config.eos_token_id = [2]
+    model.save_pretrained(folder)
+    return folder

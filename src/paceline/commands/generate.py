@@ -4,11 +4,13 @@ import contextlib
 import json
 import sys
 from argparse import Namespace
-
-from pydantic import JsonValue
+from typing import TYPE_CHECKING
 
 from paceline.commands.options import AnyPath, AnyText, Integer, Number, OptionParser
 from paceline.core.errors import EXIT_DONE, ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 _SAMPLING = ("max_new_tokens", "temperature", "system", "seed", "chat_template_kwargs")
 
@@ -82,7 +84,7 @@ def run(args: Namespace) -> int:
     return EXIT_DONE
 
 
-def _template_arguments(text: str) -> dict[str, JsonValue]:
+def _template_arguments(text: str) -> dict[str, "JsonValue"]:
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError):

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from pydantic import JsonValue
 
 from paceline.core.errors import ConfigError, first_line
-from paceline.data.text.chat_template import ChatTemplate, TemplateRefused, listed_arguments
+from paceline.data.text.chat_template import (
+    ChatTemplate,
+    TemplateRefused,
+    given_arguments,
+    listed_arguments,
+)
 
 if TYPE_CHECKING:
     from paceline.data.text.chats.tool_calls import ToolCall
@@ -60,7 +65,7 @@ class ChatEncoder:
             ConfigError: the model does not read images, or the template does not read the tools or
                 an argument, or it refuses the chat.
         """
-        arguments = arguments or {}
+        arguments = given_arguments(arguments or {})
         self._check_template(bool(tools), arguments)
         if self.processor is None and any(turn.get("images") for turn in turns):
             raise ConfigError(
@@ -118,7 +123,7 @@ class ChatEncoder:
         return str(self.tokenizer.get_chat_template(tools=[{}] if has_tools else None))
 
     def _argument_names(self, source: str) -> list[str]:
-        """Return the arguments that the template reads, without those of transformers' function."""
+        """Return the arguments that the template reads, except parameters of transformers."""
         taken = {*inspect.signature(self.tokenizer.apply_chat_template).parameters} - {"documents"}
         taken |= {*self.tokenizer.special_tokens_map}
         return [name for name in _template(source).argument_names if name not in taken]

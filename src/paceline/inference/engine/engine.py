@@ -71,7 +71,7 @@ class GenerationRequest:
         top_p: share of the probability of the tokens to sample from; None for the model's default.
         stop: texts that end the answer, which does not contain them.
         num_logprobs: number of the most likely tokens whose log-probabilities are wanted besides
-            that of each new token; None for none at all.
+            each new token; None for no log-probabilities at all.
         kept_tokens: texts of special tokens that the text of the answer contains.
         time_limit_s: time after which the answer ends.
     """
@@ -129,7 +129,7 @@ Emit = Callable[[AnswerPart], None]
 
 
 class Engine(ABC):
-    """Generates answers with several models, of which each has a name."""
+    """Generates answers with several models, each with a name."""
 
     #: Name of the engine.
     name: str

@@ -23,7 +23,7 @@ _SEPARATE_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 def run_name(run: Path) -> str:
-    """Return the name of a run: that of its folder."""
+    """Return the name of a run: the name of its folder."""
     folder = run.resolve()
     is_model = folder.name == "model" and (folder.parent / "config.yaml").is_file()
     return folder.parent.name if is_model else folder.name

@@ -197,10 +197,10 @@ class VllmEngine(Engine):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.close()
                 raise RunError(
-                    "vLLM did not start (exit code {exit_code})",
+                    "vLLM did not start (exit code {returncode})",
                     code="vllm-not-started",
                     fix="read its messages above, or use `--engine transformers`",
-                    exit_code=self.process.returncode,
+                    returncode=self.process.returncode,
                 )
             time.sleep(_POLL_S)
 

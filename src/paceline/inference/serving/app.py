@@ -134,7 +134,7 @@ class InferenceServer:
                 return error_response(first)
             if fields.stream:
                 is_stream = True
-                return EventStream(self._stream(first, job, form), watch)
+                return AnswerStream(self._stream(first, job, form), watch)
             parts, end = await _collect(first, job)
             return JSONResponse(form.whole(parts, end))
         finally:
@@ -174,7 +174,7 @@ async def _collect(first: JobEvent, job: GenerationJob) -> tuple[list[AnswerPart
     return parts, current
 
 
-class EventStream(Response):
+class AnswerStream(Response):
     """Server-sent events. While they are sent, ``watch`` waits for the client to close the
     connection, and then ends their source."""
 

@@ -52,11 +52,9 @@ def encode_chat(engine: Engine, fields: ChatFields) -> EncodedPrompt:
         ConfigError: a field is wrong, or the model cannot read the chat.
     """
     turns = [_turn(message, number) for number, message in enumerate(fields.messages)]
-    arguments = {
-        name: value for name, value in fields.chat_template_kwargs.items() if value is not None
-    }
+    prompt = ChatPrompt(turns, chat_tools(fields), fields.chat_template_kwargs)
     try:
-        return engine.encode(fields.model, ChatPrompt(turns, chat_tools(fields), arguments))
+        return engine.encode(fields.model, prompt)
     except RequestRefused:
         raise
     except ConfigError as error:
