@@ -72,12 +72,16 @@ class QuantizeResult:
 
     Args:
         dropped: names of weights in the model's files that transformers does not load.
+        constants: names of other tensors that it does not load, because it computes them.
+        renamed: names of weights in the model, by other names in the files.
         unquantized: names of linear layers of blocks that stay in 16 bits.
         error: why it failed, or None.
         errno: number of the error of the operating system, or None.
     """
 
     dropped: list[str]
+    constants: list[str]
+    renamed: dict[str, str]
     unquantized: list[str]
     error: str | None = None
     errno: int | None = None
@@ -95,7 +99,9 @@ def quantize(job: QuantizeJob) -> QuantizeResult:
 
     model = _load(getattr(transformers, job.auto_class), job.model)
     base = open_base(job.model)
-    dropped = base.dropped(match_names(model, base.weight_names()))
+    names = base.weight_names()
+    match = match_names(model, names)
+    dropped = base.dropped(match)
     shapes = linear_shapes(model)
     shapes |= {
         name.removesuffix(".weight"): (int(shape[0]), int(shape[1]))
@@ -122,7 +128,9 @@ def quantize(job: QuantizeJob) -> QuantizeResult:
         enable_torch_compile=False,
     )
     compressor.quantize_and_save(job.output, format=file_format)
-    return QuantizeResult(dropped, sorted(unquantized))
+    constants = sorted(set(names) - set(match.used) - set(dropped))
+    renamed = {stored: name for stored, name in match.used.items() if stored != name}
+    return QuantizeResult(dropped, constants, renamed, sorted(unquantized))
 
 
 def _load(auto_class: Any, name: str) -> Any:
@@ -157,7 +165,9 @@ def main() -> None:
         number = error.errno if isinstance(error, OSError) else None
         if number is None and "No space left" in str(error):
             number = errno.ENOSPC
-        Path(job.result).write_text(json.dumps(asdict(QuantizeResult([], [], text, number))))
+        Path(job.result).write_text(
+            json.dumps(asdict(QuantizeResult([], [], {}, [], text, number)))
+        )
         raise
     Path(job.result).write_text(json.dumps(asdict(result)))
 

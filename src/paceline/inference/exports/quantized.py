@@ -24,7 +24,7 @@ from paceline.core.processes import end_with_parent, exit_text
 from paceline.core.texts import UserText
 from paceline.inference.exports.core.estimate import model_bytes, stored_sizes
 from paceline.inference.exports.core.forms import ExportEstimate, ExportSource, ProofLimit
-from paceline.inference.exports.core.transformers_engine import TransformersEngine
+from paceline.inference.exports.core.transformers_engine import TransformersProofEngine
 from paceline.inference.exports.quantize_worker import QuantizeJob, QuantizeResult
 from paceline.inference.exports.quantized_files import complete_files
 from paceline.inference.exports.quantized_layers import GROUP_SIZE, Scheme, fits, is_sensitive
@@ -41,8 +41,6 @@ _LIMITS: dict[Scheme, float] = {"fp8": 0.05, "w4a16": 0.3, "gptq": 0.3, "awq": 0
 _MODULE = "paceline.inference.exports.quantize_worker"
 #: Weights of experts that auto-round writes under the names that they are stored under.
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
-#: Kinds of layers that have the same inputs.
-_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _PROGRESS = re.compile(r"Quantizing (\S+):\s+\d+%\|[^|]*\|\s*(\d+)/(\d+)")
 #: Start of the process, and quantized numbers per second on a CPU.
 _START_S = 20.0
@@ -93,12 +91,13 @@ class QuantizedForm:
         self._check_experts(source)
 
     def _check_experts(self, source: ExportSource) -> None:
-        names = [
+        unknown = [
             name
             for name, _, shape, _ in stored_sizes(source.base)
-            if ".experts." in name and len(shape) > 1 and not name.startswith("mtp.")
+            if len(shape) > 1 and not name.startswith("mtp.")
+            if (".experts." in name and _EXPERT.search(name) is None)
+            or (len(shape) == 3 and "conv" not in name)  # the experts of a layer are one tensor
         ]
-        unknown = [name for name in names if _EXPERT.search(name) is None]
         if unknown:
             content = read_raw_config(source.base) or {}
             raise ConfigError(
@@ -140,7 +139,7 @@ class QuantizedForm:
         try:
             result = self._run(source, model.resolve(), work.resolve())
             written = next((work / "output").rglob("config.json")).parent
-            count = complete_files(written, model, folder, result.dropped)
+            count = complete_files(written, model, folder, result)
         finally:
             shutil.rmtree(work, ignore_errors=True)
         logger.info(
@@ -169,7 +168,7 @@ class QuantizedForm:
         )
         (work / "job.json").write_text(json.dumps(asdict(job)))
         last, code = _run_worker(work)
-        done = QuantizeResult([], [])
+        done = QuantizeResult([], [], {}, [])
         if result.is_file():
             done = QuantizeResult(**json.loads(result.read_text() or "{}"))
         if code == 0 and result.is_file():
@@ -230,8 +229,8 @@ class QuantizedForm:
             " installed"
         )
 
-    def open(self, folder: Path) -> TransformersEngine:
-        return TransformersEngine.load(folder)
+    def open(self, folder: Path) -> TransformersProofEngine:
+        return TransformersProofEngine.load(folder)
 
 
 def _no_calibration(source: ExportSource, model: Path) -> UserText | None:
@@ -242,13 +241,13 @@ def _no_calibration(source: ExportSource, model: Path) -> UserText | None:
             code="no-rows-without-run",
             run=source.run,
         )
-    others = sorted(_layer_kinds(model) - _ATTENTION)
-    if others:
+    kinds = sorted(_layer_kinds(model))
+    if len(kinds) > 1:
         return UserText(
             "auto-round passes the inputs of the first layer's kind to all layers, and this model"
-            " has layers of the kind {kind}",
-            code="no-rows-for-hybrid",
-            kind=others[0],
+            " has layers of the kinds {kinds}",
+            code="no-rows-for-kinds",
+            kinds=", ".join(kinds),
         )
     return None
 

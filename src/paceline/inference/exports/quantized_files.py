@@ -13,6 +13,7 @@ from pydantic import JsonValue
 
 from paceline.core.errors import RunError
 from paceline.core.files import write_json_atomic
+from paceline.inference.exports.quantize_worker import QuantizeResult
 from paceline.models.json_config import JsonObject, read_object
 from paceline.models.weights.base_checkpoint import open_base
 from paceline.models.weights.keep_base import MISSING_BASE
@@ -48,13 +49,15 @@ class QuantizedCount:
     num_copied: int
 
 
-def complete_files(written: Path, model: Path, folder: Path, dropped: list[str]) -> QuantizedCount:
+def complete_files(
+    written: Path, model: Path, folder: Path, result: QuantizeResult
+) -> QuantizedCount:
     """Move the files of a quantized model to ``folder``, and add what they lack of the model.
 
     Args:
         written: folder that auto-round has written.
         model: folder of the model that was quantized.
-        dropped: names of weights in ``model`` that transformers does not load.
+        result: what the process reports of the model's weights.
 
     Raises:
         RunError: weights are missing.
@@ -70,19 +73,23 @@ def complete_files(written: Path, model: Path, folder: Path, dropped: list[str])
         if name.endswith(f".{part}")
     }
     base = open_base(str(model))
-    _check_names(set(base.weight_names()), set(dropped), layers, set(entries), base.content)
+    stored = set(base.weight_names()) - set(result.dropped) - set(result.constants)
+    _check_names(stored, layers, set(entries), base.content)
     matrices = {
         name.removesuffix(".weight")
         for name, entry in entries.items()
         if name.endswith(".weight") and len(entry["shape"]) > 1
     } - layers
-    copied = [name for name in dropped if name not in entries]
+    copied = [name for name in result.dropped if name not in entries]
     if copied:
         add_shard(folder, {name: base.tensors[name].unchanged for name in copied})
     content = read_object(folder / _CONFIG) or {}
     settings = content.get("quantization_config")
     settings = dict(settings) if isinstance(settings, dict) else {}
-    _exclude(settings, sorted(matrices), _prefixes(copied, set(entries)))
+    # Servers know the names in the files, and transformers those in the model.
+    renamed = {result.renamed.get(f"{layer}.weight", layer) for layer in matrices}
+    names = matrices | {name.removesuffix(".weight") for name in renamed}
+    _exclude(settings, sorted(names), _prefixes(copied, set(entries)))
     _copy_files(model, folder)
     write_json_atomic(folder / _CONFIG, _config(base.content, content, settings))
     return QuantizedCount(len(layers), len(matrices), len(copied))
@@ -90,7 +97,6 @@ def complete_files(written: Path, model: Path, folder: Path, dropped: list[str])
 
 def _check_names(
     stored: set[str],
-    dropped: set[str],
     layers: set[str],
     written: set[str],
     content: JsonObject,
@@ -101,7 +107,7 @@ def _check_names(
         f"{layer}.weight" for layer in layers
     }
     tied = {"lm_head.weight"} if content.get("tie_word_embeddings") else set()
-    missing, unknown = stored - dropped - names - tied, names - stored - tied
+    missing, unknown = stored - names - tied, names - stored - tied
     if missing or unknown or not layers:
         raise RunError(
             "auto-round does not write all weights of a model of type {model_type} under their"
