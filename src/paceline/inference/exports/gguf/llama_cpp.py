@@ -186,10 +186,10 @@ class LlamaCppModel:
         status = self._library.llama_decode(self._context, batch)
         if status:
             raise LlamaCppFailed(
-                "llama.cpp does not compute {file}: status {status}",
+                "llama.cpp does not compute {file}: error {result}",
                 code="gguf-not-computed",
                 file=self._file,
-                status=status,
+                result=status,
             )
 
     def logits(self) -> torch.Tensor:

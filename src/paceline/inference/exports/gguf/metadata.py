@@ -1,6 +1,7 @@
 """The metadata of a GGUF file that architectures share: sizes, rotary embedding, experts.
 
-The keys are in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and in llama.cpp's converter.
+The keys are in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and in llama.cpp's
+converter.
 """
 
 from __future__ import annotations

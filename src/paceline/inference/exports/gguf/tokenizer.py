@@ -87,7 +87,8 @@ def read_tokenizer(folder: Path, vocab_size: int | None = None) -> GgufTokenizer
     """Read the tokenizer of a model's folder.
 
     Args:
-        vocab_size: number of rows of the model's embedding; by default the tokenizer's number of tokens.
+        vocab_size: number of rows of the model's embedding; by default, as many
+            as the tokenizer has tokens.
 
     Raises:
         ConfigError: llama.cpp does not have such a tokenizer.

@@ -64,11 +64,11 @@ def _run_tool(tool: str, source: Path, target: Path) -> None:
     if result.returncode:
         lines = (result.stderr or result.stdout).strip().splitlines()
         raise RunError(
-            "{tool} failed with status {status}: {reason}",
+            "{tool} failed with exit code {exit_code}: {reason}",
             code="gguf-quantize-failed",
             fix="remove it from PATH to quantize with the package xllamacpp",
             tool=tool,
-            status=result.returncode,
+            exit_code=result.returncode,
             reason=lines[-1] if lines else "it printed nothing",
         )
 
