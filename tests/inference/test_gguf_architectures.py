@@ -1,5 +1,6 @@
 """GGUF files of each architecture: llama.cpp loads them and computes what transformers does."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from disks import mount_tmpfs
 from families import make_model
 from raised import raises_error
 
@@ -129,6 +131,33 @@ def test_a_truncated_file_is_not_loaded(tmp_path: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
     with raises_error(RunError, code="gguf-not-loaded"):
         LlamaCppEngine(file)
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_a_full_disk_is_named(kind: str, tmp_path: Path) -> None:
+    folder = make_model("qwen2", tmp_path, **SIZES)
+    with mount_tmpfs(tmp_path / "small", "size=1m") as is_mounted:
+        if is_mounted:
+            with pytest.raises(OSError, match="No space left on device") as raised:
+                write_gguf(folder, tmp_path / "small" / "model.gguf", kind, "test")
+            assert raised.value.errno == errno.ENOSPC
+
+
+def test_a_failed_llama_quantize_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tool is used if it is on the PATH; here it fails after it has begun to write."""
+    folder = make_model("qwen2", tmp_path, **SIZES)
+    tool = tmp_path / "bin" / "llama-quantize"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\ntest $3 = Q4_K_M && head -c 4 $1 && echo no memory >&2\nexit 3\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    (tmp_path / "out").mkdir()
+    with raises_error(RunError, code="gguf-quantize-failed") as raised:
+        write_gguf(folder, tmp_path / "out" / "model.gguf", "q4_k_m", "test")
+    assert "no memory" in str(raised.value)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize(

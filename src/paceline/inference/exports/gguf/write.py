@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -58,17 +60,17 @@ def write_gguf(model: Path, file: Path, kind: str, name: str) -> None:
 
 
 def _run_tool(tool: str, source: Path, target: Path) -> None:
-    result = subprocess.run(
+    done = subprocess.run(
         [tool, str(source), str(target), "Q4_K_M"], capture_output=True, text=True, errors="replace"
     )
-    if result.returncode:
-        lines = (result.stderr or result.stdout).strip().splitlines()
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines()
         raise RunError(
-            "{tool} failed with exit code {exit_code}: {reason}",
+            "{tool} failed with exit code {result}: {reason}",
             code="gguf-quantize-failed",
             fix="remove it from PATH to quantize with the package xllamacpp",
             tool=tool,
-            exit_code=result.returncode,
+            result=done.returncode,
             reason=lines[-1] if lines else "it printed nothing",
         )
 
@@ -130,7 +132,14 @@ def _write_tensors(writer: gguf.GGUFWriter, weights: list[Weight], choice: TypeC
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for weight in weights:
-        writer.write_tensor_data(encode_tensor(weight.load(), choice.types[weight.name]))
+        values = encode_tensor(weight.load(), choice.types[weight.name])
+        try:
+            writer.write_tensor_data(values)
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            # numpy only says that it has written fewer numbers.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
 
 
 def _report(config: ModelConfig, choice: TypeChoice, kind: str) -> None:
