@@ -77,10 +77,12 @@ def _processor(folder: Path) -> ImageProcessor:
 
 
 def quiet_transformers() -> None:
-    """Suppress the progress of loading, and warnings that users cannot act on."""
+    """Suppress the progress of loading, its report of weights, which :func:`load_model` checks, and
+    warnings that users cannot act on."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
 
 
@@ -128,7 +130,7 @@ def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tupl
             **kind.settings,
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
-        if part is not None:
+        if not kind.has_new_head:
             _check_complete(model, name)
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -156,16 +158,15 @@ def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tupl
 
 
 def _check_complete(model: Any, name: str) -> None:
-    """Raise ConfigError if weights of a model were not in its files."""
-    from paceline.models.weights.load import is_from_files
+    """Raise ConfigError if weights of a model are not in its files."""
+    from paceline.models.weights.load import absent_weights
 
-    absent = [key for key, value in model.named_parameters() if not is_from_files(value)]
+    absent = absent_weights(model)
     if absent:
         raise ConfigError(
-            "files of the base model {model} are gone that store {num_weights} of the weights that"
-            " are used: {examples}",
+            "{num_weights:weight} of the model {model} are not in its files: {examples}",
             code="base-weights-gone",
-            fix="restore the model's files",
+            fix="restore the model's files, and check that config.json belongs to them",
             model=name,
             num_weights=len(absent),
             examples=", ".join(absent[:3]),

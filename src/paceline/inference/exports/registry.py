@@ -54,7 +54,7 @@ def form_named(name: str) -> ExportForm:
 
         return GgufForm(kind)
     if family == "ollama":
-        from paceline.inference.exports.gguf.ollama import OllamaForm
+        from paceline.inference.exports.ollama.ollama_form import OllamaForm
 
         return OllamaForm(kind)
     if family == "adapter":

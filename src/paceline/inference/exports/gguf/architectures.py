@@ -134,37 +134,24 @@ def _check_silu(config: ModelConfig) -> None:
         raise refuse(config, f"has the activation function `{activation}`")
 
 
-def _check_window(config: ModelConfig) -> None:
-    """Refuse a window of attention that ends before the longest text."""
-    window = config.values.get("sliding_window")
-    is_used = config.flag("use_sliding_window", config.model_type in ("mistral", "mixtral"))
-    if is_used and isinstance(window, int) and window < config.whole("max_position_embeddings"):
-        raise refuse(config, f"attends to a window of {window} tokens")
-
-
-def _check_dense(config: ModelConfig) -> None:
-    _check_silu(config)
-    _check_window(config)
-
-
 def _check_smollm3(config: ModelConfig) -> None:
     """llama.cpp leaves out the rotary embedding of each fourth layer, as SmolLM3 does."""
-    _check_dense(config)
+    _check_silu(config)
     rotated = config.wholes("no_rope_layers")
     if rotated and rotated != [int((layer + 1) % 4 != 0) for layer in range(len(rotated))]:
         raise refuse(config, "has no rotary embedding in other layers than each fourth one")
 
 
-_LLAMA = Architecture("LLAMA", _add_dense, convert_llama, _check_dense)
+_LLAMA = Architecture("LLAMA", _add_dense, convert_llama, _check_silu)
 #: model type of transformers → architecture
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "smollm3": Architecture("SMOLLM3", _add_dense, convert_llama, _check_smollm3),
-    "qwen2": Architecture("QWEN2", _add_dense, _same, _check_dense),
-    "qwen3": Architecture("QWEN3", _add_dense, _same, _check_dense),
+    "qwen2": Architecture("QWEN2", _add_dense, _same, _check_silu),
+    "qwen3": Architecture("QWEN3", _add_dense, _same, _check_silu),
     "mixtral": Architecture(
-        "LLAMA", mixtures.add_mixtral, mixtures.convert_mixtral(convert_llama), _check_dense
+        "LLAMA", mixtures.add_mixtral, mixtures.convert_mixtral(convert_llama), _check_silu
     ),
     "qwen2_moe": Architecture(
         "QWEN2MOE", mixtures.add_qwen2_moe, mixtures.convert_experts, mixtures.check_qwen2_moe

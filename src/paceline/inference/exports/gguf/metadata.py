@@ -38,7 +38,7 @@ def add_sizes(
     Args:
         kv_heads: number of keys of each layer, if layers differ.
     """
-    writer.add_context_length(config.whole("max_position_embeddings"))
+    writer.add_context_length(window_of(config) or config.whole("max_position_embeddings"))
     writer.add_embedding_length(config.whole("hidden_size"))
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.whole("intermediate_size"))
@@ -48,6 +48,18 @@ def add_sizes(
     writer.add_value_length(config.head_dim)
     writer.add_vocab_size(config.whole("vocab_size"))
     writer.add_layer_norm_rms_eps(config.number("rms_norm_eps", config.number("norm_eps", 1e-6)))
+
+
+def window_of(config: ModelConfig) -> int | None:
+    """Return the number of tokens that attention of all layers is limited to, if llama.cpp does not
+    have this limit and texts can be longer; None otherwise. Up to it, llama.cpp computes what the
+    model does."""
+    if config.model_type not in ("mistral", "mixtral", "qwen2", "qwen3", "smollm3"):
+        return None
+    window = config.values.get("sliding_window")
+    is_used = config.flag("use_sliding_window", config.model_type in ("mistral", "mixtral"))
+    longest = config.whole("max_position_embeddings")
+    return window if is_used and isinstance(window, int) and window < longest else None
 
 
 def add_experts(writer: gguf.GGUFWriter, config: ModelConfig) -> None:

@@ -49,7 +49,7 @@ class Splitting:
 
 _DIGIT, _DIGITS = r"\p{N}", r"\p{N}{1,3}"
 #: Way of splitting → its name in llama.cpp.
-_NAMES = {
+KNOWN_SPLITTINGS = {
     Splitting((QWEN2_PATTERN,), False): "qwen2",
     Splitting((_QWEN35,), False): "qwen35",
     Splitting((_LLAMA3,), True): "llama-bpe",
@@ -67,7 +67,7 @@ def pre_tokenizer_name(pre_tokenizer: JsonValue, ignores_merges: bool) -> str | 
     expressions = _expressions(pre_tokenizer)
     if expressions is None:
         return None
-    return _NAMES.get(Splitting(tuple(expressions), ignores_merges))
+    return KNOWN_SPLITTINGS.get(Splitting(tuple(expressions), ignores_merges))
 
 
 def _expressions(step: JsonValue) -> list[str] | None:

@@ -12,6 +12,7 @@ from paceline.core.errors import RunError
 from paceline.core.files import fsync_path
 from paceline.core.texts import UserText
 from paceline.inference.exports.gguf.architectures import find_architecture
+from paceline.inference.exports.gguf.metadata import window_of
 from paceline.inference.exports.gguf.model_config import ModelConfig
 from paceline.inference.exports.gguf.quantize import encode_tensor
 from paceline.inference.exports.gguf.tensor_types import (
@@ -139,6 +140,15 @@ def _report(config: ModelConfig, choice: TypeChoice, kind: str) -> None:
             UserText(
                 "the GGUF file has the language model only: what reads images is left out",
                 code="gguf-language-only",
+            )
+        )
+    if (window := window_of(config)) is not None:
+        logger.warning(
+            UserText(
+                "the GGUF file is for texts of up to {window} tokens: the model attends to no more,"
+                " and llama.cpp does not have this limit",
+                code="gguf-window",
+                window=window,
             )
         )
     if choice.num_fallbacks:
