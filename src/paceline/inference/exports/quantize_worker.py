@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import JsonValue
+
 from paceline.core.errors import first_line
 from paceline.core.processes import end_with_parent
 from paceline.inference.exports.quantized_layers import (
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 #: Scheme of auto-round, and the format of its files.
-_SCHEMES: dict[Scheme, tuple[str | dict[str, object], str]] = {
+_SCHEMES: dict[Scheme, tuple[str | dict[str, JsonValue], str]] = {
     "fp8": (
         {
             "bits": 8, "data_type": "fp", "group_size": -1, "sym": True, "act_bits": 8,

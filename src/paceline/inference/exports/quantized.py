@@ -38,6 +38,8 @@ SCHEMES: tuple[Scheme, ...] = ("fp8", "w4a16", "gptq", "awq")
 #: Schemes whose scales, or whose rounding, depend on the inputs of the layers.
 _CALIBRATED: tuple[Scheme, ...] = ("w4a16", "gptq", "awq")
 _LIMITS: dict[Scheme, float] = {"fp8": 0.05, "w4a16": 0.3, "gptq": 0.3, "awq": 0.3}
+#: Package by which transformers reads gptq and awq.
+_GPTQ_READER = "gptqmodel"
 _MODULE = "paceline.inference.exports.quantize_worker"
 #: Weights of experts that auto-round writes under the names that they are stored under.
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
@@ -222,10 +224,10 @@ class QuantizedForm:
         return str(file)
 
     def unreadable(self) -> str | None:
-        if self.scheme in ("fp8", "w4a16") or find_spec("gptqmodel") is not None:
+        if self.scheme in ("fp8", "w4a16") or find_spec(_GPTQ_READER) is not None:
             return None
         return (
-            f"transformers reads {self.scheme} with the package gptqmodel only, which is not"
+            f"transformers reads {self.scheme} with the package {_GPTQ_READER} only, which is not"
             " installed"
         )
 
