@@ -4,6 +4,7 @@ writes progress to the standard output."""
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import re
 import sys
@@ -129,6 +130,7 @@ def quantize(job: QuantizeJob) -> QuantizeResult:
         device_map=str(device),
         enable_torch_compile=False,
     )
+    gc.freeze()  # auto-round collects garbage after each block
     compressor.quantize_and_save(job.output, format=file_format)
     constants = sorted(set(names) - set(match.used) - set(dropped))
     renamed = {stored: name for stored, name in match.used.items() if stored != name}

@@ -46,7 +46,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 _PROGRESS = re.compile(r"Quantizing (\S+):\s+\d+%\|[^|]*\|\s*(\d+)/(\d+)")
 #: Start of the process, and quantized numbers per second on a CPU.
 _START_S = 20.0
-_NUMBERS_PER_S = {"fp8": 30e6, "w4a16": 4e6, "gptq": 4e6, "awq": 4e6}
+_NUMBERS_PER_S = {"fp8": 4e6, "w4a16": 2e6, "gptq": 2e6, "awq": 2e6}
 #: Output of the process that an error shows.
 _LAST_LINES = 3
 
