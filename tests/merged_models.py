@@ -8,7 +8,7 @@ import torch
 from paceline.inference.exports.bases import base_checkpoints, base_names
 from paceline.inference.exports.full import write_full
 from paceline.inference.exports.source import open_source
-from paceline.inference.generate import load_model
+from paceline.inference.loading import load_model
 
 _NUM_TOKENS = 16
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id")

@@ -40,6 +40,7 @@ VERB_GROUPS = {
     },
     "after a run": {
         "generate": "generate text with the model of a run",
+        "serve": "answer requests in the form of OpenAI's API with the model of a run",
         "eval": "evaluate the model of a run with lm-evaluation-harness",
         "export": "write the merged model of a run for use with transformers",
         "compare": "compare the losses, configs and weights of two runs",

@@ -25,7 +25,7 @@ from paceline.inference.exports.core.answers import answer_prompts, load_answers
 from paceline.inference.exports.core.comparison import ProofCheck, compare
 from paceline.inference.exports.core.forms import ExportSource, ProofLimit
 from paceline.inference.exports.core.prompts import proof_prompts
-from paceline.inference.exports.core.transformers_engine import TransformersEngine
+from paceline.inference.exports.core.transformers_engine import TransformersProofEngine
 from paceline.inference.exports.export import export
 from paceline.inference.exports.full import FullForm
 from paceline.models.builtin import resolve_model
@@ -78,7 +78,7 @@ def test_damaged_weights_differ(tmp_path: Path) -> None:
     base = make_family("qwen2", tmp_path / "base")
     copy_tokenizer(resolve_model("builtin:qwen2-micro"), base)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(base), tokenizer)
+    engine = TransformersProofEngine(AutoModelForCausalLM.from_pretrained(base), tokenizer)
     prompts = proof_prompts(tokenizer)
     save_answers(tmp_path / "answers", prompts, answer_prompts(engine, prompts))
     prompts, answers = load_answers(tmp_path / "answers")

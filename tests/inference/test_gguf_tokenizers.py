@@ -99,7 +99,9 @@ def write_sentencepiece(file: Path, adds_space: bool) -> None:
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
     trainer = trainers.BpeTrainer(vocab_size=1500, special_tokens=special, show_progress=False)
-    trained.train_from_iterator([" ".join(TEXTS), *(Path(__file__).read_text().split("\n"))], trainer)
+    trained.train_from_iterator(
+        [" ".join(TEXTS), *(Path(__file__).read_text().split("\n"))], trainer
+    )
     vocabulary = trained.get_vocab()
     merges = sorted(
         (number, token[:cut], token[cut:])

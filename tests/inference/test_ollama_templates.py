@@ -70,7 +70,12 @@ def render(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         skip_with_summary(request.config, "go", "of Ollama's templates need go, which is not here")
     folder = tmp_path_factory.mktemp("go")
     program = folder / "render"
-    environment = {"PATH": str(Path(go).parent), "HOME": str(folder), "GO111MODULE": "off", "CGO_ENABLED": "0"}
+    environment = {
+        "PATH": str(Path(go).parent),
+        "HOME": str(folder),
+        "GO111MODULE": "off",
+        "CGO_ENABLED": "0",
+    }
     source = Path(__file__).with_name("render.go")
     subprocess.run([go, "build", "-o", program, source], check=True, env=environment)
 

@@ -19,7 +19,7 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
-from paceline.inference.generate import load_model
+from paceline.inference.loading import load_model
 from paceline.models.adapters.check import check_adapters
 from paceline.models.adapters.initialization import subtract_adapters
 from paceline.models.adapters.lora import adapter_notices, learning_rate_factors

@@ -11,7 +11,7 @@ from raised import raises_error
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.inference.generate import load_model
+from paceline.inference.loading import load_model
 from paceline.models.adapters.lora import (
     adapter_layers,
     adapter_notices,

@@ -24,7 +24,7 @@ from paceline.cli import main
 from paceline.core.errors import ConfigError
 from paceline.inference.exports.export import export
 from paceline.inference.exports.full import FullForm
-from paceline.inference.generate import load_model
+from paceline.inference.loading import load_model
 from paceline.models.builtin import resolve_model
 from paceline.models.language import copy_tokenizer, save_language_model
 from paceline.models.weights.load import load_pretrained

@@ -21,7 +21,7 @@ from paceline.config.load import to_yaml
 from paceline.config.schema import Config
 from paceline.core.files import cache_dir
 from paceline.distributed.environment import RankEnv
-from paceline.inference.generate import load_model
+from paceline.inference.loading import load_model
 from paceline.models.adapters import quantize
 from paceline.models.adapters.quantize import scale_tensors
 from paceline.models.builtin import resolve_model

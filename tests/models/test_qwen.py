@@ -16,7 +16,8 @@ import paceline
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.text.tokenizer import find_tokenizer, load_tokenizer
-from paceline.inference.generate import generate, load_model
+from paceline.inference.generate import generate
+from paceline.inference.loading import load_model
 from paceline.models.builtin import config_numbers
 from paceline.models.language import load_language_model, save_language_model
 from paceline.models.qwen import converted_folder, module_notice

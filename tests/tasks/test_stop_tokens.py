@@ -14,7 +14,8 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.text.new_tokens import config_tokenizer
 from paceline.data.text.tokenizer import load_tokenizer
-from paceline.inference.generate import generate_tokens, load_model
+from paceline.inference.engine.transformers_engine import generate_tokens
+from paceline.inference.loading import load_model
 from paceline.models.builtin import builtin_tokenizer, resolve_model
 
 END_OF_TEXT, TURN_START, TURN_END = 0, 1, 2

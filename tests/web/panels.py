@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from paceline.web.binding import bind
+from paceline.core.server.binding import bind
 from paceline.web.server import PanelServer
 from paceline.web.state import AppState
 

@@ -11,7 +11,7 @@ import pytest
 from event_logs import begin, finished
 from panels import serve_panel
 
-from paceline.web.security import MAX_BODY_BYTES
+from paceline.core.server.access import MAX_BODY_BYTES
 
 
 def send_request(

@@ -4,11 +4,15 @@ import contextlib
 import json
 import sys
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from paceline.commands.options import AnyPath, AnyText, Integer, Number, OptionParser
 from paceline.core.errors import EXIT_DONE, ConfigError
 
-_SAMPLING = ("max_new_tokens", "temperature", "system", "seed")
+if TYPE_CHECKING:
+    from pydantic import JsonValue
+
+_SAMPLING = ("max_new_tokens", "temperature", "system", "seed", "chat_template_kwargs")
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -38,6 +42,12 @@ def add_arguments(parser: OptionParser) -> None:
         "image that precedes each question, for a vision-language model; may be repeated",
         action="append",
     )
+    parser.add_option(
+        "--chat-template-kwargs",
+        AnyText("a JSON object"),
+        "JSON",
+        "variables of the chat template, such as '{\"enable_thinking\": false}'",
+    )
     parser.add_flag("--serve", "answer requests from standard input, one JSON per line")
     parser.add_option(
         "--device", AnyText("auto or cpu"), "NAME", "device, with --serve (default: auto)"
@@ -56,10 +66,15 @@ def run(args: Namespace) -> int:
     from paceline.inference.generate import answer_questions
 
     settings = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
+    arguments = _template_arguments(settings.pop("chat_template_kwargs", "{}"))
     # The output of libraries during import is not part of the answer.
     with contextlib.redirect_stdout(sys.stderr):
         answers = answer_questions(
-            args.run_dir, args.questions, images=[*map(str, args.image or ())], **settings
+            args.run_dir,
+            args.questions,
+            images=[*map(str, args.image or ())],
+            template_arguments=arguments,
+            **settings,
         )
     for question, answer in zip(args.questions, answers, strict=True):
         if args.json:
@@ -67,6 +82,22 @@ def run(args: Namespace) -> int:
         else:
             print(f"{question}\n  {answer}" if len(answers) > 1 else answer)
     return EXIT_DONE
+
+
+def _template_arguments(text: str) -> dict[str, "JsonValue"]:
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ConfigError(
+            "`--chat-template-kwargs {text}` is not a JSON object",
+            code="invalid-template-arguments",
+            allowed="a JSON object, such as {example}",
+            text=text[:200],
+            example="'{\"enable_thinking\": false}'",
+        )
+    return arguments
 
 
 def _check_combination(args: Namespace) -> None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from paceline.commands.options import AnyPath, AnyText, Integer, OptionParser
 from paceline.core.errors import EXIT_DONE, ConfigError
+from paceline.core.server.binding import PORT, bind, is_loopback, shown_host
 from paceline.sweep.state import STATE_FILE
-from paceline.web.binding import PORT, bind, is_loopback, shown_host
 from paceline.web.files import shown
 
 if TYPE_CHECKING:

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from paceline.core.errors import ConfigError
+from pydantic import JsonValue
+
+from paceline.core.errors import ConfigError, first_line
+from paceline.data.text.chat_template import (
+    ChatTemplate,
+    TemplateRefused,
+    given_arguments,
+    listed_arguments,
+)
 
 if TYPE_CHECKING:
+    from paceline.data.text.chats.tool_calls import ToolCall
     from paceline.data.text.token_columns import Blob
     from paceline.data.vision_language.images import ImageProcessor
 
 
 class PromptTurn(TypedDict, total=False):
-    """One turn of a chat, always with a role and a content. ``images`` has contents of image files,
-    which precede the content."""
+    """One turn of a chat, always with a role and a content. ``images`` has contents of image files.
+    Those without a mark of their own in the content precede it."""
 
     role: str
     content: str
     images: Sequence[Blob]
+    name: str
+    reasoning_content: str
+    tool_calls: list[ToolCall]
+    tool_call_id: str
 
 
 class ChatEncoder:
@@ -34,61 +49,168 @@ class ChatEncoder:
     def __init__(self, tokenizer: Any, processor: ImageProcessor | None = None) -> None:
         self.tokenizer, self.processor = tokenizer, processor
 
-    def encode(self, turns: Sequence[PromptTurn]) -> Any:
+    def encode(
+        self,
+        turns: Sequence[PromptTurn],
+        tools: Sequence[Mapping[str, JsonValue]] = (),
+        arguments: Mapping[str, JsonValue] | None = None,
+    ) -> Any:
         """Return the inputs of a chat and of the beginning of its next answer, each with one row.
 
+        Args:
+            tools: descriptions of the tools that the model may call.
+            arguments: variables of the chat template.
+
         Raises:
-            ConfigError: the model does not read images.
+            ConfigError: the model does not read images, or the template does not read the tools or
+                an argument, or it refuses the chat.
         """
-        if self.processor is not None:
-            return self._with_processor(self.processor, turns)
-        if any(turn.get("images") for turn in turns):
+        arguments = given_arguments(arguments or {})
+        self._check_template(bool(tools), arguments)
+        if self.processor is None and any(turn.get("images") for turn in turns):
             raise ConfigError(
                 "the model reads texts only, and the question has an image",
                 code="model-without-images",
                 fix="ask without an image, or use the run of a vision-language model",
             )
+        try:
+            if self.processor is not None:
+                return self._with_processor(self.processor, turns, tools, arguments)
+            return self._with_tokenizer(turns, tools, arguments)
+        except TemplateRefused as error:
+            raise ConfigError(
+                "the chat template of the model refuses the chat: {reason}",
+                code="chat-refused-by-template",
+                fix="check the order of the roles",
+                reason=first_line(error),
+            ) from error
+
+    def encode_text(self, text: str) -> Any:
+        """Return the inputs of a text that the model continues, with one row."""
+        return _without_types(self.tokenizer(text, return_tensors="pt"))
+
+    def encode_tokens(self, ids: Sequence[int]) -> Any:
+        """Return the inputs of tokens that the model continues, with one row."""
+        import torch
+        from transformers import BatchEncoding
+
+        tokens = torch.tensor([[*ids]])
+        return BatchEncoding({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
+
+    def _check_template(self, has_tools: bool, arguments: Mapping[str, JsonValue]) -> None:
+        source = self.template_source(has_tools)
+        if has_tools and (source is None or not _template(source).uses("tools")):
+            raise ConfigError(
+                "the chat template of the model does not read tools",
+                code="template-without-tools",
+                fix="ask without tools, or train with a template that describes them",
+            )
+        names = () if source is None else self._argument_names(source)
+        for name in arguments:
+            if name not in names:
+                raise ConfigError(
+                    "the chat template of the model does not read the argument `{name}`",
+                    code="template-argument-not-read",
+                    allowed="{names}",
+                    name=name,
+                    names=listed_arguments(names),
+                )
+
+    def template_source(self, has_tools: bool) -> str | None:
+        """Return the chat template for chats with or without tools; None if there is none."""
         if self.tokenizer.chat_template is None:
-            inputs = self.tokenizer(_texts(turns), return_tensors="pt")
-        else:
+            return None
+        return str(self.tokenizer.get_chat_template(tools=[{}] if has_tools else None))
+
+    def _argument_names(self, source: str) -> list[str]:
+        """Return the arguments that the template reads, except parameters of transformers."""
+        taken = {*inspect.signature(self.tokenizer.apply_chat_template).parameters} - {"documents"}
+        taken |= {*self.tokenizer.special_tokens_map}
+        return [name for name in _template(source).argument_names if name not in taken]
+
+    def _with_tokenizer(
+        self,
+        turns: Sequence[PromptTurn],
+        tools: Sequence[Mapping[str, JsonValue]],
+        arguments: Mapping[str, JsonValue],
+    ) -> Any:
+        if self.tokenizer.chat_template is None:
+            return self.encode_text(_texts(turns))
+        messages = [
+            {name: value for name, value in turn.items() if name != "images"} for turn in turns
+        ]
+        try:
             text = self.tokenizer.apply_chat_template(
-                [{"role": turn["role"], "content": turn["content"]} for turn in turns],
+                messages,
+                tools=[*tools] or None,
                 tokenize=False,
                 add_generation_prompt=True,
+                **arguments,
             )
-            inputs = self.tokenizer(text, return_tensors="pt", add_special_tokens=False)
-        for name in {*inputs} - {"input_ids", "attention_mask"}:
-            del inputs[name]  # models do not read token types of a tokenizer
-        return inputs
+        except Exception as error:  # a template is a program, and may raise any error
+            raise TemplateRefused(first_line(error)) from error
+        return _without_types(self.tokenizer(text, return_tensors="pt", add_special_tokens=False))
 
-    def _with_processor(self, processor: ImageProcessor, turns: Sequence[PromptTurn]) -> Any:
+    def _with_processor(
+        self,
+        processor: ImageProcessor,
+        turns: Sequence[PromptTurn],
+        tools: Sequence[Mapping[str, JsonValue]],
+        arguments: Mapping[str, JsonValue],
+    ) -> Any:
         from paceline.data.kinds.image import ImageChatTemplate
         from paceline.data.vision_language.rows import IMAGE_MARK
 
         marked: list[Any] = [
             {
-                "role": turn["role"],
-                "content": IMAGE_MARK * len(turn.get("images", ())) + turn["content"],
+                **{name: value for name, value in turn.items() if name != "images"},
+                "content": _with_marks(turn, IMAGE_MARK),
             }
             for turn in turns
         ]
         start = self.tokenizer.bos_token
-        if self.tokenizer.chat_template is None:
+        source = self.template_source(bool(tools))
+        if source is None:
             text = _texts(marked).replace(IMAGE_MARK, processor.placeholder)
         else:
             template = ImageChatTemplate(
-                self.tokenizer.chat_template, self.tokenizer.special_tokens_map
+                source, self.tokenizer.special_tokens_map, arguments=arguments
             )
             template.image_token = processor.placeholder
-            text = template.render(marked, add_generation_prompt=True)
+            listed: list[Any] = [*tools]
+            text = template.render(marked, add_generation_prompt=True, tools=listed or None)
         images = processor.open_images([each for turn in turns for each in turn.get("images", ())])
-        return processor.processor(
-            text=[text],
-            images=[images] if images else None,
-            return_tensors="pt",
-            # as transformers' `apply_chat_template`: a template may print the first token itself
-            add_special_tokens=start is None or not text.startswith(start),
-        )
+        try:
+            return processor.processor(
+                text=[text],
+                images=[images] if images else None,
+                return_tensors="pt",
+                # as transformers' `apply_chat_template`: a template may print the first token
+                add_special_tokens=start is None or not text.startswith(start),
+            )
+        except (ValueError, IndexError, StopIteration) as error:
+            raise ConfigError(
+                "the processor of the model refuses the chat: {reason}",
+                code="chat-refused-by-processor",
+                fix="check that no text contains the model's token of an image",
+                reason=first_line(error),
+            ) from error
+
+
+def _with_marks(turn: PromptTurn, mark: str) -> str:
+    num_missing = len(turn.get("images", ())) - turn["content"].count(mark)
+    return mark * num_missing + turn["content"]
+
+
+@lru_cache(maxsize=64)
+def _template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {})
+
+
+def _without_types(inputs: Any) -> Any:
+    for name in {*inputs} - {"input_ids", "attention_mask"}:
+        del inputs[name]  # models do not read token types of a tokenizer
+    return inputs
 
 
 def _texts(turns: Sequence[PromptTurn]) -> str:

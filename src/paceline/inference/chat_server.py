@@ -2,8 +2,9 @@
 requests and answers are JSON lines.
 
 In: ``{id, messages: [{role, content, images}], model: "tuned" | "base", max_new_tokens,
-temperature, seed}``, and ``{stop: id}``. ``images``, which may be missing, has the data URLs of
-images that precede the content.
+temperature, seed, chat_template_kwargs}``, and ``{stop: id}``. ``images``, which may be missing,
+has the data URLs of images that precede the content; ``chat_template_kwargs``, which may be
+missing, variables of the chat template.
 Out: first ``{ready: {device, base, images}}``, with whether there is a base model and whether the
 model reads images; then for each request ``{id, token: text}`` as the text grows and one ``{id,
 end: {num_tokens, wall_s, stopped}}`` or ``{id, error: {what, allowed, fix}}``.
@@ -18,17 +19,18 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, TypedDict
 
+from pydantic import JsonValue
+
 from paceline.core.errors import EXIT_DONE, ConfigError, PacelineError, RunError
 from paceline.core.failures import is_out_of_memory
 from paceline.inference.chat_encoder import PromptTurn, check_image
-from paceline.inference.device import inference_device
-from paceline.inference.generate import generate_tokens, load_generator, model_folder
+from paceline.inference.engine.engine import AnswerPart, ChatPrompt, GenerationRequest
+from paceline.inference.engine.transformers_engine import TransformersEngine
 
 _MAX_NEW_TOKENS = 4096
 
@@ -51,36 +53,32 @@ class ChatRequest:
     max_new_tokens: int = 256
     temperature: float = 0.0
     seed: int = 0
+    chat_template_kwargs: dict[str, JsonValue] = field(default_factory=dict)
 
 
-class Models:
+class ComparedModels:
     """The tuned model of a run and its base: the same weights without the adapters, or the initial
-    model of the run, loaded at the first request."""
+    model of the run, loaded at the first request. The base answers chats in the tuned model's
+    template."""
 
     def __init__(self, run: Path, device: str) -> None:
-        self.device = inference_device(device)
-        self.run = run
-        self.adapted = (model_folder(run) / "adapter_config.json").is_file()
-        self.tuned, self.encoder = load_generator(run)
-        self.tuned.to(self.device)
+        self.run, self.tuned = run, TransformersEngine.of_run(run, device)
+        (served,) = self.tuned.served.values()
+        self._served = served
+        self.tuned.served = {"tuned": served}
+        if served.adapter is not None:
+            self.tuned.served["base"] = replace(served, adapter=None)
 
     @property
     def has_base(self) -> bool:
-        return self.adapted or (self.run / "config.yaml").is_file()
+        return "base" in self.tuned.served or (self.run / "config.yaml").is_file()
 
-    @contextlib.contextmanager
-    def named(self, name: str) -> Iterator[Any]:
-        """Yield the model ``tuned`` or ``base``."""
-        if name == "tuned":
-            yield self.tuned
-        elif self.adapted:
-            with self.tuned.disable_adapter():
-                yield self.tuned
-        else:
-            yield self._base
+    def engine(self, name: str) -> TransformersEngine:
+        """Return the engine with the model ``tuned`` or ``base``."""
+        return self.tuned if name in self.tuned.served else self._initial
 
     @cached_property
-    def _base(self) -> Any:
+    def _initial(self) -> TransformersEngine:
         from paceline.config.load import load_config
         from paceline.models.language import load_language_model
 
@@ -94,7 +92,10 @@ class Models:
         config = load_config(self.run / "config.yaml", {"lora.enable": False}).config
         model: Any = load_language_model(config)
         model.config.use_cache = True
-        return model.to(device=self.device, dtype=self.tuned.dtype).eval()
+        tuned = self.tuned.model
+        model = model.to(device=tuned.device, dtype=tuned.dtype).eval()
+        served = replace(self._served, generation_config=model.generation_config)
+        return TransformersEngine(model, {"base": served})
 
 
 def serve(run: Path, device: str = "auto") -> int:
@@ -117,13 +118,13 @@ def serve(run: Path, device: str = "auto") -> int:
     threading.Thread(
         target=_read, args=(sys.stdin.buffer, requests, stopped), name="requests", daemon=True
     ).start()
-    models = Models(run, device)
+    models = ComparedModels(run, device)
     _send(
         out,
         ready={
-            "device": str(models.device.type),
+            "device": str(models.tuned.model.device.type),
             "base": models.has_base,
-            "images": models.encoder.processor is not None,
+            "images": models.tuned.reads_images,
         },
     )
     while True:
@@ -178,48 +179,34 @@ def _decoded(turn: ReceivedTurn) -> PromptTurn:
     return PromptTurn(role=turn["role"], content=turn["content"], images=images)
 
 
-def _answer(models: Models, request: ChatRequest, out: IO[str], stopped: set[int]) -> None:
-    import torch
-    from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
-
-    tokenizer = models.encoder.tokenizer
+def _answer(models: ComparedModels, request: ChatRequest, out: IO[str], stopped: set[int]) -> None:
     started = time.perf_counter()
-    inputs = models.encoder.encode([*map(_decoded, request.messages)]).to(models.device)
-    num_prompt = int(inputs["input_ids"].shape[1])
-    max_new_tokens = min(max(request.max_new_tokens, 1), _MAX_NEW_TOKENS)
+    engine = models.engine(request.model)
+    turns = [*map(_decoded, request.messages)]
+    prompt = engine.encode(request.model, ChatPrompt(turns, (), request.chat_template_kwargs))
 
-    class Streamer(TextStreamer):
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            if text:
-                _send(out, id=request.id, token=text)
+    def send(part: AnswerPart) -> None:
+        if part.text:
+            _send(out, id=request.id, token=part.text)
 
-    class Stopped(StoppingCriteria):
-        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-            is_stopped = request.id in stopped
-            return torch.full((len(input_ids),), is_stopped, device=input_ids.device)
-
-    with models.named(request.model) as model:
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and num_prompt + 1 > limit:
-            raise ConfigError(
-                "the chat has {num_prompt} tokens, but the model reads at most {limit}",
-                code="chat-too-long",
-                fix="clear the chat and ask again",
-                num_prompt=f"{num_prompt:,}",
-                limit=f"{limit:,}",
-            )
-        if limit is not None:
-            max_new_tokens = min(max_new_tokens, limit - num_prompt)
-        tokens = generate_tokens(
-            model,
-            tokenizer,
-            inputs,
-            max_new_tokens=max_new_tokens,
-            temperature=request.temperature,
+    end = engine.generate(
+        GenerationRequest(
+            request.model,
+            prompt,
+            min(max(request.max_new_tokens, 1), _MAX_NEW_TOKENS),
+            request.temperature,
             seed=request.seed,
-            streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-            stopping_criteria=StoppingCriteriaList([Stopped()]),
-        )
-    end = {"num_tokens": len(tokens), "wall_s": time.perf_counter() - started}
-    _send(out, id=request.id, end={**end, "stopped": request.id in stopped})
+        ),
+        send,
+        lambda: request.id in stopped,
+    )
+    _send(
+        out,
+        id=request.id,
+        end={
+            "num_tokens": end.num_tokens,
+            "wall_s": time.perf_counter() - started,
+            "stopped": request.id in stopped,
+        },
+    )
     stopped.discard(request.id)

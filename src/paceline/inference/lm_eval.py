@@ -10,7 +10,7 @@ from paceline.config.schema.evaluation import LmEval
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.report import LmEvalReport
 from paceline.inference.device import inference_device
-from paceline.inference.generate import load_model
+from paceline.inference.loading import load_model
 
 
 def evaluate_model(run: Path, settings: LmEval) -> LmEvalReport:

@@ -12,7 +12,12 @@ from paceline.messages.catalogue import CodeEntry, CodeText
 SOURCE = Path(__file__).parents[1]
 _PARTS = ("what", "allowed", "fix")
 #: Keywords of errors that are not values of their text.
-_PARAMETERS = frozenset({"code", "allowed", "fix", "ranks", "needed_bytes", "exit_code"})
+_PARAMETERS = frozenset(
+    {
+        *("code", "allowed", "fix", "ranks", "needed_bytes", "exit_code"),
+        *("status", "param", "retry_after_s"),
+    }
+)
 _KINDS = {
     "ConfigError": "usage",
     "SchemaError": "usage",

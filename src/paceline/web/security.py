@@ -7,10 +7,6 @@
 - If the server listens on more than the loopback interface, reading needs the token too.
 """
 
-import hmac
-import ipaddress
-import re
-import socket
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,7 +14,7 @@ from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.errors import ConfigError
-from paceline.web.binding import is_loopback
+from paceline.core.server.access import MAX_BODY_BYTES, OwnAddress, is_same_origin, is_token
 from paceline.web.responses import problem
 
 TOKEN_HEADER = "x-paceline-token"
@@ -33,12 +29,8 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
-_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::(\d{1,5}))?")
-_LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
-_WILDCARD = {"0.0.0.0", "::", ""}
 _USE_LINK = "open the link that `paceline ui` printed"
-#: Of a request body. Uploads have their own limit.
-MAX_BODY_BYTES = 8 << 20
+#: Uploads have a limit of their own.
 _UPLOAD = "/api/upload"
 
 
@@ -53,9 +45,8 @@ class SecurityMiddleware:
     """
 
     def __init__(self, app: ASGIApp, host: str, port: int, token: str) -> None:
-        self.app, self.host, self.port, self.token = app, host.lower(), port, token
+        self.app, self.token, self.own = app, token, OwnAddress(host, port)
         self.cookie = f"paceline-token-{port}"
-        self.is_private = is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -87,58 +78,38 @@ class SecurityMiddleware:
 
     def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, ConfigError] | None:
         """Return the status and the error of the answer to a request that is refused."""
-        if not self._is_own_host(headers.getlist("host")):
-            name = "localhost" if self.is_private else self.host
+        if not self.own.is_named_by(headers.getlist("host")):
             return 403, ConfigError(
                 "the panel does not serve requests for this host name (Host header)",
                 code="foreign-host",
                 fix="open {address}",
-                address=f"http://{name}:{self.port}/",
+                address=self.own.url,
             )
         address = f"http://{headers['host'].lower()}"
-        origins = [origin.lower() for origin in headers.getlist("origin")]
-        if origins not in ([], [address]):
+        if not is_same_origin(headers.getlist("origin"), headers["host"]):
             return 403, _foreign_page("Origin", address)
         is_api = scope["path"].startswith("/api")
         if is_api and headers.getlist("sec-fetch-site") not in ([], ["same-origin"], ["none"]):
             return 403, _foreign_page("Sec-Fetch-Site", address)
-        has_token = self._is_token(headers.getlist(TOKEN_HEADER))
+        has_token = is_token(headers.getlist(TOKEN_HEADER), self.token)
         if scope["method"] not in ("GET", "HEAD"):
             text = "starting, stopping and writing require the token"
             error = ConfigError(text, code="missing-token", fix=_USE_LINK)
             return None if has_token else (401, error)
         cookies = cookie_parser("; ".join(headers.getlist("cookie")))
-        can_read = has_token or self._is_token([cookies.get(self.cookie, "")])
-        if is_api and not self.is_private and not can_read:
+        can_read = has_token or is_token([cookies.get(self.cookie, "")], self.token)
+        if is_api and not self.own.is_private and not can_read:
             text = "reading over the network requires the token"
             return 401, ConfigError(text, code="missing-token-to-read", fix=_USE_LINK)
         return None
 
-    def _is_own_host(self, values: list[str]) -> bool:
-        match = _HOST.fullmatch(values[0]) if len(values) == 1 else None
-        if match is None or int(match[2] or 80) != self.port:
-            return False
-        name = match[1].lower()
-        if name in (self.host, f"[{self.host}]"):
-            return self.host not in _WILDCARD
-        if self.is_private:
-            return name in _LOOPBACK
-        # A server that is bound to all addresses accepts every numeric one: another site's name
-        # can resolve to this machine, but cannot be a number.
-        host_name = socket.gethostname().lower()
-        names = _LOOPBACK | {host_name, f"{host_name}.local"}
-        return self.host in _WILDCARD and (name in names or _is_address(name))
-
-    def _is_token(self, values: list[str]) -> bool:
-        return len(values) == 1 and hmac.compare_digest(values[0].encode(), self.token.encode())
-
     def _new_cookie(self, scope: Scope) -> str | None:
         """Return the cookie to set when the link with the token is opened. The browser sends it
         with the requests for which a page cannot set a header."""
-        if scope["path"] != "/" or self.is_private:
+        if scope["path"] != "/" or self.own.is_private:
             return None
         query = parse_qs(scope["query_string"].decode("latin-1"))
-        if not self._is_token(query.get("token", [])):
+        if not is_token(query.get("token", []), self.token):
             return None
         return f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
 
@@ -183,11 +154,3 @@ def _limited(receive: Receive) -> Receive:
         return {"type": "http.disconnect"} if left < 0 else message
 
     return limited
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-    except ValueError:
-        return False
-    return True

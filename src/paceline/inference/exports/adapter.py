@@ -16,7 +16,7 @@ from paceline.inference.exports.core.estimate import (
     stored_sizes,
 )
 from paceline.inference.exports.core.forms import ExportEstimate, ExportSource, ProofLimit
-from paceline.inference.exports.core.transformers_engine import TransformersEngine
+from paceline.inference.exports.core.transformers_engine import TransformersProofEngine
 from paceline.models.json_config import JsonObject, read_object
 from paceline.models.kinds import LANGUAGE, VISION_LANGUAGE, saved_kind
 from paceline.models.weights.stored_files import read_header
@@ -87,8 +87,8 @@ class AdapterForm:
     def unreadable(self) -> str | None:
         return None
 
-    def open(self, folder: Path) -> TransformersEngine:
-        return TransformersEngine.load(folder)
+    def open(self, folder: Path) -> TransformersProofEngine:
+        return TransformersProofEngine.load(folder)
 
 
 def check_config(content: JsonObject) -> int:

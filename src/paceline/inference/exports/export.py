@@ -24,7 +24,7 @@ from paceline.inference.exports.source import (
     open_source,
     restore_run,
 )
-from paceline.inference.generate import load_model, model_folder
+from paceline.inference.loading import load_model, model_folder
 from paceline.launch.after_training.hub_upload import upload_model
 from paceline.models.hub_configs import read_raw_config
 from paceline.models.weights.base_checkpoint import BaseCheckpoint

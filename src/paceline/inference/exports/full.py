@@ -9,7 +9,7 @@ from typing import Any
 from paceline.core.errors import ConfigError
 from paceline.inference.exports.core.estimate import model_bytes, read_and_write_time_s
 from paceline.inference.exports.core.forms import ExportEstimate, ExportSource, ProofLimit
-from paceline.inference.exports.core.transformers_engine import TransformersEngine
+from paceline.inference.exports.core.transformers_engine import TransformersProofEngine
 from paceline.inference.exports.merge import merge_adapters
 from paceline.models.language import copy_processor
 from paceline.models.weights.base_checkpoint import BaseCheckpoint
@@ -80,8 +80,8 @@ class FullForm:
     def unreadable(self) -> str | None:
         return None
 
-    def open(self, folder: Path) -> TransformersEngine:
-        return TransformersEngine.load(folder)
+    def open(self, folder: Path) -> TransformersProofEngine:
+        return TransformersProofEngine.load(folder)
 
 
 def write_full(

@@ -24,7 +24,7 @@ from paceline.core.processes import end_with_parent, exit_text
 from paceline.core.texts import UserText
 from paceline.inference.exports.core.estimate import model_bytes, stored_sizes
 from paceline.inference.exports.core.forms import ExportEstimate, ExportSource, ProofLimit
-from paceline.inference.exports.core.transformers_engine import TransformersEngine
+from paceline.inference.exports.core.transformers_engine import TransformersProofEngine
 from paceline.inference.exports.quantize_worker import QuantizeJob, QuantizeResult
 from paceline.inference.exports.quantized_files import complete_files
 from paceline.inference.exports.quantized_layers import GROUP_SIZE, Scheme, fits, is_sensitive
@@ -231,8 +231,8 @@ class QuantizedForm:
             " installed"
         )
 
-    def open(self, folder: Path) -> TransformersEngine:
-        return TransformersEngine.load(folder)
+    def open(self, folder: Path) -> TransformersProofEngine:
+        return TransformersProofEngine.load(folder)
 
 
 def _no_calibration(source: ExportSource, model: Path) -> UserText | None:

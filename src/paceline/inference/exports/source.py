@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.run_dir import RunDir
 from paceline.core.user_code import hide_packages
 from paceline.inference.exports.core.forms import ExportSource
-from paceline.inference.generate import model_folder, quiet_transformers, run_config
+from paceline.inference.loading import model_folder, quiet_transformers, run_config
 from paceline.models.json_config import read_object
 
 if TYPE_CHECKING:

@@ -108,8 +108,7 @@ def _auto_class(config: JsonObject, folder: Path) -> str | None:
 
 
 def _quantization(folder: Path) -> str | None:
-    """Return how the weights in a folder are quantized, such as ``compressed-tensors``; None if they
-    are not."""
+    """Return how weights in a folder are quantized, such as ``compressed-tensors``, or None."""
     settings = _section(read_object(folder / "config.json") or {}, "quantization_config")
     return None if not settings else str(settings.get("quant_method"))
 

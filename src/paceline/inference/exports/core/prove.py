@@ -17,7 +17,7 @@ from paceline.inference.exports.core.answers import answer_prompts, save_answers
 from paceline.inference.exports.core.comparison import ProofCheck
 from paceline.inference.exports.core.forms import ExportForm, ProofLimit
 from paceline.inference.exports.core.prompts import proof_prompts
-from paceline.inference.exports.core.transformers_engine import TransformersEngine
+from paceline.inference.exports.core.transformers_engine import TransformersProofEngine
 
 _MODULE = "paceline.inference.exports"
 
@@ -38,7 +38,7 @@ class TrainedAnswers:
 def record_answers(model: Any, tokenizer: Any, file: Path) -> TrainedAnswers:
     """Run the prompts through the trained model, and store its answers in ``file``."""
     prompts = proof_prompts(tokenizer)
-    save_answers(file, prompts, answer_prompts(TransformersEngine(model, tokenizer), prompts))
+    save_answers(file, prompts, answer_prompts(TransformersProofEngine(model, tokenizer), prompts))
     return TrainedAnswers(file, len(prompts))
 
 

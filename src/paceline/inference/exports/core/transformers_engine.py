@@ -12,7 +12,7 @@ from paceline.inference.exports.core.forms import ProofPrompt
 from paceline.models.blocks import base_model
 
 
-class TransformersEngine:
+class TransformersProofEngine:
     """Runs a model of transformers.
 
     Args:
@@ -30,7 +30,7 @@ class TransformersEngine:
         self.tokenizer = tokenizer
 
     @classmethod
-    def load(cls, folder: Path, auto_class: str | None = None) -> TransformersEngine:
+    def load(cls, folder: Path, auto_class: str | None = None) -> TransformersProofEngine:
         """Load the model in a folder, as its users do.
 
         Args:

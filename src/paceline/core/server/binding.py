@@ -1,4 +1,4 @@
-"""The address and port that the server listens on."""
+"""The address and port that a server listens on."""
 
 import errno
 import ipaddress
@@ -8,15 +8,19 @@ import socket
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.network import source_address
 
+#: Of the panel.
 PORT = 8765
 _MAX_TRIES = 50
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, max_tries: int = _MAX_TRIES) -> socket.socket:
     """Return a listening socket on ``port``, or on the next one that is free (0: any).
 
+    Args:
+        max_tries: number of ports to try.
+
     Raises:
-        ConfigError: ``host`` is not an address of this machine.
+        ConfigError: ``host`` is not an address of this machine, or the only port is in use.
         RunError: no port is free.
     """
     try:
@@ -30,7 +34,7 @@ def bind(host: str, port: int) -> socket.socket:
             fix="omit --host to listen on 127.0.0.1, or use an IP address",
             host=host,
         ) from error
-    end = min(port + _MAX_TRIES, 65536)
+    end = min(port + max_tries, 65536)
     for number in range(port, end):
         listener = socket.socket(family, kind)
         if os.name == "posix":
@@ -50,6 +54,14 @@ def bind(host: str, port: int) -> socket.socket:
                     host=host,
                     reason=error.strerror,
                 ) from error
+    if max_tries == 1:
+        raise ConfigError(
+            "port {port} on {host} is in use, or not permitted",
+            code="chosen-port-in-use",
+            fix="choose another with --port, or 0 for any free port",
+            port=port,
+            host=host,
+        )
     raise RunError(
         "no port from {port} to {last_end} is free on {host}",
         code="no-free-port",

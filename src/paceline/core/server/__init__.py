@@ -1,0 +1,1 @@
+"""What the servers of Paceline share: the panel (`paceline ui`) and `paceline serve`."""

@@ -1,0 +1,1 @@
+"""Engines, which generate answers: one interface for `generate`, `serve` and the chat."""

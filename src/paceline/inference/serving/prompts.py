@@ -1,0 +1,193 @@
+"""The prompt and the sampling of a request, from its fields."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+import secrets
+from collections.abc import Mapping
+
+from pydantic import JsonValue
+
+from paceline.core.errors import ConfigError
+from paceline.data.text.chats.tool_calls import ToolCall, ToolCallArguments
+from paceline.data.vision_language.rows import IMAGE_MARK
+from paceline.inference.chat_encoder import PromptTurn, check_image
+from paceline.inference.engine.engine import (
+    MAX_NEW_TOKENS,
+    ChatPrompt,
+    EncodedPrompt,
+    Engine,
+    GenerationRequest,
+)
+from paceline.inference.serving.queue import TIME_LIMIT_S
+from paceline.inference.serving.refusals import RequestRefused, unsupported_field
+from paceline.inference.serving.requests import (
+    ChatFields,
+    CompletionFields,
+    EarlierCall,
+    ImagePart,
+    Message,
+    SamplingFields,
+)
+
+#: New tokens of a text that continues, if the request does not say how many (as OpenAI's API).
+_DEFAULT_COMPLETION = 16
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
+
+
+def chat_tools(fields: ChatFields) -> list[Mapping[str, JsonValue]]:
+    """Return the tools that the answer may call."""
+    if fields.tool_choice == "none":
+        return []
+    return [tool.model_dump(exclude_none=True) for tool in fields.tools]
+
+
+def encode_chat(engine: Engine, fields: ChatFields) -> EncodedPrompt:
+    """Return the inputs of a chat.
+
+    Raises:
+        ConfigError: a field is wrong, or the model cannot read the chat.
+    """
+    turns = [_turn(message, number) for number, message in enumerate(fields.messages)]
+    prompt = ChatPrompt(turns, chat_tools(fields), fields.chat_template_kwargs)
+    try:
+        return engine.encode(fields.model, prompt)
+    except RequestRefused:
+        raise
+    except ConfigError as error:
+        raise _at_field(error) from error
+
+
+def _at_field(error: ConfigError) -> RequestRefused:
+    """Return the error of an engine with the field of the request that caused it."""
+    param = "messages"
+    if error.code == "template-without-tools":
+        param = "tools"
+    elif error.code == "template-argument-not-read":
+        param = f"chat_template_kwargs.{error.values['name']}"
+    refused = RequestRefused.from_record(error.record())
+    refused.param = param
+    return refused
+
+
+def encode_text(engine: Engine, fields: CompletionFields) -> EncodedPrompt:
+    """Return the inputs of a text to continue, or of its tokens.
+
+    Raises:
+        ConfigError: there are several texts, or the text is too long.
+    """
+    prompt = fields.prompt
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise unsupported_field("prompt", "one text, or one list of tokens")
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return engine.encode(fields.model, prompt)
+    ids = [id for id in prompt if isinstance(id, int)]
+    encoder = engine.encoder(fields.model)
+    size = len(encoder.tokenizer)
+    if not ids or min(ids) < 0 or max(ids) >= size:
+        raise unsupported_field("prompt", f"tokens from 0 to {size - 1}")
+    return engine.checked(fields.model, encoder.encode_tokens(ids))
+
+
+def generation_request(
+    fields: SamplingFields, prompt: EncodedPrompt, kept_tokens: frozenset[str] = frozenset()
+) -> GenerationRequest:
+    """Return what the engine gets."""
+    requested, num_logprobs = fields.max_tokens, None
+    if isinstance(fields, ChatFields):
+        requested = fields.max_completion_tokens or requested or MAX_NEW_TOKENS
+        if fields.top_logprobs is not None and not fields.logprobs:
+            raise unsupported_field("top_logprobs", "null without `logprobs: true`")
+        num_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    elif isinstance(fields, CompletionFields):
+        requested = requested or _DEFAULT_COMPLETION
+        num_logprobs = fields.logprobs
+    return GenerationRequest(
+        fields.model,
+        prompt,
+        requested or MAX_NEW_TOKENS,
+        fields.temperature,
+        fields.top_p,
+        secrets.randbits(32) if fields.seed is None else fields.seed,
+        fields.stops,
+        num_logprobs,
+        kept_tokens,
+        TIME_LIMIT_S,
+    )
+
+
+def _turn(message: Message, number: int) -> PromptTurn:
+    place = f"messages.{number}"
+    texts, images = _content(message, place)
+    role = "system" if message.role == "developer" else message.role
+    turn = PromptTurn(role=role, content="".join(texts))
+    if images:
+        turn["images"] = images
+    if message.name is not None:
+        turn["name"] = message.name
+    if message.reasoning_content is not None:
+        turn["reasoning_content"] = message.reasoning_content
+    if message.tool_call_id is not None:
+        turn["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        turn["tool_calls"] = [_call(call) for call in message.tool_calls]
+    return turn
+
+
+def _content(message: Message, place: str) -> tuple[list[str], list[bytes]]:
+    """Return the texts of a message, with a mark for each image, and the images."""
+    if isinstance(message.content, str):
+        return [message.content.replace(IMAGE_MARK, "")], []
+    texts: list[str] = []
+    images: list[bytes] = []
+    for number, part in enumerate(message.content):
+        if isinstance(part, ImagePart):
+            images.append(_image(part, f"{place}.content.{number}.image_url.url"))
+            texts.append(IMAGE_MARK)
+        else:
+            texts.append(part.text.replace(IMAGE_MARK, ""))
+    return texts, images
+
+
+def _image(part: ImagePart, place: str) -> bytes:
+    """Return the content of an image. Addresses and files are never opened."""
+    url = part.image_url.url
+    match = _DATA_URL.match(url)
+    try:
+        content = None if match is None else base64.b64decode(url[match.end() :], validate=True)
+    except binascii.Error:
+        content = None
+    if content is None:
+        raise RequestRefused(
+            "the image is not part of the request",
+            code="image-outside-request",
+            allowed="`data:image/png;base64,...` and the same with other types of images",
+            fix="encode the file",
+            param=place,
+        )
+    try:
+        check_image(content, place)
+    except ConfigError as error:
+        refused = RequestRefused.from_record(error.record())
+        refused.param = place
+        raise refused from error
+    return content
+
+
+def _call(call: EarlierCall) -> ToolCall:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = call.function.arguments
+    if isinstance(arguments, dict):
+        arguments = ToolCallArguments(arguments)
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
