@@ -399,7 +399,7 @@ def test_damaged_export_fails_its_proof(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
-    with mount_tmpfs(tmp_path / "disk", "size=6m") as is_mounted:
+    with mount_tmpfs(tmp_path / "disk", "size=3m") as is_mounted:
         if not is_mounted:
             pytest.skip("tests may not mount")
         source, folder = source_of(base), tmp_path / "disk" / "export"

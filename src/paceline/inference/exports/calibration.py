@@ -31,7 +31,7 @@ _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id")
 
 
 @dataclass(frozen=True)
-class Calibration:
+class CalibrationRows:
     """Token sequences of equal length.
 
     Args:
@@ -43,7 +43,7 @@ class Calibration:
     tokens: np.ndarray
 
 
-def read_calibration(config: Config, model_config: Any) -> Calibration:
+def read_calibration(config: Config, model_config: Any) -> CalibrationRows:
     """Return the first rows that the run has trained on, tokenized as the training did, and joined
     to sequences of at most 2,048 tokens. Places of images are left out.
 
@@ -59,7 +59,7 @@ def read_calibration(config: Config, model_config: Any) -> Calibration:
     rows = [row[~np.isin(row, left_out)] for row in rows]
     text = model_config.get_text_config()
     length = min(MAX_LENGTH, getattr(text, "max_position_embeddings", None) or MAX_LENGTH)
-    return Calibration(len(rows), joined(rows, length))
+    return CalibrationRows(len(rows), joined(rows, length))
 
 
 def joined(rows: list[np.ndarray], max_length: int) -> np.ndarray:

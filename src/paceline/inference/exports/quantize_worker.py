@@ -4,12 +4,15 @@ writes progress to the standard output."""
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import JsonValue
 
 from paceline.core.errors import first_line
 from paceline.core.processes import end_with_parent
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 #: Scheme of auto-round, and the format of its files.
-_SCHEMES: dict[Scheme, tuple[str | dict[str, object], str]] = {
+_SCHEMES: dict[Scheme, tuple[str | dict[str, JsonValue], str]] = {
     "fp8": (
         {
             "bits": 8, "data_type": "fp", "group_size": -1, "sym": True, "act_bits": 8,
@@ -127,6 +130,7 @@ def quantize(job: QuantizeJob) -> QuantizeResult:
         device_map=str(device),
         enable_torch_compile=False,
     )
+    gc.freeze()  # auto-round collects garbage after each block
     compressor.quantize_and_save(job.output, format=file_format)
     constants = sorted(set(names) - set(match.used) - set(dropped))
     renamed = {stored: name for stored, name in match.used.items() if stored != name}

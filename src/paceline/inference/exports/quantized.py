@@ -38,13 +38,15 @@ SCHEMES: tuple[Scheme, ...] = ("fp8", "w4a16", "gptq", "awq")
 #: Schemes whose scales, or whose rounding, depend on the inputs of the layers.
 _CALIBRATED: tuple[Scheme, ...] = ("w4a16", "gptq", "awq")
 _LIMITS: dict[Scheme, float] = {"fp8": 0.05, "w4a16": 0.3, "gptq": 0.3, "awq": 0.3}
+#: Package by which transformers reads gptq and awq.
+_GPTQ_READER = "gptqmodel"
 _MODULE = "paceline.inference.exports.quantize_worker"
 #: Weights of experts that auto-round writes under the names that they are stored under.
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 _PROGRESS = re.compile(r"Quantizing (\S+):\s+\d+%\|[^|]*\|\s*(\d+)/(\d+)")
 #: Start of the process, and quantized numbers per second on a CPU.
 _START_S = 20.0
-_NUMBERS_PER_S = {"fp8": 30e6, "w4a16": 4e6, "gptq": 4e6, "awq": 4e6}
+_NUMBERS_PER_S = {"fp8": 4e6, "w4a16": 2e6, "gptq": 2e6, "awq": 2e6}
 #: Output of the process that an error shows.
 _LAST_LINES = 3
 
@@ -222,10 +224,10 @@ class QuantizedForm:
         return str(file)
 
     def unreadable(self) -> str | None:
-        if self.scheme in ("fp8", "w4a16") or find_spec("gptqmodel") is not None:
+        if self.scheme in ("fp8", "w4a16") or find_spec(_GPTQ_READER) is not None:
             return None
         return (
-            f"transformers reads {self.scheme} with the package gptqmodel only, which is not"
+            f"transformers reads {self.scheme} with the package {_GPTQ_READER} only, which is not"
             " installed"
         )
 

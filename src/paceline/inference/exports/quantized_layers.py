@@ -13,8 +13,8 @@ Scheme = Literal["fp8", "w4a16", "gptq", "awq"]
 
 #: Numbers of a row that share a scale, in schemes with 4 bits.
 GROUP_SIZE = 128
-#: Sizes (inputs, outputs) whose multiples vLLM's kernels multiply: those of ``scaled_mm`` for fp8,
-#: those of Marlin for 4 bits.
+#: Sizes (inputs, outputs) whose multiples the kernels of vLLM multiply: ``scaled_mm`` for fp8, and
+#: Marlin for 4 bits.
 _MULTIPLES: Mapping[Scheme, tuple[int, int]] = {
     "fp8": (16, 16), "w4a16": (GROUP_SIZE, 64), "gptq": (GROUP_SIZE, 64), "awq": (GROUP_SIZE, 64),
 }  # fmt: skip
