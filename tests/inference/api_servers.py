@@ -105,7 +105,7 @@ def serve_api(
                 process.kill()
 
 
-def train_answer(folder: Path, answer: str, num_steps: int = 60, **chat: Any) -> Path:
+def train_answer(folder: Path, answer: str, num_steps: int = 200, **chat: Any) -> Path:
     """Write a tiny model that gives one answer to a chat.
 
     Args:
@@ -122,7 +122,7 @@ def train_answer(folder: Path, answer: str, num_steps: int = 60, **chat: Any) ->
     torch.manual_seed(0)
     make_family("qwen2", folder / "new", hidden_size=64)
     model = AutoModelForCausalLM.from_pretrained(folder / "new").train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(num_steps):
         model(input_ids=ids, labels=labels).loss.backward()
         optimizer.step()

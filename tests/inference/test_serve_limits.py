@@ -80,6 +80,7 @@ def test_overload_is_refused_and_closed_connections_end(served: ServedApi) -> No
     wait_until(lambda: is_accepted(client))
 
 
+@pytest.mark.soak
 def test_closed_connections_of_waiting_requests_make_room(served: ServedApi) -> None:
     client = served.client()
     first = open_stream(client)

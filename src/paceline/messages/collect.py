@@ -15,7 +15,7 @@ _PARTS = ("what", "allowed", "fix")
 _PARAMETERS = frozenset(
     {
         *("code", "allowed", "fix", "ranks", "needed_bytes", "exit_code"),
-        *("status", "param", "retry_after_s"),
+        *("http_status", "param", "retry_after_s"),
     }
 )
 _KINDS = {

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from paceline.core.errors import ConfigError, first_line
 from paceline.inference.chat_encoder import ChatEncoder
 from paceline.inference.loading import model_folder, processor_of, run_config
-from paceline.models.json_config import first_number, language_fields, read_object
+from paceline.models.json_config import read_object
 
 #: Name of the model without adapters.
 BASE = "base"
@@ -111,7 +111,7 @@ def _obstacle(folder: Path, settings: Mapping[str, JsonValue]) -> str | None:
         return "it has biases of its own"
     if settings.get("init_lora_weights", True) not in _SEPARATE_INITS:
         return "its initial values are taken out of the base model"
-    if _num_tokens(folder) > _vocabulary_size(base_folder(folder)):
+    if _has_new_tokens(folder):
         return "it has new tokens"
     return None
 
@@ -125,15 +125,26 @@ def _quantization(folder: Path) -> tuple[object, ...]:
     return (lora.quantize, lora.double_quant, config.train_args.mixed_dtype)
 
 
-def _num_tokens(folder: Path) -> int:
-    from transformers import AutoTokenizer
+def _has_new_tokens(folder: Path) -> bool:
+    """Return whether the tokenizer of an adapter has tokens that its base model does not have."""
+    from transformers import AutoConfig, AutoTokenizer
 
-    return len(AutoTokenizer.from_pretrained(str(folder)))
+    try:
+        num_tokens = len(AutoTokenizer.from_pretrained(str(folder)))
+        config = AutoConfig.from_pretrained(str(base_folder(folder)))
+    except (OSError, ValueError) as error:
+        raise _tokenizer_not_loaded(folder, error) from error
+    return num_tokens > int(config.get_text_config().vocab_size)
 
 
-def _vocabulary_size(folder: Path) -> int:
-    fields = language_fields(read_object(folder / "config.json") or {})
-    return first_number(fields, "vocab_size") or 0
+def _tokenizer_not_loaded(folder: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        "the tokenizer in {folder}, or the config of its model, cannot be loaded: {reason}",
+        code="served-tokenizer-not-loaded",
+        fix="check the files of the model",
+        folder=folder,
+        reason=first_line(error),
+    )
 
 
 def base_folder(folder: Path) -> Path:
@@ -183,13 +194,7 @@ def stored_encoder(folder: Path, is_vision: bool) -> tuple[ChatEncoder, Any]:
             config = transformers.AutoConfig.from_pretrained(str(holders[-1]))
             settings = transformers.GenerationConfig.from_model_config(config)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            "the tokenizer in {folder} cannot be loaded: {reason}",
-            code="served-tokenizer-not-loaded",
-            fix="check the files of the model",
-            folder=folder,
-            reason=first_line(error),
-        ) from error
+        raise _tokenizer_not_loaded(folder, error) from error
     return ChatEncoder(tokenizer, processor_of(folder) if is_vision else None), settings
 
 
@@ -205,6 +210,7 @@ def load_adapter(model: Any, name: str, folder: Path, adapter: str) -> Any:
         ConfigError: the adapter does not fit the model.
     """
     from peft import PeftModel
+    from safetensors import SafetensorError
 
     try:
         if not hasattr(model, "peft_config"):
@@ -212,6 +218,6 @@ def load_adapter(model: Any, name: str, folder: Path, adapter: str) -> Any:
                 model, str(folder), adapter_name=adapter, torch_device="cpu"
             )
         model.load_adapter(str(folder), adapter_name=adapter, torch_device="cpu")
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise _not_shared(name, first_line(error)) from error
     return model

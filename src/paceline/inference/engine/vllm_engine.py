@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from pydantic import JsonValue
 
@@ -215,13 +215,37 @@ class VllmEngine(Engine):
             connection.close()
 
 
-def _tokens_of(chunk: Mapping[str, Any]) -> Iterator[GeneratedToken]:
+class TokenLogprobs(TypedDict):
+    """The tokens of a chunk. A name is :data:`_TOKEN_NAME` and the id of a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float] | None] | None
+
+
+class TextChoice(TypedDict):
+    """The part of an answer in a chunk."""
+
+    logprobs: TokenLogprobs | None
+
+
+class TextChunk(TypedDict, total=False):
+    """A chunk of a stream of vLLM."""
+
+    error: JsonValue
+    choices: list[TextChoice]
+
+
+def _tokens_of(chunk: TextChunk) -> Iterator[GeneratedToken]:
     if "error" in chunk:
         raise _failed(str(chunk["error"])[:500])
     for choice in chunk["choices"]:
-        logprobs = choice.get("logprobs") or {}
-        for number, name in enumerate(logprobs.get("tokens") or ()):
-            likeliest = (logprobs.get("top_logprobs") or [{}])[number] or {}
+        logprobs = choice["logprobs"]
+        if logprobs is None:
+            continue
+        for number, name in enumerate(logprobs["tokens"]):
+            top = logprobs["top_logprobs"]
+            likeliest = (top[number] if top else None) or {}
             pairs = [(int(key.removeprefix(_TOKEN_NAME)), each) for key, each in likeliest.items()]
             pairs.sort(key=lambda pair: -pair[1])
             id = int(name.removeprefix(_TOKEN_NAME))

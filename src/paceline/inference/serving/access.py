@@ -39,7 +39,7 @@ class ServerAccess:
         if not self.own.is_named_by(headers.getlist("host")):
             return RequestRefused(
                 "the server does not answer requests for this host name (Host header)",
-                status=403,
+                http_status=403,
                 code="serve-foreign-host",
                 fix="use {address}",
                 address=self.own.url,
@@ -52,7 +52,7 @@ class ServerAccess:
         ):
             return RequestRefused(
                 "requests from pages of other sites are refused",
-                status=403,
+                http_status=403,
                 code="serve-foreign-page",
                 fix="ask from a program, not from a page",
             )
@@ -62,7 +62,7 @@ class ServerAccess:
             return None
         return RequestRefused(
             "the request has no valid token",
-            status=401,
+            http_status=401,
             code="serve-missing-token",
             fix="send the header `Authorization: Bearer TOKEN` with the token that"
             " `paceline serve` printed, or the one of PACELINE_API_KEY",

@@ -77,7 +77,7 @@ class InferenceServer:
         if name not in self.engine.models:
             raise RequestRefused(
                 "there is no model `{name}`",
-                status=404,
+                http_status=404,
                 code="model-not-found",
                 allowed="{models}",
                 param="model",

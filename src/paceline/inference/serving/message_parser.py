@@ -6,23 +6,54 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from pydantic import JsonValue
 
 from paceline.inference.chat_encoder import ChatEncoder
 
-_REASONING = {"open": "<think>", "close": "</think>", "content": "text"}
-_CONTENT = {"content": "text"}
+
+class RegionFormat(TypedDict, total=False):
+    """How transformers' parser finds and reads one part of an answer."""
+
+    open: str
+    open_pattern: str
+    close: str
+    close_pattern: str
+    repeats: bool
+    content: str
+    content_args: dict[str, JsonValue]
+    transform: dict[str, JsonValue]
+
+
+class ResponseFormatting(TypedDict):
+    """How transformers' parser separates an answer: a `response_template`."""
+
+    start_anchor: str | list[str]
+    fields: dict[str, RegionFormat]
+
+
+class ParserEvent(TypedDict, total=False):
+    """What transformers' parser has found. ``value`` is a tool call, or a list of them."""
+
+    type: str
+    field: str
+    text: str
+    dirty: bool
+    value: Any
+
+
+_REASONING: RegionFormat = {"open": "<think>", "close": "</think>", "content": "text"}
+_CONTENT: RegionFormat = {"content": "text"}
 _TURN = "<|im_start|>assistant\n"
-_JSON_CALLS = {
+_JSON_CALLS: RegionFormat = {
     "open_pattern": r"\s*<tool_call>",
     "close": "</tool_call>",
     "repeats": True,
     "content": "json",
     "transform": {"type": "function", "function": "{content}"},
 }
-_XML_CALLS = {
+_XML_CALLS: RegionFormat = {
     "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
     "close_pattern": r"</function>\s*</tool_call>",
     "repeats": True,
@@ -32,7 +63,7 @@ _XML_CALLS = {
     },
     "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
 }
-_GEMMA_CALLS = {
+_GEMMA_CALLS: RegionFormat = {
     "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
     "close": "<tool_call|>",
     "repeats": True,
@@ -42,7 +73,7 @@ _GEMMA_CALLS = {
 }
 #: What a chat template contains, and the form of the answers that it then formats: the reasoning
 #: and the tool calls. The first one counts.
-_FORMS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+_FORMS: tuple[tuple[str, RegionFormat, RegionFormat], ...] = (
     (
         "<|tool_call>",
         {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"},
@@ -91,7 +122,7 @@ class MessageParser:
     def __init__(
         self, encoder: ChatEncoder, prompt: str, tools: Sequence[Mapping[str, JsonValue]]
     ) -> None:
-        self._parser = None
+        self._parser: Any = None
         self._content, self._reasoning = _Trimmed(), _Trimmed()
         self._unread = ""
         template = _response_template(encoder, bool(tools))
@@ -100,7 +131,8 @@ class MessageParser:
             from transformers.utils.chat_parsing import ResponseParser
 
             listed: list[Any] = [*tools]
-            self._parser = ResponseParser(template, _prefix(template, prompt), tools=listed)
+            form: Any = template
+            self._parser = ResponseParser(form, _prefix(template, prompt), tools=listed)
 
     def push(self, text: str) -> MessagePart:
         """Return what the next text adds to the message."""
@@ -130,7 +162,7 @@ class MessageParser:
     def _as_content(self, text: str) -> MessagePart:
         return MessagePart(content=self._content.push(text))
 
-    def _read(self, events: Sequence[Mapping[str, Any]]) -> MessagePart:
+    def _read(self, events: Sequence[ParserEvent]) -> MessagePart:
         part = MessagePart()
         for event in events:
             name = event.get("field")
@@ -164,7 +196,7 @@ class _Trimmed:
         return shown
 
 
-def _called_tool(value: Mapping[str, Any]) -> CalledTool:
+def _called_tool(value: Any) -> CalledTool:
     function = value["function"]
     name, arguments = function["name"], function.get("arguments", {})
     if not isinstance(name, str):
@@ -173,9 +205,9 @@ def _called_tool(value: Mapping[str, Any]) -> CalledTool:
     return CalledTool(name, text)
 
 
-def _response_template(encoder: ChatEncoder, has_tools: bool) -> dict[str, Any] | None:
+def _response_template(encoder: ChatEncoder, has_tools: bool) -> ResponseFormatting | None:
     """Return how transformers' parser reads answers; None if all text is content."""
-    own = getattr(encoder.tokenizer, "response_template", None)
+    own: ResponseFormatting | None = getattr(encoder.tokenizer, "response_template", None)
     if own is not None:
         removed = set() if has_tools else {"tool_calls"}
         fields = {name: value for name, value in own["fields"].items() if name not in removed}
@@ -191,18 +223,18 @@ def _response_template(encoder: ChatEncoder, has_tools: bool) -> dict[str, Any] 
     return None
 
 
-def _prefix(template: Mapping[str, Any], prompt: str) -> str:
+def _prefix(template: ResponseFormatting, prompt: str) -> str:
     """Return the beginning of the answer that the prompt already has, after the anchor of the
     response template."""
-    anchors = template.get("start_anchor", ())
-    anchors = [anchors] if isinstance(anchors, str) else [*anchors]
+    anchor = template.get("start_anchor", [])
+    anchors = [anchor] if isinstance(anchor, str) else anchor
     if not anchors or any(anchor in prompt for anchor in anchors):
         return prompt
     # Another template, which may begin the reasoning in the prompt.
     return f"{anchors[0]}<think>\n" if prompt.rstrip().endswith("<think>") else ""
 
 
-def _markers(template: Mapping[str, Any] | None, special: Sequence[str]) -> frozenset[str]:
+def _markers(template: ResponseFormatting | None, special: Sequence[str]) -> frozenset[str]:
     """Return the special tokens that mark the parts of an answer, besides the end of the
     content."""
     if template is None:

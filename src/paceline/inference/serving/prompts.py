@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pydantic import JsonValue
 
 from paceline.core.errors import ConfigError
+from paceline.data.pixels import open_image
 from paceline.data.text.chats.tool_calls import ToolCall, ToolCallArguments
 from paceline.data.vision_language.rows import IMAGE_MARK
 from paceline.inference.chat_encoder import PromptTurn, check_image
@@ -35,6 +36,9 @@ from paceline.inference.serving.requests import (
 
 #: New tokens of a text that continues, if the request does not say how many (as OpenAI's API).
 _DEFAULT_COMPLETION = 16
+#: Below it, logits that are divided by the temperature may not be finite.
+_LOWEST_TEMPERATURE = 0.01
+_MAX_PIXELS = 50_000_000
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 
 
@@ -98,6 +102,8 @@ def generation_request(
     fields: SamplingFields, prompt: EncodedPrompt, kept_tokens: frozenset[str] = frozenset()
 ) -> GenerationRequest:
     """Return what the engine gets."""
+    if 0 < fields.temperature < _LOWEST_TEMPERATURE:
+        raise unsupported_field("temperature", f"0, and {_LOWEST_TEMPERATURE} to 5")
     requested, num_logprobs = fields.max_tokens, None
     if isinstance(fields, ChatFields):
         requested = fields.max_completion_tokens or requested or MAX_NEW_TOKENS
@@ -170,6 +176,7 @@ def _image(part: ImagePart, place: str) -> bytes:
             fix="encode the file",
             param=place,
         )
+    _check_pixels(content, place)
     try:
         check_image(content, place)
     except ConfigError as error:
@@ -177,6 +184,27 @@ def _image(part: ImagePart, place: str) -> bytes:
         refused.param = place
         raise refused from error
     return content
+
+
+def _check_pixels(content: bytes, place: str) -> None:
+    """Raise RequestRefused if an image is small in the request, but large in memory."""
+    from PIL.Image import DecompressionBombError
+
+    try:
+        with open_image(content) as image:
+            is_too_large = image.width * image.height > _MAX_PIXELS
+    except DecompressionBombError:
+        is_too_large = True
+    except (OSError, ValueError, SyntaxError):
+        return  # the next check says why
+    if is_too_large:
+        raise RequestRefused(
+            "the image has too many pixels",
+            code="image-too-large",
+            allowed="at most {limit} pixels",
+            param=place,
+            limit=f"{_MAX_PIXELS:,}",
+        )
 
 
 def _call(call: EarlierCall) -> ToolCall:

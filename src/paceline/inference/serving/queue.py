@@ -66,7 +66,7 @@ class GenerationQueue:
         expected_s = self._last_duration_s * num_ahead / self._engine.num_parallel
         raise RequestRefused(
             "{num_waiting} requests wait already",
-            status=429,
+            http_status=429,
             code="too-many-requests",
             fix="ask again later, or start the server with a larger --max-queue",
             retry_after_s=min(max(1, math.ceil(expected_s)), _LONGEST_RETRY_S),
@@ -116,7 +116,7 @@ class GenerationQueue:
         if now - job.submitted_at > TIME_LIMIT_S:
             raise RequestRefused(
                 "the request has waited for {limit} seconds",
-                status=503,
+                http_status=503,
                 code="request-waited-too-long",
                 fix="ask again later",
                 limit=int(TIME_LIMIT_S),

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
+from pydantic import JsonValue
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -26,7 +27,7 @@ class RequestRefused(ConfigError):
     """A request that is not carried out.
 
     Args:
-        status: the status of the HTTP response.
+        http_status: the status of the HTTP response.
         param: the field of the request that is wrong, if it is one.
         retry_after_s: time after which the same request may be accepted.
     """
@@ -36,13 +37,13 @@ class RequestRefused(ConfigError):
         what: str,
         /,
         *,
-        status: int = 400,
+        http_status: int = 400,
         param: str | None = None,
         retry_after_s: int | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(what, **settings)
-        self.status, self.param, self.retry_after_s = status, param, retry_after_s
+        self.http_status, self.param, self.retry_after_s = http_status, param, retry_after_s
 
 
 def unsupported_field(name: str, allowed: str | None = None) -> RequestRefused:
@@ -65,11 +66,11 @@ def unsupported_field(name: str, allowed: str | None = None) -> RequestRefused:
     )
 
 
-def error_body(error: Exception) -> tuple[int, dict[str, dict[str, str | None]]]:
+def error_body(error: Exception) -> tuple[int, dict[str, JsonValue]]:
     """Return the status and the content of the answer to a request that failed."""
     status, message, param, code = 500, "", None, "answer-failed"
     if isinstance(error, RequestRefused):
-        status, param = error.status, error.param
+        status, param = error.http_status, error.param
     elif isinstance(error, ConfigError):
         status = 400
     if isinstance(error, PacelineError):
@@ -105,7 +106,7 @@ def add_handlers(app: FastAPI) -> None:
     async def answer_http_error(request: Request, error: HTTPException) -> JSONResponse:
         refused = RequestRefused(
             "there is no `{method} {path}`",
-            status=error.status_code,
+            http_status=error.status_code,
             code="unknown-route",
             allowed="GET /v1/models, POST /v1/chat/completions, POST /v1/completions",
             method=request.method,

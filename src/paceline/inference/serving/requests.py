@@ -181,7 +181,7 @@ async def read_body(request: Request) -> dict[str, JsonValue]:
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise RequestRefused(
             "the body of the request is not JSON",
-            status=415,
+            http_status=415,
             code="body-without-type",
             fix="send the header `Content-Type: application/json`",
         )
@@ -193,7 +193,7 @@ async def read_body(request: Request) -> dict[str, JsonValue]:
     except TimeoutError:
         raise RequestRefused(
             "the body of the request did not arrive within {limit} seconds",
-            status=408,
+            http_status=408,
             code="body-too-slow",
             limit=int(_BODY_LIMIT_S),
         ) from None
@@ -214,7 +214,7 @@ async def _received(request: Request) -> bytes:
 def _too_large() -> RequestRefused:
     return RequestRefused(
         "the body of the request is too large",
-        status=413,
+        http_status=413,
         code="body-too-large",
         allowed="at most {limit} bytes",
         limit=f"{MAX_BODY_BYTES:,}",

@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from pydantic import JsonValue
 
@@ -253,7 +252,7 @@ def _tokens_of(parts: Sequence[AnswerPart]) -> list[GeneratedToken]:
     return [token for part in parts for token in part.tokens]
 
 
-def event(content: Mapping[str, Any]) -> bytes:
+def event(content: Mapping[str, JsonValue]) -> bytes:
     """Return a server-sent event."""
     return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
 
