@@ -1,15 +1,32 @@
 """`paceline export`: write the model of a run in another form, and prove that it is the same."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import sys
 from argparse import Namespace
+from typing import TYPE_CHECKING, TypedDict
 
 from paceline.commands.options import AnyPath, AnyText, Choice, Number, OptionParser
 from paceline.core.errors import EXIT_DONE, ConfigError
 
+if TYPE_CHECKING:
+    from paceline.inference.exports.core.comparison import ProofRecord
+
 GGUF_TYPES = ("f16", "bf16", "q8_0", "q4_k_m")
 SCHEMES = ("fp8", "w4a16", "gptq", "awq")
+
+
+class ExportOutput(TypedDict, total=False):
+    """The output with ``--json``: of an export, and of an upload."""
+
+    path: str
+    format: str
+    bytes: int
+    check: ProofRecord
+    repository: str
+    url: str
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -87,7 +104,7 @@ def run(args: Namespace) -> int:
     options = FormOptions(
         args.merge, args.adapter, args.gguf, args.quantize, args.ollama, args.dtype
     )
-    result: dict[str, object] = {}
+    result = ExportOutput()
     exported = None
     with contextlib.redirect_stdout(sys.stderr):
         if args.push is not None:
@@ -101,16 +118,16 @@ def run(args: Namespace) -> int:
                 allow_missing=args.allow_missing,
                 limit=args.limit,
             )
-            result = {
-                "path": str(exported.path),
-                "format": exported.form,
-                "bytes": exported.size_bytes,
-                "check": exported.check.record(),
-            }
+            result = ExportOutput(
+                path=str(exported.path),
+                format=exported.form,
+                bytes=exported.size_bytes,
+                check=exported.check.record(),
+            )
         if args.push is not None:
             folder = None if exported is None else exported.path
             repository, url = push(args.run_dir, args.push, folder, args.private or None)
-            result |= {"repository": repository, "url": url}
+            result["repository"], result["url"] = repository, url
     if args.json:
         print(json.dumps(result))
         return EXIT_DONE
