@@ -27,7 +27,13 @@ from paceline.inference.exports.core.forms import ExportEstimate, ExportSource, 
 from paceline.inference.exports.core.transformers_engine import TransformersProofEngine
 from paceline.inference.exports.quantize_worker import QuantizeJob, QuantizeResult
 from paceline.inference.exports.quantized_files import complete_files
-from paceline.inference.exports.quantized_layers import GROUP_SIZE, Scheme, fits, is_sensitive
+from paceline.inference.exports.quantized_layers import (
+    GROUP_SIZE,
+    MULTIPLES,
+    Scheme,
+    fits,
+    is_sensitive,
+)
 from paceline.models.hub_configs import read_raw_config
 from paceline.models.kinds import LANGUAGE, VISION_LANGUAGE, saved_kind
 from paceline.models.weights.release import KEYS
@@ -91,6 +97,7 @@ class QuantizedForm:
                 source=source.folder,
             )
         self._check_experts(source)
+        self._check_sizes(source)
 
     def _check_experts(self, source: ExportSource) -> None:
         unknown = [
@@ -111,6 +118,22 @@ class QuantizedForm:
                 scheme=self.scheme,
                 model_type=str(content.get("model_type")),
                 name=unknown[0],
+            )
+
+    def _check_sizes(self, source: ExportSource) -> None:
+        sizes = stored_sizes(source.base)
+        if sizes and not any(self._is_quantized(name, shape) for name, _, shape, _ in sizes):
+            inputs, outputs = MULTIPLES[self.scheme]
+            raise ConfigError(
+                "`--quantize {scheme}`: no layer of the model has sizes that servers can multiply"
+                " in this scheme",
+                code="quantize-small-layers",
+                allowed="layers whose number of inputs is a multiple of {inputs}, and whose number"
+                " of outputs is a multiple of {outputs}",
+                fix="use `--quantize fp8` or `--gguf q8_0`",
+                scheme=self.scheme,
+                inputs=inputs,
+                outputs=outputs,
             )
 
     def estimate(self, source: ExportSource) -> ExportEstimate:

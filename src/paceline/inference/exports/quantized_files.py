@@ -88,7 +88,8 @@ def complete_files(
     settings = dict(settings) if isinstance(settings, dict) else {}
     # Servers know the names in the files, and transformers those in the model.
     renamed = {result.renamed.get(f"{layer}.weight", layer) for layer in matrices}
-    names = matrices | {name.removesuffix(".weight") for name in renamed}
+    # A head that shares its weight with the embedding is not in the files.
+    names = matrices | {name.removesuffix(".weight") for name in renamed} | {*result.unquantized}
     _exclude(settings, sorted(names), _prefixes(copied, set(entries)))
     _copy_files(model, folder)
     write_json_atomic(folder / _CONFIG, _config(base.content, content, settings))

@@ -15,7 +15,7 @@ Scheme = Literal["fp8", "w4a16", "gptq", "awq"]
 GROUP_SIZE = 128
 #: Sizes (inputs, outputs) whose multiples the kernels of vLLM multiply: ``scaled_mm`` for fp8, and
 #: Marlin for 4 bits.
-_MULTIPLES: Mapping[Scheme, tuple[int, int]] = {
+MULTIPLES: Mapping[Scheme, tuple[int, int]] = {
     "fp8": (16, 16), "w4a16": (GROUP_SIZE, 64), "gptq": (GROUP_SIZE, 64), "awq": (GROUP_SIZE, 64),
 }  # fmt: skip
 #: Layers that servers join to one, so that all of them are quantized or none is.
@@ -39,7 +39,7 @@ def is_sensitive(name: str) -> bool:
 
 def fits(scheme: Scheme, num_inputs: int, num_outputs: int) -> bool:
     """Return whether the kernels of servers multiply weights of these sizes."""
-    inputs, outputs = _MULTIPLES[scheme]
+    inputs, outputs = MULTIPLES[scheme]
     return num_inputs % inputs == 0 and num_outputs % outputs == 0
 
 
