@@ -44,8 +44,8 @@ _MODULE = "paceline.inference.exports.quantize_worker"
 #: Weights of experts that auto-round writes under the names that they are stored under.
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 _PROGRESS = re.compile(r"Quantizing (\S+):\s+\d+%\|[^|]*\|\s*(\d+)/(\d+)")
-#: Start of the process, and quantized numbers per second on two cores of a CPU: rounded, or with the
-#: search of the scale of each group, which calibration needs.
+#: Start of the process, and quantized numbers per second on two cores of a CPU: rounded, or with a
+#: search of the scale of each group, as after calibration.
 _START_S, _ROUNDED_PER_S, _SEARCHED_PER_S = 20.0, 4e6, 3e5
 #: Output of the process that an error shows.
 _LAST_LINES = 3
