@@ -22,6 +22,7 @@ from paceline.config.packages import check_package
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.processes import end_with_parent, exit_text
 from paceline.core.texts import UserText
+from paceline.inference.device import inference_device
 from paceline.inference.exports.core.estimate import model_bytes, stored_sizes
 from paceline.inference.exports.core.forms import ExportEstimate, ExportSource, ProofLimit
 from paceline.inference.exports.core.transformers_engine import TransformersProofEngine
@@ -190,6 +191,8 @@ class QuantizedForm:
         """Write the token IDs for calibration to a file, and return it; None without any."""
         if self.scheme not in _CALIBRATED:
             return None
+        if self.scheme == "awq" and inference_device().type == "cpu":
+            return None  # scales and zero points are taken from the weights alone
         reason = _no_calibration(source, model)
         if reason is not None:
             logger.warning(
