@@ -22,6 +22,7 @@ from paceline.config.packages import check_package
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.processes import end_with_parent, exit_text
 from paceline.core.texts import UserText
+from paceline.inference.device import inference_device
 from paceline.inference.exports.core.estimate import model_bytes, stored_sizes
 from paceline.inference.exports.core.forms import ExportEstimate, ExportSource, ProofLimit
 from paceline.inference.exports.core.transformers_engine import TransformersProofEngine
@@ -50,9 +51,9 @@ _MODULE = "paceline.inference.exports.quantize_worker"
 #: Weights of experts that auto-round writes under the names that they are stored under.
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 _PROGRESS = re.compile(r"Quantizing (\S+):\s+\d+%\|[^|]*\|\s*(\d+)/(\d+)")
-#: Start of the process, and quantized numbers per second on a CPU.
-_START_S = 20.0
-_NUMBERS_PER_S = {"fp8": 4e6, "w4a16": 2e6, "gptq": 2e6, "awq": 2e6}
+#: Start of the process, and quantized numbers per second on two cores of a CPU: rounded, or with a
+#: search of the scale of each group, as after calibration.
+_START_S, _ROUNDED_PER_S, _SEARCHED_PER_S = 20.0, 4e6, 3e5
 #: Output of the process that an error shows.
 _LAST_LINES = 3
 
@@ -146,7 +147,9 @@ class QuantizedForm:
                 num_bytes += size
         # The model in 16 bits, and the inputs of a block for all sequences.
         memory = int(model_bytes(source.base, "bfloat16") * 1.2) + (2 << 30)
-        return ExportEstimate(num_bytes, memory, _START_S + numbers / _NUMBERS_PER_S[self.scheme])
+        is_searched = self.scheme in ("w4a16", "gptq") and source.config is not None
+        rate = _SEARCHED_PER_S if is_searched else _ROUNDED_PER_S
+        return ExportEstimate(num_bytes, memory, _START_S + numbers / rate)
 
     def _is_quantized(self, name: str, shape: list[int]) -> bool:
         is_matrix = name.endswith(".weight") and len(shape) == 2
@@ -211,6 +214,8 @@ class QuantizedForm:
         """Write the token IDs for calibration to a file, and return it; None without any."""
         if self.scheme not in _CALIBRATED:
             return None
+        if self.scheme == "awq" and inference_device().type == "cpu":
+            return None  # scales and zero points are taken from the weights alone
         reason = _no_calibration(source, model)
         if reason is not None:
             logger.warning(
