@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_families import make_family, write_config
+from merged_models import write_merged
 from raised import raises_error
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -18,7 +19,6 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
-from paceline.inference.export import export
 from paceline.inference.loading import load_model
 from paceline.models.adapters.check import check_adapters
 from paceline.models.adapters.initialization import subtract_adapters
@@ -162,7 +162,7 @@ def test_merge_adds_the_update_to_the_quantized_weights(tmp_path: Path) -> None:
     (run / "model").mkdir(parents=True)
     save_language_model(model, resolve_model("builtin:qwen2-micro"), run / "model")
     (run / "config.yaml").write_text(to_yaml(config))
-    merged = load_model(export(run, merge=True).path)[0]
+    merged = load_model(write_merged(run))[0]
     assert not list(scale_tensors(merged))
     torch.testing.assert_close(logits(merged), logits(model), rtol=1e-3, atol=1e-4)
     (run / "config.yaml").unlink()  # on the weights of the files the adapter computes other logits

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from adapter_families import FAMILIES, make_family, write_config
+from merged_models import write_merged
 from raised import raises_error
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.inference.export import export
 from paceline.inference.loading import load_model
 from paceline.models.adapters.lora import (
     adapter_layers,
@@ -104,7 +104,7 @@ def test_default_lora_trains_reloads_and_merges(kind: str, tmp_path: Path) -> No
     torch.testing.assert_close(
         logits(load_model(tmp_path / "run")[0]), expected, rtol=1e-4, atol=1e-4
     )
-    merged = load_model(export(tmp_path / "run", merge=True).path)[0]
+    merged = load_model(write_merged(tmp_path / "run"))[0]
     torch.testing.assert_close(logits(merged), expected, rtol=1e-3, atol=1e-3)
     text = " ".join(text for _, text in notices)
     assert ("peft cannot apply dropout" in text) == (kind in EXPERTS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from adapter_families import make_family
 from huggingface_hub import constants
+from merged_models import some_logits, write_merged
 from peft import LoraConfig, get_peft_model
 from quantized_releases import make_release
 from raised import raises_error
@@ -21,9 +22,9 @@ from vision_models import make_model
 
 from paceline.cli import main
 from paceline.core.errors import ConfigError
-from paceline.inference.export import export
+from paceline.inference.exports.export import export
+from paceline.inference.exports.full import FullForm
 from paceline.inference.loading import load_model
-from paceline.inference.merge import some_logits
 from paceline.models.builtin import resolve_model
 from paceline.models.language import copy_tokenizer, save_language_model
 from paceline.models.weights.load import load_pretrained
@@ -142,7 +143,7 @@ def test_trained_model_has_the_dropped_tensors(kind: str, sharded: bool, tmp_pat
 def test_merged_export_has_the_dropped_tensors(dtype: str, tmp_path: Path) -> None:
     dropped = make_base(tmp_path / "base", "qwen3_next", sharded=True)
     write_adapter(tmp_path / "base", tmp_path)
-    exported = export(tmp_path, merge=True, dtype=dtype).path
+    exported = write_merged(tmp_path, dtype=dtype)
     saved = tensors(exported)
     for name, values in dropped.items():
         is_cast = dtype != "auto" and values.is_floating_point()
@@ -158,7 +159,7 @@ def test_export_of_a_full_model_has_the_dropped_tensors(tmp_path: Path) -> None:
     dropped = make_base(tmp_path / "base", "qwen3_next")
     save_trained_model(tmp_path / "base", tmp_path / "run" / "model")
     shutil.rmtree(tmp_path / "base")  # the run's model has them
-    exported = export(tmp_path / "run", dtype="float16").path
+    exported = write_merged(tmp_path / "run", dtype="float16")
     saved = tensors(exported)
     for name, values in dropped.items():
         assert same_bytes(saved[name], values.half() if values.is_floating_point() else values)
@@ -238,8 +239,7 @@ def test_adapters_on_a_text_part_are_merged_into_the_whole_model(tmp_path: Path)
         "vision: {text_only: true}\nlora: {enable: true}\n"
     )
     expected = some_logits(load_model(tmp_path, "float32")[0])
-    output = str(tmp_path / "out" / "merged")
-    exported = export(tmp_path, merge=True, output=output, dtype="float32").path
+    exported = write_merged(tmp_path, tmp_path / "out" / "merged", dtype="float32")
     whole, info = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -259,7 +259,7 @@ def test_merge_without_the_base_is_refused(
     write_adapter(tmp_path / "base", tmp_path)
     shutil.rmtree(tmp_path / "base")
     with raises_error(ConfigError, code="base-files-missing", naming=str(tmp_path / "base")):
-        export(tmp_path, merge=True)
+        export(tmp_path, FullForm(merges=True))
     assert main(["export", str(tmp_path), "--merge", "--allow-missing"]) == 2
     assert str(tmp_path / "base") in capsys.readouterr().err
     assert not (tmp_path / "exported").exists()
@@ -287,7 +287,7 @@ def test_merge_without_the_file_of_used_tensors_is_refused(tmp_path: Path) -> No
     write_adapter(tmp_path / "base", tmp_path)
     (tmp_path / "base" / "model-00001-of-00002.safetensors").unlink()
     with raises_error(ConfigError, code="base-weights-gone", naming=str(tmp_path / "base")):
-        export(tmp_path, merge=True, allow_missing=True)
+        export(tmp_path, FullForm(merges=True), allow_missing=True)
 
 
 def test_run_whose_base_disappears_saves_its_model(

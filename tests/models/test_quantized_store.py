@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_families import make_family
+from merged_models import write_merged
 from ranks import run_ranks, server_context
 from test_adapter_variants import train
 from test_adapters import config_for, logits
@@ -20,7 +21,6 @@ from paceline.config.load import to_yaml
 from paceline.config.schema import Config
 from paceline.core.files import cache_dir
 from paceline.distributed.environment import RankEnv
-from paceline.inference.export import export
 from paceline.inference.loading import load_model
 from paceline.models.adapters import quantize
 from paceline.models.adapters.quantize import scale_tensors
@@ -213,7 +213,7 @@ def test_export_rounds_to_the_same_bits(
     forget()
     loaded = load_model(run)[0].get_base_model()
     forget()
-    merged = load_model(export(run, merge=True, dtype="bfloat16").path)[0]
+    merged = load_model(write_merged(run, dtype="bfloat16"))[0]
     assert len(quantized) == (0 if has_cache else 2 * NUM_LAYERS)
     for name, module in model.get_base_model().named_modules():
         if hasattr(module, "quant_state"):

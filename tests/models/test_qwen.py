@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from merged_models import write_merged
 from original_qwen import SEQ_LENGTH, reference_logits, reference_tokens, write_checkpoint
 from raised import raises_error
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -15,7 +16,6 @@ import paceline
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.text.tokenizer import find_tokenizer, load_tokenizer
-from paceline.inference.export import export
 from paceline.inference.generate import generate
 from paceline.inference.loading import load_model
 from paceline.models.builtin import config_numbers
@@ -191,7 +191,7 @@ def test_adapters_save_generate_and_merge_as_qwen2(checkpoint: Path, tmp_path: P
         expected = trained(input_ids=ids).logits
         base = reference_logits(checkpoint, ids[0])
     assert not torch.allclose(expected[0], base, atol=1e-2)
-    merged = export(run, merge=True, output=str(tmp_path / "merged")).path
+    merged = write_merged(run, tmp_path / "merged")
     assert json.loads((merged / "config.json").read_text())["model_type"] == "qwen2"
     for folder in (run, merged):
         model, tokenizer = load_model(folder, "float32")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from merged_models import write_merged
 from raised import raises_error
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -14,7 +15,6 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.kinds.label import LabelConverter
 from paceline.data.sources.rows import MalformedRow, Unsupported
-from paceline.inference.export import export
 from paceline.inference.generate import generate
 from paceline.tasks import load_task
 from paceline.tasks.base import Task
@@ -214,9 +214,7 @@ def test_adapters_are_exported_with_the_head(tmp_path: Path) -> None:
                 value.add_(torch.linspace(-0.1, 0.1, value.numel()).view_as(value))
     (tmp_path / "run" / "model").mkdir(parents=True)
     task.save_model(model, tmp_path / "run" / "model")
-    merged = AutoModelForSequenceClassification.from_pretrained(
-        export(tmp_path / "run", merge=True).path
-    )
+    merged = AutoModelForSequenceClassification.from_pretrained(write_merged(tmp_path / "run"))
     assert merged.config.id2label == {0: "x", 1: "y"}
     ids = torch.tensor([[5, 6, 7]])
     torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)

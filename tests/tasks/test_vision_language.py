@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from merged_models import write_merged
 from PIL import Image
 from raised import raises_error
 from tar_shards import write_shard
@@ -24,7 +25,6 @@ from paceline.data.loader_process import LoaderOptions
 from paceline.data.stats.dataset import dataset_stats
 from paceline.data.vision_language.images import NO_IMAGE_FILE
 from paceline.distributed.devices import Devices
-from paceline.inference.export import export
 from paceline.launch.passes.draft import Draft, Host
 from paceline.launch.passes.layout import choose_layout, set_accumulation
 from paceline.launch.plan import plan
@@ -294,7 +294,7 @@ def test_frozen_parts_and_adapters(family: str, models: dict[str, Path], tmp_pat
                 value.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
     (tmp_path / "run" / "model").mkdir(parents=True)
     task.save_model(model, tmp_path / "run" / "model")
-    merged = export(tmp_path / "run", merge=True).path
+    merged = write_merged(tmp_path / "run")
     loaded = AutoModelForImageTextToText.from_pretrained(merged)
     assert type(AutoProcessor.from_pretrained(merged)).__name__.lower().startswith(family)
     batch = task.collate([task.build_datasets()[0][0]])

@@ -210,7 +210,9 @@ class CheckpointReader:
 
     def _check_filled(self, name: str, filled: int, wanted: int) -> None:
         if filled != wanted:
-            raise _damaged(self.path, f"{wanted - filled:,} elements of {name} are missing")
+            raise damaged_checkpoint(
+                self.path, f"{wanted - filled:,} elements of {name} are missing"
+            )
 
     def _fetch(self, shard: StoredShard, entry: TensorEntry) -> Fetch:
         handle, base, header = self._open(shard.file)
@@ -221,7 +223,9 @@ class CheckpointReader:
             or tensor["dtype"] != entry.dtype
             or tensor["data_offsets"][1] - tensor["data_offsets"][0] != size_bytes
         ):
-            raise _damaged(self.path, f"{shard.key} in {shard.file} does not match the index")
+            raise damaged_checkpoint(
+                self.path, f"{shard.key} in {shard.file} does not match the index"
+            )
         at = base + int(tensor["data_offsets"][0])
 
         def fetch(start: int, out: Array) -> None:
@@ -230,7 +234,7 @@ class CheckpointReader:
             while len(left):
                 count = handle.readinto(left)  # type: ignore[attr-defined]
                 if not count:
-                    raise _damaged(self.path, f"{shard.file} is truncated")
+                    raise damaged_checkpoint(self.path, f"{shard.file} is truncated")
                 left = left[count:]
 
         return fetch
@@ -245,7 +249,7 @@ class CheckpointReader:
                 stream = open(file, "rb", buffering=0)  # noqa: SIM115  (closed by __exit__)
                 self._files[name] = (stream, base, header)
             except (OSError, ValueError) as error:
-                raise _damaged(self.path, f"{name}: {error}") from error
+                raise damaged_checkpoint(self.path, f"{name}: {error}") from error
         return self._files[name]
 
 
@@ -362,7 +366,8 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
         }
 
 
-def _damaged(path: Path, reason: str) -> ConfigError:
+def damaged_checkpoint(path: Path, reason: str) -> ConfigError:
+    """Return the error of a checkpoint that cannot be read."""
     return ConfigError(
         "the checkpoint {path} is damaged: {reason}",
         code="damaged-checkpoint",

@@ -54,7 +54,13 @@ def sync_tree(folder: Path) -> None:
 
 def replace_dir(staging_dir: Path, final: Path) -> None:
     """Replace ``final`` by the finished folder ``staging_dir``, which must be on the same file
-    system."""
+    system. Its files get the permissions of new files: safetensors makes its files readable for
+    their owner only."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in staging_dir.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            file.chmod(file.stat().st_mode | (0o666 & ~mask))
     sync_tree(staging_dir)
     old = final.with_name(f".{final.name}.{os.getpid()}.old")
     if final.exists():

@@ -78,6 +78,16 @@ def processor_of(folder: Path) -> ImageProcessor:
     return load_processor(folder, config.vision.max_pixels, config.trust_remote_code)
 
 
+def quiet_transformers() -> None:
+    """Suppress the progress of loading, its report of weights, which :func:`load_model` checks, and
+    warnings that users cannot act on."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
+
+
 def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tuple[Any, Any]:
     """Return (model in eval mode on the CPU, tokenizer), with adapters on their base model.
 
@@ -91,14 +101,12 @@ def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tupl
         ConfigError: the model cannot be loaded, or ``part`` lacks some of its weights.
     """
     import transformers
-    from transformers.utils import logging
 
     from paceline.config.packages import unused_packages
     from paceline.core.user_code import hide_packages
     from paceline.models.weights.load import load_pretrained
 
-    logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
+    quiet_transformers()
     folder = model_folder(run)
     kind = saved_kind(folder)
     config = run_config(folder)
@@ -124,7 +132,7 @@ def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tupl
             **kind.settings,
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
-        if part is not None:
+        if not kind.has_new_head:
             _check_complete(model, name)
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -152,16 +160,15 @@ def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tupl
 
 
 def _check_complete(model: Any, name: str) -> None:
-    """Raise ConfigError if weights of a model were not in its files."""
-    from paceline.models.weights.load import is_from_files
+    """Raise ConfigError if weights of a model are not in its files."""
+    from paceline.models.weights.load import absent_weights
 
-    absent = [key for key, value in model.named_parameters() if not is_from_files(value)]
+    absent = absent_weights(model)
     if absent:
         raise ConfigError(
-            "files of the base model {model} are gone that store {num_weights} of the weights that"
-            " are used: {examples}",
+            "{num_weights:weight} of the model {model} are not in its files: {examples}",
             code="base-weights-gone",
-            fix="restore the model's files",
+            fix="restore the model's files, and check that config.json belongs to them",
             model=name,
             num_weights=len(absent),
             examples=", ".join(absent[:3]),

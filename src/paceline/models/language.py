@@ -114,15 +114,10 @@ def load_language_model(config: Config, kind: ModelKind | None = None) -> nn.Mod
 
 
 def _check_weights(model: nn.Module, config: Config) -> None:
-    """Check that no weight keeps the random values with which transformers fills what a model's
-    files do not have.
+    """Raise ConfigError if weights of a model are not in its files."""
+    from paceline.models.weights.load import absent_weights
 
-    Raises:
-        ConfigError: there are such weights.
-    """
-    from paceline.models.weights.load import is_from_files
-
-    absent = [name for name, value in model.named_parameters() if not is_from_files(value)]
+    absent = absent_weights(model)
     if absent:
         raise ConfigError(
             "`model: {model}`: {num_weights:weight} of the model, such as `{example}`, are not in"

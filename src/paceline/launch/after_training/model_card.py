@@ -38,7 +38,9 @@ def model_card(run: Path, folder: Path, repository: str) -> str:
     is_adapter = (folder / "adapter_config.json").is_file()
     sources = _sources(config)
     auto_class = _auto_class(config, folder)
-    metadata = _metadata(config, sources, is_adapter, auto_class)
+    gguf = next((file.name for file in folder.glob("*.gguf")), None)
+    library = "peft" if is_adapter else "gguf" if gguf is not None else "transformers"
+    metadata = _metadata(config, sources, library, auto_class)
     page = {
         "metadata": yaml.safe_dump(metadata, sort_keys=False),
         "name": repository.rpartition("/")[2],
@@ -46,6 +48,8 @@ def model_card(run: Path, folder: Path, repository: str) -> str:
         "base": _public(str(config.get("model") or "unknown")),
         "is_adapter": is_adapter,
         "auto_class": auto_class,
+        "gguf": gguf,
+        "quantization": _quantization(folder),
         "num_labels": _num_labels(folder) if is_adapter else None,
         "has_adapters": bool(_section(config, "lora").get("enable")),
         "task": config.get("task"),
@@ -103,6 +107,12 @@ def _auto_class(config: JsonObject, folder: Path) -> str | None:
     return None
 
 
+def _quantization(folder: Path) -> str | None:
+    """Return how weights in a folder are quantized, such as ``compressed-tensors``, or None."""
+    settings = _section(read_object(folder / "config.json") or {}, "quantization_config")
+    return None if not settings else str(settings.get("quant_method"))
+
+
 def _num_labels(folder: Path) -> int | None:
     """Return the number of classes of the adapters of a text classifier, or None for others."""
     names = saved_kind(folder).settings.get("id2label")
@@ -110,12 +120,12 @@ def _num_labels(folder: Path) -> int | None:
 
 
 def _metadata(
-    config: JsonObject, sources: list[str], is_adapter: bool, auto_class: str | None
+    config: JsonObject, sources: list[str], library: str, auto_class: str | None
 ) -> dict[str, str | list[str]]:
     base, task = str(config.get("model") or ""), str(config.get("task"))
     adapters = _section(config, "lora").get("enable")
     metadata: dict[str, str | list[str]] = {
-        "library_name": "peft" if is_adapter else "transformers",
+        "library_name": library,
         "tags": ["paceline", task, *(["lora"] if adapters else [])],
     }
     if auto_class is not None:

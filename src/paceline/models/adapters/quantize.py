@@ -351,7 +351,9 @@ def scale_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _int8_scales(layer: Any) -> torch.Tensor | None:
     """Return the scales of an int8 layer, which its first forward moves from the weight to the
     layer; None for other modules."""
-    for owner in (getattr(layer, "weight", None), getattr(layer, "state", None)):
+    # `layer.weight` of an adapter is its base layer's.
+    own_weight = dict(layer.named_parameters(recurse=False)).get("weight")
+    for owner in (own_weight, getattr(layer, "state", None)):
         scales = getattr(owner, "SCB", None)
         if isinstance(scales, torch.Tensor):
             return scales

@@ -95,6 +95,12 @@ def is_from_files(parameter: torch.Tensor) -> bool:
     return getattr(parameter, _FROM_FILES, False)
 
 
+def absent_weights(model: nn.Module) -> list[str]:
+    """Return the parameters that keep the random values with which transformers fills what a
+    model's files do not have."""
+    return [name for name, value in model.named_parameters() if not is_from_files(value)]
+
+
 def unmark_files(parameter: torch.Tensor) -> None:
     """Record that a parameter no longer has the values of the model's files."""
     setattr(parameter, _FROM_FILES, False)

@@ -98,22 +98,29 @@ class ProofEngine(Protocol):
         ...
 
     def generate(self, tokens: list[int], num_tokens: int) -> list[int]:
-        """Return the most likely tokens after ``tokens``, at most ``num_tokens``."""
+        """Return the ``num_tokens`` most likely tokens after ``tokens``, also after the end of an
+        answer."""
         ...
 
 
 class ExportForm(Protocol):
-    """A form in which a model is exported.
+    """A form in which a model is exported."""
 
-    Args:
-        name: name in the output of the command, such as ``gguf-q8_0``.
-        merged_dtype: dtype in which adapters are merged before, such as ``auto`` or ``float32``.
-        limit: largest accepted difference from the trained model.
-    """
+    @property
+    def name(self) -> str:
+        """Name in the output of the command, such as ``gguf-q8_0``."""
+        ...
 
-    name: str
-    merged_dtype: str
-    limit: ProofLimit
+    @property
+    def merged_dtype(self) -> str | None:
+        """Dtype in which adapters are merged before, such as ``auto`` or ``float32``; None for a
+        form that keeps them."""
+        ...
+
+    @property
+    def limit(self) -> ProofLimit:
+        """Largest accepted difference from the trained model. Read after :meth:`write`."""
+        ...
 
     def check(self, source: ExportSource) -> None:
         """Raise ConfigError if the model cannot be exported in this form."""

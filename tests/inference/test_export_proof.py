@@ -1,0 +1,199 @@
+"""The proof of an export: a damaged model fails it, and nothing half-written remains."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from adapter_families import make_family
+from disks import mount_tmpfs
+from peft import LoraConfig, get_peft_model
+from raised import raises_error
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from paceline.cli import main
+from paceline.core.errors import ConfigError, RunError
+from paceline.inference.exports.core.answers import answer_prompts, load_answers, save_answers
+from paceline.inference.exports.core.comparison import ProofCheck, compare
+from paceline.inference.exports.core.forms import ExportSource, ProofLimit
+from paceline.inference.exports.core.prompts import proof_prompts
+from paceline.inference.exports.core.transformers_engine import TransformersProofEngine
+from paceline.inference.exports.export import export
+from paceline.inference.exports.full import FullForm
+from paceline.models.builtin import resolve_model
+from paceline.models.language import copy_tokenizer
+
+
+def write_run(folder: Path) -> Path:
+    """Write an adapter with random weights to ``folder/model``, and return ``folder``."""
+    base = make_family("qwen2", folder.parent / f"{folder.name}-base")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    adapted = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False))
+    adapted.save_pretrained(str(folder / "model"), save_embedding_layers=False)
+    copy_tokenizer(resolve_model("builtin:qwen2-micro"), folder / "model")
+    return folder
+
+
+def hidden_entries(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".paceline")]
+
+
+class DamagedForm(FullForm):
+    """A full model, one of whose weights is wrong."""
+
+    def write(self, source: ExportSource, model: Path, folder: Path) -> None:
+        super().write(source, model, folder)
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        tensors["model.norm.weight"] += 0.01
+        save_file(tensors, file, {"format": "pt"})
+
+
+class TruncatedForm(FullForm):
+    """A full model whose file is cut off."""
+
+    def write(self, source: ExportSource, model: Path, folder: Path) -> None:
+        super().write(source, model, folder)
+        os.truncate(folder / "model.safetensors", 1000)
+
+
+class FilledDiskForm(FullForm):
+    """A full model that is copied while another file has filled the disk."""
+
+    def write(self, source: ExportSource, model: Path, folder: Path) -> None:
+        free = shutil.disk_usage(folder).free
+        (folder.parents[1] / "filler").write_bytes(b"0" * (free - (64 << 10)))
+        shutil.copyfile(model / "model.safetensors", folder / "model.safetensors")
+
+
+def test_damaged_weights_differ(tmp_path: Path) -> None:
+    base = make_family("qwen2", tmp_path / "base")
+    copy_tokenizer(resolve_model("builtin:qwen2-micro"), base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    engine = TransformersProofEngine(AutoModelForCausalLM.from_pretrained(base), tokenizer)
+    prompts = proof_prompts(tokenizer)
+    save_answers(tmp_path / "answers", prompts, answer_prompts(engine, prompts))
+    prompts, answers = load_answers(tmp_path / "answers")
+    assert all(len(answer.answer) == 16 for answer in answers)
+    limit = ProofLimit("logits", 1e-5)
+    same = ProofCheck(compare(engine, prompts, answers), 4, limit)
+    assert same.record()["max_logit_diff"] == 0.0
+    assert same.is_ok
+    assert same.record()["tokens_equal"]
+    with torch.no_grad():
+        engine.model.model.norm.weight.add_(1e-3)
+    changed = ProofCheck(compare(engine, prompts, answers), 4, limit)
+    assert changed.is_ok is False
+    with torch.no_grad():
+        engine.model.model.norm.weight.fill_(torch.nan)
+    broken = ProofCheck(compare(engine, prompts, answers), 4, limit)
+    assert broken.is_ok is False
+    assert broken.record()["max_logit_diff"] is None
+    assert json.dumps(broken.record(), allow_nan=False)
+
+
+def test_prompts_use_what_the_template_reads() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("builtin:qwen2-micro"))
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    prompts = proof_prompts(tokenizer)
+    assert not any(prompt.tools or prompt.template_args for prompt in prompts)
+    tokenizer.chat_template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[-1].content }}"
+        "{% if enable_thinking %}<think>{% endif %}"
+    )
+    prompts = proof_prompts(tokenizer)
+    assert [bool(prompt.tools) for prompt in prompts] == [False, False, False, True]
+    assert [prompt.template_args for prompt in prompts] == [{}, {}, {"enable_thinking": True}, {}]
+    tokenizer.chat_template = None
+    assert len(proof_prompts(tokenizer)) == 4
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+def test_merged_model_is_proved(
+    dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run")
+    assert main(["export", str(run), "--merge", "--dtype", dtype, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["path"] == str(run / "exported")
+    assert record["bytes"] == sum(file.stat().st_size for file in (run / "exported").iterdir())
+    check = record["check"]
+    assert check["ok"] is True
+    assert check["prompts"] == 4
+    assert check["limit"] == (1e-5 if dtype == "auto" else 2e-2)
+    assert check["max_logit_diff"] <= check["limit"]
+    file = run / "exported" / "model.safetensors"
+    assert file.stat().st_mode & 0o044 == 0o044  # other users can read it
+    assert not hidden_entries(run)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("form", "code"), [(DamagedForm, "export-not-equal"), (TruncatedForm, "export-not-loaded")]
+)
+def test_damaged_export_is_not_written(
+    form: Callable[..., FullForm], code: str, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run")
+    with pytest.raises(RunError) as caught:
+        export(run, form(merges=True))
+    assert caught.value.code == code
+    assert not (run / "exported").exists()
+    assert not hidden_entries(run)
+
+
+@pytest.mark.soak
+def test_limit_of_the_command_replaces_the_forms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run")
+    command = ["export", str(run), "--merge", "--dtype", "bfloat16"]
+    assert main([*command, "--limit", "1e-9"]) == 1
+    assert "(limit: 1e-09)" in capsys.readouterr().err
+    assert not (run / "exported").exists()
+
+
+@pytest.mark.soak
+def test_killed_export_leaves_nothing_under_the_final_name(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    command = [sys.executable, "-m", "paceline", "export", str(run), "--merge"]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+    while not hidden_entries(run):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (run / "exported").exists()
+    assert hidden_entries(run)
+    subprocess.run(command, check=True, capture_output=True)
+    assert (run / "exported").is_dir()
+    assert not hidden_entries(run)
+
+
+def test_disk_that_is_too_small_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with mount_tmpfs(tmp_path / "disk", "size=1m") as mounted:
+        if mounted:
+            with raises_error(ConfigError, code="export-needs-disk"):
+                export(run, FullForm(merges=True), output=str(tmp_path / "disk" / "merged"))
+            assert not list((tmp_path / "disk").iterdir())
+
+
+@pytest.mark.soak
+def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with mount_tmpfs(tmp_path / "disk", "size=16m") as mounted:
+        if mounted:
+            with pytest.raises(RunError) as caught:
+                export(run, FilledDiskForm(merges=True), output=str(tmp_path / "disk" / "merged"))
+            assert caught.value.code == "export-not-written"
+            assert [path.name for path in (tmp_path / "disk").iterdir()] == ["filler"]
