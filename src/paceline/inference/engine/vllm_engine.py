@@ -130,25 +130,23 @@ class VllmEngine(Engine):
     ) -> AnswerEnd:
         encoder, settings = self._encoders[request.model]
         ends = settings.eos_token_id or []
-        decoder = AnswerDecoder(
-            encoder.tokenizer,
-            [ends] if isinstance(ends, int) else ends,
-            request.stop,
-            request.kept_tokens,
-        )
-        num_tokens = 0
+        end_ids = [ends] if isinstance(ends, int) else ends
+        decoder = AnswerDecoder(encoder.tokenizer, end_ids, request.stop, request.kept_tokens)
+        num_tokens, reason = 0, None
         deadline = time.monotonic() + (request.time_limit_s or float("inf"))
-        for token in self._tokens(request):
-            num_tokens += 1
-            part = decoder.push(token)
-            if part is not None:
-                emit(part)
+        for choice in self._choices(request, end_ids):
+            reason = choice["finish_reason"] or reason
+            for token in _tokens_of(choice, request.num_logprobs or 0):
+                num_tokens += 1
+                part = decoder.push(token)
+                if part is not None:
+                    emit(part)
             if decoder.is_stopped or is_cancelled() or time.monotonic() > deadline:
                 break  # closing the connection ends the generation
         rest = decoder.finish()
         if rest is not None:
             emit(rest)
-        if decoder.is_stopped:
+        if decoder.is_stopped or reason == "stop":
             return AnswerEnd("stop", num_tokens)
         return AnswerEnd("cancelled" if is_cancelled() else "length", num_tokens)
 
@@ -160,7 +158,8 @@ class VllmEngine(Engine):
             self.process.kill()
             self.process.wait()
 
-    def _tokens(self, request: GenerationRequest) -> Iterator[GeneratedToken]:
+    def _choices(self, request: GenerationRequest, end_ids: Sequence[int]) -> Iterator[TextChoice]:
+        """Yield the parts of an answer as vLLM sends them."""
         body: dict[str, JsonValue] = {
             "model": request.model,
             "prompt": [*request.prompt.tokens],
@@ -171,6 +170,7 @@ class VllmEngine(Engine):
             "stream": True,
             "return_tokens_as_token_ids": True,
             "skip_special_tokens": False,
+            "stop_token_ids": [*end_ids],
         }
         if request.top_p is not None:
             body["top_p"] = request.top_p
@@ -184,7 +184,10 @@ class VllmEngine(Engine):
             for line in response:
                 data = line.decode().removeprefix("data: ").strip()
                 if data and data != "[DONE]":
-                    yield from _tokens_of(json.loads(data))
+                    chunk: TextChunk = json.loads(data)
+                    if "error" in chunk:
+                        raise _failed(str(chunk["error"])[:500])
+                    yield from chunk["choices"]
         except OSError as error:
             raise _failed(str(error)) from error
         finally:
@@ -227,6 +230,7 @@ class TextChoice(TypedDict):
     """The part of an answer in a chunk."""
 
     logprobs: TokenLogprobs | None
+    finish_reason: str | None
 
 
 class TextChunk(TypedDict, total=False):
@@ -236,20 +240,17 @@ class TextChunk(TypedDict, total=False):
     choices: list[TextChoice]
 
 
-def _tokens_of(chunk: TextChunk) -> Iterator[GeneratedToken]:
-    if "error" in chunk:
-        raise _failed(str(chunk["error"])[:500])
-    for choice in chunk["choices"]:
-        logprobs = choice["logprobs"]
-        if logprobs is None:
-            continue
-        for number, name in enumerate(logprobs["tokens"]):
-            top = logprobs["top_logprobs"]
-            likeliest = (top[number] if top else None) or {}
-            pairs = [(int(key.removeprefix(_TOKEN_NAME)), each) for key, each in likeliest.items()]
-            pairs.sort(key=lambda pair: -pair[1])
-            id = int(name.removeprefix(_TOKEN_NAME))
-            yield GeneratedToken(id, logprobs["token_logprobs"][number], pairs)
+def _tokens_of(choice: TextChoice, num_logprobs: int) -> Iterator[GeneratedToken]:
+    logprobs = choice["logprobs"]
+    if logprobs is None:
+        return
+    for number, name in enumerate(logprobs["tokens"]):
+        top = logprobs["top_logprobs"]
+        named = (top[number] if top else None) or {}
+        pairs = [(int(key.removeprefix(_TOKEN_NAME)), each) for key, each in named.items()]
+        pairs.sort(key=lambda pair: -pair[1])  # the new token is among them in any case
+        id = int(name.removeprefix(_TOKEN_NAME))
+        yield GeneratedToken(id, logprobs["token_logprobs"][number], pairs[:num_logprobs])
 
 
 def _adapter_options(modules: Mapping[str, Path]) -> list[str]:
