@@ -24,13 +24,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
-from paceline.inference.exports.calibration import joined, read_calibration
 from paceline.inference.exports.core.forms import ExportSource
 from paceline.inference.exports.export import export
-from paceline.inference.exports.quantize_worker import QuantizeResult
-from paceline.inference.exports.quantized import QuantizedForm
-from paceline.inference.exports.quantized_files import complete_files
-from paceline.inference.exports.quantized_layers import Scheme, unquantized_layers
+from paceline.inference.exports.quantized.calibration import joined, read_calibration
+from paceline.inference.exports.quantized.files import complete_files
+from paceline.inference.exports.quantized.form import QuantizedForm
+from paceline.inference.exports.quantized.layers import Scheme, unquantized_layers
+from paceline.inference.exports.quantized.worker import QuantizeResult
 from paceline.inference.exports.source import open_source
 from paceline.models.builtin import resolve_model
 from paceline.models.language import copy_tokenizer
@@ -415,7 +415,7 @@ def test_killed_export_ends_its_process_and_leaves_no_target(tmp_path: Path) -> 
     code = (
         "import sys; from pathlib import Path\n"
         "from paceline.inference.exports.export import export\n"
-        "from paceline.inference.exports.quantized import QuantizedForm\n"
+        "from paceline.inference.exports.quantized.form import QuantizedForm\n"
         "export(Path(sys.argv[1]), QuantizedForm('fp8'), output=sys.argv[2])"
     )
     target = tmp_path / "fp8"

@@ -63,7 +63,7 @@ def form_named(name: str) -> ExportForm:
         return AdapterForm()
     if name == FullForm.name:
         return FullForm()
-    from paceline.inference.exports.quantized import SCHEMES, QuantizedForm
+    from paceline.inference.exports.quantized.form import SCHEMES, QuantizedForm
 
     return next(QuantizedForm(scheme) for scheme in SCHEMES if scheme == name)
 

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from paceline.core.errors import RunError
 from paceline.core.files import write_json_atomic
-from paceline.inference.exports.quantize_worker import QuantizeResult
+from paceline.inference.exports.quantized.worker import QuantizeResult
 from paceline.models.json_config import JsonObject, read_object
 from paceline.models.weights.base_checkpoint import open_base
 from paceline.models.weights.keep_base import MISSING_BASE

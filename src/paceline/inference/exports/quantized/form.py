@@ -26,15 +26,15 @@ from paceline.inference.device import inference_device
 from paceline.inference.exports.core.estimate import model_bytes, stored_sizes
 from paceline.inference.exports.core.forms import ExportEstimate, ExportSource, ProofLimit
 from paceline.inference.exports.core.transformers_engine import TransformersProofEngine
-from paceline.inference.exports.quantize_worker import QuantizeJob, QuantizeResult
-from paceline.inference.exports.quantized_files import complete_files
-from paceline.inference.exports.quantized_layers import (
+from paceline.inference.exports.quantized.files import complete_files
+from paceline.inference.exports.quantized.layers import (
     GROUP_SIZE,
     MULTIPLES,
     Scheme,
     fits,
     is_sensitive,
 )
+from paceline.inference.exports.quantized.worker import QuantizeJob, QuantizeResult
 from paceline.models.hub_configs import read_raw_config
 from paceline.models.kinds import LANGUAGE, VISION_LANGUAGE, saved_kind
 from paceline.models.weights.release import KEYS
@@ -47,7 +47,7 @@ _CALIBRATED: tuple[Scheme, ...] = ("w4a16", "gptq", "awq")
 _LIMITS: dict[Scheme, float] = {"fp8": 0.05, "w4a16": 0.3, "gptq": 0.3, "awq": 0.3}
 #: Package by which transformers reads gptq and awq.
 _GPTQ_READER = "gptqmodel"
-_MODULE = "paceline.inference.exports.quantize_worker"
+_MODULE = "paceline.inference.exports.quantized.worker"
 #: Weights of experts that auto-round writes under the names that they are stored under.
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 _PROGRESS = re.compile(r"Quantizing (\S+):\s+\d+%\|[^|]*\|\s*(\d+)/(\d+)")
@@ -232,7 +232,7 @@ class QuantizedForm:
         from safetensors.torch import save_file
         from transformers import AutoConfig
 
-        from paceline.inference.exports.calibration import read_calibration
+        from paceline.inference.exports.quantized.calibration import read_calibration
 
         rows = read_calibration(source.config, AutoConfig.from_pretrained(str(model)))
         if rows.tokens.size == 0:

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from paceline.core.errors import first_line
 from paceline.core.processes import end_with_parent
-from paceline.inference.exports.quantized_layers import (
+from paceline.inference.exports.quantized.layers import (
     Scheme,
     linear_shapes,
     unquantized_layers,

@@ -1,0 +1,1 @@
+"""Exports with quantized weights, through auto-round."""
