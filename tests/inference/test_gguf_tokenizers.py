@@ -10,6 +10,7 @@ from families import make_model
 from raised import raises_error
 
 from paceline.core.errors import ConfigError
+from paceline.data.text.chats.named_templates import template_source
 from paceline.data.text.qwen_tokenizer import QWEN2_PATTERN
 from paceline.inference.exports.core.forms import ProofPrompt
 from paceline.inference.exports.gguf.llama_cpp import LlamaCppModel
@@ -142,6 +143,22 @@ def test_chats_are_rendered_by_the_template_in_the_file(tmp_path: Path) -> None:
         )
         tokens = tokenizer(expected, add_special_tokens=False)["input_ids"]
         assert engine.encode(ProofPrompt(turns, {}, list(tools))) == tokens
+    engine.close()
+
+
+def test_tokens_that_the_tokenizer_lacks_are_empty(tmp_path: Path) -> None:
+    """llama.cpp has a first token for every byte-level tokenizer; this one has none."""
+    from transformers import AutoTokenizer
+
+    model = make_model("qwen2", tmp_path)
+    (model / "chat_template.jinja").write_text(template_source("llama3"))
+    write_gguf(model, tmp_path / "model.gguf", "f16", "test")
+    engine = LlamaCppEngine(tmp_path / "model.gguf")
+    turns: list[Any] = [{"role": "user", "content": "Hi"}]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert tokenizer.bos_token is None
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    assert engine.encode(ProofPrompt(turns, {}, [])) == tokenizer(text)["input_ids"]
     engine.close()
 
 

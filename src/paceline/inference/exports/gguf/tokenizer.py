@@ -116,7 +116,7 @@ def read_tokenizer(folder: Path, vocab_size: int | None = None) -> GgufTokenizer
         result = _byte_level(folder, content, model, tokens)
     result.types = _types(content, texts, tokens, special.get("unknown"))
     result.special = special
-    result.chat_template = plain_template(folder)
+    result.chat_template = plain_template(folder, special)
     result.adds_start = _adds_start(content, tokens, special.get("bos"))
     if result.adds_start and result.chat_template is not None:
         # llama.cpp would add the token to a chat whose template does not begin with it.
@@ -125,12 +125,21 @@ def read_tokenizer(folder: Path, vocab_size: int | None = None) -> GgufTokenizer
     return result
 
 
-def plain_template(folder: Path) -> str | None:
-    """Return the chat template of a folder without the blocks that mark answers; None without
-    one."""
+def plain_template(folder: Path, special: dict[str, int]) -> str | None:
+    """Return the chat template of a folder without the blocks that mark answers; None without one.
+
+    A special token that the tokenizer does not have is empty in transformers. llama.cpp has a
+    default for it, such as number 11, so the template sets it.
+
+    Args:
+        special: number of each special token.
+    """
     template = folder_template(folder)
     if template is None:
         return None
+    for name in ("bos", "eos"):
+        if name not in special and f"{name}_token" in template:
+            template = f"{{% set {name}_token = '' %}}{template}"
     return _GENERATION.sub(
         lambda match: f"{match[1]}{'endif' if match[2] else 'if true'}{match[3]}", template
     )
