@@ -99,7 +99,8 @@ class _TemplateServer:
             "messages": [
                 {"role": turn["role"], "content": turn["content"]} for turn in prompt.turns
             ],
-            "chat_template_kwargs": prompt.template_args,
+            # Null is as good as undefined, which transformers has; llama.cpp has true or false.
+            "chat_template_kwargs": {"enable_thinking": None, **prompt.template_args},
             "add_generation_prompt": True,
         }
         if prompt.tools:
