@@ -146,6 +146,29 @@ def test_chats_are_rendered_by_the_template_in_the_file(tmp_path: Path) -> None:
     engine.close()
 
 
+#: As in Qwen3 and in Qwen3.5, whose defaults differ.
+THINKING = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}-{% endif %}"
+    "{% if enable_thinking is defined and enable_thinking is true %}+{% else %}0{% endif %}"
+)
+
+
+def test_thinking_is_chosen_by_the_prompt_only(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    model = make_model("qwen2", tmp_path)
+    (model / "chat_template.jinja").write_text(THINKING)
+    write_gguf(model, tmp_path / "model.gguf", "f16", "test")
+    engine = LlamaCppEngine(tmp_path / "model.gguf")
+    turns: list[Any] = [{"role": "user", "content": "Hi"}]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for arguments in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        text = tokenizer.apply_chat_template(turns, tokenize=False, **arguments)
+        assert engine.encode(ProofPrompt(turns, arguments, [])) == tokenizer(text)["input_ids"]
+    engine.close()
+
+
 def test_tokens_that_the_tokenizer_lacks_are_empty(tmp_path: Path) -> None:
     """llama.cpp has a first token for every byte-level tokenizer; this one has none."""
     from transformers import AutoTokenizer

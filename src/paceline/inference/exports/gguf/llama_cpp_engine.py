@@ -6,6 +6,7 @@ import json
 import os
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from pydantic import JsonValue
 from paceline.inference.exports.core.forms import ProofPrompt
 from paceline.inference.exports.gguf.llama_cpp import LlamaCppFailed, LlamaCppModel
 
-_TIMEOUT_S = 600
+#: A template is rendered at once; a request that is not answered by then is sent again.
+_TIMEOUT_S, _NUM_TRIES = 20, 3
 
 
 class LlamaCppEngine:
@@ -99,7 +101,8 @@ class _TemplateServer:
             "messages": [
                 {"role": turn["role"], "content": turn["content"]} for turn in prompt.turns
             ],
-            "chat_template_kwargs": prompt.template_args,
+            # Null is as good as undefined, which transformers has; llama.cpp has true or false.
+            "chat_template_kwargs": {"enable_thinking": None, **prompt.template_args},
             "add_generation_prompt": True,
         }
         if prompt.tools:
@@ -111,11 +114,18 @@ class _TemplateServer:
         )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request, timeout=_TIMEOUT_S) as response:
-                return str(json.load(response)["prompt"])
+            for _ in range(_NUM_TRIES - 1):
+                with suppress(TimeoutError):
+                    return _ask(opener, request)
+            return _ask(opener, request)
         except urllib.error.HTTPError as error:
             raise LlamaCppFailed(
                 "llama.cpp does not render the chat template: {reason}",
                 code="gguf-template-not-rendered",
                 reason=error.read().decode(errors="replace")[:500],
             ) from error
+
+
+def _ask(opener: urllib.request.OpenerDirector, request: urllib.request.Request) -> str:
+    with opener.open(request, timeout=_TIMEOUT_S) as response:
+        return str(json.load(response)["prompt"])
