@@ -88,9 +88,10 @@ def _library() -> tuple[ctypes.CDLL, Callable[..., object]]:
     return library, silent
 
 
-def _exact(params: _Struct, num_context: int) -> _Struct:
-    """Return the parameters of a context with keys and values in float32, and without flash
-    attention, which computes in float16. Fields that are not found keep llama.cpp's values."""
+def _set_exact(params: _Struct, num_context: int) -> bool:
+    """Change the parameters of a context to keys and values in float32, and no flash attention,
+    which computes in float16. Return False if the fields are not found and keep llama.cpp's
+    values."""
     fields = list(params.fields)
     if tuple(fields[: len(_FIRST_FIELDS)]) == _FIRST_FIELDS:
         params.fields[_NUM_CONTEXT_FIELD] = num_context
@@ -100,8 +101,8 @@ def _exact(params: _Struct, num_context: int) -> _Struct:
             params.fields[start] = 0
             types = start + len(_BEFORE_TYPES)
             params.fields[types] = params.fields[types + 1] = 0
-            break
-    return params
+            return True
+    return False
 
 
 class LlamaCppModel:
@@ -118,6 +119,8 @@ class LlamaCppModel:
         self._library, _ = _library()
         self._file = file
         self._context: int | None = None
+        #: Whether keys and values are in float32.
+        self.is_exact = _set_exact(self._library.llama_context_default_params(), 1)
         self._model = self._library.llama_model_load_from_file(
             os.fsencode(file), self._library.llama_model_default_params()
         )
@@ -163,7 +166,8 @@ class LlamaCppModel:
     def _make_context(self, num_tokens: int) -> None:
         if self._context:
             self._library.llama_free(self._context)
-        params = _exact(self._library.llama_context_default_params(), num_tokens)
+        params = self._library.llama_context_default_params()
+        _set_exact(params, num_tokens)
         self._context = self._library.llama_init_from_model(self._model, params)
         if not self._context or self._library.llama_n_ctx(self._context) < num_tokens:
             raise LlamaCppFailed(

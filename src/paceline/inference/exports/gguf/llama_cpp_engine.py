@@ -34,9 +34,11 @@ class LlamaCppEngine:
     is_normalized = True
 
     def __init__(self, file: Path) -> None:
-        self.name = f"llama.cpp in xllamacpp {version('xllamacpp')}"
         self._file = file
         self._model = LlamaCppModel(file)
+        self.name = f"llama.cpp in xllamacpp {version('xllamacpp')}"
+        if not self._model.is_exact:
+            self.name += ", keys and values in 16 bits"
         self._renderer: _TemplateServer | None = None
 
     def encode(self, prompt: ProofPrompt) -> list[int]:
