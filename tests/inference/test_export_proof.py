@@ -19,6 +19,8 @@ from raised import raises_error
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import paceline
+from paceline.checkpoint.store import save
 from paceline.cli import main
 from paceline.core.errors import ConfigError, RunError
 from paceline.inference.exports.core.answers import answer_prompts, load_answers, save_answers
@@ -197,3 +199,44 @@ def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
                 export(run, FilledDiskForm(merges=True), output=str(tmp_path / "disk" / "merged"))
             assert caught.value.code == "export-not-written"
             assert [path.name for path in (tmp_path / "disk").iterdir()] == ["filler"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("adapters", [True, False])
+def test_checkpoint_is_exported_as_the_run_would_be(adapters: bool, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    paceline.train(
+        {
+            "model": "builtin:qwen2-micro",
+            "dataset": "builtin:python-docs#40",
+            "output_dir": str(run),
+            "lora": {"enable": adapters},
+            "train_args": {"max_steps": 4, "save_steps": 2, "learning_rate": 0.01},
+            "parallel": {"mode": "zero3", "world_size": 2},
+        }
+    )
+    form = FullForm(merges=adapters)
+    last = export(run / "checkpoints" / "step-00000004", form)
+    assert last.path == run / "exported-step-00000004"
+    weights = load_file(last.path / "model.safetensors")
+    expected = load_file(export(run, form).path / "model.safetensors")
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    earlier = export(run / "checkpoints" / "step-00000002", form, output=str(tmp_path / "earlier"))
+    changed = load_file(earlier.path / "model.safetensors")
+    assert any(not torch.equal(changed[name], value) for name, value in expected.items())
+    assert not hidden_entries(run)
+
+
+def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
+    save(checkpoint.parent, 4, {"model/weight": torch.ones(2)}, {"step": 4})
+    with raises_error(ConfigError, code="checkpoint-without-run"):
+        export(checkpoint, FullForm())
+    (tmp_path / "run" / "config.yaml").write_text(
+        "model: builtin:qwen2-micro\ndataset: builtin:python-docs\n"
+    )
+    with next(checkpoint.glob("state*.safetensors")).open("ab") as file:
+        file.write(b"0")
+    with raises_error(ConfigError, code="damaged-checkpoint"):
+        export(checkpoint, FullForm())

@@ -297,6 +297,22 @@ def test_fp8_export_is_loaded_and_keeps_what_is_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_head_that_shares_its_weight_is_not_quantized(tmp_path: Path) -> None:
+    base = make_family("qwen2", tmp_path / "base", tie_word_embeddings=True, **SIZES)
+    copy_tokenizer(resolve_model("builtin:qwen2-micro"), base)
+    exported = export(base, QuantizedForm("fp8"), output=str(tmp_path / "fp8"))
+    assert exported.check.record()["ok"]
+    content = json.loads((exported.path / "config.json").read_text())
+    assert "lm_head" in content["quantization_config"]["ignore"]
+
+
+def test_models_without_layers_that_fit_are_refused(tmp_path: Path) -> None:
+    base = make_family("qwen2", tmp_path / "base")
+    with raises_error(ConfigError, code="quantize-small-layers"):
+        QuantizedForm("w4a16").check(source_of(base))
+
+
+@pytest.mark.soak
 def test_w4a16_export_is_calibrated_with_the_rows_of_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

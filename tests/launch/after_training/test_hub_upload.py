@@ -6,14 +6,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from adapter_families import make_family
 from hub_stand_in import OWNER, TOKEN, HubStandIn, hub_stand_in
 from raised import raises_error
 
+from paceline.cli import main
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.hub import unreachable
 from paceline.launch.after_training.hub_upload import check_hub_upload, upload_model
 from paceline.launch.after_training.model_card import model_card
+from paceline.models.builtin import resolve_model
+from paceline.models.language import copy_tokenizer
 
 
 @pytest.fixture
@@ -171,3 +175,37 @@ def test_refused_before_the_start(hub: HubStandIn, monkeypatch: pytest.MonkeyPat
     unreachable.cache_clear()
     with raises_error(ConfigError, code="hub-unreachable"):
         check_hub_upload(config())
+
+
+def test_card_says_how_other_forms_are_used(finished_run: Path, tmp_path: Path) -> None:
+    gguf, quantized = tmp_path / "gguf", tmp_path / "fp8"
+    gguf.mkdir()
+    (gguf / "tuned-q8_0.gguf").write_bytes(b"GGUF")
+    card = model_card(finished_run, gguf, "me/tuned")
+    assert yaml.safe_load(card.split("---\n", 2)[1])["library_name"] == "gguf"
+    assert "llama-server --hf-repo me/tuned --hf-file tuned-q8_0.gguf" in card
+    assert "from_pretrained" not in card
+    quantized.mkdir()
+    settings = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    (quantized / "config.json").write_text(json.dumps(settings))
+    card = model_card(finished_run, quantized, "me/tuned")
+    assert "`quant_method: compressed-tensors`" in card
+    assert "vllm serve me/tuned" in card
+
+
+@pytest.mark.soak
+def test_exported_form_is_uploaded(
+    hub: HubStandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "run" / "model"
+    make_family("qwen2", base)
+    copy_tokenizer(resolve_model("builtin:qwen2-micro"), base)
+    command = ["export", str(tmp_path / "run"), "--gguf", "f16", "--limit", "0.01"]
+    assert main([*command, "--push", "tuned", "--json"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert output["format"] == "gguf-f16"
+    assert output["check"]["ok"] is True
+    assert output["repository"] == f"{OWNER}/tuned"
+    files = hub.repositories[f"{OWNER}/tuned"].files
+    assert sorted(files) == ["README.md", "run-f16.gguf"]
+    assert files["run-f16.gguf"] == (Path(output["path"]) / "run-f16.gguf").read_bytes()
