@@ -44,6 +44,7 @@ class TokenBatch(TypedDict, total=False):
     source_losses: "SourceLosses"
     target_weights: torch.Tensor
     count: float
+    totals: dict[str, torch.Tensor]
 
 
 class SourceLosses:

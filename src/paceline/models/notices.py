@@ -1,18 +1,18 @@
 """What a user must know about the training of a language model: about its adapters, and about what
 its config.json asks for and the training leaves out."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from paceline.config.schema import Config
+from paceline.core.texts import UserText
 from paceline.models.adapters.lora import Notice, adapter_notices
 from paceline.models.blocks import base_model
 from paceline.models.builtin import config_numbers
 from paceline.models.json_config import JsonObject, language_fields
+from paceline.models.router_loss import find_router_loss, model_coefficient
 from paceline.models.weights.release import release_notice
 
-#: Keys of config.json with the coefficient of the loss that balances the experts of a mixture.
-_BALANCE_KEYS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 #: Keys with the number of layers for multi-token prediction, which transformers does not load.
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 _Z_LOSS_KEY = "z_loss_coefficient"
@@ -26,21 +26,33 @@ def model_notices(model: Any, config: Config) -> list[Notice]:
     settings = getattr(base_model(model), "config", None)
     if settings is None:
         return notices
-    losses = _left_out_losses(settings.to_dict() | settings.get_text_config().to_dict())
+    router_loss = find_router_loss(base_model(model), config)
+    if router_loss is not None:
+        notices.append(("info", router_loss.notice()))
+    elif config.train_args.router_aux_loss_coef:
+        text = UserText(
+            "`train_args.router_aux_loss_coef` has no effect: the model has no experts",
+            code="router-loss-without-experts",
+        )
+        notices.append(("warning", text))
+    losses = _left_out_losses(
+        settings.to_dict() | settings.get_text_config().to_dict(),
+        has_router_loss=router_loss is not None or config.train_args.router_aux_loss_coef == 0,
+    )
     # The default of transformers is one such layer, which a model need not have: what counts is
     # the model's own file.
     layers = _left_out_layers(config_numbers(config.model))
     return notices + [("warning", text) for text in (*losses, *layers)]
 
 
-def _left_out_losses(content: JsonObject) -> Iterator[str]:
-    """Yield a text for each term of the loss that a config.json asks for and that is not
-    trained."""
-    nested = content.get("ffn_config")
-    balance = _first_positive(content, *_BALANCE_KEYS)
-    if balance is None and isinstance(nested, Mapping):  # DBRX
-        balance = _first_positive(nested, *_BALANCE_KEYS)
-    if content.get("output_router_logits") and balance is not None:
+def _left_out_losses(content: JsonObject, has_router_loss: bool) -> Iterator[str]:
+    """Yield a text for each term of the loss that a config.json asks for and that is not trained.
+
+    Args:
+        has_router_loss: whether the auxiliary loss of the experts is trained, or turned off.
+    """
+    balance = model_coefficient(content)
+    if content.get("output_router_logits") and balance is not None and not has_router_loss:
         yield (
             "loss: the model's config.json asks for the auxiliary loss that balances its experts"
             f" (`output_router_logits: true`, coefficient {balance:g}). The training leaves it out"

@@ -10,6 +10,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.texts import UserText
 from paceline.models.kernels.attention_choice import joins_samples
+from paceline.models.router_loss import check_router_loss
 from paceline.models.shape.activations import Activations, WeightPrecision, language_activations
 from paceline.models.shape.adapter_memory import merged_experts
 from paceline.models.shape.block_memory import FLOAT32_BYTES
@@ -196,6 +197,7 @@ def estimate(
     try:
         check_strategy(layout.strategy, config, layout.axes, installed=False)
         check_vision_language(config, layout.axes)
+        check_router_loss(config, layout.axes)
         _check_divisible(layout, config, profile)
         cost = estimate_cost(layout.strategy, profile.shape, layout.axes, work, config)
     except ConfigError as error:

@@ -4,7 +4,8 @@ token)."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ from paceline.models.kernels import mixers
 from paceline.models.kernels.layer_kernels import has_attention, layer_kernels
 from paceline.models.notices import model_notices
 from paceline.models.qwen import CONVERTED_KEY, module_notice
+from paceline.models.router_loss import RouterLoss, check_has_router_loss, find_router_loss
 from paceline.models.shape.loss_chunks import NO_CHUNKS, choose_loss_chunks
 from paceline.models.transforms.embedding_noise import add_embedding_noise, noisy_embeddings
 from paceline.models.vision.types import check_text_only
@@ -79,6 +81,7 @@ class LanguageTask(Task):
         # What the model does to its logits; None if the loss is not computed in chunks.
         self._transform: LogitTransform | None = None
         self._chunks = NO_CHUNKS
+        self._router_loss: RouterLoss | None = None
 
     def prompt_inputs(self, sample: TokenSample, num_tokens: int) -> dict[str, torch.Tensor] | None:
         """Return the inputs of the model, besides token IDs, for the first ``num_tokens`` tokens of
@@ -92,6 +95,7 @@ class LanguageTask(Task):
         language.check_first_generation_qwen(self.config)
         check_hub(self.config)
         check_hub_sources(self.config)
+        check_has_router_loss(self.config)
 
     def prepare(self) -> Prepared:
         kind = text_kind(self.config)
@@ -151,6 +155,9 @@ class LanguageTask(Task):
         its device, before training."""
         notices = model_notices(model, self.config)
         base = base_model(model)
+        self._router_loss = find_router_loss(base, self.config)
+        if self._router_loss is not None:
+            self.total_names = self._router_loss.total_names
         self.picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         if getattr(getattr(base, "config", None), CONVERTED_KEY, None):
             text = UserText(
@@ -269,6 +276,18 @@ class LanguageTask(Task):
         of its row."""
         return self._sums(model, batch, counts_correct=False)["loss"]
 
+    def totals(self, model: Any, batch: TokenBatch) -> dict[str, torch.Tensor]:
+        """Return the sums that :class:`~paceline.models.router_loss.RouterLoss` needs."""
+        if self._router_loss is None:
+            return {}
+        inputs = {**self._inputs(batch), "output_router_logits": True}
+        if self.picks_logits:
+            inputs["logits_to_keep"] = 1
+        with self._forward_context(batch):
+            router_logits = model(**inputs).router_logits
+        mask = batch.get("attention_mask")
+        return self._router_loss.totals(router_logits, mask, self.count(batch))
+
     def evaluate(self, model: Any, batch: TokenBatch) -> dict[str, torch.Tensor]:
         """Return sums over the tokens with loss: ``loss`` and, with that metric,
         ``token_accuracy`` (number of tokens that the model predicts)."""
@@ -279,12 +298,17 @@ class LanguageTask(Task):
         return None if values is None else ["loss", *values]
 
     def _sums(self, model: Any, batch: TokenBatch, counts_correct: bool) -> dict[str, torch.Tensor]:
+        with self._forward_context(batch):
+            loss, num_correct = self._loss(model, batch, counts_correct)
+        return {"loss": loss, "token_accuracy": num_correct} if counts_correct else {"loss": loss}
+
+    @contextmanager
+    def _forward_context(self, batch: TokenBatch) -> Iterator[None]:
         with (
             attention.known_padding(batch.get("attention_mask"), batch["num_tokens"]),
             noisy_embeddings(batch.get("noise_keys"), batch.get("noise_scales")),
         ):
-            loss, num_correct = self._loss(model, batch, counts_correct)
-        return {"loss": loss, "token_accuracy": num_correct} if counts_correct else {"loss": loss}
+            yield
 
     def _loss(self, model: Any, batch: TokenBatch, counts_correct: bool) -> tuple[Any, Any]:
         """Return the sum of the losses and, if counted, the number of correct predictions."""
@@ -309,11 +333,13 @@ class LanguageTask(Task):
                 weights,
             )
             with chunked_loss(chunks):
-                loss = chunks.result(model(**inputs).logits)
+                output = model(**inputs)
+                loss = chunks.result(output.logits)
             if chunks.token_losses is not None:
                 _record_sources(batch, chunks.token_losses)
-            return loss, chunks.num_correct
-        logits = model(**inputs).logits
+            return self._with_router_loss(loss, output, batch), chunks.num_correct
+        output = model(**inputs)
+        logits = output.logits
         if not self.picks_logits:
             logits = logits[:, keep]
         logits, targets = logits.flatten(0, 1).float(), targets.flatten()
@@ -327,10 +353,19 @@ class LanguageTask(Task):
         if has_sources:
             _record_sources(batch, loss)
         loss = loss.sum() if weights is None else weighted_sum(loss, weights)
+        loss = self._with_router_loss(loss, output, batch)
         if not counts_correct:
             return loss, None
         is_correct = logits.argmax(-1) == targets
         return loss, is_correct.sum() if weights is None else weighted_sum(is_correct, weights)
+
+    def _with_router_loss(self, loss: Any, output: Any, batch: TokenBatch) -> Any:
+        """Add the auxiliary loss of the experts in training, where the sums over the global batch
+        are known."""
+        if self._router_loss is None or "totals" not in batch:
+            return loss
+        mask = batch.get("attention_mask")
+        return loss + self._router_loss.term(output.router_logits, mask, batch["totals"])
 
     def _inputs(self, batch: TokenBatch) -> dict[str, Any]:
         """Return the arguments of the model."""
@@ -338,6 +373,8 @@ class LanguageTask(Task):
         if self._passes_segments:
             names += SegmentInputs.__annotations__
         inputs: dict[str, Any] = {name: value for name, value in batch.items() if name in names}
+        if self._router_loss is not None and "totals" in batch:
+            inputs["output_router_logits"] = True
         return {**inputs, "use_cache": False}
 
     def save_model(self, model: Any, folder: Path) -> None:

@@ -38,6 +38,7 @@ from paceline.distributed.devices import (
 from paceline.distributed.environment import outer_launcher
 from paceline.launch.fork_server import start_fork_server
 from paceline.launch.passes.draft import Draft, Host
+from paceline.models.router_loss import check_router_loss
 from paceline.observe.report.certificate import BoundsReport, Certificate, ModeCertificate
 from paceline.observe.report.html import render_certificate, write_reports
 from paceline.parallel.limits.images import check_vision_language
@@ -237,6 +238,7 @@ def _split(requested: str | None) -> set[str]:
 def _check_mode(mode: VerifyMode, config: Config) -> None:
     config = config.model_copy(update={"parallel": mode.parallel})
     check_vision_language(config, mode.layout.axes)
+    check_router_loss(config, mode.layout.axes)
     load_task(config).check()  # a task may not support a mode
     check_strategy(mode.layout.strategy, config, mode.layout.axes)
     if get_spec(mode.layout.strategy).extra_ranks(config):

@@ -273,6 +273,15 @@ class TrainArgs(Section):
             " over the classes. Evaluation computes the loss without it."
         ),
     )
+    router_aux_loss_coef: float | None = Field(
+        None,
+        ge=0,
+        description=(
+            "Factor of the auxiliary loss that balances the experts of a mixture (Mixtral,"
+            " Qwen3-MoE, OLMoE, gpt-oss, …), computed over the global batch; 0: off. Default: the"
+            " model's config.json decides (`output_router_logits` and its coefficient)."
+        ),
+    )
     neftune_noise_alpha: float | None = Field(
         None,
         gt=0,

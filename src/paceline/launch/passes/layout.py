@@ -16,6 +16,7 @@ from paceline.core.run_dir import RunDir
 from paceline.core.texts import UserText
 from paceline.launch.passes.data import read_data_early
 from paceline.launch.passes.draft import Draft, known
+from paceline.models.router_loss import check_router_loss
 from paceline.parallel.capabilities import Placement
 from paceline.parallel.limits.images import check_vision_language
 from paceline.parallel.registry import (
@@ -124,6 +125,7 @@ def check_images(draft: Draft) -> None:
     """Check that a vision-language model is not divided in a way that vision towers do not
     support."""
     check_vision_language(draft.config, known(draft.layout).axes)
+    check_router_loss(draft.config, known(draft.layout).axes)
 
 
 def kept_settings(config: Config) -> Settings:

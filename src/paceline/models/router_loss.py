@@ -1,0 +1,223 @@
+"""The auxiliary loss that balances the experts of a mixture, over the whole global batch.
+
+After Fedus et al., "Switch Transformers" (2021), equations (4) to (6), as transformers'
+``load_balancing_loss_func`` computes it for one batch: E · Σₑ fₑ · Pₑ with the tokens per expert
+fₑ = countₑ / N, the mean probability Pₑ = Σₜ pₜₑ / N, and N = layers × tokens. A product of two
+means is not a sum over tokens. The counts of the global batch have no gradient, however: once they
+are known, the loss is a sum over tokens, whatever the micro-batches and ranks are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
+from paceline.distributed.mesh import ParallelDims
+from paceline.models.builtin import config_numbers
+from paceline.models.json_config import JsonObject, language_fields
+from paceline.models.kinds import reads_images
+
+if TYPE_CHECKING:
+    import torch
+
+_TASKS = ("sft", "pretrain")
+#: Keys of config.json with the coefficient.
+COEFFICIENT_KEYS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
+_EXPERT_KEYS = (
+    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts",
+)  # fmt: skip
+_ROWS, _COUNT = "router_rows", "target_count"
+
+
+def model_coefficient(content: JsonObject) -> float | None:
+    """Return the coefficient that a model's config.json has; None if it is 0 or absent."""
+    nested = content.get("ffn_config")  # DBRX
+    for fields in (content, nested if isinstance(nested, Mapping) else {}):
+        for key in COEFFICIENT_KEYS:
+            value = fields.get(key)
+            if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+                return float(value)
+    return None
+
+
+def has_experts(config: Config) -> bool:
+    """Return whether the config.json of a run's model has a number of experts."""
+    content = language_fields(config_numbers(config.model))
+    nested = content.get("ffn_config")  # DBRX
+    fields = {**content, **(nested if isinstance(nested, Mapping) else {})}
+    return any(fields.get(key) for key in _EXPERT_KEYS)
+
+
+def coefficient_of(config: Config) -> float:
+    """Return the factor of the auxiliary loss in a run; 0 if it is not trained. Without a value in
+    the config, the model's config.json decides (``output_router_logits``). Imports no torch."""
+    given = config.train_args.router_aux_loss_coef
+    if config.task not in _TASKS or reads_images(config) or not has_experts(config):
+        return 0.0
+    if given is not None:
+        return given
+    content = language_fields(config_numbers(config.model))
+    asks = content.get("output_router_logits") is True
+    return (model_coefficient(content) or 0.0) if asks else 0.0
+
+
+def num_extra_forwards(config: Config) -> int:
+    """Return the number of forward passes without gradients per micro-batch of training: one for
+    the divergence of KTO, one for the tokens per expert. Imports no torch."""
+    return config.extra_forwards + (coefficient_of(config) > 0)
+
+
+def check_router_loss(config: Config, dims: ParallelDims) -> None:
+    """Raise ConfigError if the auxiliary loss would be trained with layers that are divided over
+    ranks."""
+    coefficient = coefficient_of(config)
+    names = [name for name in ("tensor", "pipeline") if getattr(dims, name) > 1]
+    if coefficient > 0 and names:
+        raise ConfigError(
+            "the auxiliary loss that balances the experts (coefficient {coefficient}) is not"
+            " supported with `parallel.{axis}: {size}`",
+            code="router-loss-with-layout",
+            fix="set `train_args.router_aux_loss_coef: 0`, or train without `parallel.{axis}`",
+            coefficient=f"{coefficient:g}",
+            axis=names[0],
+            size=getattr(dims, names[0]),
+        )
+
+
+def check_has_router_loss(config: Config) -> None:
+    """Raise ConfigError if the config asks for an auxiliary loss that the model or the task does
+    not have."""
+    given = config.train_args.router_aux_loss_coef
+    if not given:
+        return
+    reason = None
+    if config.task not in _TASKS:
+        reason = f"`task: {config.task}`"
+    elif reads_images(config):
+        reason = "models that read images"
+    elif has_experts(config) and not _class_has_router_loss(config):
+        reason = f"the model `{config.model}`, for which transformers has no such loss"
+    if reason is not None:
+        raise ConfigError(
+            "`train_args.router_aux_loss_coef: {coefficient}` is not supported with {reason}",
+            code="router-loss-not-supported",
+            allowed="mixtures of experts such as Mixtral, Qwen3-MoE, OLMoE and gpt-oss, with"
+            " `task: sft` or `pretrain`",
+            fix="remove it, or set it to 0",
+            coefficient=f"{given:g}",
+            reason=reason,
+        )
+
+
+def _class_has_router_loss(config: Config) -> bool:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    from paceline.models.builtin import resolve_model
+
+    settings = AutoConfig.from_pretrained(
+        resolve_model(config.model), trust_remote_code=config.trust_remote_code
+    )
+    kinds = (type(settings), type(settings.get_text_config()))
+    kind = next((each for each in kinds if each in MODEL_FOR_CAUSAL_LM_MAPPING), None)
+    return kind is not None and _takes_router_logits(MODEL_FOR_CAUSAL_LM_MAPPING[kind])
+
+
+def _takes_router_logits(model: Any) -> bool:
+    return "output_router_logits" in inspect.signature(model.forward).parameters
+
+
+def find_router_loss(model: Any, config: Config) -> RouterLoss | None:
+    """Return the auxiliary loss of a run's model; None if it is not trained.
+
+    Args:
+        model: the language model, without an adapter's wrapper.
+    """
+    coefficient = coefficient_of(config)
+    if coefficient <= 0 or not _takes_router_logits(model):
+        return None
+    return RouterLoss(coefficient, int(model.num_experts), int(model.num_experts_per_tok))
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """The auxiliary loss of a model.
+
+    Args:
+        coefficient: its factor in the loss.
+        num_experts: number of experts of a layer.
+        top_k: number of experts of a token.
+    """
+
+    coefficient: float
+    num_experts: int
+    top_k: int
+
+    def notice(self) -> str:
+        """Return the notice that the loss is trained."""
+        return UserText(
+            "loss: with {coefficient} times the auxiliary loss that balances the experts, over the"
+            " global batch; it takes one more forward pass per micro-batch",
+            code="router-loss",
+            coefficient=f"{self.coefficient:g}",
+        )
+
+    @property
+    def total_names(self) -> tuple[str, ...]:
+        """Names of the sums over the global batch: tokens of each expert, tokens times layers, and
+        the number of targets that the loss is divided by."""
+        return (*(f"expert_{number}_tokens" for number in range(self.num_experts)), _ROWS, _COUNT)
+
+    def totals(
+        self, router_logits: Sequence[torch.Tensor], mask: torch.Tensor | None, count: float
+    ) -> dict[str, torch.Tensor]:
+        """Return the terms of a micro-batch in the sums.
+
+        Args:
+            router_logits: outputs of the routers, each [tokens, experts].
+            mask: 1 for each token and 0 for padding, [rows, tokens]; None without padding.
+            count: number of targets.
+        """
+        import torch
+
+        device = router_logits[0].device
+        counts = torch.zeros(self.num_experts, dtype=torch.float32, device=device)
+        flat = None if mask is None else mask.reshape(-1).to(device, torch.float32)
+        num_rows = torch.zeros((), device=device)
+        for logits in router_logits:
+            chosen = logits.softmax(-1).topk(self.top_k, dim=-1).indices
+            ones = torch.ones(len(logits), device=device) if flat is None else flat
+            counts.scatter_add_(0, chosen.reshape(-1), ones.repeat_interleave(self.top_k))
+            num_rows += ones.sum()
+        values = [*counts.unbind(), num_rows, torch.tensor(count, device=device)]
+        return dict(zip(self.total_names, values, strict=True))
+
+    def term(
+        self,
+        router_logits: Sequence[torch.Tensor],
+        mask: torch.Tensor | None,
+        totals: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the part of a micro-batch in the auxiliary loss, times the number of targets of
+        the global batch, by which the trainer divides.
+
+        Args:
+            router_logits: outputs of the routers, each [tokens, experts].
+            mask: as for :meth:`totals`.
+            totals: sums over the global batch.
+        """
+        import torch
+
+        counts = torch.stack([totals[name] for name in self.total_names[: self.num_experts]])
+        num_rows = totals[_ROWS].clamp(min=1.0)
+        flat = None if mask is None else mask.reshape(-1, 1).to(counts.device, torch.float32)
+        sums = torch.zeros_like(counts)
+        for logits in router_logits:
+            shares = logits.softmax(-1).float()
+            sums = sums + (shares if flat is None else shares * flat).sum(0)
+        scale = self.coefficient * self.num_experts * totals[_COUNT] / num_rows.square()
+        return (sums * counts).sum() * scale
