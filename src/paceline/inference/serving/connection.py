@@ -1,4 +1,4 @@
-"""Connections of clients. One that sends no request is closed: it would take the place of others."""
+"""Connections of clients. One without a request is closed: it would take the place of others."""
 
 from __future__ import annotations
 
