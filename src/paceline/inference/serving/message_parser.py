@@ -239,7 +239,7 @@ def _end_of_calls(template: ResponseFormatting) -> re.Pattern[str] | None:
     """Return what ends a tool call; None if that is unknown."""
     calls = template["fields"].get("tool_calls", {})
     mark = calls.get("close")
-    with contextlib.suppress(re.error):  # transformers' patterns are those of another module
+    with contextlib.suppress(re.error):  # the module `regex` reads more patterns
         if isinstance(mark, str):
             return re.compile(re.escape(mark))
         if "close_pattern" in calls:
