@@ -40,7 +40,8 @@ def test_answer_to_an_image_is_that_of_generate(tmp_path: Path) -> None:
         assert answer.choices[0].message.content == expected
         refused = {
             "image-too-large": question(data_url(Image.new("1", (20_000, 20_000)))),
-            "image-format-refused": question(data_url(red, "EPS")),  # decoded by another program
+            "image-format-refused": question(data_url(red, "TIFF")),
+            "image-not-read": question(data_url(red, "EPS")),  # a program
             "too-many-images": question(data_url(red), 65),
         }
         refused["image-too-large "] = question(data_url(Image.new("1", (6_000, 6_000))), 2)
