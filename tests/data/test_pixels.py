@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from paceline.data.images import ImageForm, read_image
-from paceline.data.pixels import decode_rgb
+from paceline.data.pixels import decode_rgb, open_image
 
 RAMP = np.arange(256, dtype=np.int64).reshape(16, 16)
 
@@ -136,3 +136,10 @@ def test_classification_reads_sixteen_bits(tmp_path: Path, channels: int) -> Non
     pixels = read_image(tmp_path / "a.png", ImageForm(channels))
     assert pixels.shape == (channels, 16, 16)
     np.testing.assert_allclose(pixels[0].numpy(), RAMP / 255, atol=1e-6)
+
+
+def test_postscript_is_not_run() -> None:
+    content = io.BytesIO()
+    Image.new("RGB", (2, 2)).save(content, "EPS")
+    with pytest.raises(OSError, match="PostScript"):
+        open_image(content.getvalue())

@@ -80,13 +80,16 @@ def test_spelling_has_the_bytes_of_tokens(tokenizer: Any) -> None:
     assert spelling.bytes(2) == b"<|im_end|>"
 
 
-def parse(tokenizer: Any, text: str, tools: Sequence[Any] = (), prompt: str = "") -> MessagePart:
-    """Return the message of an answer that arrives character by character."""
+def parse(
+    tokenizer: Any, text: str, tools: Sequence[Any] = (), prompt: str = "", size: int = 1
+) -> MessagePart:
+    """Return the message of an answer that arrives in parts of ``size`` characters."""
     template = "{{ tools }} <tool_call> {{ messages }}"
     changed = AutoTokenizer.from_pretrained(builtin_tokenizer(), chat_template=template)
     parser = MessageParser(ChatEncoder(changed), prompt, tools)
     whole = MessagePart()
-    for part in [*map(parser.push, text), parser.finish()]:
+    texts = [text[start : start + size] for start in range(0, len(text), size)]
+    for part in [*map(parser.push, texts), parser.finish()]:
         whole.content += part.content
         whole.reasoning += part.reasoning
         whole.tool_calls += part.tool_calls
@@ -113,12 +116,24 @@ def test_prompt_may_begin_the_reasoning(tokenizer: Any) -> None:
         '<tool_call>\n{"name": 3}\n</tool_call>',
         '<tool_call>\n{"name": "add", "argum',
         "plain <tool",
+        '<tool_call>{"name": "add", "arguments": ' + "[" * 3000 + "</tool_call> after",
+        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
     ],
+    ids=range(7),
 )
 def test_calls_that_cannot_be_read_are_content(tokenizer: Any, text: str) -> None:
     message = parse(tokenizer, text, TOOLS)
     assert message.content == text
     assert message.tool_calls == []
+
+
+@pytest.mark.parametrize("size", [1, 4, 7, 1000])
+def test_unreadable_call_after_others_is_whole(tokenizer: Any, size: int) -> None:
+    bad = "<tool_call>\n{bad}\n</tool_call> after"
+    message = parse(tokenizer, f"I add. {CALL}\n{bad}", TOOLS, size=size)
+    assert message.content.startswith("I add.")
+    assert message.content.endswith(bad)
 
 
 def test_calls_without_tools_are_content(tokenizer: Any) -> None:

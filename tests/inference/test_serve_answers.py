@@ -212,5 +212,6 @@ def test_unknown_model_is_not_found(served: ServedApi, name: str) -> None:
 
 
 def test_neutral_values_are_accepted(served: ServedApi) -> None:
-    extra = {"n": 1, "logit_bias": {}, "frequency_penalty": 0, "seed": None, "tools": None}
+    extra = {"n": 1, "logit_bias": {}, "frequency_penalty": 0, "seed": None, "tools": None,
+             "metadata": {}, "service_tier": "auto", "reasoning_effort": None}  # fmt: skip
     assert ask(served, "one", extra_body=extra) == ask(served, "one")

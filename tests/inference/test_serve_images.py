@@ -14,15 +14,15 @@ from vision_models import make_model
 from paceline.inference.generate import generate
 
 
-def data_url(image: Image.Image) -> str:
+def data_url(image: Image.Image, kind: str = "PNG") -> str:
     content = io.BytesIO()
-    image.save(content, "PNG")
+    image.save(content, kind)
     return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
-def question(url: str) -> Any:
-    image = {"type": "image_url", "image_url": {"url": url}}
-    return [{"role": "user", "content": [image, {"type": "text", "text": "Which color?"}]}]
+def question(url: str, num_images: int = 1) -> Any:
+    images = [{"type": "image_url", "image_url": {"url": url}}] * num_images
+    return [{"role": "user", "content": [*images, {"type": "text", "text": "Which color?"}]}]
 
 
 @pytest.mark.soak
@@ -38,7 +38,14 @@ def test_answer_to_an_image_is_that_of_generate(tmp_path: Path) -> None:
         settings: dict[str, Any] = {"model": "seeing", "temperature": 0, "max_tokens": 12}
         answer = completions.create(messages=question(data_url(red)), **settings)
         assert answer.choices[0].message.content == expected
-        huge = Image.new("1", (20_000, 20_000))
-        with pytest.raises(BadRequestError) as caught:
-            completions.create(messages=question(data_url(huge)), **settings)
-        assert caught.value.code == "image-too-large"
+        refused = {
+            "image-too-large": question(data_url(Image.new("1", (20_000, 20_000)))),
+            "image-format-refused": question(data_url(red, "TIFF")),
+            "image-not-read": question(data_url(red, "EPS")),  # a program
+            "too-many-images": question(data_url(red), 65),
+        }
+        refused["image-too-large "] = question(data_url(Image.new("1", (6_000, 6_000))), 2)
+        for code, messages in refused.items():
+            with pytest.raises(BadRequestError) as caught:
+                completions.create(messages=messages, **settings)
+            assert caught.value.code == code.strip()

@@ -1,6 +1,7 @@
 """Overload, closed connections, signals, and what `paceline serve` refuses before it starts."""
 
 import json
+import shutil
 import signal
 import socket
 import threading
@@ -14,6 +15,11 @@ import pytest
 from api_servers import ServedApi, serve_api, write_adapter, write_base
 from commands import run
 from openai import APIConnectionError, OpenAI, RateLimitError
+from raised import raises_error
+
+from paceline.core.errors import ConfigError
+from paceline.inference.engine.shared_base import check_shared_base
+from paceline.inference.loading import load_model
 
 QUESTION = [{"role": "user", "content": "What is a tuple?"}]
 #: More tokens than are generated during a test.
@@ -208,6 +214,15 @@ def test_adapter_that_cannot_share_the_base_is_refused(
     options = (str(runs / "one"), "--adapter", f"three={other}", "--port", "0")
     done = run(*options, verb="serve", expect=2)
     assert f"[{code}]" in done.stderr
+
+
+def test_adapter_without_weights_is_refused(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "two", tmp_path / "two")
+    (tmp_path / "two" / "model" / "adapter_model.safetensors").unlink()
+    with raises_error(ConfigError, code="adapter-weights-gone"):
+        check_shared_base(runs / "one", {"two": tmp_path / "two"})
+    with raises_error(ConfigError, code="adapter-weights-gone"):
+        load_model(tmp_path / "two")
 
 
 @pytest.mark.soak

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 from api_servers import ServedApi, serve_api
+from pydantic import JsonValue, ValidationError
 
 from paceline.core.server.access import MAX_BODY_BYTES
+from paceline.inference.serving.refusals import RequestRefused
+from paceline.inference.serving.requests import ChatFields, validated
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "one", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
@@ -134,12 +137,23 @@ def test_images_are_only_those_in_the_request(served: ServedApi, url: str) -> No
         (b'{"a\\u0000": 1}', "unsupported-field"),
         (b'{"model": {"$ne": 1}, "messages": []}', "invalid-field"),
         (b'{"model": "one", "messages": "x"}', "invalid-field"),
+        (b'{"tools": [{' + b",".join(b'"%d": 1' % i for i in range(2000)) + b"}]}", "invalid-body"),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_malformed_bodies_are_refused(served: ServedApi, body: bytes, code: str) -> None:
     status, error = send(served, body=body)
     assert (status, error["code"]) == (400, code)
+
+
+def test_only_the_first_mistake_of_a_list_is_collected() -> None:
+    content: list[JsonValue] = [1] * 10_000
+    with pytest.raises(RequestRefused) as caught:
+        validated(ChatFields, {"model": "one", "messages": [{"role": "user", "content": content}]})
+    assert caught.value.param == "messages.0.content.0"
+    mistakes = caught.value.__cause__
+    assert isinstance(mistakes, ValidationError)
+    assert mistakes.error_count() < 10
 
 
 def test_body_needs_its_type(served: ServedApi) -> None:

@@ -30,12 +30,17 @@ def open_image(source: str | bytes) -> Image:
         source: its content, its path, or :attr:`~paceline.data.sources.tar.TarFile.path`.
 
     Raises:
-        OSError, ValueError, SyntaxError: the file does not exist, or it is not an image.
+        OSError, ValueError, SyntaxError: the file does not exist, or it is not an image, or it is
+            a PostScript program.
     """
     from PIL import Image
 
     content = read_tar_file(source) if isinstance(source, str) else source
-    return Image.open(source if content is None else io.BytesIO(content))
+    image = Image.open(source if content is None else io.BytesIO(content))
+    if image.format == "EPS":
+        image.close()
+        raise OSError("PostScript is not read, because Ghostscript would run it")
+    return image
 
 
 def describe_failure(error: Exception) -> str:

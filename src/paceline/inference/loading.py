@@ -116,6 +116,7 @@ def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tupl
         folder = converted_folder(original)
     base = folder
     if (folder / "adapter_config.json").is_file():
+        check_adapter_weights(folder)
         base = Path(
             json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
         )
@@ -157,6 +158,19 @@ def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tupl
             model.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))
         model = PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
     return model.eval(), tokenizer
+
+
+def check_adapter_weights(folder: Path) -> None:
+    """Raise ConfigError if an adapter has no file of weights: peft would ask the hub for one."""
+    names = ("adapter_model.safetensors", "adapter_model.bin")
+    if not any((folder / name).is_file() for name in names):
+        raise ConfigError(
+            "the adapter in {folder} has no weights: {name} is not there",
+            code="adapter-weights-gone",
+            fix="restore the file, or train the adapter again",
+            folder=folder,
+            name=names[0],
+        )
 
 
 def _check_complete(model: Any, name: str) -> None:

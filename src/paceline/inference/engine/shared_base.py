@@ -12,11 +12,17 @@ from pydantic import JsonValue
 
 from paceline.core.errors import ConfigError, first_line
 from paceline.inference.chat_encoder import ChatEncoder
-from paceline.inference.loading import model_folder, processor_of, run_config
+from paceline.inference.loading import (
+    check_adapter_weights,
+    model_folder,
+    processor_of,
+    run_config,
+)
 from paceline.models.json_config import read_object
 
 #: Name of the model without adapters.
 BASE = "base"
+_LONGEST_REASON = 300
 _ADAPTER_FILE = "adapter_config.json"
 #: Initial values of adapters that leave the weights of the base as they are, as peft writes them.
 _SEPARATE_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
@@ -76,6 +82,7 @@ def _check_adapter(name: str, adapter: Path, served: Path) -> None:
             name=name,
             folder=adapter,
         )
+    check_adapter_weights(adapter)
     base, own = base_folder(adapter), base_folder(served)
     if not _is_same_model(base, own):
         raise ConfigError(
@@ -219,5 +226,6 @@ def load_adapter(model: Any, name: str, folder: Path, adapter: str) -> Any:
             )
         model.load_adapter(str(folder), adapter_name=adapter, torch_device="cpu")
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise _not_shared(name, first_line(error)) from error
+        # the first line of torch's message does not say what is wrong
+        raise _not_shared(name, " ".join(str(error).split())[:_LONGEST_REASON]) from error
     return model

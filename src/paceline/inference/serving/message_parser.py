@@ -3,7 +3,9 @@ transformers' parser. The chat template of the model decides which form they hav
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -71,6 +73,9 @@ _GEMMA_CALLS: RegionFormat = {
     "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
     "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
 }
+#: What transformers' parser raises for a call that it cannot read, such as one without an end of
+#: brackets.
+_UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 #: What a chat template contains, and the form of the answers that it then formats: the reasoning
 #: and the tool calls. The first one counts.
 _FORMS: tuple[tuple[str, RegionFormat, RegionFormat], ...] = (
@@ -123,6 +128,7 @@ class MessageParser:
         self, encoder: ChatEncoder, prompt: str, tools: Sequence[Mapping[str, JsonValue]]
     ) -> None:
         self._parser: Any = None
+        self._call_end: re.Pattern[str] | None = None
         self._content, self._reasoning = _Trimmed(), _Trimmed()
         self._unread = ""
         template = _response_template(encoder, bool(tools))
@@ -133,6 +139,7 @@ class MessageParser:
             listed: list[Any] = [*tools]
             form: Any = template
             self._parser = ResponseParser(form, _prefix(template, prompt), tools=listed)
+            self._call_end = _end_of_calls(template)
 
     def push(self, text: str) -> MessagePart:
         """Return what the next text adds to the message."""
@@ -141,7 +148,7 @@ class MessageParser:
         self._unread += text
         try:
             return self._read(self._parser.feed(text))
-        except (ValueError, KeyError, TypeError):
+        except _UNREADABLE:
             return self._unparsed()
 
     def finish(self) -> MessagePart:
@@ -150,7 +157,7 @@ class MessageParser:
             return MessagePart()
         try:
             return self._read(self._parser.finalize()[1])
-        except (ValueError, KeyError, TypeError):
+        except _UNREADABLE:
             return self._unparsed()
 
     def _unparsed(self) -> MessagePart:
@@ -171,11 +178,13 @@ class MessageParser:
                     part.content += self._content.push(event["text"])
                 elif name in ("reasoning_content", "thinking"):
                     part.reasoning += self._reasoning.push(event["text"])
-                self._unread = ""
+                _, found, rest = self._unread.rpartition(event["text"])
+                self._unread = rest if found else ""
             elif event["type"] == "region_close" and name == "tool_calls":
                 values = event["value"] if isinstance(event["value"], list) else [event["value"]]
                 part.tool_calls += map(_called_tool, values)
-                self._unread = ""
+                end = self._call_end and self._call_end.search(self._unread)
+                self._unread = self._unread[end.end() :] if end else ""
         return part
 
 
@@ -201,7 +210,10 @@ def _called_tool(value: Any) -> CalledTool:
     name, arguments = function["name"], function.get("arguments", {})
     if not isinstance(name, str):
         raise TypeError("the name of a tool is not a text")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    text = arguments
+    if not isinstance(arguments, str):
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    f"{name}{text}".encode()  # fails if there is half of a surrogate pair, which no answer can have
     return CalledTool(name, text)
 
 
@@ -220,6 +232,18 @@ def _response_template(encoder: ChatEncoder, has_tools: bool) -> ResponseFormatt
                 **({"tool_calls": calls} if has_tools else {}),
             }
             return {"start_anchor": _TURN, "fields": {**fields, "content": _CONTENT}}
+    return None
+
+
+def _end_of_calls(template: ResponseFormatting) -> re.Pattern[str] | None:
+    """Return what ends a tool call; None if that is unknown."""
+    calls = template["fields"].get("tool_calls", {})
+    mark = calls.get("close")
+    with contextlib.suppress(re.error):  # the module `regex` reads more patterns
+        if isinstance(mark, str):
+            return re.compile(re.escape(mark))
+        if "close_pattern" in calls:
+            return re.compile(calls["close_pattern"])
     return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import re
 import secrets
@@ -38,8 +37,13 @@ from paceline.inference.serving.requests import (
 _DEFAULT_COMPLETION = 16
 #: Below it, logits that are divided by the temperature may not be finite.
 _LOWEST_TEMPERATURE = 0.01
+#: Of all images of a request together.
 _MAX_PIXELS = 50_000_000
-_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
+_MAX_IMAGES = 64
+#: Formats of Pillow. It starts other programs for some others, such as Ghostscript for EPS. MPO is
+#: a JPEG with previews.
+_IMAGE_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF")
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 
 
 def chat_tools(fields: ChatFields) -> list[Mapping[str, JsonValue]]:
@@ -55,19 +59,19 @@ def encode_chat(engine: Engine, fields: ChatFields) -> EncodedPrompt:
     Raises:
         ConfigError: a field is wrong, or the model cannot read the chat.
     """
-    turns = [_turn(message, number) for number, message in enumerate(fields.messages)]
+    images = _ReceivedImages(engine.encoder(fields.model).processor is not None)
+    turns = [_turn(message, number, images) for number, message in enumerate(fields.messages)]
     prompt = ChatPrompt(turns, chat_tools(fields), fields.chat_template_kwargs)
     try:
         return engine.encode(fields.model, prompt)
     except RequestRefused:
         raise
     except ConfigError as error:
-        raise _at_field(error) from error
+        raise _at_field(error, "messages") from error
 
 
-def _at_field(error: ConfigError) -> RequestRefused:
+def _at_field(error: ConfigError, param: str) -> RequestRefused:
     """Return the error of an engine with the field of the request that caused it."""
-    param = "messages"
     if error.code == "template-without-tools":
         param = "tools"
     elif error.code == "template-argument-not-read":
@@ -88,14 +92,17 @@ def encode_text(engine: Engine, fields: CompletionFields) -> EncodedPrompt:
         if len(prompt) > 1:
             raise unsupported_field("prompt", "one text, or one list of tokens")
         prompt = prompt[0]
-    if isinstance(prompt, str):
-        return engine.encode(fields.model, prompt)
-    ids = [id for id in prompt if isinstance(id, int)]
     encoder = engine.encoder(fields.model)
-    size = len(encoder.tokenizer)
-    if not ids or min(ids) < 0 or max(ids) >= size:
-        raise unsupported_field("prompt", f"tokens from 0 to {size - 1}")
-    return engine.checked(fields.model, encoder.encode_tokens(ids))
+    try:
+        if isinstance(prompt, str):
+            return engine.encode(fields.model, prompt)
+        ids = [id for id in prompt if isinstance(id, int)]
+        size = len(encoder.tokenizer)
+        if not ids or min(ids) < 0 or max(ids) >= size:
+            raise unsupported_field("prompt", f"tokens from 0 to {size - 1}")
+        return engine.checked(fields.model, encoder.encode_tokens(ids))
+    except ConfigError as error:
+        raise _at_field(error, "prompt") from error
 
 
 def generation_request(
@@ -120,16 +127,16 @@ def generation_request(
         fields.temperature,
         fields.top_p,
         secrets.randbits(32) if fields.seed is None else fields.seed,
-        fields.stops,
+        fields.stop,
         num_logprobs,
         kept_tokens,
         TIME_LIMIT_S,
     )
 
 
-def _turn(message: Message, number: int) -> PromptTurn:
+def _turn(message: Message, number: int, received: _ReceivedImages) -> PromptTurn:
     place = f"messages.{number}"
-    texts, images = _content(message, place)
+    texts, images = _content(message, place, received)
     role = "system" if message.role == "developer" else message.role
     turn = PromptTurn(role=role, content="".join(texts))
     if images:
@@ -145,7 +152,9 @@ def _turn(message: Message, number: int) -> PromptTurn:
     return turn
 
 
-def _content(message: Message, place: str) -> tuple[list[str], list[bytes]]:
+def _content(
+    message: Message, place: str, received: _ReceivedImages
+) -> tuple[list[str], list[bytes]]:
     """Return the texts of a message, with a mark for each image, and the images."""
     if isinstance(message.content, str):
         return [message.content.replace(IMAGE_MARK, "")], []
@@ -153,20 +162,93 @@ def _content(message: Message, place: str) -> tuple[list[str], list[bytes]]:
     images: list[bytes] = []
     for number, part in enumerate(message.content):
         if isinstance(part, ImagePart):
-            images.append(_image(part, f"{place}.content.{number}.image_url.url"))
+            images.append(received.add(part, f"{place}.content.{number}.image_url.url"))
             texts.append(IMAGE_MARK)
         else:
             texts.append(part.text.replace(IMAGE_MARK, ""))
     return texts, images
 
 
-def _image(part: ImagePart, place: str) -> bytes:
-    """Return the content of an image. Addresses and files are never opened."""
+class _ReceivedImages:
+    """Reads the images of a request. Images that are small in the request may be large in memory.
+
+    Args:
+        are_read: whether the model reads images.
+    """
+
+    def __init__(self, are_read: bool) -> None:
+        self._are_read = are_read
+        self._num_images = self._num_pixels = 0
+
+    def add(self, part: ImagePart, place: str) -> bytes:
+        """Return the content of an image.
+
+        Raises:
+            RequestRefused: it is not one, or there are too many or too large ones.
+        """
+        if not self._are_read:
+            raise RequestRefused(
+                "the model reads texts only, and the question has an image",
+                code="model-without-images",
+                fix="ask without an image, or use the run of a vision-language model",
+                param=place,
+            )
+        self._num_images += 1
+        if self._num_images > _MAX_IMAGES:
+            raise RequestRefused(
+                "the request has too many images",
+                code="too-many-images",
+                allowed="at most {limit}",
+                param=place,
+                limit=_MAX_IMAGES,
+            )
+        content = _image_content(part, place)
+        try:
+            self._check_size(content, place)
+            check_image(content, place)
+        except ConfigError as error:
+            refused = RequestRefused.from_record(error.record())
+            refused.param = place
+            raise refused from error
+        return content
+
+    def _check_size(self, content: bytes, place: str) -> None:
+        """Check the format of an image and its number of pixels, without decoding it."""
+        from PIL.Image import DecompressionBombError
+
+        kind: str | None = None
+        try:
+            with open_image(content) as image:
+                kind, num_pixels = image.format, image.width * image.height
+        except DecompressionBombError:
+            num_pixels = _MAX_PIXELS + 1
+        except (OSError, ValueError, SyntaxError):
+            return  # the next check says why
+        self._num_pixels += num_pixels
+        if self._num_pixels > _MAX_PIXELS:
+            raise RequestRefused(
+                "the images of the request have too many pixels",
+                code="image-too-large",
+                allowed="at most {limit} pixels together",
+                limit=f"{_MAX_PIXELS:,}",
+            )
+        if kind not in _IMAGE_FORMATS:
+            raise RequestRefused(
+                "the image `{name}` has the format {format}",
+                code="image-format-refused",
+                allowed="PNG, JPEG, WebP, GIF",
+                name=place,
+                format=kind,
+            )
+
+
+def _image_content(part: ImagePart, place: str) -> bytes:
+    """Return the bytes of an image. Addresses and files are never opened."""
     url = part.image_url.url
     match = _DATA_URL.match(url)
     try:
         content = None if match is None else base64.b64decode(url[match.end() :], validate=True)
-    except binascii.Error:
+    except ValueError:
         content = None
     if content is None:
         raise RequestRefused(
@@ -176,35 +258,7 @@ def _image(part: ImagePart, place: str) -> bytes:
             fix="encode the file",
             param=place,
         )
-    _check_pixels(content, place)
-    try:
-        check_image(content, place)
-    except ConfigError as error:
-        refused = RequestRefused.from_record(error.record())
-        refused.param = place
-        raise refused from error
     return content
-
-
-def _check_pixels(content: bytes, place: str) -> None:
-    """Raise RequestRefused if an image is small in the request, but large in memory."""
-    from PIL.Image import DecompressionBombError
-
-    try:
-        with open_image(content) as image:
-            is_too_large = image.width * image.height > _MAX_PIXELS
-    except DecompressionBombError:
-        is_too_large = True
-    except (OSError, ValueError, SyntaxError):
-        return  # the next check says why
-    if is_too_large:
-        raise RequestRefused(
-            "the image has too many pixels",
-            code="image-too-large",
-            allowed="at most {limit} pixels",
-            param=place,
-            limit=f"{_MAX_PIXELS:,}",
-        )
 
 
 def _call(call: EarlierCall) -> ToolCall:

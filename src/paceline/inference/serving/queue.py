@@ -24,13 +24,14 @@ class GenerationJob:
 
     Attributes:
         events: the parts of the answer, and then its end or an error.
+        expiry: what ends the job if it still waits.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
         self.events: asyncio.Queue[JobEvent] = asyncio.Queue()
-        self.submitted_at = time.monotonic()
         self.cancelled = threading.Event()
+        self.expiry: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
     def put(self, event: JobEvent) -> None:
@@ -45,10 +46,14 @@ class GenerationQueue:
     Args:
         engine: what generates them.
         max_waiting: number of requests that may wait.
+        wait_limit_s: time after which a request that waits is refused.
     """
 
-    def __init__(self, engine: Engine, max_waiting: int) -> None:
+    def __init__(
+        self, engine: Engine, max_waiting: int, wait_limit_s: float = TIME_LIMIT_S
+    ) -> None:
         self._engine, self._max_waiting = engine, max_waiting
+        self._wait_limit_s = wait_limit_s
         self._condition = threading.Condition()
         self._waiting: deque[GenerationJob] = deque()
         self._num_running = 0
@@ -56,6 +61,11 @@ class GenerationQueue:
         # An interpreter that ends does not wait for these threads.
         for number in range(engine.num_parallel):
             threading.Thread(target=self._work, name=f"generate-{number}", daemon=True).start()
+
+    @property
+    def num_waiting(self) -> int:
+        with self._condition:
+            return len(self._waiting)
 
     def check_space(self) -> None:
         """Raise RequestRefused if no more requests may wait."""
@@ -84,16 +94,37 @@ class GenerationQueue:
             self.check_space()
             self._waiting.append(job)
             self._condition.notify()
+        loop = asyncio.get_running_loop()
+        job.expiry = loop.call_later(self._wait_limit_s, self._expire, job)
         return job
 
     def cancel(self, job: GenerationJob) -> None:
         """End a job whose answer nobody wants any more."""
         job.cancelled.set()
+        if job.expiry is not None:
+            job.expiry.cancel()  # it would keep the job in memory
+        if self._is_taken_out(job):  # otherwise the thread that generates the answer ends it
+            job.put(AnswerEnd("cancelled", 0))
+
+    def _expire(self, job: GenerationJob) -> None:
+        """End a job if it still waits."""
+        if self._is_taken_out(job):
+            job.put(
+                RequestRefused(
+                    "the request has waited for {limit} seconds",
+                    http_status=503,
+                    code="request-waited-too-long",
+                    fix="ask again later",
+                    limit=int(self._wait_limit_s),
+                )
+            )
+
+    def _is_taken_out(self, job: GenerationJob) -> bool:
         with self._condition:
             if job not in self._waiting:
-                return  # the thread that generates the answer ends it
+                return False
             self._waiting.remove(job)
-        job.put(AnswerEnd("cancelled", 0))
+            return True
 
     def _work(self) -> None:
         while True:
@@ -104,21 +135,10 @@ class GenerationQueue:
                 self._num_running += 1
             started = time.monotonic()
             try:
-                end: JobEvent = self._answer(job, started)
+                end: JobEvent = self._engine.generate(job.request, job.put, job.cancelled.is_set)
             except Exception as error:  # the server continues
                 end = error
             with self._condition:
                 self._num_running -= 1
                 self._last_duration_s = time.monotonic() - started
             job.put(end)
-
-    def _answer(self, job: GenerationJob, now: float) -> AnswerEnd:
-        if now - job.submitted_at > TIME_LIMIT_S:
-            raise RequestRefused(
-                "the request has waited for {limit} seconds",
-                http_status=503,
-                code="request-waited-too-long",
-                fix="ask again later",
-                limit=int(TIME_LIMIT_S),
-            )
-        return self._engine.generate(job.request, job.put, job.cancelled.is_set)

@@ -7,7 +7,15 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+)
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 
 from paceline.core.server.access import MAX_BODY_BYTES
@@ -17,6 +25,8 @@ from paceline.inference.serving.refusals import RequestRefused, unsupported_fiel
 #: Time for the whole body of a request.
 _BODY_LIMIT_S = 60.0
 _MAX_DEPTH = 64
+#: Of an object in a request. Each one that is not supported is a mistake to report.
+_MAX_NAMES = 1000
 #: Fields of OpenAI's API that have only these values, with which they change nothing.
 _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "best_of": (1,),
@@ -26,8 +36,11 @@ _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "function_call": (),
     "logit_bias": ({},),
     "n": (1,),
+    "metadata": ({},),
+    "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "presence_penalty": (0,),
+    "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
 }
@@ -35,6 +48,9 @@ _MAX_STOPS = 16
 
 Text = Annotated[str, Field(max_length=MAX_BODY_BYTES)]
 Object = dict[str, JsonValue]
+ItemT = TypeVar("ItemT")
+#: A list whose first mistake is the only one that is reported: a request may have millions.
+Items = Annotated[list[ItemT], Field(fail_fast=True)]
 
 
 class Fields(BaseModel):
@@ -47,6 +63,7 @@ class StreamOptions(Fields):
     """Whether the last chunk of a stream has the number of tokens."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class SamplingFields(Fields):
@@ -57,19 +74,14 @@ class SamplingFields(Fields):
     temperature: float = Field(1.0, ge=0, le=5)
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: (
-        Annotated[str, Field(min_length=1, max_length=1000)]
-        | Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=_MAX_STOPS)
-        ]
-    ) = []
+    stop: Annotated[
+        Items[Annotated[str, Field(min_length=1, max_length=1000)]],
+        Field(max_length=_MAX_STOPS),
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    ] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def has_usage(self) -> bool:
@@ -80,7 +92,7 @@ class SamplingFields(Fields):
 class CompletionFields(SamplingFields):
     """A request to continue a text."""
 
-    prompt: Text | list[int] | list[Text] | list[list[int]]
+    prompt: Text | Items[int] | Items[Text] | Items[Items[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
@@ -127,10 +139,10 @@ class Message(Fields):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] = ""
+    content: str | Items[ContentPart] = ""
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[EarlierCall] = []
+    tool_calls: Items[EarlierCall] = []
     tool_call_id: str | None = None
 
 
@@ -159,11 +171,11 @@ class ResponseFormat(Fields):
 class ChatFields(SamplingFields):
     """A request to continue a chat."""
 
-    messages: list[Message] = Field(min_length=1, max_length=2000)
+    messages: Items[Message] = Field(min_length=1, max_length=2000)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] = Field(default=[], max_length=256)
+    tools: Items[Tool] = Field(default=[], max_length=256)
     tool_choice: Literal["none", "auto"] = "auto"
     response_format: ResponseFormat | None = None
     chat_template_kwargs: Object = {}
@@ -178,7 +190,8 @@ async def read_body(request: Request) -> dict[str, JsonValue]:
     Raises:
         RequestRefused: the body is too long, takes too long, or is not a JSON object.
     """
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
         raise RequestRefused(
             "the body of the request is not JSON",
             http_status=415,
@@ -199,7 +212,7 @@ async def read_body(request: Request) -> dict[str, JsonValue]:
         ) from None
     except ClientDisconnect:
         raise RequestRefused("the connection was closed", code="connection-closed") from None
-    return _parsed(content)
+    return await run_in_threadpool(_parsed, content)  # others are answered meanwhile
 
 
 async def _received(request: Request) -> bytes:
@@ -241,7 +254,8 @@ def _parsed(content: bytes) -> dict[str, JsonValue]:
 
 
 def _check_values(body: JsonValue) -> None:
-    """Check that a body is not nested too deeply, and that its texts are Unicode.
+    """Check that a body is not nested too deeply, that its objects do not have too many names, and
+    that its texts are Unicode.
 
     Raises:
         RecursionError, ValueError: it is not so.
@@ -253,6 +267,8 @@ def _check_values(body: JsonValue) -> None:
                 value.encode("utf-8")  # fails if there is half of a surrogate pair
             elif isinstance(value, dict):
                 "".join(value).encode("utf-8")
+                if len(value) > _MAX_NAMES:
+                    raise ValueError(f"an object has more than {_MAX_NAMES} names")
         level = [item for value in level for item in _items(value)]
         if not level:
             return
@@ -274,10 +290,10 @@ def validated(kind: type[FieldsT], body: Mapping[str, JsonValue]) -> FieldsT:
     """
     given: dict[str, JsonValue] = {}
     for name, value in body.items():
-        if name not in kind.model_fields and name not in _NEUTRAL:
-            raise unsupported_field(name[:200])
         if value is None:
             continue
+        if name not in kind.model_fields and name not in _NEUTRAL:
+            raise unsupported_field(name[:200])
         if name in kind.model_fields:
             given[name] = _without_null(value) if name == "messages" else value
         elif value not in _NEUTRAL[name] or isinstance(value, bool) != isinstance(

@@ -13,11 +13,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from paceline.core.errors import EXIT_DONE
+from paceline.inference.serving.connection import TimedConnection
 
 #: Time that running requests have after the first signal.
 _GRACE_S = 30
-#: Of connections.
-_MAX_CONNECTIONS = 1000
+#: Of connections: fewer than the files that a process may open.
+_MAX_CONNECTIONS = 500
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -27,7 +28,7 @@ class ApiServer(uvicorn.Server):
     def __init__(self, app: FastAPI) -> None:
         super().__init__(
             uvicorn.Config(
-                app, http="h11", ws="none", log_level="critical", access_log=False,
+                app, http=TimedConnection, ws="none", log_level="critical", access_log=False,
                 server_header=False, timeout_graceful_shutdown=_GRACE_S, lifespan="off",
                 limit_concurrency=_MAX_CONNECTIONS,
             )
