@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from paceline.config.schema import Config
     from paceline.data.vision_language.images import ImageProcessor
 
+_TOKENIZER_FILES = (
+    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt",
+)  # fmt: skip
+
 
 def model_folder(run: Path) -> Path:
     """Return the model folder of ``run``: its ``model/``, or ``run`` itself if it is a model or an
@@ -131,7 +135,7 @@ def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tupl
             ignore_mismatched_sizes=kind.has_new_head,
             **kind.settings,
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_name(folder, name))
         if not kind.has_new_head:
             _check_complete(model, name)
     except (OSError, ValueError) as error:
@@ -157,6 +161,12 @@ def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tupl
             model.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))
         model = PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
     return model.eval(), tokenizer
+
+
+def tokenizer_name(folder: Path, base: str) -> str:
+    """Return the folder or hub ID of a model's tokenizer: that of the base model if the folder of
+    an adapter has none, as peft writes it."""
+    return str(folder) if any((folder / name).is_file() for name in _TOKENIZER_FILES) else base
 
 
 def _check_complete(model: Any, name: str) -> None:

@@ -91,7 +91,7 @@ def export(
             are gone, the target exists, or the disk or the memory is too small.
         RunError: the export cannot be written, or it differs from the trained model.
     """
-    final = Path(output) if output else _default_target(run, form)
+    final = Path(output).expanduser() if output else _default_target(run, form)
     if final.exists() or final.is_symlink():
         raise ConfigError(
             "{final} already exists",
@@ -102,12 +102,14 @@ def export(
     with ExitStack() as stack:
         try:
             if not is_checkpoint(run):
-                return _export(run, form, final, stack, allow_missing, limit)
+                return _export(open_source(run), form, final, stack, allow_missing, limit)
             size = checkpoint_bytes(run)
             check_space(size, size, final.parent)
             restored = _scratch(final, stack)
             restore_run(run, restored)
-            return _export(restored, form, final, stack, allow_missing, limit)
+            name = f"{_run_of(run).resolve().name}-{run.resolve().name}"
+            source = replace(open_source(restored), name=name)
+            return _export(source, form, final, stack, allow_missing, limit)
         except (OSError, SafetensorError) as error:
             raise RunError(
                 "{final} could not be written: {reason}",
@@ -120,7 +122,13 @@ def export(
 
 def _default_target(run: Path, form: ExportForm) -> Path:
     name = "exported" if isinstance(form, FullForm) else form.name
-    return run.parent.parent / f"{name}-{run.name}" if is_checkpoint(run) else run / name
+    return _run_of(run) / f"{name}-{run.resolve().name}" if is_checkpoint(run) else run / name
+
+
+def _run_of(checkpoint: Path) -> Path:
+    """Return the folder of a checkpoint's run."""
+    run, given = checkpoint.resolve().parent.parent, checkpoint.parent.parent
+    return given if given.resolve() == run else run  # as the user has written it
 
 
 def _scratch(final: Path, stack: ExitStack) -> Path:
@@ -131,14 +139,13 @@ def _scratch(final: Path, stack: ExitStack) -> Path:
 
 
 def _export(
-    run: Path,
+    source: ExportSource,
     form: ExportForm,
     final: Path,
     stack: ExitStack,
     allow_missing: bool,
     limit: float | None,
 ) -> Exported:
-    source = open_source(run)
     form.check(source)
     bases = _find_bases(source, stack, allow_missing)
     is_full = isinstance(form, FullForm)
@@ -210,5 +217,5 @@ def push(
         folder: folder with another form of the model, such as the merged one; default: the model
             as the run wrote it.
     """
-    trained = run.parent.parent if is_checkpoint(run) else run
+    trained = _run_of(run) if is_checkpoint(run) else run
     return upload_model(folder or model_folder(run), trained, repository, private)

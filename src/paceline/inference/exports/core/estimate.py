@@ -46,11 +46,15 @@ def stored_sizes(name: str) -> list[tuple[str, str, list[int], int]]:
 
 
 def model_bytes(name: str, dtype: str = "auto") -> int:
-    """Return the size of a model's weights in a dtype; 0 if its files are not here."""
+    """Return the size of a model's weights in a dtype; 0 if its files are not here. Pickled weights
+    count as they are."""
     width = DTYPE_BYTES.get(dtype)
+    sizes = stored_sizes(name)
+    if not sizes:
+        return sum(file.stat().st_size for file in Path(name).glob("pytorch_model*.bin"))
     return sum(
         size if width is None or stored not in _FLOATS else math.prod(shape) * width
-        for _, stored, shape, size in stored_sizes(name)
+        for _, stored, shape, size in sizes
     )
 
 

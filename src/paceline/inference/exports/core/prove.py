@@ -18,6 +18,8 @@ from paceline.inference.exports.core.comparison import ProofCheck
 from paceline.inference.exports.core.forms import ExportForm, ProofLimit
 from paceline.inference.exports.core.prompts import proof_prompts
 from paceline.inference.exports.core.transformers_engine import TransformersProofEngine
+from paceline.models.blocks import base_model
+from paceline.models.positions import position_limit
 
 _MODULE = "paceline.inference.exports"
 
@@ -38,7 +40,10 @@ class TrainedAnswers:
 def record_answers(model: Any, tokenizer: Any, file: Path) -> TrainedAnswers:
     """Run the prompts through the trained model, and store its answers in ``file``."""
     prompts = proof_prompts(tokenizer)
-    save_answers(file, prompts, answer_prompts(TransformersProofEngine(model, tokenizer), prompts))
+    limit = position_limit(base_model(model).config.to_dict())
+    engine = TransformersProofEngine(model, tokenizer)
+    answers = answer_prompts(engine, prompts, None if limit is None else limit.tokens)
+    save_answers(file, prompts, answers)
     return TrainedAnswers(file, len(prompts))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from paceline.inference.device import inference_device
 from paceline.inference.exports.core.forms import ProofPrompt
+from paceline.inference.exports.core.prompts import rendered
 from paceline.models.blocks import base_model
 
 
@@ -45,16 +46,9 @@ class TransformersProofEngine:
         return cls(model, transformers.AutoTokenizer.from_pretrained(str(folder)))
 
     def encode(self, prompt: ProofPrompt) -> list[int]:
-        if self.tokenizer.chat_template is None:
-            text = "\n\n".join(turn["content"] for turn in prompt.turns)
-            return list(self.tokenizer(text)["input_ids"])
-        text = self.tokenizer.apply_chat_template(
-            [{"role": turn["role"], "content": turn["content"]} for turn in prompt.turns],
-            tools=prompt.tools or None,
-            tokenize=False,
-            add_generation_prompt=True,
-            **prompt.template_args,
-        )
+        if self.tokenizer.chat_template is None or prompt.content == "plain":
+            return list(self.tokenizer(prompt.text)["input_ids"])
+        text = rendered(self.tokenizer, prompt)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @torch.no_grad()

@@ -25,6 +25,7 @@ from paceline.inference.exports.gguf.model_config import ModelConfig
 from paceline.inference.exports.gguf.tokenizer import read_tokenizer
 from paceline.inference.exports.gguf.weights import Weight
 from paceline.inference.exports.gguf.write import choose, write_gguf
+from paceline.inference.exports.source import tokenizer_folder
 from paceline.models.kinds import LANGUAGE, saved_kind
 from paceline.models.weights.release import KEYS
 
@@ -83,7 +84,7 @@ class GgufForm:
                 source=source.folder,
             )
         find_architecture(config)
-        read_tokenizer(source.folder)
+        read_tokenizer(tokenizer_folder(source))
 
     def estimate(self, source: ExportSource) -> ExportEstimate:
         sizes = stored_sizes(source.base)
@@ -126,7 +127,7 @@ def _no_values() -> torch.Tensor:
 
 def model_name(source: ExportSource) -> str:
     """Return the name of a model in its file and its file's name: the name of the run's folder."""
-    name = source.run.resolve().name
+    name = source.name or source.run.resolve().name
     return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
 
 
