@@ -305,6 +305,14 @@ def test_adapter_without_a_tokenizer_gets_that_of_its_base(form: str, tmp_path: 
     assert form == "gguf-f16" or (tmp_path / "out" / "tokenizer.json").is_file()
 
 
+def test_target_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (tmp_path / "file").write_text("")
+    for name in ("file/out", f"{'x' * 300}/out"):
+        with raises_error(ConfigError, code="export-folder-not-writable"):
+            export(run, FullForm(merges=True), output=str(tmp_path / name))
+
+
 @pytest.mark.parametrize("limit", ["nan", "inf", "-1"])
 def test_limit_is_a_finite_number(limit: str, tmp_path: Path) -> None:
     assert main(["export", str(tmp_path), "--merge", "--limit", limit]) == 2

@@ -1,6 +1,8 @@
 """Export the model of a run, with a proof that the export answers as the trained model."""
 
+import errno
 import logging
+import os
 import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,7 +16,12 @@ from paceline.core.files import Scratch, replace_dir
 from paceline.inference.exports.bases import base_checkpoints, base_names, present_part
 from paceline.inference.exports.core.answers import max_answers_bytes
 from paceline.inference.exports.core.comparison import ProofCheck
-from paceline.inference.exports.core.estimate import check_estimate, check_space, model_bytes
+from paceline.inference.exports.core.estimate import (
+    check_estimate,
+    check_space,
+    model_bytes,
+    stored_sizes,
+)
 from paceline.inference.exports.core.forms import ExportForm, ExportSource
 from paceline.inference.exports.core.prove import TrainedAnswers, prove, record_answers
 from paceline.inference.exports.full import FullForm, write_full
@@ -92,7 +99,7 @@ def export(
         RunError: the export cannot be written, or it differs from the trained model.
     """
     final = Path(output).expanduser() if output else _default_target(run, form)
-    if final.exists() or final.is_symlink():
+    if os.path.lexists(final):
         raise ConfigError(
             "{final} already exists",
             code="export-exists",
@@ -134,8 +141,19 @@ def _run_of(checkpoint: Path) -> Path:
 def _scratch(final: Path, stack: ExitStack) -> Path:
     """Return a folder beside the target, which is removed at the end, or, if this process is
     killed, by the next export to the same place."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    return stack.enter_context(Scratch(".paceline-export-", str(final.parent)))
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        return stack.enter_context(Scratch(".paceline-export-", str(final.parent)))
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
+        raise ConfigError(
+            "{folder} cannot be written to: {reason}",
+            code="export-folder-not-writable",
+            fix="give a folder that you may write to with --output DIR",
+            folder=final.parent,
+            reason=reason_of(error),
+        ) from error
 
 
 def _export(
@@ -149,7 +167,9 @@ def _export(
     form.check(source)
     bases = _find_bases(source, stack, allow_missing)
     is_full = isinstance(form, FullForm)
-    merges = form.merged_dtype is not None and (is_full or source.is_adapter)
+    # Forms read safetensors files; a folder with pickled weights is written again as such.
+    is_pickled = not source.is_adapter and not stored_sizes(str(source.folder))
+    merges = form.merged_dtype is not None and (is_full or source.is_adapter or is_pickled)
     scratch_bytes = 0
     if merges and not is_full:
         scratch_bytes = model_bytes(source.base, form.merged_dtype or "auto")

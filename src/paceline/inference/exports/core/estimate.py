@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def check_space(size_bytes: int, memory_bytes: int, parent: Path) -> int:
     Raises:
         ConfigError: the disk or the memory is too small.
     """
-    while not parent.exists():
+    while not os.path.exists(parent):  # unlike Path.exists(), also if its name is too long
         parent = parent.parent
     free, available = shutil.disk_usage(parent).free, available_memory()
     if size_bytes > free:

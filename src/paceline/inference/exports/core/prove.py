@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import RunError
-from paceline.core.processes import end_with_parent
+from paceline.core.processes import end_with_parent, exit_text
 from paceline.inference.exports.core.answers import answer_prompts, save_answers
 from paceline.inference.exports.core.comparison import ProofCheck
 from paceline.inference.exports.core.forms import ExportForm, ProofLimit
@@ -91,5 +91,5 @@ def _run(form: str, folder: Path, answers: Path, result: Path) -> str:
     )
     lines = process.stdout.decode(errors="replace").strip().splitlines()
     if process.returncode < 0:
-        return f"the process was ended by signal {-process.returncode}"
+        return f"the process {exit_text(process.returncode)}"
     return lines[-1] if lines else f"the process ended with exit code {process.returncode}"

@@ -43,8 +43,8 @@ _LIMITS = {
 _NUMBERS_PER_S = {"f16": 250e6, "bf16": 250e6, "q8_0": 50e6, "q4_k_m": 8e6}
 #: Bits of a number, with the scales of its block.
 _BITS = {"f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q4_k_m": 4.9}
-#: Space for the tokenizer and the other metadata.
-_METADATA_BYTES = 32 << 20
+#: Space for the metadata besides the tokenizer, which needs less than its tokenizer.json.
+_METADATA_BYTES = 64 << 10
 
 
 class GgufForm:
@@ -89,7 +89,12 @@ class GgufForm:
     def estimate(self, source: ExportSource) -> ExportEstimate:
         sizes = stored_sizes(source.base)
         numbers = sum(prod(shape) for _, _, shape, _ in sizes)
-        size = _METADATA_BYTES + self._tensor_bytes(source.base, sizes, numbers)
+        tokenizer = (tokenizer_folder(source) / "tokenizer.json").stat().st_size
+        size = _METADATA_BYTES + tokenizer
+        if sizes:
+            size += self._tensor_bytes(source.base, sizes, numbers)
+        else:  # pickled
+            size += model_bytes(source.base)
         memory = max(model_bytes(source.base, "float32"), size)
         time_s = read_and_write_time_s(size) + numbers / _NUMBERS_PER_S[self.kind]
         return ExportEstimate(size, memory, time_s)

@@ -138,8 +138,9 @@ class QuantizedForm:
             )
 
     def estimate(self, source: ExportSource) -> ExportEstimate:
-        num_bytes, numbers = 0, 0
-        for name, _, shape, size in stored_sizes(source.base):
+        sizes = stored_sizes(source.base)
+        num_bytes, numbers = 0 if sizes else model_bytes(source.base), 0
+        for name, _, shape, size in sizes:
             if self._is_quantized(name, shape):
                 numbers += math.prod(shape)
                 num_bytes += self._quantized_bytes(shape)
