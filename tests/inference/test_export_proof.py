@@ -305,6 +305,53 @@ def test_adapter_without_a_tokenizer_gets_that_of_its_base(form: str, tmp_path: 
     assert form == "gguf-f16" or (tmp_path / "out" / "tokenizer.json").is_file()
 
 
+_CODE = """
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+class MyConfig(Qwen2Config):
+    model_type = "my_qwen2"
+
+class MyModel(Qwen2ForCausalLM):
+    config_class = MyConfig
+"""
+
+
+def write_code_run(folder: Path, trusts_code: bool) -> Path:
+    """Write a run whose base model needs code of its own."""
+    run = write_run(folder)
+    base = folder.parent / f"{folder.name}-base"
+    (base / "code_of_mine.py").write_text(_CODE)
+    content = json.loads((base / "config.json").read_text()) | {
+        "model_type": "my_qwen2",
+        "auto_map": {
+            "AutoConfig": "code_of_mine.MyConfig",
+            "AutoModelForCausalLM": "code_of_mine.MyModel",
+        },
+    }
+    (base / "config.json").write_text(json.dumps(content))
+    (run / "config.yaml").write_text(
+        f"model: {base}\ndataset: builtin:python-docs\nlora: {{enable: true}}\n"
+        f"trust_remote_code: {str(trusts_code).lower()}\n"
+    )
+    return run
+
+
+@pytest.mark.soak
+def test_code_of_a_model_runs_if_its_run_has_trusted_it(tmp_path: Path) -> None:
+    run = write_code_run(tmp_path / "run", True)
+    done = export(run, FullForm(merges=True))
+    assert done.check.is_ok
+    assert (done.path / "code_of_mine.py").is_file()
+    with raises_error(ConfigError, code="gguf-unsupported-model"):
+        export(run, form_named("gguf-f16"))
+
+
+def test_code_of_a_model_needs_trust(tmp_path: Path) -> None:
+    run = write_code_run(tmp_path / "run", False)
+    with raises_error(ConfigError, code="export-needs-code"):
+        export(run, FullForm(merges=True))
+
+
 def test_target_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (tmp_path / "file").write_text("")

@@ -126,6 +126,8 @@ def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tupl
     name = str(base)
     if part is not None and base != folder:
         base = part
+    trusts_code = config is not None and config.trust_remote_code
+    trust: dict[str, bool] = {"trust_remote_code": True} if trusts_code else {}
     is_rounded = base != folder and config is not None and config.lora.quantize != "none"
     try:
         model: Any = load_pretrained(
@@ -133,9 +135,12 @@ def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tupl
             str(base),
             dtype="auto" if is_rounded else dtype,  # as the training has read what it quantized
             ignore_mismatched_sizes=kind.has_new_head,
+            **trust,
             **kind.settings,
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_name(folder, name))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            tokenizer_name(folder, name), **trust
+        )
         if not kind.has_new_head:
             _check_complete(model, name)
     except (OSError, ValueError) as error:

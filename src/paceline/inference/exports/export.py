@@ -26,6 +26,7 @@ from paceline.inference.exports.core.forms import ExportForm, ExportSource
 from paceline.inference.exports.core.prove import TrainedAnswers, prove, record_answers
 from paceline.inference.exports.full import FullForm, write_full
 from paceline.inference.exports.source import (
+    check_code,
     checkpoint_bytes,
     is_checkpoint,
     open_source,
@@ -164,6 +165,7 @@ def _export(
     allow_missing: bool,
     limit: float | None,
 ) -> Exported:
+    check_code(source)
     form.check(source)
     bases = _find_bases(source, stack, allow_missing)
     is_full = isinstance(form, FullForm)
@@ -182,7 +184,7 @@ def _export(
     form.write(source, scratch / "model" if merges else source.folder, folder)
     shutil.rmtree(scratch / "model", ignore_errors=True)
     accepted = form.limit if limit is None else replace(form.limit, value=limit)
-    check = prove(form, folder, answers, accepted)
+    check = prove(form, folder, answers, accepted, source.trusts_code)
     replace_dir(folder, final)
     size_bytes = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
     return Exported(final, form.name, size_bytes, check)

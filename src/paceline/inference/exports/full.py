@@ -80,8 +80,8 @@ class FullForm:
     def unreadable(self) -> str | None:
         return None
 
-    def open(self, folder: Path) -> TransformersProofEngine:
-        return TransformersProofEngine.load(folder)
+    def open(self, folder: Path, trusts_code: bool = False) -> TransformersProofEngine:
+        return TransformersProofEngine.load(folder, trusts_code)
 
 
 def write_full(

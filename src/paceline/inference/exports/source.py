@@ -21,7 +21,7 @@ from paceline.inference.loading import (
     run_config,
     tokenizer_name,
 )
-from paceline.models.hub_configs import find_file
+from paceline.models.hub_configs import find_file, read_raw_config
 from paceline.models.json_config import read_object
 
 if TYPE_CHECKING:
@@ -46,6 +46,24 @@ def open_source(run: Path) -> ExportSource:
     config = run_config(folder)
     _hide_unused(config)
     return ExportSource(run, folder, config, content is not None, base)
+
+
+def check_code(source: ExportSource) -> None:
+    """Raise ConfigError if transformers needs code in the model's folder that no run has
+    trusted."""
+    content = read_raw_config(source.base) or {}
+    if source.trusts_code or not content.get("auto_map"):
+        return
+    from transformers import CONFIG_MAPPING
+
+    if content.get("model_type") not in CONFIG_MAPPING:
+        raise ConfigError(
+            "{model} is of a type that transformers does not have, and needs the code in its"
+            " folder",
+            code="export-needs-code",
+            fix="export the folder of a run with `trust_remote_code: true` if you trust the code",
+            model=source.base,
+        )
 
 
 def tokenizer_folder(source: ExportSource) -> Path:

@@ -36,6 +36,11 @@ class ExportSource:
     base: str
     name: str | None = None
 
+    @property
+    def trusts_code(self) -> bool:
+        """Whether the run has trusted the code in the model's repository."""
+        return self.config is not None and self.config.trust_remote_code
+
 
 @dataclass(frozen=True)
 class ExportEstimate:
@@ -164,6 +169,10 @@ class ExportForm(Protocol):
         """Return why no installed engine can read the form; None if one can."""
         ...
 
-    def open(self, folder: Path) -> ProofEngine:
-        """Open the export in ``folder``. Called in a new process, which reads nothing else."""
+    def open(self, folder: Path, trusts_code: bool = False) -> ProofEngine:
+        """Open the export in ``folder``. Called in a new process, which reads nothing else.
+
+        Args:
+            trusts_code: whether code in the folder may run.
+        """
         ...

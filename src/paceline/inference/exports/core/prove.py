@@ -47,8 +47,17 @@ def record_answers(model: Any, tokenizer: Any, file: Path) -> TrainedAnswers:
     return TrainedAnswers(file, len(prompts))
 
 
-def prove(form: ExportForm, folder: Path, answers: TrainedAnswers, limit: ProofLimit) -> ProofCheck:
+def prove(
+    form: ExportForm,
+    folder: Path,
+    answers: TrainedAnswers,
+    limit: ProofLimit,
+    trusts_code: bool = False,
+) -> ProofCheck:
     """Load the export in ``folder`` in a new process, and compare it to the trained model.
+
+    Args:
+        trusts_code: whether code in the folder may run.
 
     Raises:
         RunError: it cannot be loaded, or it differs by more than ``limit``.
@@ -57,7 +66,8 @@ def prove(form: ExportForm, folder: Path, answers: TrainedAnswers, limit: ProofL
     if reason is not None:
         return ProofCheck(None, answers.num_prompts, limit, reason)
     result = answers.file.with_name("proof.json")
-    output = _run(form.name, folder, answers.file, result)
+    arguments = [form.name, str(folder), str(answers.file), str(result)]
+    output = _run([*arguments, *(["trust"] if trusts_code else [])])
     if not result.is_file():
         raise RunError(
             "the exported model cannot be loaded or run: {reason}",
@@ -77,11 +87,11 @@ def prove(form: ExportForm, folder: Path, answers: TrainedAnswers, limit: ProofL
     return check
 
 
-def _run(form: str, folder: Path, answers: Path, result: Path) -> str:
+def _run(arguments: list[str]) -> str:
     """Run the process. Return the last line that it printed."""
     end: Callable[[], None] = end_with_parent
     process = subprocess.run(
-        [sys.executable, "-m", _MODULE, form, str(folder), str(answers), str(result)],
+        [sys.executable, "-m", _MODULE, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -31,19 +31,20 @@ class TransformersProofEngine:
         self.tokenizer = tokenizer
 
     @classmethod
-    def load(cls, folder: Path, auto_class: str | None = None) -> TransformersProofEngine:
+    def load(cls, folder: Path, trusts_code: bool = False) -> TransformersProofEngine:
         """Load the model in a folder, as its users do.
 
         Args:
-            auto_class: name of transformers' class that loads it; None to find out.
+            trusts_code: whether code in the folder may run.
         """
         import transformers
 
         from paceline.models.kinds import saved_kind
 
-        name = auto_class or saved_kind(folder).auto_class
-        model = getattr(transformers, name).from_pretrained(str(folder), dtype="auto")
-        return cls(model, transformers.AutoTokenizer.from_pretrained(str(folder)))
+        auto_class = getattr(transformers, saved_kind(folder).auto_class)
+        trust: dict[str, bool] = {"trust_remote_code": True} if trusts_code else {}
+        model = auto_class.from_pretrained(str(folder), dtype="auto", **trust)
+        return cls(model, transformers.AutoTokenizer.from_pretrained(str(folder), **trust))
 
     def encode(self, prompt: ProofPrompt) -> list[int]:
         if self.tokenizer.chat_template is None or prompt.content == "plain":

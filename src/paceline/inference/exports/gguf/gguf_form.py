@@ -120,7 +120,7 @@ class GgufForm:
             return "llama.cpp is not installed (package xllamacpp)"
         return None
 
-    def open(self, folder: Path) -> ProofEngine:
+    def open(self, folder: Path, trusts_code: bool = False) -> ProofEngine:
         from paceline.inference.exports.gguf.llama_cpp_engine import LlamaCppEngine
 
         return LlamaCppEngine(gguf_file(folder))
