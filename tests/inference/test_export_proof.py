@@ -336,6 +336,32 @@ def write_code_run(folder: Path, trusts_code: bool) -> Path:
     return run
 
 
+class LateForm(FullForm):
+    """A full model whose target another process has made meanwhile."""
+
+    def write(self, source: ExportSource, model: Path, folder: Path) -> None:
+        super().write(source, model, folder)
+        (source.run / "exported").mkdir()
+        (source.run / "exported" / "notes.txt").write_text("mine")
+
+
+@pytest.mark.soak
+def test_target_that_another_process_has_made_is_kept(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with raises_error(ConfigError, code="export-exists"):
+        export(run, LateForm(merges=True))
+    assert [file.name for file in (run / "exported").iterdir()] == ["notes.txt"]
+    assert not hidden_entries(run)
+
+
+@pytest.mark.parametrize("form", ["adapter", "gguf-f16", "fp8"])
+def test_base_that_is_gone_is_named_by_every_form(form: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run-base")
+    with raises_error(ConfigError, code="base-files-missing"):
+        export(run, form_named(form))
+
+
 @pytest.mark.soak
 def test_code_of_a_model_runs_if_its_run_has_trusted_it(tmp_path: Path) -> None:
     run = write_code_run(tmp_path / "run", True)

@@ -101,12 +101,7 @@ def export(
     """
     final = Path(output).expanduser() if output else _default_target(run, form)
     if os.path.lexists(final):
-        raise ConfigError(
-            "{final} already exists",
-            code="export-exists",
-            fix="give another folder with --output DIR",
-            final=final,
-        )
+        raise _target_exists(final)
     with ExitStack() as stack:
         try:
             if not is_checkpoint(run):
@@ -126,6 +121,15 @@ def export(
                 final=final,
                 reason=reason_of(error),
             ) from error
+
+
+def _target_exists(final: Path) -> ConfigError:
+    return ConfigError(
+        "{final} already exists",
+        code="export-exists",
+        fix="give another folder with --output DIR",
+        final=final,
+    )
 
 
 def _default_target(run: Path, form: ExportForm) -> Path:
@@ -166,6 +170,9 @@ def _export(
     limit: float | None,
 ) -> Exported:
     check_code(source)
+    is_gone = source.is_adapter and read_raw_config(source.base) is None
+    if is_gone:  # say so before a form looks for it on the hub
+        _find_bases(source, stack, allow_missing)
     form.check(source)
     bases = _find_bases(source, stack, allow_missing)
     is_full = isinstance(form, FullForm)
@@ -185,7 +192,12 @@ def _export(
     shutil.rmtree(scratch / "model", ignore_errors=True)
     accepted = form.limit if limit is None else replace(form.limit, value=limit)
     check = prove(form, folder, answers, accepted, source.trusts_code)
-    replace_dir(folder, final)
+    try:
+        replace_dir(folder, final, overwrites=False)
+    except OSError as error:
+        if not os.path.lexists(final):
+            raise
+        raise _target_exists(final) from error  # another process has made it meanwhile
     size_bytes = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
     return Exported(final, form.name, size_bytes, check)
 
