@@ -169,8 +169,8 @@ def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tupl
 
 
 def tokenizer_name(folder: Path, base: str) -> str:
-    """Return the folder or hub ID of a model's tokenizer: that of the base model if the folder of
-    an adapter has none, as peft writes it."""
+    """Return the folder or hub ID of a model's tokenizer: the base model's if the folder of an
+    adapter has none, as peft writes it."""
     return str(folder) if any((folder / name).is_file() for name in _TOKENIZER_FILES) else base
 
 

@@ -71,7 +71,7 @@ def compare(
         largest.append(float(answer.scores.abs().max()))
         divergences.append((log_trained.exp() * (log_trained - log_scores)).sum(-1))
         matches.append(scores.argmax(-1) == trained.argmax(-1))
-    # Unlike Python's max(), that of torch keeps a value that is not a number.
+    # Unlike Python's max(), torch's keeps a value that is not a number.
     difference = float(torch.tensor(differences, dtype=torch.float64).max())
     return ProofFigures(
         engine=engine.name,

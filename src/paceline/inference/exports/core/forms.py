@@ -26,7 +26,7 @@ class ExportSource:
         config: config of the run; None if ``run`` is a model's folder.
         is_adapter: whether the folder has adapters on a base model.
         base: folder or hub ID of the adapters' base model; ``folder`` without adapters.
-        name: name of the model, if it is not that of the folder ``run``.
+        name: name of the model; None for the name of the folder ``run``.
     """
 
     run: Path
