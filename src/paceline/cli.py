@@ -42,7 +42,7 @@ VERB_GROUPS = {
         "generate": "generate text with the model of a run",
         "serve": "answer requests in the form of OpenAI's API with the model of a run",
         "eval": "evaluate the model of a run with lm-evaluation-harness",
-        "export": "write the merged model of a run for use with transformers",
+        "export": "write the model of a run for transformers, vLLM, llama.cpp or Ollama",
         "compare": "compare the losses, configs and weights of two runs",
         "inspect": "show the tensors and the digest of a checkpoint",
     },

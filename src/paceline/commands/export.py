@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING, TypedDict
@@ -69,7 +70,7 @@ def add_arguments(parser: OptionParser) -> None:
     )
     parser.add_option(
         "--limit",
-        Number(),
+        Number("a number from 0 on", (0.0, math.inf)),
         "X",
         "largest accepted difference from the trained model (default: depends on the form)",
     )

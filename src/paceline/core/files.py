@@ -52,10 +52,17 @@ def sync_tree(folder: Path) -> None:
         fsync_path(Path(root))
 
 
-def replace_dir(staging_dir: Path, final: Path) -> None:
+def replace_dir(staging_dir: Path, final: Path, overwrites: bool = True) -> None:
     """Replace ``final`` by the finished folder ``staging_dir``, which must be on the same file
     system. Its files get the permissions of new files: safetensors makes its files readable for
-    their owner only."""
+    their owner only.
+
+    Args:
+        overwrites: whether ``final`` may exist.
+
+    Raises:
+        OSError: ``final`` exists and must not, and is not an empty folder.
+    """
     mask = os.umask(0)
     os.umask(mask)
     for file in staging_dir.rglob("*"):
@@ -63,7 +70,7 @@ def replace_dir(staging_dir: Path, final: Path) -> None:
             file.chmod(file.stat().st_mode | (0o666 & ~mask))
     sync_tree(staging_dir)
     old = final.with_name(f".{final.name}.{os.getpid()}.old")
-    if final.exists():
+    if overwrites and final.exists():
         os.replace(final, old)
     os.replace(staging_dir, final)
     fsync_path(final.parent)

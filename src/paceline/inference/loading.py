@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from paceline.config.schema import Config
     from paceline.data.vision_language.images import ImageProcessor
 
+_TOKENIZER_FILES = (
+    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt",
+)  # fmt: skip
+
 
 def model_folder(run: Path) -> Path:
     """Return the model folder of ``run``: its ``model/``, or ``run`` itself if it is a model or an
@@ -123,6 +127,8 @@ def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tupl
     name = str(base)
     if part is not None and base != folder:
         base = part
+    trusts_code = config is not None and config.trust_remote_code
+    trust: dict[str, bool] = {"trust_remote_code": True} if trusts_code else {}
     is_rounded = base != folder and config is not None and config.lora.quantize != "none"
     try:
         model: Any = load_pretrained(
@@ -130,9 +136,12 @@ def load_model(run: Path, dtype: str = "auto", part: Path | None = None) -> tupl
             str(base),
             dtype="auto" if is_rounded else dtype,  # as the training has read what it quantized
             ignore_mismatched_sizes=kind.has_new_head,
+            **trust,
             **kind.settings,
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            tokenizer_name(folder, name), **trust
+        )
         if not kind.has_new_head:
             _check_complete(model, name)
     except (OSError, ValueError) as error:
@@ -171,6 +180,12 @@ def check_adapter_weights(folder: Path) -> None:
             folder=folder,
             name=names[0],
         )
+
+
+def tokenizer_name(folder: Path, base: str) -> str:
+    """Return the folder or hub ID of a model's tokenizer: the base model's if the folder of an
+    adapter has none, as peft writes it."""
+    return str(folder) if any((folder / name).is_file() for name in _TOKENIZER_FILES) else base
 
 
 def _check_complete(model: Any, name: str) -> None:

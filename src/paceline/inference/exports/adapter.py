@@ -17,6 +17,7 @@ from paceline.inference.exports.core.estimate import (
 )
 from paceline.inference.exports.core.forms import ExportEstimate, ExportSource, ProofLimit
 from paceline.inference.exports.core.transformers_engine import TransformersProofEngine
+from paceline.inference.loading import tokenizer_name
 from paceline.models.json_config import JsonObject, read_object
 from paceline.models.kinds import LANGUAGE, VISION_LANGUAGE, saved_kind
 from paceline.models.weights.stored_files import read_header
@@ -83,12 +84,16 @@ class AdapterForm:
         for file in source.folder.iterdir():
             if file.is_file() and file.name != "README.md":  # peft's template of a model card
                 shutil.copyfile(file, folder / file.name)
+        if (name := tokenizer_name(source.folder, source.base)) != str(source.folder):
+            from transformers import AutoTokenizer
+
+            AutoTokenizer.from_pretrained(name).save_pretrained(str(folder))
 
     def unreadable(self) -> str | None:
         return None
 
-    def open(self, folder: Path) -> TransformersProofEngine:
-        return TransformersProofEngine.load(folder)
+    def open(self, folder: Path, trusts_code: bool = False) -> TransformersProofEngine:
+        return TransformersProofEngine.load(folder, trusts_code)
 
 
 def check_config(content: JsonObject) -> int:

@@ -1,6 +1,8 @@
 """Export the model of a run, with a proof that the export answers as the trained model."""
 
+import errno
 import logging
+import os
 import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,11 +16,17 @@ from paceline.core.files import Scratch, replace_dir
 from paceline.inference.exports.bases import base_checkpoints, base_names, present_part
 from paceline.inference.exports.core.answers import max_answers_bytes
 from paceline.inference.exports.core.comparison import ProofCheck
-from paceline.inference.exports.core.estimate import check_estimate, check_space, model_bytes
+from paceline.inference.exports.core.estimate import (
+    check_estimate,
+    check_space,
+    model_bytes,
+    stored_sizes,
+)
 from paceline.inference.exports.core.forms import ExportForm, ExportSource
 from paceline.inference.exports.core.prove import TrainedAnswers, prove, record_answers
 from paceline.inference.exports.full import FullForm, write_full
 from paceline.inference.exports.source import (
+    check_code,
     checkpoint_bytes,
     is_checkpoint,
     open_source,
@@ -91,23 +99,20 @@ def export(
             are gone, the target exists, or the disk or the memory is too small.
         RunError: the export cannot be written, or it differs from the trained model.
     """
-    final = Path(output) if output else _default_target(run, form)
-    if final.exists() or final.is_symlink():
-        raise ConfigError(
-            "{final} already exists",
-            code="export-exists",
-            fix="give another folder with --output DIR",
-            final=final,
-        )
+    final = Path(output).expanduser() if output else _default_target(run, form)
+    if os.path.lexists(final):
+        raise _target_exists(final)
     with ExitStack() as stack:
         try:
             if not is_checkpoint(run):
-                return _export(run, form, final, stack, allow_missing, limit)
+                return _export(open_source(run), form, final, stack, allow_missing, limit)
             size = checkpoint_bytes(run)
             check_space(size, size, final.parent)
             restored = _scratch(final, stack)
             restore_run(run, restored)
-            return _export(restored, form, final, stack, allow_missing, limit)
+            name = f"{_run_of(run).resolve().name}-{run.resolve().name}"
+            source = replace(open_source(restored), name=name)
+            return _export(source, form, final, stack, allow_missing, limit)
         except (OSError, SafetensorError) as error:
             raise RunError(
                 "{final} could not be written: {reason}",
@@ -118,31 +123,62 @@ def export(
             ) from error
 
 
+def _target_exists(final: Path) -> ConfigError:
+    return ConfigError(
+        "{final} already exists",
+        code="export-exists",
+        fix="give another folder with --output DIR",
+        final=final,
+    )
+
+
 def _default_target(run: Path, form: ExportForm) -> Path:
     name = "exported" if isinstance(form, FullForm) else form.name
-    return run.parent.parent / f"{name}-{run.name}" if is_checkpoint(run) else run / name
+    return _run_of(run) / f"{name}-{run.resolve().name}" if is_checkpoint(run) else run / name
+
+
+def _run_of(checkpoint: Path) -> Path:
+    """Return the folder of a checkpoint's run."""
+    run, given = checkpoint.resolve().parent.parent, checkpoint.parent.parent
+    return given if given.resolve() == run else run  # as the user has written it
 
 
 def _scratch(final: Path, stack: ExitStack) -> Path:
     """Return a folder beside the target, which is removed at the end, or, if this process is
     killed, by the next export to the same place."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    return stack.enter_context(Scratch(".paceline-export-", str(final.parent)))
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        return stack.enter_context(Scratch(".paceline-export-", str(final.parent)))
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
+        raise ConfigError(
+            "{folder} cannot be written to: {reason}",
+            code="export-folder-not-writable",
+            fix="give a folder that you may write to with --output DIR",
+            folder=final.parent,
+            reason=reason_of(error),
+        ) from error
 
 
 def _export(
-    run: Path,
+    source: ExportSource,
     form: ExportForm,
     final: Path,
     stack: ExitStack,
     allow_missing: bool,
     limit: float | None,
 ) -> Exported:
-    source = open_source(run)
+    check_code(source)
+    is_gone = source.is_adapter and read_raw_config(source.base) is None
+    if is_gone:  # say so before a form looks for it on the hub
+        _find_bases(source, stack, allow_missing)
     form.check(source)
     bases = _find_bases(source, stack, allow_missing)
     is_full = isinstance(form, FullForm)
-    merges = form.merged_dtype is not None and (is_full or source.is_adapter)
+    # Forms read safetensors files; a folder with pickled weights is written again as such.
+    is_pickled = not source.is_adapter and not stored_sizes(str(source.folder))
+    merges = form.merged_dtype is not None and (is_full or source.is_adapter or is_pickled)
     scratch_bytes = 0
     if merges and not is_full:
         scratch_bytes = model_bytes(source.base, form.merged_dtype or "auto")
@@ -155,8 +191,13 @@ def _export(
     form.write(source, scratch / "model" if merges else source.folder, folder)
     shutil.rmtree(scratch / "model", ignore_errors=True)
     accepted = form.limit if limit is None else replace(form.limit, value=limit)
-    check = prove(form, folder, answers, accepted)
-    replace_dir(folder, final)
+    check = prove(form, folder, answers, accepted, source.trusts_code)
+    try:
+        replace_dir(folder, final, overwrites=False)
+    except OSError as error:
+        if not os.path.lexists(final):
+            raise
+        raise _target_exists(final) from error  # another process has made it meanwhile
     size_bytes = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
     return Exported(final, form.name, size_bytes, check)
 
@@ -210,5 +251,5 @@ def push(
         folder: folder with another form of the model, such as the merged one; default: the model
             as the run wrote it.
     """
-    trained = run.parent.parent if is_checkpoint(run) else run
+    trained = _run_of(run) if is_checkpoint(run) else run
     return upload_model(folder or model_folder(run), trained, repository, private)

@@ -31,12 +31,15 @@ class FullForm:
         merged_dtype: dtype of the written weights: auto (as they are), float32, bfloat16, float16.
         limit: largest accepted difference from the trained model. :meth:`write` sets it, because it
             depends on the dtype that the model has.
+        proof_dtype: dtype in which the export computes in its proof: the trained model's, so that
+            only the weights differ.
     """
 
     name = "transformers"
     merges: bool = False
     merged_dtype: str | None = "auto"
     limit: ProofLimit = field(default_factory=lambda: ProofLimit("logits", _LIMITS["float32"]))
+    proof_dtype: str = "auto"
 
     def check(self, source: ExportSource) -> None:
         if self.merged_dtype not in DTYPES:
@@ -80,8 +83,8 @@ class FullForm:
     def unreadable(self) -> str | None:
         return None
 
-    def open(self, folder: Path) -> TransformersProofEngine:
-        return TransformersProofEngine.load(folder)
+    def open(self, folder: Path, trusts_code: bool = False) -> TransformersProofEngine:
+        return TransformersProofEngine.load(folder, trusts_code, self.proof_dtype)
 
 
 def write_full(

@@ -15,7 +15,13 @@ from paceline.core.errors import ConfigError
 from paceline.core.run_dir import RunDir
 from paceline.core.user_code import hide_packages
 from paceline.inference.exports.core.forms import ExportSource
-from paceline.inference.loading import model_folder, quiet_transformers, run_config
+from paceline.inference.loading import (
+    model_folder,
+    quiet_transformers,
+    run_config,
+    tokenizer_name,
+)
+from paceline.models.hub_configs import find_file, read_raw_config
 from paceline.models.json_config import read_object
 
 if TYPE_CHECKING:
@@ -40,6 +46,31 @@ def open_source(run: Path) -> ExportSource:
     config = run_config(folder)
     _hide_unused(config)
     return ExportSource(run, folder, config, content is not None, base)
+
+
+def check_code(source: ExportSource) -> None:
+    """Raise ConfigError if transformers needs code in the model's folder that no run has
+    trusted."""
+    content = read_raw_config(source.base) or {}
+    if source.trusts_code or not content.get("auto_map"):
+        return
+    from transformers import CONFIG_MAPPING
+
+    if content.get("model_type") not in CONFIG_MAPPING:
+        raise ConfigError(
+            "{model} is of a type that transformers does not have, and needs the code in its"
+            " folder",
+            code="export-needs-code",
+            fix="export the folder of a run with `trust_remote_code: true` if you trust the code",
+            model=source.base,
+        )
+
+
+def tokenizer_folder(source: ExportSource) -> Path:
+    """Return the folder of a model's tokenizer: of the base model if an adapter has none."""
+    name = tokenizer_name(source.folder, source.base)
+    file = find_file(name, "tokenizer.json") or find_file(name, "tokenizer_config.json")
+    return source.folder if file is None else file.parent
 
 
 def _hide_unused(config: Config | None) -> None:

@@ -60,22 +60,24 @@ def compare(
     matches: list[torch.Tensor] = []
     for prompt, answer in zip(prompts, expected, strict=True):
         tokens = engine.encode(prompt)
-        encodes.append(tokens == answer.prompt)
+        encodes.append(tokens == answer.encoded)
         answers.append(engine.generate(answer.prompt, len(answer.answer)) == answer.answer)
         scores = engine.scores(answer.tokens, answer.start)
         trained = answer.scores.double()[:, : scores.shape[1]]
         scores = scores.double()[:, : trained.shape[1]]
         log_trained, log_scores = trained.log_softmax(-1), scores.log_softmax(-1)
-        difference = log_scores - log_trained if engine.is_normalized else scores - trained
-        differences.append(float(difference.abs().max()))
+        errors = log_scores - log_trained if engine.is_normalized else scores - trained
+        differences.append(float(errors.abs().max()))
         largest.append(float(answer.scores.abs().max()))
         divergences.append((log_trained.exp() * (log_trained - log_scores)).sum(-1))
         matches.append(scores.argmax(-1) == trained.argmax(-1))
+    # Unlike Python's max(), torch's keeps a value that is not a number.
+    difference = float(torch.tensor(differences, dtype=torch.float64).max())
     return ProofFigures(
         engine=engine.name,
         encodes_equal=all(encodes),
         tokens_equal=all(encodes) and all(answers),
-        max_logit_diff=max(differences) / max(*largest, 1e-30),
+        max_logit_diff=difference / max(*largest, 1e-30),
         mean_kl=float(torch.cat(divergences).mean()),
         top1_agreement=float(torch.cat(matches).double().mean()),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -46,11 +47,15 @@ def stored_sizes(name: str) -> list[tuple[str, str, list[int], int]]:
 
 
 def model_bytes(name: str, dtype: str = "auto") -> int:
-    """Return the size of a model's weights in a dtype; 0 if its files are not here."""
+    """Return the size of a model's weights in a dtype; 0 if its files are not here. Pickled weights
+    count as they are."""
     width = DTYPE_BYTES.get(dtype)
+    sizes = stored_sizes(name)
+    if not sizes:
+        return sum(file.stat().st_size for file in Path(name).glob("pytorch_model*.bin"))
     return sum(
         size if width is None or stored not in _FLOATS else math.prod(shape) * width
-        for _, stored, shape, size in stored_sizes(name)
+        for _, stored, shape, size in sizes
     )
 
 
@@ -70,7 +75,7 @@ def check_space(size_bytes: int, memory_bytes: int, parent: Path) -> int:
     Raises:
         ConfigError: the disk or the memory is too small.
     """
-    while not parent.exists():
+    while not os.path.exists(parent):  # unlike Path.exists(), also if its name is too long
         parent = parent.parent
     free, available = shutil.disk_usage(parent).free, available_memory()
     if size_bytes > free:

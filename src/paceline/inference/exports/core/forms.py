@@ -26,6 +26,7 @@ class ExportSource:
         config: config of the run; None if ``run`` is a model's folder.
         is_adapter: whether the folder has adapters on a base model.
         base: folder or hub ID of the adapters' base model; ``folder`` without adapters.
+        name: name of the model; None for the name of the folder ``run``.
     """
 
     run: Path
@@ -33,6 +34,12 @@ class ExportSource:
     config: Config | None
     is_adapter: bool
     base: str
+    name: str | None = None
+
+    @property
+    def trusts_code(self) -> bool:
+        """Whether the run has trusted the code in the model's repository."""
+        return self.config is not None and self.config.trust_remote_code
 
 
 @dataclass(frozen=True)
@@ -72,11 +79,29 @@ class ProofPrompt:
         turns: turns of the chat.
         template_args: arguments of the chat template, such as ``enable_thinking``.
         tools: descriptions of functions in OpenAI's form.
+        content: how the chat template takes the texts of the turns: ``text``; ``parts`` (a list of
+            parts of messages); or ``plain``: it takes no chat, so the texts follow each other
+            without it.
     """
 
     turns: list[PromptTurn]
     template_args: dict[str, JsonValue]
     tools: list[JsonValue]
+    content: Literal["text", "parts", "plain"] = "text"
+
+    @property
+    def text(self) -> str:
+        """The texts of the turns."""
+        return "\n\n".join(turn["content"] for turn in self.turns)
+
+    @property
+    def messages(self) -> list[dict[str, JsonValue]]:
+        """The turns as messages of OpenAI."""
+        return [{"role": turn["role"], "content": self._content(turn)} for turn in self.turns]
+
+    def _content(self, turn: PromptTurn) -> JsonValue:
+        text = turn["content"]
+        return [{"type": "text", "text": text}] if self.content == "parts" else text
 
 
 class ProofEngine(Protocol):
@@ -144,6 +169,10 @@ class ExportForm(Protocol):
         """Return why no installed engine can read the form; None if one can."""
         ...
 
-    def open(self, folder: Path) -> ProofEngine:
-        """Open the export in ``folder``. Called in a new process, which reads nothing else."""
+    def open(self, folder: Path, trusts_code: bool = False) -> ProofEngine:
+        """Open the export in ``folder``. Called in a new process, which reads nothing else.
+
+        Args:
+            trusts_code: whether code in the folder may run.
+        """
         ...

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import RunError
-from paceline.core.processes import end_with_parent
+from paceline.core.processes import end_with_parent, exit_text
 from paceline.inference.exports.core.answers import answer_prompts, save_answers
 from paceline.inference.exports.core.comparison import ProofCheck
 from paceline.inference.exports.core.forms import ExportForm, ProofLimit
 from paceline.inference.exports.core.prompts import proof_prompts
 from paceline.inference.exports.core.transformers_engine import TransformersProofEngine
+from paceline.models.blocks import base_model
+from paceline.models.positions import position_limit
 
 _MODULE = "paceline.inference.exports"
 
@@ -38,12 +40,24 @@ class TrainedAnswers:
 def record_answers(model: Any, tokenizer: Any, file: Path) -> TrainedAnswers:
     """Run the prompts through the trained model, and store its answers in ``file``."""
     prompts = proof_prompts(tokenizer)
-    save_answers(file, prompts, answer_prompts(TransformersProofEngine(model, tokenizer), prompts))
+    limit = position_limit(base_model(model).config.to_dict())
+    engine = TransformersProofEngine(model, tokenizer)
+    answers = answer_prompts(engine, prompts, None if limit is None else limit.tokens)
+    save_answers(file, prompts, answers, str(model.dtype).removeprefix("torch."))
     return TrainedAnswers(file, len(prompts))
 
 
-def prove(form: ExportForm, folder: Path, answers: TrainedAnswers, limit: ProofLimit) -> ProofCheck:
+def prove(
+    form: ExportForm,
+    folder: Path,
+    answers: TrainedAnswers,
+    limit: ProofLimit,
+    trusts_code: bool = False,
+) -> ProofCheck:
     """Load the export in ``folder`` in a new process, and compare it to the trained model.
+
+    Args:
+        trusts_code: whether code in the folder may run.
 
     Raises:
         RunError: it cannot be loaded, or it differs by more than ``limit``.
@@ -52,7 +66,8 @@ def prove(form: ExportForm, folder: Path, answers: TrainedAnswers, limit: ProofL
     if reason is not None:
         return ProofCheck(None, answers.num_prompts, limit, reason)
     result = answers.file.with_name("proof.json")
-    output = _run(form.name, folder, answers.file, result)
+    arguments = [form.name, str(folder), str(answers.file), str(result)]
+    output = _run([*arguments, *(["trust"] if trusts_code else [])])
     if not result.is_file():
         raise RunError(
             "the exported model cannot be loaded or run: {reason}",
@@ -72,11 +87,11 @@ def prove(form: ExportForm, folder: Path, answers: TrainedAnswers, limit: ProofL
     return check
 
 
-def _run(form: str, folder: Path, answers: Path, result: Path) -> str:
+def _run(arguments: list[str]) -> str:
     """Run the process. Return the last line that it printed."""
     end: Callable[[], None] = end_with_parent
     process = subprocess.run(
-        [sys.executable, "-m", _MODULE, form, str(folder), str(answers), str(result)],
+        [sys.executable, "-m", _MODULE, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -86,5 +101,5 @@ def _run(form: str, folder: Path, answers: Path, result: Path) -> str:
     )
     lines = process.stdout.decode(errors="replace").strip().splitlines()
     if process.returncode < 0:
-        return f"the process was ended by signal {-process.returncode}"
+        return f"the process {exit_text(process.returncode)}"
     return lines[-1] if lines else f"the process ended with exit code {process.returncode}"

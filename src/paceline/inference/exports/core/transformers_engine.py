@@ -9,6 +9,7 @@ import torch
 
 from paceline.inference.device import inference_device
 from paceline.inference.exports.core.forms import ProofPrompt
+from paceline.inference.exports.core.prompts import rendered
 from paceline.models.blocks import base_model
 
 
@@ -30,31 +31,28 @@ class TransformersProofEngine:
         self.tokenizer = tokenizer
 
     @classmethod
-    def load(cls, folder: Path, auto_class: str | None = None) -> TransformersProofEngine:
+    def load(
+        cls, folder: Path, trusts_code: bool = False, dtype: str = "auto"
+    ) -> TransformersProofEngine:
         """Load the model in a folder, as its users do.
 
         Args:
-            auto_class: name of transformers' class that loads it; None to find out.
+            trusts_code: whether code in the folder may run.
+            dtype: dtype in which the model computes; auto: the dtype of its weights.
         """
         import transformers
 
         from paceline.models.kinds import saved_kind
 
-        name = auto_class or saved_kind(folder).auto_class
-        model = getattr(transformers, name).from_pretrained(str(folder), dtype="auto")
-        return cls(model, transformers.AutoTokenizer.from_pretrained(str(folder)))
+        auto_class = getattr(transformers, saved_kind(folder).auto_class)
+        trust: dict[str, bool] = {"trust_remote_code": True} if trusts_code else {}
+        model = auto_class.from_pretrained(str(folder), dtype=dtype, **trust)
+        return cls(model, transformers.AutoTokenizer.from_pretrained(str(folder), **trust))
 
     def encode(self, prompt: ProofPrompt) -> list[int]:
-        if self.tokenizer.chat_template is None:
-            text = "\n\n".join(turn["content"] for turn in prompt.turns)
-            return list(self.tokenizer(text)["input_ids"])
-        text = self.tokenizer.apply_chat_template(
-            [{"role": turn["role"], "content": turn["content"]} for turn in prompt.turns],
-            tools=prompt.tools or None,
-            tokenize=False,
-            add_generation_prompt=True,
-            **prompt.template_args,
-        )
+        if self.tokenizer.chat_template is None or prompt.content == "plain":
+            return list(self.tokenizer(prompt.text)["input_ids"])
+        text = rendered(self.tokenizer, prompt)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @torch.no_grad()

@@ -25,6 +25,7 @@ from paceline.inference.exports.gguf.model_config import ModelConfig
 from paceline.inference.exports.gguf.tokenizer import read_tokenizer
 from paceline.inference.exports.gguf.weights import Weight
 from paceline.inference.exports.gguf.write import choose, write_gguf
+from paceline.inference.exports.source import tokenizer_folder
 from paceline.models.kinds import LANGUAGE, saved_kind
 from paceline.models.weights.release import KEYS
 
@@ -42,8 +43,8 @@ _LIMITS = {
 _NUMBERS_PER_S = {"f16": 250e6, "bf16": 250e6, "q8_0": 50e6, "q4_k_m": 8e6}
 #: Bits of a number, with the scales of its block.
 _BITS = {"f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q4_k_m": 4.9}
-#: Space for the tokenizer and the other metadata.
-_METADATA_BYTES = 32 << 20
+#: Space for the metadata besides the tokenizer, which needs less than its tokenizer.json.
+_METADATA_BYTES = 64 << 10
 
 
 class GgufForm:
@@ -83,12 +84,17 @@ class GgufForm:
                 source=source.folder,
             )
         find_architecture(config)
-        read_tokenizer(source.folder)
+        read_tokenizer(tokenizer_folder(source))
 
     def estimate(self, source: ExportSource) -> ExportEstimate:
         sizes = stored_sizes(source.base)
         numbers = sum(prod(shape) for _, _, shape, _ in sizes)
-        size = _METADATA_BYTES + self._tensor_bytes(source.base, sizes, numbers)
+        tokenizer = (tokenizer_folder(source) / "tokenizer.json").stat().st_size
+        size = _METADATA_BYTES + tokenizer
+        if sizes:
+            size += self._tensor_bytes(source.base, sizes, numbers)
+        else:  # pickled
+            size += model_bytes(source.base)
         memory = max(model_bytes(source.base, "float32"), size)
         time_s = read_and_write_time_s(size) + numbers / _NUMBERS_PER_S[self.kind]
         return ExportEstimate(size, memory, time_s)
@@ -114,7 +120,7 @@ class GgufForm:
             return "llama.cpp is not installed (package xllamacpp)"
         return None
 
-    def open(self, folder: Path) -> ProofEngine:
+    def open(self, folder: Path, trusts_code: bool = False) -> ProofEngine:
         from paceline.inference.exports.gguf.llama_cpp_engine import LlamaCppEngine
 
         return LlamaCppEngine(gguf_file(folder))
@@ -126,7 +132,7 @@ def _no_values() -> torch.Tensor:
 
 def model_name(source: ExportSource) -> str:
     """Return the name of a model in its file and its file's name: the name of the run's folder."""
-    name = source.run.resolve().name
+    name = source.name or source.run.resolve().name
     return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
 
 

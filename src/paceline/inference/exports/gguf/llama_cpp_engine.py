@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import JsonValue
 
 from paceline.inference.exports.core.forms import ProofPrompt
 from paceline.inference.exports.gguf.llama_cpp import LlamaCppFailed, LlamaCppModel
@@ -43,8 +42,8 @@ class LlamaCppEngine:
 
     def encode(self, prompt: ProofPrompt) -> list[int]:
         """Return the tokens of a chat. llama.cpp renders the template in the file itself."""
-        if not self._model.has_template:
-            return self._model.tokenize("\n\n".join(turn["content"] for turn in prompt.turns))
+        if not self._model.has_template or prompt.content == "plain":
+            return self._model.tokenize(prompt.text)
         if self._renderer is None:
             self._renderer = _TemplateServer(self._file)
         return self._model.tokenize(self._renderer.render(prompt))
@@ -99,10 +98,8 @@ class _TemplateServer:
         Raises:
             LlamaCppFailed: the server does not render it.
         """
-        body: dict[str, JsonValue] = {
-            "messages": [
-                {"role": turn["role"], "content": turn["content"]} for turn in prompt.turns
-            ],
+        body: dict[str, object] = {
+            "messages": prompt.messages,
             # Null is as good as undefined, which transformers has; llama.cpp has true or false.
             "chat_template_kwargs": {"enable_thinking": None, **prompt.template_args},
             "add_generation_prompt": True,

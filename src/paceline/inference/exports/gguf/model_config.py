@@ -7,6 +7,7 @@ import json
 from pydantic import JsonValue
 
 from paceline.core.errors import ConfigError
+from paceline.models.hub_configs import read_raw_config
 
 
 class ModelConfig:
@@ -28,8 +29,11 @@ class ModelConfig:
         Raises:
             ConfigError: there is none that transformers can read.
         """
-        from transformers import AutoConfig
+        from transformers import CONFIG_MAPPING, AutoConfig
 
+        content = read_raw_config(name) or {}
+        if content.get("auto_map") and content.get("model_type") not in CONFIG_MAPPING:
+            return cls(dict(content))  # its own code would read it
         try:
             config = AutoConfig.from_pretrained(name)
         except (OSError, ValueError) as error:

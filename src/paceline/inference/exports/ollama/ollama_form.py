@@ -15,6 +15,7 @@ from paceline.inference.exports.ollama.go_template import (
     go_template,
     template_name,
 )
+from paceline.inference.exports.source import tokenizer_folder
 
 MODELFILE = "Modelfile"
 _ALLOWED = (
@@ -37,7 +38,7 @@ class OllamaForm(GgufForm):
 
     def check(self, source: ExportSource) -> None:
         super().check(source)
-        template_of(source.folder)
+        template_of(tokenizer_folder(source))
 
     def write(self, source: ExportSource, model: Path, folder: Path) -> None:
         template = template_of(model)

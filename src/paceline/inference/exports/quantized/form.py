@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from paceline.config.packages import check_package
 from paceline.core.errors import ConfigError, RunError
@@ -138,8 +139,9 @@ class QuantizedForm:
             )
 
     def estimate(self, source: ExportSource) -> ExportEstimate:
-        num_bytes, numbers = 0, 0
-        for name, _, shape, size in stored_sizes(source.base):
+        sizes = stored_sizes(source.base)
+        num_bytes, numbers = 0 if sizes else model_bytes(source.base), 0
+        for name, _, shape, size in sizes:
             if self._is_quantized(name, shape):
                 numbers += math.prod(shape)
                 num_bytes += self._quantized_bytes(shape)
@@ -193,6 +195,7 @@ class QuantizedForm:
             str(work / "output"),
             calibration,
             str(result),
+            source.trusts_code,
         )
         (work / "job.json").write_text(json.dumps(asdict(job)))
         last, code = _run_worker(work)
@@ -230,11 +233,10 @@ class QuantizedForm:
         assert source.config is not None
         import torch
         from safetensors.torch import save_file
-        from transformers import AutoConfig
 
         from paceline.inference.exports.quantized.calibration import read_calibration
 
-        rows = read_calibration(source.config, AutoConfig.from_pretrained(str(model)))
+        rows = read_calibration(source.config, _model_config(source, model))
         if rows.tokens.size == 0:
             return None
         logger.info(
@@ -259,8 +261,14 @@ class QuantizedForm:
             " installed"
         )
 
-    def open(self, folder: Path) -> TransformersProofEngine:
-        return TransformersProofEngine.load(folder)
+    def open(self, folder: Path, trusts_code: bool = False) -> TransformersProofEngine:
+        return TransformersProofEngine.load(folder, trusts_code)
+
+
+def _model_config(source: ExportSource, model: Path) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(str(model), trust_remote_code=source.trusts_code)
 
 
 def _no_calibration(source: ExportSource, model: Path) -> UserText | None:

@@ -59,6 +59,7 @@ class QuantizeJob:
         output: folder that receives a folder with the files.
         calibration: file with the token IDs, or None.
         result: file that receives a :class:`QuantizeResult`.
+        trusts_code: whether code in the model's folder may run.
     """
 
     scheme: Scheme
@@ -67,6 +68,7 @@ class QuantizeJob:
     output: str
     calibration: str | None
     result: str
+    trusts_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def quantize(job: QuantizeJob) -> QuantizeResult:
     from paceline.models.transformers_compat import match_names
     from paceline.models.weights.base_checkpoint import open_base
 
-    model = _load(getattr(transformers, job.auto_class), job.model)
+    trust: dict[str, bool] = {"trust_remote_code": True} if job.trusts_code else {}
+    model = _load(getattr(transformers, job.auto_class), job.model, trust)
     base = open_base(job.model)
     names = base.weight_names()
     match = match_names(model, names)
@@ -118,7 +121,7 @@ def quantize(job: QuantizeJob) -> QuantizeResult:
     data = _batches(job.calibration, torch)
     compressor: Any = AutoRound(
         model,
-        transformers.AutoTokenizer.from_pretrained(job.model),
+        transformers.AutoTokenizer.from_pretrained(job.model, **trust),
         scheme=dict(scheme) if isinstance(scheme, dict) else scheme,
         layer_config={name: dict(_16_BITS) for name in sorted(unquantized)},
         iters=ITERATIONS if data and device.type != "cpu" else 0,
@@ -137,16 +140,16 @@ def quantize(job: QuantizeJob) -> QuantizeResult:
     return QuantizeResult(dropped, constants, renamed, sorted(unquantized))
 
 
-def _load(auto_class: Any, name: str) -> Any:
+def _load(auto_class: Any, name: str, trust: dict[str, bool]) -> Any:
     """Return a model in 16 bits, which the kernels for quantized weights need."""
     import torch
 
     from paceline.models.weights.load import load_pretrained
 
-    model = load_pretrained(auto_class, name, dtype="auto")
+    model = load_pretrained(auto_class, name, dtype="auto", **trust)
     if model.dtype != torch.float32:
         return model
-    return load_pretrained(auto_class, name, dtype=torch.bfloat16)
+    return load_pretrained(auto_class, name, dtype=torch.bfloat16, **trust)
 
 
 def _batches(file: str | None, torch: Any) -> list[dict[str, torch.Tensor]]:
