@@ -10,14 +10,9 @@ from raised import raises_error
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
+from paceline.models.head.router_coefficient import check_router_loss, coefficient_of
+from paceline.models.head.router_loss import RouterLoss, check_has_router_loss, find_router_loss
 from paceline.models.notices import model_notices
-from paceline.models.router_loss import (
-    RouterLoss,
-    check_has_router_loss,
-    check_router_loss,
-    coefficient_of,
-    find_router_loss,
-)
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe")
 LENGTHS = (12, 3, 7, 9)

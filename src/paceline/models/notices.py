@@ -9,8 +9,9 @@ from paceline.core.texts import UserText
 from paceline.models.adapters.lora import Notice, adapter_notices
 from paceline.models.blocks import base_model
 from paceline.models.builtin import config_numbers
+from paceline.models.head.router_coefficient import model_coefficient
+from paceline.models.head.router_loss import find_router_loss
 from paceline.models.json_config import JsonObject, language_fields
-from paceline.models.router_loss import find_router_loss, model_coefficient
 from paceline.models.weights.release import release_notice
 
 #: Keys with the number of layers for multi-token prediction, which transformers does not load.

@@ -9,8 +9,8 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.texts import UserText
+from paceline.models.head.router_coefficient import check_router_loss
 from paceline.models.kernels.attention_choice import joins_samples
-from paceline.models.router_loss import check_router_loss
 from paceline.models.shape.activations import Activations, WeightPrecision, language_activations
 from paceline.models.shape.adapter_memory import merged_experts
 from paceline.models.shape.block_memory import FLOAT32_BYTES

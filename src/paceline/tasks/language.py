@@ -41,13 +41,13 @@ from paceline.models.builtin import resolve_model
 from paceline.models.checks.packing import PackingChoice, choose_packing
 from paceline.models.files import check_files, check_hub
 from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
+from paceline.models.head.router_loss import RouterLoss, check_has_router_loss, find_router_loss
 from paceline.models.head.softmax import IGNORED, LogitTransform, weighted_sum
 from paceline.models.head.transform import choose_transform, output_head
 from paceline.models.kernels import mixers
 from paceline.models.kernels.layer_kernels import has_attention, layer_kernels
 from paceline.models.notices import model_notices
 from paceline.models.qwen import CONVERTED_KEY, module_notice
-from paceline.models.router_loss import RouterLoss, check_has_router_loss, find_router_loss
 from paceline.models.shape.loss_chunks import NO_CHUNKS, choose_loss_chunks
 from paceline.models.transforms.embedding_noise import add_embedding_noise, noisy_embeddings
 from paceline.models.vision.types import check_text_only
@@ -277,7 +277,7 @@ class LanguageTask(Task):
         return self._sums(model, batch, counts_correct=False)["loss"]
 
     def totals(self, model: Any, batch: TokenBatch) -> dict[str, torch.Tensor]:
-        """Return the sums that :class:`~paceline.models.router_loss.RouterLoss` needs."""
+        """Return the sums that :class:`~paceline.models.head.router_loss.RouterLoss` needs."""
         if self._router_loss is None:
             return {}
         inputs = {**self._inputs(batch), "output_router_logits": True}

@@ -38,7 +38,7 @@ from paceline.distributed.devices import (
 from paceline.distributed.environment import outer_launcher
 from paceline.launch.fork_server import start_fork_server
 from paceline.launch.passes.draft import Draft, Host
-from paceline.models.router_loss import check_router_loss
+from paceline.models.head.router_coefficient import check_router_loss
 from paceline.observe.report.certificate import BoundsReport, Certificate, ModeCertificate
 from paceline.observe.report.html import render_certificate, write_reports
 from paceline.parallel.limits.images import check_vision_language

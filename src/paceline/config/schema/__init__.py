@@ -446,8 +446,9 @@ class Config(Section):
     @property
     def extra_forwards(self) -> int:
         """Number of forward passes without gradients per micro-batch of training: one for the
-        divergence of KTO."""
-        return int(self.task == "kto" and self.preference.losses("kto")[0][0] == "kto")
+        divergence of KTO, one for the tokens per expert of ``router_aux_loss_coef``."""
+        has_divergence = self.task == "kto" and self.preference.losses("kto")[0][0] == "kto"
+        return int(has_divergence) + bool(self.train_args.router_aux_loss_coef)
 
     def sources(self, validation: bool = False) -> list[DatasetSource]:
         """Return the sources of the training or validation data as :class:`DatasetSource` objects.

@@ -27,10 +27,8 @@ class TrainArgs(Section):
     learning_rate: float | None = Field(
         None,
         ge=0,
-        description=(
-            "Peak learning rate. Default: 1e-4 with LoRA, 2e-5 for full fine-tuning of a"
-            " pretrained model, 1e-3 for a built-in or custom model."
-        ),
+        description="Peak learning rate. Default: 1e-4 with LoRA, 2e-5 for full fine-tuning of a"
+        " pretrained model, 1e-3 for a built-in or custom model.",
     )
     per_device_train_batch_size: int = Field(4, ge=1, description="Micro-batch size per rank.")
     global_batch_size: int | None = Field(
@@ -110,10 +108,8 @@ class TrainArgs(Section):
         None,
         gt=0,
         lt=1,
-        description=(
-            "Decay of an exponential moving average of the weights, e.g. 0.999, updated after each"
-            " step. Evaluation uses the average, and it is the trained model."
-        ),
+        description="Decay of an exponential moving average of the weights, e.g. 0.999, updated"
+        " after each step. Evaluation uses the average, and it is the trained model.",
     )
     parameter_groups: list[ParameterGroup] = Field(
         default_factory=list,
@@ -125,10 +121,8 @@ class TrainArgs(Section):
     )
     freeze: Patterns = Field(
         default_factory=list,
-        description=(
-            "Parameters that are not trained, as regular expressions that are searched for in their"
-            " names, e.g. `[embed_tokens, 'layers\\.[0-3]\\.']`."
-        ),
+        description="Parameters that are not trained, as regular expressions that are searched for"
+        " in their names, e.g. `[embed_tokens, 'layers\\.[0-3]\\.']`.",
     )
     trainable: Patterns = Field(
         default_factory=list,
@@ -273,14 +267,10 @@ class TrainArgs(Section):
             " over the classes. Evaluation computes the loss without it."
         ),
     )
-    router_aux_loss_coef: float | None = Field(
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = Field(
         None,
-        ge=0,
-        description=(
-            "Factor of the auxiliary loss that balances the experts of a mixture (Mixtral,"
-            " Qwen3-MoE, OLMoE, gpt-oss, …), computed over the global batch; 0: off. Default: the"
-            " model's config.json decides (`output_router_logits` and its coefficient)."
-        ),
+        description="Factor of the auxiliary loss that balances a mixture's experts; 0: off."
+        " Default: as the model's config.json says (`output_router_logits`).",
     )
     neftune_noise_alpha: float | None = Field(
         None,

@@ -16,7 +16,7 @@ from paceline.core.run_dir import RunDir
 from paceline.core.texts import UserText
 from paceline.launch.passes.data import read_data_early
 from paceline.launch.passes.draft import Draft, known
-from paceline.models.router_loss import check_router_loss
+from paceline.models.head.router_coefficient import check_router_loss
 from paceline.parallel.capabilities import Placement
 from paceline.parallel.limits.images import check_vision_language
 from paceline.parallel.registry import (

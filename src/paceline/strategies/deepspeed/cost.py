@@ -8,7 +8,6 @@ from itertools import accumulate
 from paceline.config.schema import Config
 from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_bytes
 from paceline.distributed.mesh import ParallelDims
-from paceline.models.router_loss import num_extra_forwards
 from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.parallel.cost import Cost, Workload
 from paceline.strategies.deepspeed.config import zero_section
@@ -102,7 +101,7 @@ def _stage_3(
 ) -> Cost:
     offload = config.parallel.state_offload
     recomputed = config.train_args.recomputed_share(len(shape.blocks))
-    forwards = 1 + num_extra_forwards(config)
+    forwards = 1 + config.extra_forwards
     threshold = int(section["stage3_param_persistence_threshold"])
     # Weights that are used again within this number of elements stay gathered: in a smaller model,
     # from forward to backward.

@@ -8,7 +8,6 @@ from functools import lru_cache
 from paceline.config.schema import Config
 from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_bytes
 from paceline.distributed.mesh import ParallelDims
-from paceline.models.router_loss import num_extra_forwards
 from paceline.models.shape.record import modules_around
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.strategies.zero1.cost import (
@@ -380,13 +379,13 @@ def _estimate(
     gathered = sum(unit.weights for unit in units.values())
     gradients = sum(unit.shards for unit in units.values())
     reduced = sum(unit.message for unit in units.values())
-    forwards = 1 + num_extra_forwards(config)
+    forwards = 1 + config.extra_forwards
     copies = work.micro_batches * (forwards * tensors.copies + tensors.backward_copies)
     if reshard_after_forward:
         gathers = work.micro_batches * (forwards * gathered + tensors.backward_gathers)
     else:
         full_weights += gathered
-        gathers = gathered * (1 + work.micro_batches * num_extra_forwards(config))
+        gathers = gathered * (1 + work.micro_batches * config.extra_forwards)
     traffic = {
         "reduce_scatter": work.micro_batches * scatter_bytes(reduced, axes.shard),
         "all_gather": scatter_bytes(gathers, axes.shard),

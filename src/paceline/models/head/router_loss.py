@@ -17,76 +17,13 @@ from typing import TYPE_CHECKING, Any
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
-from paceline.distributed.mesh import ParallelDims
-from paceline.models.builtin import config_numbers
-from paceline.models.json_config import JsonObject, language_fields
+from paceline.models.head.router_coefficient import TASKS, coefficient_of, has_experts
 from paceline.models.kinds import reads_images
 
 if TYPE_CHECKING:
     import torch
 
-_TASKS = ("sft", "pretrain")
-#: Keys of config.json with the coefficient.
-COEFFICIENT_KEYS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
-_EXPERT_KEYS = (
-    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts",
-)  # fmt: skip
 _ROWS, _COUNT = "router_rows", "target_count"
-
-
-def model_coefficient(content: JsonObject) -> float | None:
-    """Return the coefficient that a model's config.json has; None if it is 0 or absent."""
-    nested = content.get("ffn_config")  # DBRX
-    for fields in (content, nested if isinstance(nested, Mapping) else {}):
-        for key in COEFFICIENT_KEYS:
-            value = fields.get(key)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-                return float(value)
-    return None
-
-
-def has_experts(config: Config) -> bool:
-    """Return whether the config.json of a run's model has a number of experts."""
-    content = language_fields(config_numbers(config.model))
-    nested = content.get("ffn_config")  # DBRX
-    fields = {**content, **(nested if isinstance(nested, Mapping) else {})}
-    return any(fields.get(key) for key in _EXPERT_KEYS)
-
-
-def coefficient_of(config: Config) -> float:
-    """Return the factor of the auxiliary loss in a run; 0 if it is not trained. Without a value in
-    the config, the model's config.json decides (``output_router_logits``). Imports no torch."""
-    given = config.train_args.router_aux_loss_coef
-    if config.task not in _TASKS or reads_images(config) or not has_experts(config):
-        return 0.0
-    if given is not None:
-        return given
-    content = language_fields(config_numbers(config.model))
-    asks = content.get("output_router_logits") is True
-    return (model_coefficient(content) or 0.0) if asks else 0.0
-
-
-def num_extra_forwards(config: Config) -> int:
-    """Return the number of forward passes without gradients per micro-batch of training: one for
-    the divergence of KTO, one for the tokens per expert. Imports no torch."""
-    return config.extra_forwards + (coefficient_of(config) > 0)
-
-
-def check_router_loss(config: Config, dims: ParallelDims) -> None:
-    """Raise ConfigError if the auxiliary loss would be trained with layers that are divided over
-    ranks."""
-    coefficient = coefficient_of(config)
-    names = [name for name in ("tensor", "pipeline") if getattr(dims, name) > 1]
-    if coefficient > 0 and names:
-        raise ConfigError(
-            "the auxiliary loss that balances the experts (coefficient {coefficient}) is not"
-            " supported with `parallel.{axis}: {size}`",
-            code="router-loss-with-layout",
-            fix="set `train_args.router_aux_loss_coef: 0`, or train without `parallel.{axis}`",
-            coefficient=f"{coefficient:g}",
-            axis=names[0],
-            size=getattr(dims, names[0]),
-        )
 
 
 def check_has_router_loss(config: Config) -> None:
@@ -96,7 +33,7 @@ def check_has_router_loss(config: Config) -> None:
     if not given:
         return
     reason = None
-    if config.task not in _TASKS:
+    if config.task not in TASKS:
         reason = f"`task: {config.task}`"
     elif reads_images(config):
         reason = "models that read images"
