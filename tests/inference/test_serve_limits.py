@@ -63,7 +63,8 @@ def served(runs: Path) -> Iterator[ServedApi]:
 def test_overload_is_refused_and_closed_connections_end(served: ServedApi) -> None:
     client = served.client()
     first = open_stream(client)
-    waiting = threading.Thread(target=ask, args=(client,))
+    # It asks again if the other request below takes the place first.
+    waiting = threading.Thread(target=wait_until, args=(lambda: is_accepted(client),))
     waiting.start()
 
     refusals: list[RateLimitError] = []
