@@ -27,7 +27,7 @@ ENDLESS = 8000
 
 
 def open_stream(client: OpenAI, num_tokens: int = ENDLESS) -> Any:
-    """Return a stream of which the first token has arrived."""
+    """Return a stream whose first token has arrived."""
     stream = client.chat.completions.create(
         model="one", messages=QUESTION, temperature=0, max_tokens=num_tokens, stream=True
     )

@@ -10,8 +10,12 @@ from raised import raises_error
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
-from paceline.models.head.router_coefficient import check_router_loss, coefficient_of
-from paceline.models.head.router_loss import RouterLoss, check_has_router_loss, find_router_loss
+from paceline.models.head.router_coefficient import (
+    check_router_loss,
+    check_task_of_router_loss,
+    coefficient_of,
+)
+from paceline.models.head.router_loss import RouterLoss, find_router_loss
 from paceline.models.notices import model_notices
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe")
@@ -81,19 +85,19 @@ def test_models_and_layouts_without_this_loss_are_refused(tmp_path: Path) -> Non
     build_model("deepseek_v3").config.save_pretrained(tmp_path / "other")
     build_model("mixtral").config.save_pretrained(tmp_path / "mixture")
     dense = config_for(str(tmp_path / "dense"), router_aux_loss_coef=0.01)
-    check_has_router_loss(dense)
     assert coefficient_of(dense) == 0.0
     (_, warning), *_ = model_notices(build_model("qwen2"), dense)
     assert "the model has no experts" in warning
     other = config_for(str(tmp_path / "other"), router_aux_loss_coef=0.01)
     with raises_error(ConfigError, code="router-loss-not-supported", naming="other"):
-        check_has_router_loss(other)
-    check_has_router_loss(config_for(str(tmp_path / "other"), router_aux_loss_coef=0.0))
+        find_router_loss(build_model("deepseek_v3"), other)
+    off = config_for(str(tmp_path / "other"), router_aux_loss_coef=0.0)
+    assert find_router_loss(build_model("deepseek_v3"), off) is None
     mixture = config_for(str(tmp_path / "mixture"), router_aux_loss_coef=0.01)
-    check_has_router_loss(mixture)
+    check_task_of_router_loss(mixture)
     check_router_loss(mixture, ParallelDims(data=4))
     with raises_error(ConfigError, code="router-loss-with-layout", naming="parallel.pipeline"):
         check_router_loss(mixture, ParallelDims(pipeline=2))
     preference = mixture.model_copy(update={"task": "dpo"})
     with raises_error(ConfigError, code="router-loss-not-supported", naming="dpo"):
-        check_has_router_loss(preference)
+        check_task_of_router_loss(preference)

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, TypedDict
 
 from paceline.commands.options import AnyPath, AnyText, Choice, Number, OptionParser
 from paceline.core.errors import EXIT_DONE, ConfigError
+from paceline.inference.exports.gguf.tensor_types import KINDS
+from paceline.inference.exports.quantized.layers import SCHEMES
 
 if TYPE_CHECKING:
     from paceline.inference.exports.core.comparison import ProofRecord
-
-GGUF_TYPES = ("f16", "bf16", "q8_0", "q4_k_m")
-SCHEMES = ("fp8", "w4a16", "gptq", "awq")
 
 
 class ExportOutput(TypedDict, total=False):
@@ -41,7 +40,7 @@ def add_arguments(parser: OptionParser) -> None:
     parser.add_flag("--adapter", "check that vLLM and peft load the adapter, and copy it")
     parser.add_option(
         "--gguf",
-        Choice(GGUF_TYPES),
+        Choice(KINDS),
         "TYPE",
         "write a GGUF file for llama.cpp, with weights of TYPE",
     )

@@ -115,7 +115,7 @@ def _print_start(
 
 def _token(has_none: bool, host: str) -> str | None:
     """Return the token of the server, which the programs that it starts do not see."""
-    given = os.environ.pop(_KEY_VARIABLE, None)
+    api_key = os.environ.pop(_KEY_VARIABLE, None)
     if has_none:
         if not is_loopback(host):
             raise ConfigError(
@@ -126,9 +126,9 @@ def _token(has_none: bool, host: str) -> str | None:
                 host=host,
             )
         return None
-    if given is None:
+    if api_key is None:
         return secrets.token_urlsafe(24)
-    if not given or not given.isascii() or not given.isprintable() or " " in given:
+    if not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key:
         raise ConfigError(
             "the environment variable {variable} cannot be a token",
             code="invalid-api-key",
@@ -136,7 +136,7 @@ def _token(has_none: bool, host: str) -> str | None:
             fix="set another value, or unset it to get a random token",
             variable=_KEY_VARIABLE,
         )
-    return given
+    return api_key
 
 
 def _adapters(options: list[str]) -> dict[str, Path]:

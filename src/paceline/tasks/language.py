@@ -41,7 +41,8 @@ from paceline.models.builtin import resolve_model
 from paceline.models.checks.packing import PackingChoice, choose_packing
 from paceline.models.files import check_files, check_hub
 from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
-from paceline.models.head.router_loss import RouterLoss, check_has_router_loss, find_router_loss
+from paceline.models.head.router_coefficient import check_task_of_router_loss
+from paceline.models.head.router_loss import RouterLoss, find_router_loss
 from paceline.models.head.softmax import IGNORED, LogitTransform, weighted_sum
 from paceline.models.head.transform import choose_transform, output_head
 from paceline.models.kernels import mixers
@@ -95,7 +96,7 @@ class LanguageTask(Task):
         language.check_first_generation_qwen(self.config)
         check_hub(self.config)
         check_hub_sources(self.config)
-        check_has_router_loss(self.config)
+        check_task_of_router_loss(self.config)
 
     def prepare(self) -> Prepared:
         kind = text_kind(self.config)

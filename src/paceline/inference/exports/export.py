@@ -95,8 +95,8 @@ def export(
         limit: largest accepted difference, instead of the form's.
 
     Raises:
-        ConfigError: there is no model, it cannot be written in this form, files of the base model
-            are gone, the target exists, or the disk or the memory is too small.
+        ConfigError: the run has no model or its base model's files are gone, the model cannot be
+            written in this form, the target exists, or the disk or the memory is too small.
         RunError: the export cannot be written, or it differs from the trained model.
     """
     final = Path(output).expanduser() if output else _default_target(run, form)

@@ -107,11 +107,11 @@ def write_full(
 
     if source.is_adapter:
         model = merge_adapters(model)
-    given = None if dtype == "auto" else getattr(torch, dtype)
-    if given is not None:
-        model = model.to(given)
-        model.config.dtype = given
-    save_with_base(model, folder, bases, given)
+    stored_dtype = None if dtype == "auto" else getattr(torch, dtype)
+    if stored_dtype is not None:
+        model = model.to(stored_dtype)
+        model.config.dtype = stored_dtype
+    save_with_base(model, folder, bases, stored_dtype)
     tokenizer.save_pretrained(str(folder))
     copy_processor(source.folder, folder)
     for name in names:

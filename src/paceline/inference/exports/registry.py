@@ -63,7 +63,8 @@ def form_named(name: str) -> ExportForm:
         return AdapterForm()
     if name == FullForm.name:
         return FullForm()
-    from paceline.inference.exports.quantized.form import SCHEMES, QuantizedForm
+    from paceline.inference.exports.quantized.form import QuantizedForm
+    from paceline.inference.exports.quantized.layers import SCHEMES
 
     return next(QuantizedForm(scheme) for scheme in SCHEMES if scheme == name)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ Json = dict[str, JsonValue]
 
 
 @dataclass
-class AnswerFormat:
+class AnswerFormat(ABC):
     """How an answer is written, as chunks of a stream or as a whole.
 
     Args:
@@ -67,17 +68,17 @@ class AnswerFormat:
         """Return what precedes the answer in a stream."""
         return b""
 
+    @abstractmethod
     def part(self, part: AnswerPart) -> bytes:
         """Return a part of the answer for a stream."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, end: AnswerEnd) -> bytes:
         """Return the end of a stream."""
-        raise NotImplementedError
 
+    @abstractmethod
     def whole(self, parts: Sequence[AnswerPart], end: AnswerEnd) -> Json:
         """Return an answer that is not streamed."""
-        raise NotImplementedError
 
     def _end(self, choice: Json, end: AnswerEnd) -> bytes:
         usage = self._chunk([], self.usage(end)) if self.has_usage else b""

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
-from paceline.models.head.router_coefficient import TASKS, coefficient_of, has_experts
-from paceline.models.kinds import reads_images
+from paceline.models.head.router_coefficient import coefficient_of, unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -26,56 +24,22 @@ if TYPE_CHECKING:
 _ROWS, _COUNT = "router_rows", "target_count"
 
 
-def check_has_router_loss(config: Config) -> None:
-    """Raise ConfigError if the config asks for an auxiliary loss that the model or the task does
-    not have."""
-    given = config.train_args.router_aux_loss_coef
-    if not given:
-        return
-    reason = None
-    if config.task not in TASKS:
-        reason = f"`task: {config.task}`"
-    elif reads_images(config):
-        reason = "models that read images"
-    elif has_experts(config) and not _class_has_router_loss(config):
-        reason = f"the model `{config.model}`, for which transformers has no such loss"
-    if reason is not None:
-        raise ConfigError(
-            "`train_args.router_aux_loss_coef: {coefficient}` is not supported with {reason}",
-            code="router-loss-not-supported",
-            allowed="mixtures of experts such as Mixtral, Qwen3-MoE, OLMoE and gpt-oss, with"
-            " `task: sft` or `pretrain`",
-            fix="remove it, or set it to 0",
-            coefficient=f"{given:g}",
-            reason=reason,
-        )
-
-
-def _class_has_router_loss(config: Config) -> bool:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-
-    from paceline.models.builtin import resolve_model
-
-    settings = AutoConfig.from_pretrained(
-        resolve_model(config.model), trust_remote_code=config.trust_remote_code
-    )
-    kinds = (type(settings), type(settings.get_text_config()))
-    kind = next((each for each in kinds if each in MODEL_FOR_CAUSAL_LM_MAPPING), None)
-    return kind is not None and _takes_router_logits(MODEL_FOR_CAUSAL_LM_MAPPING[kind])
-
-
-def _takes_router_logits(model: Any) -> bool:
-    return "output_router_logits" in inspect.signature(model.forward).parameters
-
-
 def find_router_loss(model: Any, config: Config) -> RouterLoss | None:
     """Return the auxiliary loss of a run's model; None if it is not trained.
 
     Args:
         model: the language model, without an adapter's wrapper.
+
+    Raises:
+        ConfigError: the config asks for it, and transformers has no such loss for the model.
     """
     coefficient = coefficient_of(config)
-    if coefficient <= 0 or not _takes_router_logits(model):
+    if coefficient <= 0:
+        return None
+    if "output_router_logits" not in inspect.signature(model.forward).parameters:
+        if config.train_args.router_aux_loss_coef:
+            model_name = f"the model `{config.model}`, for which transformers has no such loss"
+            raise unsupported(coefficient, model_name)
         return None
     return RouterLoss(coefficient, int(model.num_experts), int(model.num_experts_per_tok))
 
@@ -130,7 +94,8 @@ class RouterLoss:
             ones = torch.ones(len(logits), device=device) if flat is None else flat
             counts.scatter_add_(0, chosen.reshape(-1), ones.repeat_interleave(self.top_k))
             num_rows += ones.sum()
-        values = [*counts.unbind(), num_rows, torch.tensor(count, device=device)]
+        # `full` fills the number on the device; `tensor` would wait for it.
+        values = [*counts.unbind(), num_rows, torch.full((), count, device=device)]
         return dict(zip(self.total_names, values, strict=True))
 
     def term(

@@ -60,10 +60,10 @@ def proof_prompts(tokenizer: Any) -> list[ProofPrompt]:
 
 def _template_inputs(tokenizer: Any) -> tuple[list[str], bool]:
     """Return the variables that a chat template reads, and whether it takes tools."""
-    given = tokenizer.chat_template
-    sources = [*given.values()] if isinstance(given, dict) else [given] if given else []
+    source = tokenizer.chat_template
+    sources = [*source.values()] if isinstance(source, dict) else [source] if source else []
     try:
-        templates = [ChatTemplate(source, tokenizer.special_tokens_map) for source in sources]
+        templates = [ChatTemplate(each, tokenizer.special_tokens_map) for each in sources]
     except ConfigError:  # not Jinja: no prompt is rendered
         return [], False
     names = [name for template in templates for name in template.argument_names]

@@ -62,7 +62,7 @@ def check_qwen35(config: ModelConfig) -> None:
     if config.whole("linear_key_head_dim") != config.whole("linear_value_head_dim"):
         raise refuse(config, "has keys and values of different sizes in its linear attention")
     if config.whole("linear_num_value_heads") % config.whole("linear_num_key_heads"):
-        raise refuse(config, "has a number of values that is no multiple of the number of keys")
+        raise refuse(config, "has a number of values that is not a multiple of the number of keys")
     kinds, interval = config.texts("layer_types"), _interval(config)
     if kinds != [
         "linear_attention" if (layer + 1) % interval else "full_attention"

@@ -112,8 +112,8 @@ def _add_yarn(writer: gguf.GGUFWriter, config: ModelConfig, rope: ModelConfig) -
     writer.add_rope_scaling_yarn_beta_fast(rope.number("beta_fast", 32.0))
     writer.add_rope_scaling_yarn_beta_slow(rope.number("beta_slow", 1.0))
     usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    given = rope.number("attention_factor", usual)
-    if not math.isclose(given, usual, rel_tol=1e-3) or "mscale" in rope:
+    factor_of_model = rope.number("attention_factor", usual)
+    if not math.isclose(factor_of_model, usual, rel_tol=1e-3) or "mscale" in rope:
         raise refuse(config, "scales attention by its own factor of YaRN")
 
 

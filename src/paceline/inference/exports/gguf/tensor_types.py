@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 KINDS = ("f16", "bf16", "q8_0", "q4_k_m")
 #: ``general.file_type`` of each kind (``enum llama_ftype`` in llama.cpp's ``llama.h``).
-#: ``f32`` is no form of an export: it shows whether llama.cpp computes what the model does.
+#: ``f32`` is not a form of an export: it shows whether llama.cpp computes what the model does.
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_k_m": 15}
 #: Matrices that llama.cpp needs in float32 or does not quantize (``prepare_tensors`` in its
 #: converter, ``tensor_allows_quantization`` in ``llama-quant.cpp``).

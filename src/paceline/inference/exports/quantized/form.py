@@ -42,7 +42,6 @@ from paceline.models.weights.release import KEYS
 
 logger = logging.getLogger(__name__)
 
-SCHEMES: tuple[Scheme, ...] = ("fp8", "w4a16", "gptq", "awq")
 #: Schemes whose scales, or whose rounding, depend on the inputs of the layers.
 _CALIBRATED: tuple[Scheme, ...] = ("w4a16", "gptq", "awq")
 _LIMITS: dict[Scheme, float] = {"fp8": 0.05, "w4a16": 0.3, "gptq": 0.3, "awq": 0.3}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     from torch import nn
 
 Scheme = Literal["fp8", "w4a16", "gptq", "awq"]
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
 #: Numbers of a row that share a scale, in schemes with 4 bits.
 GROUP_SIZE = 128
