@@ -17,7 +17,7 @@ from paceline.models.shape.block_memory import FLOAT32_BYTES
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.limits.images import check_vision_language
-from paceline.parallel.registry import ParallelLayout, check_strategy, estimate_cost
+from paceline.parallel.registry import AXIS_KEYS, ParallelLayout, check_strategy, estimate_cost
 from paceline.parallel.registry import layout as make_layout
 from paceline.planner.machine.hardware import Machine
 from paceline.planner.micro_batch import MicroBatchProfile
@@ -165,7 +165,7 @@ class ModeEstimate:
 
 def free_layout(config: Config, num_devices: int, mode: str) -> ParallelLayout:
     """Return the layout of a mode, ignoring the sizes of axes that the config sets."""
-    update = dict.fromkeys(("data", "shard", "tensor", "pipeline"))
+    update = dict.fromkeys(AXIS_KEYS)
     return make_layout(config.parallel.model_copy(update=update), num_devices, mode)
 
 
@@ -180,7 +180,7 @@ def estimate(
 ) -> ModeEstimate:
     """Estimate ``layout``. ``stage``: of DeepSpeed."""
     name, settings = mode_names(layout, stage)
-    update = dict.fromkeys(("data", "shard", "tensor", "pipeline")) | settings
+    update = dict.fromkeys(AXIS_KEYS) | settings
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=update)})
     replicas, samples = layout.axes.replicas, config.train_args.global_batch_size
     if samples is not None:
