@@ -39,7 +39,8 @@ def workload(
     is_cpu: bool,
 ) -> Workload:
     """Return what a strategy's cost depends on besides the model's shape."""
-    work = Workload(config.train_args.gradient_accumulation_steps, batch.positions)
+    parts = layout.axes.context
+    work = Workload(config.train_args.gradient_accumulation_steps, batch.positions / parts)
     if profile.dims is None:
         copies = _weight_copies(profile.shape, layout)
         return replace(
@@ -51,8 +52,8 @@ def workload(
     activations = language_activations(
         profile.dims,
         config,
-        batch.fullest,
-        batch.fullest * batch.label_share,
+        batch.fullest / parts,
+        batch.fullest * batch.label_share / parts,
         mask_bytes=4 if is_cpu else 1,
         device_type="cpu" if is_cpu else "cuda",
         fused_attention=profile.fused_attention,
