@@ -17,6 +17,7 @@ from paceline.models.shape.record import ModelShape
 from paceline.parallel import capabilities
 from paceline.parallel.capabilities import Capabilities, Placement, check_features, check_limits
 from paceline.parallel.cost import Cost, Workload
+from paceline.parallel.exchange_cost import exchange_traffic
 from paceline.parallel.limits.shared import FOR_ALL, ONE_PROCESS
 from paceline.parallel.spec import StrategySpec
 
@@ -225,7 +226,12 @@ def estimate_cost(
     axis = "shard" if dims.shard > 1 or spec.main_dim == "shard" else "data"
     summed = replace(dims, context=1, **{axis: getattr(dims, axis) * dims.context})
     cost: Cost = load_object(spec.cost_model or _PLAIN_COST)(shape, summed, work, config)
-    return cost
+    if dims.context == 1 or work.context is None:
+        return cost
+    traffic = dict(cost.traffic)
+    for collective, size_bytes in exchange_traffic(config, dims, work).items():
+        traffic[collective] = traffic.get(collective, 0) + size_bytes
+    return replace(cost, traffic=traffic)
 
 
 def check_strategy(mode: str, config: Config, dims: ParallelDims, installed: bool = True) -> None:
