@@ -9,7 +9,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.texts import UserText
-from paceline.models.context.choice import choose_method
+from paceline.models.context.choice import method_of_run
 from paceline.models.head.router_coefficient import check_router_loss
 from paceline.models.kernels.attention_choice import joins_samples
 from paceline.models.shape.activations import Activations, WeightPrecision, language_activations
@@ -43,7 +43,7 @@ def workload(
     parts = layout.axes.context
     work = Workload(config.train_args.gradient_accumulation_steps, batch.positions / parts)
     if parts > 1:
-        method = choose_method(config, layout.axes, "cpu" if is_cpu else "cuda")
+        method = method_of_run(config, layout.axes, "cpu" if is_cpu else "cuda")
         row = (max(1, round(batch.sample)),) * max(1, round(batch.positions / batch.sample))
         work = replace(work, context=ContextWork(method.name, (row,)))
     if profile.dims is None:

@@ -38,7 +38,7 @@ from paceline.distributed.devices import (
 from paceline.distributed.environment import outer_launcher
 from paceline.launch.fork_server import start_fork_server
 from paceline.launch.passes.draft import Draft, Host
-from paceline.models.context.choice import choose_method
+from paceline.models.context.choice import method_of_run
 from paceline.models.head.router_coefficient import check_router_loss
 from paceline.observe.report.certificate import BoundsReport, Certificate, ModeCertificate
 from paceline.observe.report.html import render_certificate, write_reports
@@ -243,7 +243,7 @@ def _check_mode(mode: VerifyMode, config: Config, device_type: str) -> None:
     load_task(config).check()  # a task may not support a mode
     check_strategy(mode.layout.strategy, config, mode.layout.axes)
     if mode.layout.axes.context > 1:
-        choose_method(config, mode.layout.axes, device_type)
+        method_of_run(config, mode.layout.axes, device_type)
     if get_spec(mode.layout.strategy).extra_ranks(config):
         raise ConfigError(
             "`{mode}` is not supported with `paceline verify`: it needs servers, and verify starts"

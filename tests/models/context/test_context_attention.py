@@ -1,7 +1,6 @@
 """Each method of context parallelism computes what one rank computes for the whole row."""
 
 import pytest
-import torch
 from context_reference import Case, difference, share, whole_row
 from ranks import run_ranks
 

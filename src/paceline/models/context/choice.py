@@ -1,187 +1,305 @@
-"""Choose how the ranks of a context group exchange keys and values. Imports no torch."""
+"""Choose the method of context parallelism. Imports no torch."""
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from paceline.config.schema import Config
+from paceline.core import formatting
 from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
 from paceline.data.context.rows import divide_row
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.builtin import config_numbers
-from paceline.models.context.geometry import (
-    AttentionGeometry,
-    extends_positions,
-    has_dropout,
-    needs_own_attention,
-    read_geometry,
-)
+from paceline.models.context.facts import AttentionFacts, attention_facts
 from paceline.models.context.methods import GATHER, METHODS, RING, ULYSSES
 from paceline.models.context.traffic import busiest_rank_bytes
-from paceline.models.json_config import JsonObject
 from paceline.models.kernels.attention_choice import MAX_HEAD_SIZE
+
+#: Floating-point operations of attention per (query, key) pair and element of a head: a product
+#: and a sum in forward, and five such products to two in backward.
+_OPERATIONS = 2 * (1 + 2.5)
+#: Data types in which the kernel for blocks computes on GPUs.
+_LOW = ("bfloat16", "float16")
+#: Number of tokens of a row per rank, if the caller does not know it.
+_TOKENS_PER_RANK = 8192
 
 
 @dataclass(frozen=True)
 class ContextMethod:
-    """The method of a run.
-
-    Args:
-        name: ``ring``, ``ulysses`` or ``gather``.
-        why: the reason, for users.
-    """
+    """A method of context parallelism, and why it was chosen."""
 
     name: str
-    why: str
+    why: UserText
+
+
+@dataclass(frozen=True)
+class MethodCost:
+    """What a method costs one rank in one layer, forward and backward, for a row of one sample.
+
+    Args:
+        sent_bytes: bytes that the rank sends.
+        num_messages: exchanges that follow on each other.
+        pairs: (query, key) pairs that the rank computes, times its number of heads.
+        overlaps: whether the rank computes while it sends.
+    """
+
+    sent_bytes: int
+    num_messages: int
+    pairs: int
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)
 class _Rates:
-    """Assumed rates of a device, which only serve to compare the methods.
+    """Orders of magnitude of a device and of its link, to compare methods."""
 
-    Args:
-        flops_s: operations per second in attention.
-        memory_bytes_s: bytes per second that a kernel reads and writes.
-        link_bytes_s, network_bytes_s: bytes per second to ranks of the same host, and of others.
-    """
-
-    flops_s: float
-    memory_bytes_s: float
+    operations_s: float
     link_bytes_s: float
-    network_bytes_s: float
+    message_s: float
 
 
-_CPU = _Rates(5e10, 1e10, 2e9, 1e9)
-_ACCELERATOR = _Rates(3e14, 2e12, 1.5e11, 2.5e10)
+#: Device type → rates within a host and between hosts.
+_RATES = {
+    "cuda": (_Rates(3e14, 1.5e11, 2e-5), _Rates(3e14, 2e10, 4e-5)),
+    "cpu": (_Rates(5e10, 2e9, 1e-4), _Rates(5e10, 1e9, 2e-4)),
+}
 
 
-def choose_method(config: Config, dims: ParallelDims, device_type: str) -> ContextMethod:
-    """Choose the method for a model, from its config.json.
+def method_of_run(config: Config, dims: ParallelDims, device_type: str) -> ContextMethod:
+    """Choose the method of a run from the config.json of its model.
 
     Raises:
-        ConfigError: the model does not allow the method of the config, or no method.
+        ConfigError: the model or the device does not allow the method of the config, or none.
     """
-    content, size = config_numbers(config.model), dims.context
-    _check_positions(config, content, size)
-    geometry = read_geometry(content, dims.tensor)
-    reasons = _reasons_against(config, content, geometry, size, device_type)
-    requested = config.parallel.context_method
-    if requested in reasons:
-        allowed = [name for name in METHODS if name not in reasons]
-        raise ConfigError(
-            "`parallel.context_method: {requested}` is not supported here: {reason}",
-            code="context-method",
-            allowed=", ".join(["auto", *allowed]),
-            fix="set `parallel.context_method: auto`",
-            requested=requested,
-            reason=reasons[requested],
-        )
-    if requested != "auto":
-        why = UserText("the config sets it", code="context-method-set")
-        return ContextMethod(requested, why)
-    if RING in reasons and ULYSSES in reasons:
-        return ContextMethod(GATHER, reasons[RING])
-    if geometry is None:
-        why = UserText("the model's sizes are not known", code="context-sizes-unknown")
-        return ContextMethod(RING if RING not in reasons else GATHER, why)
-    times = {
-        name: _layer_time(config, geometry, name, dims, device_type)
-        for name in METHODS
-        if name not in reasons
-    }
-    fastest = min(times, key=lambda name: times[name])
-    text = ", ".join(f"{name} {1e3 * seconds:.2g} ms" for name, seconds in times.items())
-    why = UserText(
-        "fastest by estimate for a row of {tokens:,} tokens ({times} per layer)",
-        code="context-method-fastest",
-        tokens=config.train_args.max_length,
-        times=text,
-    )
-    return ContextMethod(fastest, why)
-
-
-def _reasons_against(
-    config: Config,
-    content: JsonObject,
-    geometry: AttentionGeometry | None,
-    size: int,
-    device_type: str,
-) -> dict[str, str]:
-    """Return why methods cannot be used, by method."""
-    reasons: dict[str, str] = {}
-    feature = needs_own_attention(content)
-    if feature is None and has_dropout(content):
-        feature = "dropout of attention weights"
-    if feature is not None:
-        text = UserText(
-            "kernels for blocks of a row do not support the model's {feature}",
-            code="context-own-attention",
-            feature=feature,
-        )
-        return {RING: text, ULYSSES: text}
-    is_low = element_bytes_of(config) == 2
-    is_small = geometry is None or geometry.key_size <= MAX_HEAD_SIZE
-    if device_type != "cpu" and not (device_type == "cuda" and is_low and is_small):
-        reasons[RING] = UserText(
-            "kernels for blocks of a row need a CUDA device, 16-bit numbers and heads of at most"
-            " {size} numbers",
-            code="context-no-block-kernel",
-            size=MAX_HEAD_SIZE,
-        )
-    if geometry is not None and geometry.heads % size:
-        reasons[ULYSSES] = UserText(
-            "{size} ranks cannot share {heads} query heads evenly",
-            code="context-heads",
-            size=size,
-            heads=geometry.heads,
-        )
-    return reasons
-
-
-def _check_positions(config: Config, content: JsonObject, size: int) -> None:
-    if extends_positions(content, config.train_args.max_length):
-        raise ConfigError(
-            "`parallel.context: {size}` is not supported with `model: {model}` and"
-            " `train_args.max_length: {max_length}`: its rotary embedding depends on the longest"
-            " position of a row, and each rank has a part of the row",
-            code="context-positions",
-            fix="set `train_args.max_length` to at most the positions before the extension"
-            " (`original_max_position_embeddings` in config.json), or leave `parallel.context` out",
-            size=size,
-            model=config.model,
-            max_length=config.train_args.max_length,
-        )
-
-
-def _layer_time(
-    config: Config, geometry: AttentionGeometry, method: str, dims: ParallelDims, device_type: str
-) -> float:
-    """Return the estimated seconds of one layer's attention and its exchanges for a row of one
-    sample, in forward and backward."""
-    rates = _CPU if device_type == "cpu" else _ACCELERATOR
-    size, hosts = dims.context, config.parallel.hosts[1]
+    facts = attention_facts(config_numbers(config.model), dims.tensor)
+    tokens = config.train_args.max_length
+    _check_model(config, facts)
+    hosts = config.parallel.hosts[1]
     spans_hosts = hosts > 1 and dims.context * dims.tensor > dims.size // hosts
-    link = rates.network_bytes_s if spans_hosts else rates.link_bytes_s
-    lengths = (config.train_args.max_length,)
-    element_bytes = element_bytes_of(config)
-    sent = busiest_rank_bytes(
-        geometry, method, [lengths], size, element_bytes=element_bytes, forwards=1.0
+    return choose_method(
+        config.parallel.context_method,
+        dims.context,
+        facts,
+        device_type,
+        compute_dtype(config),
+        hosts if spans_hosts else 1,
+        num_tokens=tokens * config.train_args.per_device_train_batch_size,
     )
-    sent_s = sum(sent.values()) / geometry.num_layers / link
-    division = divide_row(lengths, size)
-    pairs = sum(
-        max(division.num_pairs(rank, window) for rank in range(size)) for window in geometry.windows
-    )
-    # A product of queries and keys, one of scores and values; 2.5 times as many in backward.
-    per_pair = 7 * geometry.heads * (geometry.key_size + geometry.value_size)
-    computed_s = per_pair * pairs / geometry.num_layers / rates.flops_s
-    if method != RING:
-        return sent_s + computed_s
-    # Each step reads and writes the merged output in float32.
-    merged = 3 * 4 * (size - 1) * (lengths[0] / size) * geometry.heads * geometry.value_size
-    return max(sent_s, computed_s) + merged / rates.memory_bytes_s
 
 
-def element_bytes_of(config: Config) -> int:
-    """Return the bytes of an element of keys and values."""
+def compute_dtype(config: Config) -> str:
+    """Return the data type of queries, keys and values."""
     args = config.train_args
-    return 2 if args.mixed_dtype is not None or args.weight_dtype == "bfloat16" else 4
+    return args.mixed_dtype or args.weight_dtype
+
+
+def choose_method(
+    requested: str,
+    size: int,
+    facts: AttentionFacts,
+    device_type: str,
+    dtype: str,
+    hosts: int,
+    *,
+    num_tokens: int | None = None,
+    has_varlen: bool = True,
+) -> ContextMethod:
+    """Choose the method of context parallelism.
+
+    Args:
+        requested: "auto", or the name of a method.
+        size: number of ranks of a context group.
+        dtype: data type of matrix products.
+        hosts: number of hosts on which the ranks of a context group are.
+        num_tokens: number of tokens of a row.
+        has_varlen: whether this build of torch has a fused kernel for blocks on GPUs.
+
+    Raises:
+        ConfigError: the model or the device does not allow the method, or none.
+    """
+    reasons = {
+        method: _obstacle(method, size, facts, device_type, dtype, has_varlen) for method in METHODS
+    }
+    allowed = [method for method in METHODS if reasons[method] is None]
+    if requested != "auto":
+        reason = reasons[requested]
+        if reason is not None:
+            raise ConfigError(
+                "`parallel.context_method: {method}` is not supported here: {reason}",
+                code="context-method-not-possible",
+                allowed=", ".join(["auto", *allowed]),
+                fix="set `parallel.context_method: auto`",
+                method=requested,
+                reason=reason,
+            )
+        return ContextMethod(requested, UserText("it was requested", code="context-requested"))
+    if len(allowed) == 1:
+        missing = [reason for reason in reasons.values() if reason is not None]
+        why = UserText("it is the only possible method: {reason}", code="context-only-method",
+                       reason=missing[0])  # fmt: skip
+        return ContextMethod(allowed[0], why)
+    tokens = num_tokens or _TOKENS_PER_RANK * size
+    costs = {
+        method: list(_costs(method, size, facts, device_type, dtype, tokens)) for method in allowed
+    }
+    rates = _RATES.get(device_type, _RATES["cpu"])[hosts > 1]
+    times = {
+        method: sum(_seconds(cost, facts, rates) * count for cost, count in each)
+        for method, each in costs.items()
+    }
+    method = min(allowed, key=times.__getitem__)
+    sent = sum(cost.sent_bytes * count for cost, count in costs[method])
+    why = UserText(
+        "it has the lowest estimated time of {methods}: a rank sends {sent} per row of"
+        " {tokens:token}",
+        code="context-fastest",
+        methods=", ".join(allowed),
+        sent=formatting.size(sent),
+        tokens=tokens,
+    )
+    return ContextMethod(method, why)
+
+
+def method_cost(
+    method: str,
+    size: int,
+    facts: AttentionFacts,
+    window: int | None,
+    num_tokens: int,
+    item_bytes: int,
+    skips_pairs: bool = True,
+) -> MethodCost:
+    """Return the cost of a method for the rank that sends most in a row of one sample.
+
+    Args:
+        window: number of tokens that a token attends to in the layer; None: all before it.
+        item_bytes: size of an element of the queries, keys and values.
+        skips_pairs: whether the kernel of ``gather`` skips the pairs that the mask hides.
+    """
+    division = divide_row((num_tokens,), size)
+    sent = busiest_rank_bytes(
+        replace(facts, windows=(window,)), method, [(num_tokens,)], size, item_bytes
+    )
+    sent_bytes = sum(sent.values())
+    pairs = facts.query_heads * max(division.num_pairs(rank, window) for rank in range(size))
+    if method == RING:
+        return MethodCost(sent_bytes, 3 * (size - 1), pairs, overlaps=True)
+    if method == ULYSSES:
+        share = facts.query_heads // size or 1
+        total = sum(division.num_pairs(rank, window) for rank in range(size))
+        return MethodCost(sent_bytes, 4, total * share)
+    if not skips_pairs:
+        pairs = facts.query_heads * max(
+            sum(_rectangle(piece.start, piece.stop, window) for piece in pieces)
+            for pieces in division.pieces
+        )
+    return MethodCost(sent_bytes, 2, pairs)
+
+
+def _rectangle(start: int, stop: int, window: int | None) -> int:
+    first = 0 if window is None else max(0, start - window + 1)
+    return (stop - start) * (stop - first)
+
+
+def _costs(
+    method: str, size: int, facts: AttentionFacts, device_type: str, dtype: str, num_tokens: int
+) -> Iterator[tuple[MethodCost, int]]:
+    """Yield the cost of each kind of layer and the number of such layers."""
+    item_bytes = 2 if dtype in _LOW else 4
+    is_fused = device_type == "cuda" and dtype in _LOW
+    for window, count in Counter(facts.windows).items():
+        yield (
+            method_cost(method, size, facts, window, num_tokens, item_bytes, skips_pairs=is_fused),
+            count,
+        )
+
+
+def _seconds(cost: MethodCost, facts: AttentionFacts, rates: _Rates) -> float:
+    elements = facts.head_size + facts.value_size
+    computing = cost.pairs * elements * _OPERATIONS / rates.operations_s
+    sending = cost.sent_bytes / rates.link_bytes_s + cost.num_messages * rates.message_s
+    return max(computing, sending) if cost.overlaps else computing + sending
+
+
+def _check_model(config: Config, facts: AttentionFacts) -> None:
+    """Raise ConfigError if no method computes the model's attention."""
+    reason = None
+    if facts.has_chunks:
+        reason = UserText(
+            "its layers attend within chunks of a row", code="context-attention-chunks"
+        )
+    elif facts.fixed_positions is not None and config.train_args.max_length > facts.fixed_positions:
+        reason = UserText(
+            "its position embeddings depend on the longest position in a row if samples are longer"
+            " than {tokens:token}, and a rank has only a part of the row",
+            code="context-rope",
+            tokens=facts.fixed_positions,
+        )
+    if reason is not None:
+        raise ConfigError(
+            "`parallel.context` is not supported with `model: {model}`: {reason}",
+            code="context-not-possible",
+            fix="leave `parallel.context` out, or set a smaller `train_args.max_length`",
+            model=config.model,
+            reason=reason,
+        )
+
+
+def _obstacle(
+    method: str,
+    size: int,
+    facts: AttentionFacts,
+    device_type: str,
+    dtype: str,
+    has_varlen: bool,
+) -> UserText | None:
+    """Return why a method is not possible, or None if it is."""
+    if method == GATHER:
+        return None
+    if facts.caps_scores:
+        return UserText("the model soft-caps its attention scores", code="context-softcap")
+    if facts.has_sinks:
+        return UserText("the model's attention has sinks", code="context-sinks")
+    if facts.has_dropout:
+        return UserText("attention weights have dropout", code="context-dropout")
+    if method == RING:
+        return _kernel_obstacle(facts, device_type, dtype, has_varlen)
+    if facts.query_heads % size:
+        return UserText(
+            "{heads:query head} of a rank cannot be divided among {size:rank}",
+            code="context-heads",
+            heads=facts.query_heads,
+            size=size,
+        )
+    return None
+
+
+def _kernel_obstacle(
+    facts: AttentionFacts, device_type: str, dtype: str, has_varlen: bool
+) -> UserText | None:
+    """Return why the kernel for blocks cannot be used, or None if it can."""
+    if device_type == "cpu":
+        return None
+    if device_type != "cuda":
+        return UserText(
+            "there is no kernel for blocks on `{device_type}`",
+            code="context-ring-device",
+            device_type=device_type,
+        )
+    if dtype not in _LOW:
+        return UserText(
+            "its kernel computes in bfloat16 and float16, and this run in {dtype}",
+            code="context-ring-dtype",
+            dtype=dtype,
+        )
+    if not has_varlen:
+        return UserText("this build of torch has no flash attention", code="context-ring-varlen")
+    if max(facts.head_size, facts.value_size) > MAX_HEAD_SIZE:
+        return UserText(
+            "the head size of its kernel is at most {limit}, and the model's is {head_size}",
+            code="context-ring-head-size",
+            limit=MAX_HEAD_SIZE,
+            head_size=max(facts.head_size, facts.value_size),
+        )
+    return None

@@ -1,109 +1,84 @@
 """The bytes that a rank of a context group sends. Imports no torch."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import gcd
 
 from paceline.data.context.rows import divide_row
 from paceline.distributed.collective_bytes import scatter_bytes
 from paceline.models.context.blocks import ring_steps
-from paceline.models.context.geometry import AttentionGeometry
-from paceline.models.context.methods import GATHER, RING, ULYSSES
+from paceline.models.context.facts import AttentionFacts
+from paceline.models.context.methods import GATHER, RING
 
 #: Bytes of an element in which the gradients of gathered keys and values are summed.
 _SUM_BYTES = 4
+#: A row of some samples, a rank, and a number of ranks that divide the row.
+_Part = tuple[tuple[int, ...], int, int]
 
 
-def exchange_bytes(
-    geometry: AttentionGeometry,
+def busiest_rank_bytes(
+    facts: AttentionFacts,
     method: str,
-    lengths: tuple[int, ...],
+    rows: Sequence[tuple[int, ...]],
     size: int,
-    rank: int,
-    *,
-    element_bytes: int,
+    item_bytes: int,
     forwards: float = 1.0,
-) -> Mapping[str, float]:
-    """Return the bytes that a rank sends for one row in forward and backward of all layers, by
-    collective.
+) -> dict[str, int]:
+    """Return the mean bytes per row, in forward and backward of all layers, that the rank sends
+    that sends most, by collective.
 
     Args:
-        lengths: number of tokens of each sample of the row.
+        rows: number of tokens of each sample, for each row.
         size: number of ranks of the group.
-        element_bytes: bytes of an element of keys and values.
+        item_bytes: bytes of an element of keys and values.
         forwards: how often the forward of a layer runs; with recomputation, 2.
     """
-    layers = Counter(geometry.windows)
-    sent: dict[str, float] = {}
-    for window, count in layers.items():
-        of_layer = _of_layer(geometry, method, lengths, size, rank, window, element_bytes, forwards)
-        for kind, size_bytes in of_layer.items():
-            sent[kind] = sent.get(kind, 0.0) + count * size_bytes
-    return sent
+    layers = Counter(facts.windows)
+    totals = []
+    for rank in range(size):
+        sent: Counter[str] = Counter()
+        for lengths in rows:
+            for window, count in layers.items():
+                part = (lengths, rank, size)
+                for kind, size_bytes in _of_layer(
+                    facts, method, part, window, item_bytes, forwards
+                ):
+                    sent[kind] += count * round(size_bytes)
+        totals.append(sent)
+    busiest = max(totals, key=lambda sent: sum(sent.values()))
+    return {kind: round(size_bytes / max(1, len(rows))) for kind, size_bytes in busiest.items()}
 
 
 def _of_layer(
-    geometry: AttentionGeometry,
+    facts: AttentionFacts,
     method: str,
-    lengths: tuple[int, ...],
-    size: int,
-    rank: int,
+    part: _Part,
     window: int | None,
-    element_bytes: int,
+    item_bytes: int,
     forwards: float,
-) -> dict[str, float]:
-    pair_width = geometry.key_heads * (geometry.key_size + geometry.value_size)
+) -> Iterator[tuple[str, float]]:
+    """Yield the collectives of one layer and the bytes that a rank sends in them."""
+    lengths, rank, size = part
+    division = divide_row(lengths, size)
+    pair_width = facts.key_heads * (facts.head_size + facts.value_size)
     if method == RING:
         steps = ring_steps(lengths, size, rank, window)[1:]
         sent = sum(step.num_sent for step in steps) * (forwards + 1)
         returned = sum(step.num_received for step in steps)
-        return {"send": (sent + returned) * pair_width * element_bytes}
-    division = divide_row(lengths, size)
-    if method == GATHER:
-        padded = max(division.num_local(each) for each in range(size)) * size * pair_width
-        sum_bytes = max(element_bytes, _SUM_BYTES)
-        return {
-            "all_gather": scatter_bytes(padded * element_bytes, size) * forwards,
-            "reduce_scatter": scatter_bytes(padded * sum_bytes, size),
-        }
-    assert method == ULYSSES, method
-    own, key_heads = division.num_local(rank), geometry.key_heads
-    repeated = key_heads * size // gcd(key_heads, size)
-    states = geometry.heads * geometry.key_size
-    states += repeated * (geometry.key_size + geometry.value_size)
-    outputs = geometry.heads * geometry.value_size
-    # What a rank sends of its own tokens, and of its own heads.
-    by_token = own * states, own * outputs
-    by_head = division.num_tokens * states / size, division.num_tokens * outputs / size
-    elements = forwards * (by_token[0] + by_head[1]) + by_head[0] + by_token[1]
-    return {"all_to_all": scatter_bytes(elements * element_bytes, size)}
-
-
-def busiest_rank_bytes(
-    geometry: AttentionGeometry,
-    method: str,
-    rows: Sequence[tuple[int, ...]],
-    size: int,
-    *,
-    element_bytes: int,
-    forwards: float,
-) -> dict[str, int]:
-    """Return the mean bytes per row of the rank that sends most, by collective."""
-    totals: list[dict[str, float]] = []
-    for rank in range(size):
-        sent: dict[str, float] = {}
-        for lengths in rows:
-            of_row = exchange_bytes(
-                geometry,
-                method,
-                lengths,
-                size,
-                rank,
-                element_bytes=element_bytes,
-                forwards=forwards,
-            )
-            for kind, size_bytes in of_row.items():
-                sent[kind] = sent.get(kind, 0.0) + size_bytes / len(rows)
-        totals.append(sent)
-    busiest = max(totals, key=lambda each: sum(each.values()))
-    return {kind: round(size_bytes) for kind, size_bytes in busiest.items()}
+        yield "send", (sent + returned) * pair_width * item_bytes
+    elif method == GATHER:
+        # Parts are padded to the longest.
+        padded = size * max(map(division.num_local, range(size))) * pair_width
+        yield "all_gather", scatter_bytes(padded * item_bytes, size) * forwards
+        yield "reduce_scatter", scatter_bytes(padded * max(item_bytes, _SUM_BYTES), size)
+    else:
+        # Key heads are repeated until each rank has the key heads of its query heads.
+        key_heads = facts.key_heads * size // gcd(facts.key_heads, size)
+        states = facts.query_heads * facts.head_size
+        states += key_heads * (facts.head_size + facts.value_size)
+        outputs = facts.query_heads * facts.value_size
+        own, of_heads = division.num_local(rank), division.num_tokens / size
+        # All heads of the rank's tokens, and all tokens of its heads.
+        elements = forwards * (own * states + of_heads * outputs)
+        elements += of_heads * states + own * outputs
+        yield "all_to_all", scatter_bytes(elements * item_bytes, size)
