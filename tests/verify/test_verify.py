@@ -176,7 +176,9 @@ def test_lists_a_mode_with_different_losses_with_the_reason(
         report["reason"]
     )
     # A mode that is requested explicitly is compared.
-    assert "diloco" in [mode.name for mode in _modes(config, Devices("cpu", 2), ["diloco"], "diloco")[0]]
+    assert "diloco" in [
+        mode.name for mode in _modes(config, Devices("cpu", 2), ["diloco"], "diloco")[0]
+    ]
     assert "diloco" not in all_modes(
         config.model_copy(update={"parallel": Parallel(mode="ddp")}), 2
     )
