@@ -149,6 +149,7 @@ def test_checkpoints_move_between_divisions(tmp_path: Path) -> None:
             *others,
             f"output_dir={folder}",
             f"max_steps={step}",
+            "--allow-config-change",
         )
     run(
         *args,

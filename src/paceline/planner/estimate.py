@@ -313,6 +313,12 @@ def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfi
             " sequence of blocks",
             code="pipeline-with-recommend",
         )
+    if axes.context > 1 and (profile.layers or profile.attention is None):
+        raise ConfigError(
+            "context parallelism is not supported with this model: it has layers that pass a state"
+            " from each token to the next",
+            code="context-with-states",
+        )
     if axes.tensor > 1 and not profile.shape.tensor_plan:
         raise ConfigError(
             "there is no tensor-parallel plan for this model: set `parallel.tensor_plan`",
