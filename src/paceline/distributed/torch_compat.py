@@ -390,7 +390,7 @@ def flash_for_cpu_backward(
     Args:
         grad: gradient of the output.
         states: the queries, keys and values.
-        output, lse: results over all keys of the queries, of which these may be a part.
+        output, lse: results over all keys of the queries; these keys may be a part of them.
     """
     compute = _find(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
     query_grad, key_grad, value_grad = compute(
@@ -414,7 +414,7 @@ def varlen_backward(
     Args:
         grad: gradient of the output.
         states: the queries, keys and values [tokens, heads, head_size].
-        output: result over all keys of the queries, of which these may be a part.
+        output: result over all keys of the queries; these keys may be a part of them.
         lse: logarithm of the sum of the exponentials of all their scores, float32 [heads, queries].
         cu_seqlens, max_seqlens: as the kernel's, of the queries and of the keys.
     """

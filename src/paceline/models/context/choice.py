@@ -101,7 +101,8 @@ def choose_method(
             raise ConfigError(
                 "context parallelism by `{method}` is not possible: {reason}",
                 code="context-method-not-possible",
-                allowed=", ".join(["auto", *allowed]),
+                allowed="{methods}",
+                methods=", ".join(["auto", *allowed]),
                 method=requested,
                 reason=reason,
             )
@@ -155,11 +156,9 @@ def method_cost(
     key_width = facts.key_heads * (facts.head_size + facts.value_size)
     if method == RING:
         steps = [ring_steps((num_tokens,), size, rank, window)[1:] for rank in range(size)]
-        sent = max(sum(step.num_sent for step in each) for each in steps)
-        received = max(sum(step.num_received for step in each) for each in steps)
-        # Keys and values in forward and again in backward, and their gradients.
-        elements = (2 * sent + received) * key_width
-        return MethodCost(elements * item_bytes, 3 * (size - 1), pairs, overlaps=True)
+        # Keys and values in forward and again in backward, and the gradients of received ones.
+        sent = max(sum(2 * step.num_sent + step.num_received for step in each) for each in steps)
+        return MethodCost(sent * key_width * item_bytes, 3 * (size - 1), pairs, overlaps=True)
     if method == ULYSSES:
         repeated = facts.key_heads * (size // gcd(facts.key_heads, size))
         query_width = facts.query_heads * (facts.head_size + facts.value_size)
@@ -173,8 +172,7 @@ def method_cost(
             for pieces in division.pieces
         )
     # The gradients are summed in float32.
-    elements_bytes = (size - 1) * own * key_width * (item_bytes + 4)
-    return MethodCost(elements_bytes, 2, pairs)
+    return MethodCost((size - 1) * own * key_width * (item_bytes + 4), 2, pairs)
 
 
 def _rectangle(start: int, stop: int, window: int | None) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from paceline.distributed import torch_compat
 from paceline.models.attention import has_varlen
-from paceline.models.context.blocks import CAUSAL, FULL, Block, TokenRange, Window
+from paceline.models.context.blocks import CAUSAL, FULL, AttentionBlock, TokenRange, Window
 from paceline.models.kernels.attention_choice import VARLEN
 from paceline.models.kernels.fused_attention import States, usable_kernel
 
@@ -63,17 +63,17 @@ class BlockKernel(Protocol):
     """Computes blocks of [tokens, heads, head_size].
 
     Args:
-        head_multiple: number of which head sizes must be multiples.
+        head_multiple: head sizes must be multiples of this number.
     """
 
     head_multiple: int
 
     def forward(
-        self, states: States, blocks: Sequence[Block], scale: float
+        self, states: States, blocks: Sequence[AttentionBlock], scale: float
     ) -> Iterator[BlockOutput]: ...
 
     def backward(
-        self, states: States, blocks: Sequence[Block], scale: float, merged: MergedOutput
+        self, states: States, blocks: Sequence[AttentionBlock], scale: float, merged: MergedOutput
     ) -> Iterator[BlockGrads]: ...
 
 
@@ -90,7 +90,7 @@ class CpuBlocks:
     head_multiple = 1
 
     def forward(
-        self, states: States, blocks: Sequence[Block], scale: float
+        self, states: States, blocks: Sequence[AttentionBlock], scale: float
     ) -> Iterator[BlockOutput]:
         for block in blocks:
             output, lse = torch_compat.flash_for_cpu(
@@ -99,7 +99,7 @@ class CpuBlocks:
             yield BlockOutput([block.queries], _as_tokens(output), lse.squeeze(0).transpose(0, 1))
 
     def backward(
-        self, states: States, blocks: Sequence[Block], scale: float, merged: MergedOutput
+        self, states: States, blocks: Sequence[AttentionBlock], scale: float, merged: MergedOutput
     ) -> Iterator[BlockGrads]:
         for block in blocks:
             part = slice(*block.queries)
@@ -123,13 +123,13 @@ def _as_tokens(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.squeeze(0).transpose(0, 1)
 
 
-def _as_rows(states: States, block: Block) -> States:
+def _as_rows(states: States, block: AttentionBlock) -> States:
     query, key, value = states
     queries, keys = slice(*block.queries), slice(*block.keys)
     return _as_row(query[queries]), _as_row(key[keys]), _as_row(value[keys])
 
 
-def _mask(block: Block, query: torch.Tensor) -> torch.Tensor | None:
+def _mask(block: AttentionBlock, query: torch.Tensor) -> torch.Tensor | None:
     """Return what is added to the scores of a block [queries, keys], or None if the kernel needs no
     mask."""
     if block.window in (FULL, CAUSAL):
@@ -159,7 +159,7 @@ class VarlenBlocks:
     head_multiple = 8
 
     def forward(
-        self, states: States, blocks: Sequence[Block], scale: float
+        self, states: States, blocks: Sequence[AttentionBlock], scale: float
     ) -> Iterator[BlockOutput]:
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -179,7 +179,7 @@ class VarlenBlocks:
             yield BlockOutput(call.queries, output, lse.transpose(0, 1))
 
     def backward(
-        self, states: States, blocks: Sequence[Block], scale: float, merged: MergedOutput
+        self, states: States, blocks: Sequence[AttentionBlock], scale: float, merged: MergedOutput
     ) -> Iterator[BlockGrads]:
         query, key, value = states
         for call in _calls(blocks, query):
@@ -196,7 +196,7 @@ class VarlenBlocks:
             yield BlockGrads(call.queries, call.keys, *grads)
 
 
-class _Call(NamedTuple):
+class _VarlenCall(NamedTuple):
     """Blocks with the same window, as arguments of varlen_attn."""
 
     queries: list[TokenRange]
@@ -206,14 +206,14 @@ class _Call(NamedTuple):
     window: Window
 
 
-def _calls(blocks: Sequence[Block], like: torch.Tensor) -> Iterator[_Call]:
-    groups: dict[Window, list[Block]] = {}
+def _calls(blocks: Sequence[AttentionBlock], like: torch.Tensor) -> Iterator[_VarlenCall]:
+    groups: dict[Window, list[AttentionBlock]] = {}
     for block in blocks:
         groups.setdefault(block.window, []).append(block)
     for window, group in groups.items():
         queries = tuple(block.num_queries for block in group)
         keys = tuple(block.num_keys for block in group)
-        yield _Call(
+        yield _VarlenCall(
             [block.queries for block in group],
             [block.keys for block in group],
             (cumulative(queries, like), cumulative(keys, like)),
