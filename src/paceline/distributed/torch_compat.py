@@ -420,7 +420,7 @@ def varlen_backward(
     """
     _import("torch.nn.attention.varlen")  # registers the operator
     compute = _find(torch.ops, "torch_attn._varlen_attn_backward")
-    random_state = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # there is no dropout
+    random_state = grad.new_zeros(2, dtype=torch.uint64)  # there is no dropout
     query_grad, key_grad, value_grad = compute(
         grad, *states, output, lse, *cu_seqlens, *max_seqlens,
         window == (-1, 0), random_state, scale, list(window),

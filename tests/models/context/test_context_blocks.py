@@ -35,7 +35,7 @@ def test_blocks_contain_each_pair_once(size: int, window: int | None) -> None:
                 used = torch.zeros(len(received), dtype=torch.bool)
                 for block in step.blocks:
                     queries, keys = own[slice(*block.queries)], received[slice(*block.keys)]
-                    pairs = visible_keys(len(queries), len(keys), block.window, own.device)
+                    pairs = visible_keys(len(queries), len(keys), block.window, own)
                     assert pairs.any(1).all(), "a query of the block attends to no key"
                     assert block.window != FULL or pairs.all()
                     count[queries.unsqueeze(1), keys] += pairs

@@ -134,21 +134,26 @@ def _mask(block: AttentionBlock, query: torch.Tensor) -> torch.Tensor | None:
     mask."""
     if block.window in (FULL, CAUSAL):
         return None
-    visible = visible_keys(block.num_queries, block.num_keys, block.window, query.device)
+    visible = visible_keys(block.num_queries, block.num_keys, block.window, query)
     return query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
 
 
 def visible_keys(
-    num_queries: int, num_keys: int, window: Window, device: torch.device
+    num_queries: int, num_keys: int, window: Window, like: torch.Tensor
 ) -> torch.Tensor:
-    """Return a mask [queries, keys] that is True where a query attends to a key."""
-    own = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
-    distance = torch.arange(num_keys, device=device) - own
-    visible = torch.ones_like(distance, dtype=torch.bool)
+    """Return a mask [queries, keys] that is True where a query attends to a key.
+
+    Args:
+        like: a tensor on the device of the mask.
+    """
+    # Created from a tensor, because backward may compute it again in a thread that does not know
+    # that its tensors have no values.
+    visible = like.new_ones(num_queries, num_keys, dtype=torch.bool)
+    diagonal = num_keys - num_queries
     if window.left >= 0:
-        visible &= distance >= -window.left
+        visible = visible.triu(diagonal - window.left)
     if window.right >= 0:
-        visible &= distance <= window.right
+        visible = visible.tril(diagonal + window.right)
     return visible
 
 
@@ -225,16 +230,13 @@ def _calls(blocks: Sequence[AttentionBlock], like: torch.Tensor) -> Iterator[_Va
 def cumulative(lengths: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """Return the cumulative sum of lengths, int32 [lengths + 1], on the device of a tensor."""
     if not torch_compat.has_values(like):
-        return _cumulative(lengths, like.device)
-    return _cumulative_once(lengths, like.device)
+        return like.new_empty(len(lengths) + 1, dtype=torch.int32)
+    return _cumulative(lengths, like.device)
 
 
+@lru_cache(maxsize=256)  # all layers need the same few tensors, so the host copies each once
 def _cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-
-
-#: All layers of a model need the same few tensors, so the host copies each to the device once.
-_cumulative_once = lru_cache(maxsize=256)(_cumulative)
 
 
 def take(tensor: torch.Tensor, ranges: Sequence[TokenRange]) -> torch.Tensor:
