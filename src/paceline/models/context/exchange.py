@@ -83,6 +83,8 @@ class _ExchangeRows(torch.autograd.Function):
 def _all_to_all(
     group: Communicator, tensor: torch.Tensor, sent: list[int], received: list[int]
 ) -> torch.Tensor:
+    if group.size == 1:
+        return tensor.clone()
     output = tensor.new_empty(sum(received), tensor.shape[1])
     work = dist.all_to_all_single(
         output, tensor.contiguous(), received, sent, group=group.group, async_op=True

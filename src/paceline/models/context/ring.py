@@ -63,7 +63,7 @@ class _RingAttention(torch.autograd.Function):
         for step, keys, values, _ in _received(ring, key, value, sizes):
             for part in ring.kernel.forward((wide, keys, values), step.blocks, ring.scale):
                 for tokens, (output, lse) in split_runs(part.queries, part.output, part.lse):
-                    _merge(merged[tokens], merged_lse[tokens], output, lse)
+                    merge(merged[tokens], merged_lse[tokens], output, lse)
         result = merged[..., : sizes.value].to(query.dtype)
         ctx.ring = ring
         ctx.save_for_backward(query, key, value, result, merged_lse)
@@ -126,7 +126,7 @@ def _sum_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float32 if tensor.element_size() < 4 else tensor.dtype
 
 
-def _merge(
+def merge(
     merged: torch.Tensor, merged_lse: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Add the attention of queries to some keys to their attention to other keys, in place."""
