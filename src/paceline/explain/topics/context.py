@@ -79,15 +79,14 @@ class ContextTopic(RankTopic):
     """Run forward and backward of attention over a divided row on real ranks.
 
     The figures: ``algorithm, ranks, samples`` (their lengths), ``positions`` (of each rank's
-    tokens), and ``steps: [{phase, step, what, sends: [{from, to, positions,
-    bytes}]}]``; with ``ring``,
-    also ``pairs`` (of each rank in each step), and with ``ulysses``, the sends are all-to-alls
-    without positions.
+    tokens), and ``steps: [{phase, step, what, sends: [{from, to, positions, bytes}]}]``; with
+    ``ring``, also ``pairs`` (of each rank in each step). The sends of ``ulysses`` are all-to-alls,
+    without ``to`` and ``positions``.
 
     Attributes:
         forward_calls, backward_calls: counted calls of this rank.
         computed: with ``ring``, the blocks of each step.
-        errors: largest differences of the output and of the gradients from those of one rank.
+        errors: largest differences of the output and of the gradients from one rank's results.
     """
 
     def run(self) -> None:
