@@ -20,6 +20,7 @@ class Workload:
         host_activation_bytes: bytes that the blocks keep in host memory for backward.
         distinct: mean number of distinct ids in a micro-batch for each embedding table, by server
             of the parameter server, counted in the data; empty if unknown.
+        labels: mean number of tokens in a micro-batch whose logits are computed; None: all of them.
     """
 
     micro_batches: int = 1
@@ -27,6 +28,7 @@ class Workload:
     activations: Activations = NO_ACTIVATIONS
     host_activation_bytes: int = 0
     distinct: tuple[tuple[float, ...], ...] = ()
+    labels: float | None = None
 
     def activation_bytes(self, shape: ModelShape) -> int:
         """Return the peak bytes of the activations of one micro-batch, with what the trained

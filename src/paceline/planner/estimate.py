@@ -15,6 +15,7 @@ from paceline.models.shape.activations import Activations, WeightPrecision, lang
 from paceline.models.shape.adapter_memory import merged_experts
 from paceline.models.shape.block_memory import FLOAT32_BYTES
 from paceline.models.shape.record import ModelShape
+from paceline.models.tensor_plan.style import HEAD
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.limits.images import check_vision_language
 from paceline.parallel.registry import ParallelLayout, check_strategy, estimate_cost
@@ -39,7 +40,11 @@ def workload(
     is_cpu: bool,
 ) -> Workload:
     """Return what a strategy's cost depends on besides the model's shape."""
-    work = Workload(config.train_args.gradient_accumulation_steps, batch.positions)
+    work = Workload(
+        config.train_args.gradient_accumulation_steps,
+        batch.positions,
+        labels=batch.positions * batch.label_share,
+    )
     if profile.dims is None:
         copies = _weight_copies(profile.shape, layout)
         return replace(
@@ -60,6 +65,7 @@ def workload(
         joined=joins_samples(config, "cpu" if is_cpu else "cuda"),
         low_weights=layout.has_low_weights,
         tensor_ranks=layout.axes.tensor,
+        splits_head=HEAD in profile.shape.tensor_plan.values(),
         merged=merged_experts(profile.shape),
     )
     activations = activations.of_model(len(profile.shape.blocks))

@@ -45,6 +45,7 @@ def setup_of(
         pipeline=axes.pipeline,
         zero_stage=zero_stage,
         sequence_parallel=parallel.sequence_parallel,
+        splits_head=axes.tensor > 1,
         chunks=parallel.stages_per_rank if chunked and axes.pipeline > 1 else 1,
         precision=_precision(config),
         fp8_scaling="tensor" if args.fp8 == "tensorwise" else "row",

@@ -102,6 +102,7 @@ def build_components(
     task = load_task(spec.config)
     task.prepared = spec.data
     task.device_type = comm.device.type
+    task.tensor_ranks = spec.layout.axes.tensor
     task.global_batch_size = spec.derived.global_batch_size
     strategy = make_strategy(spec.layout.strategy, spec.config, comm)
     with strategy.model_init_context():

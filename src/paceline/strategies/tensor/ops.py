@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from paceline.distributed.communicator import Communicator
 
@@ -102,6 +103,23 @@ def gather_features(x: torch.Tensor, group: Communicator) -> torch.Tensor:
         lambda tensor: _gathered(tensor, last, group),
         lambda grad: _local_part(grad, last, group),
     )
+
+
+def gather_rows(x: torch.Tensor, size: int, group: Communicator) -> torch.Tensor:
+    """Gather the parts of the last dimension, of which the first ranks may have one element more,
+    for computations that are the same on all ranks.
+
+    Args:
+        size: number of elements of all parts.
+    """
+    share, rest = divmod(size, group.size)
+    if not rest:
+        return gather_features(x, group)
+    gathered = gather_features(functional.pad(x, (0, share + 1 - x.shape[-1])), group)
+    longer, padded = gathered.unflatten(-1, (group.size, share + 1)).split(
+        [rest, group.size - rest], dim=-2
+    )
+    return torch.cat([longer.flatten(-2), padded[..., :share].flatten(-2)], dim=-1)
 
 
 def split_features(x: torch.Tensor, group: Communicator) -> torch.Tensor:

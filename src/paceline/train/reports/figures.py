@@ -33,7 +33,14 @@ def workload(trainer: Trainer, step: int) -> Workload:
         derived.gradient_accumulation_steps,
         derived.samples_per_micro_batch * mean_length,
         distinct=_distinct_ids(trainer, step),
+        labels=derived.samples_per_micro_batch * mean_length * _label_share(trainer),
     )
+
+
+def _label_share(trainer: Trainer) -> float:
+    """Return the share of the tokens with a loss; 1 if it is unknown."""
+    data = trainer.spec.data
+    return data.label_tokens / data.train_tokens if data.label_tokens and data.train_tokens else 1.0
 
 
 def _distinct_ids(trainer: Trainer, step: int) -> tuple[tuple[float, ...], ...]:

@@ -26,6 +26,7 @@ from paceline.models.kernels.attention_choice import SDPA
 from paceline.models.kernels.layer_kernels import has_attention, layer_kernels
 from paceline.models.shape.activations import Activations, language_activations
 from paceline.models.shape.dims import dims_of
+from paceline.models.tensor_plan.style import HEAD
 from paceline.parallel.registry import estimate_cost, get_spec
 from paceline.train.reports.figures import data_figures, workload
 from paceline.train.trainer import Trainer
@@ -198,6 +199,7 @@ def _activations(trainer: Trainer) -> Activations | None:
         joined=kernel_of(base) == SDPA,
         low_weights=spec.layout.has_low_weights,
         tensor_ranks=spec.layout.axes.tensor,
+        splits_head=HEAD in trainer.components.shape.tensor_plan.values(),
     )
 
 
