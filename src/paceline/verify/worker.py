@@ -29,7 +29,7 @@ from paceline.core.files import write_atomic
 from paceline.core.log import log_to_events
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
-from paceline.data.pipeline import MicroBatch
+from paceline.data.loader import MicroBatch
 from paceline.data.progress import ProgressLine
 from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
