@@ -15,6 +15,7 @@ from paceline.models.shape.activations import Activations, WeightPrecision, lang
 from paceline.models.shape.adapter_memory import merged_experts
 from paceline.models.shape.block_memory import FLOAT32_BYTES
 from paceline.models.shape.record import ModelShape
+from paceline.models.tensor_plan.sequence import uses_sequence_parallel
 from paceline.models.tensor_plan.style import HEAD
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.limits.images import check_vision_language
@@ -66,6 +67,12 @@ def workload(
         low_weights=layout.has_low_weights,
         tensor_ranks=layout.axes.tensor,
         splits_head=HEAD in profile.shape.tensor_plan.values(),
+        sequence_parallel=uses_sequence_parallel(
+            config.parallel.sequence_parallel,
+            layout.axes.tensor,
+            layout.axes.pipeline,
+            profile.shape.splits_tokens,
+        ),
         merged=merged_experts(profile.shape),
     )
     activations = activations.of_model(len(profile.shape.blocks))

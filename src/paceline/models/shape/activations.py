@@ -289,6 +289,7 @@ def language_activations(
     low_weights: bool = False,
     tensor_ranks: int = 1,
     splits_head: bool = False,
+    sequence_parallel: bool = False,
     merged: MergedExperts = NO_EXPERTS,
 ) -> Activations:
     """Estimate the activation memory of a micro-batch of ``tokens`` tokens, ``labels`` of
@@ -306,11 +307,12 @@ def language_activations(
             the config, so that autocast makes no copies of them.
         tensor_ranks: number of ranks that split each layer.
         splits_head: whether they split the head by the rows of the vocabulary.
+        sequence_parallel: whether they divide the tokens outside the split layers.
         merged: what adapters of fused experts need in a layer.
     """
     args, dims = config.train_args, dims.split(tensor_ranks)
     # With sequence parallelism, each rank has a part of the tokens outside the split layers.
-    token_parts = tensor_ranks if config.parallel.sequence_parallel else 1
+    token_parts = tensor_ranks if sequence_parallel else 1
     is_pure = args.weight_dtype == "bfloat16"
     low = 2 if args.mixed_dtype or is_pure else FLOAT32_BYTES
     low_weights = is_pure or (low_weights and low != FLOAT32_BYTES)

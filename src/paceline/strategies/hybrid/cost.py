@@ -10,6 +10,7 @@ from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_byte
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.activations import NO_ACTIVATIONS, Activations, trained_matrices
 from paceline.models.shape.record import LayerUse, ModelShape, TensorShape, modules_around
+from paceline.models.tensor_plan.sequence import uses_sequence_parallel
 from paceline.models.tensor_plan.style import (
     COLUMN,
     COLUMN_GATHERED,
@@ -210,7 +211,9 @@ def _tensor_traffic(
     recomputed = config.train_args.recomputed_share(len(model.blocks))
     layers = stage.memoize("layers", lambda: Counter(_layers(stage, model)))
     size = axes.tensor
-    sequence = config.parallel.sequence_parallel
+    sequence = uses_sequence_parallel(
+        config.parallel.sequence_parallel, size, axes.pipeline, model.splits_tokens
+    )
     outer_bytes = stage.parameters[0].element_bytes if stage.parameters else 4
     element_bytes = stage.low_bytes or outer_bytes
     tokens = work.micro_batches * work.positions

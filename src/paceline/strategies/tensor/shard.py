@@ -23,6 +23,7 @@ from paceline.distributed.communicator import Communicator
 from paceline.models.blocks import base_model, wrap_forward
 from paceline.models.tensor_plan.families import family_plan
 from paceline.models.tensor_plan.plan import check_divisible, check_sizes, find_tensor_plan
+from paceline.models.tensor_plan.sequence import splits_tokens, uses_sequence_parallel
 from paceline.models.tensor_plan.style import (
     COLUMN,
     COLUMN_GATHERED,
@@ -54,6 +55,11 @@ from paceline.strategies.tensor.ops import (
 from paceline.strategies.tensor.sequence import SequenceParallelizer
 from paceline.strategies.tensor.vocabulary import split_embedding, split_head
 
+_SEQUENCE_PARALLEL = UserText(
+    "tensor: activations between the split layers are divided along the tokens"
+    " (`parallel.sequence_parallel: auto`)",
+    code="sequence-parallel-on",
+)
 #: nn.MultiheadAttention uses the weights of this layer without calling it.
 _NEVER_SPLIT = nn.modules.linear.NonDynamicallyQuantizableLinear
 
@@ -122,7 +128,14 @@ class TensorParallelizer:
         modules = dict(model.named_modules())
         # The weights of other pipeline stages have been freed.
         self.plan = {name: style for name, style in plan.items() if _has_weights(name, modules)}
-        self._sequence = settings.sequence_parallel
+        self._sequence = uses_sequence_parallel(
+            settings.sequence_parallel,
+            group.size,
+            group.axes.pipeline,
+            splits_tokens(model, self.plan),
+        )
+        if self._sequence and settings.sequence_parallel == "auto":
+            self.notices.append(("info", _SEQUENCE_PARALLEL))
         self._shared = _SharedInput(group)
         self._slices: dict[int, TensorSlice] = {}
         self._parts: dict[int, nn.Parameter] = {}  # by the id of the full parameter
