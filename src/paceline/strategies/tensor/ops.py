@@ -52,7 +52,8 @@ def _local_tokens(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
 
 
 def _gather_tokens(tensor: torch.Tensor, tokens: int, group: Communicator) -> torch.Tensor:
-    return _gathered(tensor, 1, group).narrow(1, 0, tokens)
+    # Models may view the result in another shape.
+    return _gathered(tensor, 1, group).narrow(1, 0, tokens).contiguous()
 
 
 def _scatter_tokens(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
