@@ -111,26 +111,31 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first_step=
 
 
 LAYOUTS = [
-    (ParallelDims(tensor=2), {}, {}, False),
+    (ParallelDims(tensor=2), {"sequence_parallel": False}, {}, False),
+    pytest.param(ParallelDims(tensor=2), {}, {}, False, marks=pytest.mark.soak),
     pytest.param(
         ParallelDims(tensor=2),
-        {"sequence_parallel": True},
+        {},
         {"gradient_checkpointing": "full"},
         False,
         marks=pytest.mark.soak,
     ),
     pytest.param(
-        ParallelDims(tensor=2), {}, {"gradient_checkpointing": "full"}, True, marks=pytest.mark.soak
+        ParallelDims(tensor=2),
+        {"sequence_parallel": False},
+        {"gradient_checkpointing": "full"},
+        True,
+        marks=pytest.mark.soak,
     ),
     pytest.param(
         ParallelDims(tensor=2),
-        {},
+        {"sequence_parallel": False},
         {"gradient_checkpointing": "selective"},
         False,
         marks=pytest.mark.soak,
     ),
     pytest.param(ParallelDims(shard=2, tensor=2), {}, {}, False, marks=pytest.mark.soak),
-    (ParallelDims(data=2, tensor=2), {"sequence_parallel": True}, {}, True),
+    (ParallelDims(data=2, tensor=2), {}, {}, True),
 ]
 
 

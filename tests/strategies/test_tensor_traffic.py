@@ -95,7 +95,7 @@ def config_of(folder: Path, lora: bool, checkpointing: str = "none", **parallel:
         dataset="d",
         lora={"enable": lora, "rank": 4},
         train_args={"max_length": 64, "gradient_checkpointing": checkpointing},
-        parallel={"mode": "tensor", **parallel},
+        parallel={"mode": "tensor", "sequence_parallel": False, **parallel},
     )
 
 
