@@ -313,6 +313,7 @@ def language_activations(
     args, dims = config.train_args, dims.split(tensor_ranks)
     # With sequence parallelism, each rank has a part of the tokens outside the split layers.
     token_parts = tensor_ranks if sequence_parallel else 1
+    head_parts = tensor_ranks if splits_head else 1
     is_pure = args.weight_dtype == "bfloat16"
     low = 2 if args.mixed_dtype or is_pure else FLOAT32_BYTES
     low_weights = is_pure or (low_weights and low != FLOAT32_BYTES)
@@ -346,15 +347,7 @@ def language_activations(
         blocks=tuple(round(size * tokens) for size in sizes),
         recomputed=recomputed + layer_matrices(dims, config, low),
         ends=block.norm(dims.hidden, block.stream) * tokens + head_input,
-        loss=_loss(
-            dims,
-            config,
-            labels,
-            low,
-            low_weights,
-            device_type,
-            head_parts=tensor_ranks if splits_head else 1,
-        ),
+        loss=_loss(dims, config, labels, low, low_weights, device_type, head_parts),
         temporary=temporary * tokens + merged.gradient,
         boundary=block.stream * dims.hidden * tokens,
         precision=WeightPrecision(

@@ -107,8 +107,8 @@ def gather_features(x: torch.Tensor, group: Communicator) -> torch.Tensor:
 
 
 def gather_rows(x: torch.Tensor, size: int, group: Communicator) -> torch.Tensor:
-    """Gather the parts of the last dimension, of which the first ranks may have one element more,
-    for computations that are the same on all ranks.
+    """Gather the parts of the last dimension, for computations that are the same on all ranks. The
+    parts of the first ranks may have one element more.
 
     Args:
         size: number of elements of all parts.
