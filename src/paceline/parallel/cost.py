@@ -34,6 +34,7 @@ class Workload:
         distinct: mean number of distinct ids in a micro-batch for each embedding table, by server
             of the parameter server, counted in the data; empty if unknown.
         context: how rows are divided, with context parallelism.
+        labels: mean number of tokens in a micro-batch whose logits are computed; None: all of them.
     """
 
     micro_batches: int = 1
@@ -42,6 +43,7 @@ class Workload:
     host_activation_bytes: int = 0
     distinct: tuple[tuple[float, ...], ...] = ()
     context: ContextWork | None = None
+    labels: float | None = None
 
     def activation_bytes(self, shape: ModelShape) -> int:
         """Return the peak bytes of the activations of one micro-batch, with what the trained
