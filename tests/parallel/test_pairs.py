@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "strategies.md"
 MODES = [
     "single", "dp", "ddp", "zero1", "zero2", "zero3", "deepspeed-1", "deepspeed-2", "deepspeed-3",
-    "tensor", "pipeline",
+    "tensor", "pipeline", "context",
 ]  # fmt: skip
 MICRO: dict[str, Any] = {
     "model": "builtin:qwen2-micro",

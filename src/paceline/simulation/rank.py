@@ -15,12 +15,14 @@ from paceline.config.derive import derive
 from paceline.config.schema import Config
 from paceline.core.event_log import EventLog
 from paceline.data.collate import TokenBatch, collate_packed, collate_padded, map_tensors
+from paceline.data.context.batch import divide_batch
 from paceline.data.text.token_dataset import TokenSample
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.torch_compat import without_fake_tensors
 from paceline.health.anomalies import AnomalyDetector, UpdateDecision
+from paceline.models.context.place import ContextPlace
 from paceline.models.language import language_model_on_meta
 from paceline.models.transforms.activation_offloading import reduce_activations
 from paceline.parallel.optimizer_state import optimizer_tensors
@@ -118,6 +120,8 @@ def _build(job: RankJob, config: Config, world: Communicator) -> tuple[TrainComp
     quiet_libraries(config, "cpu")  # nothing may search for real devices
     task = LanguageTask(config)
     task.device_type, task.tensor_ranks = world.device.type, world.axes.tensor
+    if world.axes.context > 1:
+        task.place = ContextPlace(world.subgroup("context"))
     model: Any = language_model_on_meta(config, world.device)
     model.config.use_cache = False
     reduce_activations(model, config)
@@ -136,6 +140,8 @@ def _build(job: RankJob, config: Config, world: Communicator) -> tuple[TrainComp
     components.model.train()
     with without_fake_tensors():
         batch = _micro_batch(job.lengths, job.label_share, packed=task.packed)
+        if task.place is not None:
+            batch = divide_batch(batch, task.place.rank, task.place.size)
     to_device = partial(_fake_on, device=world.device)
     return components, map_tensors(batch, to_device)
 
