@@ -30,6 +30,7 @@ EXCEPTIONS = {
     "strategies/pipeline/schedule.py",  # implements the stage of torch's pipeline schedules
     "strategies/deepspeed/package.py",
     "models/attention.py",
+    "models/kernels/fused_attention.py",
     "models/transformers_compat.py",
     "simulation/torch_internals.py",  # fake tensors and dispatched operations
     "simulation/cuda.py",  # replaces functions of torch.cuda that the CPU build lacks

@@ -47,7 +47,7 @@ def test_varlen_equals_attention_in_float32(
     value_size: int,
     window: int | None,
 ) -> None:
-    if not attention._has_varlen():
+    if not attention.has_varlen():
         pytest.skip("this build of torch has no varlen_attn with windows")
     torch.manual_seed(0)
     tokens = sum(LENGTHS)

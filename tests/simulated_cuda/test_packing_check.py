@@ -63,7 +63,7 @@ def check_model_on_cpu(_env, name):
         return KERNELS[name](query, *args, **options)
 
     varlen._varlen_attn.register_kernel("cuda")(compute)
-    attention._has_varlen = lambda: True
+    attention.has_varlen = lambda: True
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**SIZES))
     config = Config(model="m", dataset="d", train_args={"precision": "bf16-mixed"})

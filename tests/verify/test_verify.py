@@ -216,7 +216,8 @@ def test_parses_names_of_modes() -> None:
     assert "pipeline-1f1b" in names  # the other schedules; the config's own is `pipeline`
     assert "pipeline-gpipe" not in names
     assert hybrids(4) == [
-        "data2-shard2", "data2-tensor2", "data2-pipeline2", "shard2-tensor2", "shard2-pipeline2",
+        "data2-shard2", "data2-context2", "data2-tensor2", "data2-pipeline2", "shard2-context2",
+        "shard2-tensor2", "shard2-pipeline2", "context2-tensor2", "context2-pipeline2",
         "tensor2-pipeline2",
     ]  # fmt: skip
     assert "data2-tensor2-pipeline2" in hybrids(8)

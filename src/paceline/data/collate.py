@@ -44,6 +44,8 @@ class TokenBatch(TypedDict, total=False):
     source_losses: "SourceLosses"
     target_weights: torch.Tensor
     count: float
+    is_filler: bool
+    target_counts: tuple[int, ...]
     totals: dict[str, torch.Tensor]
 
 

@@ -346,3 +346,83 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer skips its step if the attribute ``found_inf`` is set, as torch's
     fused optimizers do for GradScaler."""
     return bool(_find(optimizer, "_step_supports_amp_scaling", False))
+
+
+# -- attention whose results can be merged
+def flash_for_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    is_causal: bool,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention of queries on the CPU, and the logarithm of the sum of the exponentials
+    of their scores.
+
+    An empty block would end the process, and a query whose keys are all masked would have a
+    logarithm of 0.
+
+    Args:
+        query, key, value: [1, heads, tokens, head_size], all of the same head size; there may be
+            fewer key heads.
+        mask: what is added to the scores.
+
+    Returns:
+        ([1, heads, queries, head_size], [1, heads, queries]).
+    """
+    compute = _find(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    output, lse = compute(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+    return output, lse
+
+
+def flash_for_cpu_backward(
+    grad: torch.Tensor,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    is_causal: bool,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of the queries, keys and values of :func:`flash_for_cpu`.
+
+    Args:
+        grad: gradient of the output.
+        states: the queries, keys and values.
+        output, lse: results over all keys of the queries, of which these may be a part.
+    """
+    compute = _find(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
+    query_grad, key_grad, value_grad = compute(
+        grad, *states, output, lse, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+    return query_grad, key_grad, value_grad
+
+
+def varlen_backward(
+    grad: torch.Tensor,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: tuple[torch.Tensor, torch.Tensor],
+    max_seqlens: tuple[int, int],
+    scale: float,
+    window: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of the queries, keys and values of ``varlen_attn``.
+
+    Args:
+        grad: gradient of the output.
+        states: the queries, keys and values [tokens, heads, head_size].
+        output: result over all keys of the queries, of which these may be a part.
+        lse: logarithm of the sum of the exponentials of all their scores, float32 [heads, queries].
+        cu_seqlens, max_seqlens: as the kernel's, of the queries and of the keys.
+    """
+    _import("torch.nn.attention.varlen")  # registers the operator
+    compute = _find(torch.ops, "torch_attn._varlen_attn_backward")
+    random_state = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # there is no dropout
+    query_grad, key_grad, value_grad = compute(
+        grad, *states, output, lse, *cu_seqlens, *max_seqlens,
+        window == (-1, 0), random_state, scale, list(window),
+    )  # fmt: skip
+    return query_grad, key_grad, value_grad

@@ -16,19 +16,23 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.devices import gpu_capability
 from paceline.models.json_config import first_number
 from paceline.models.kernels.attention_choice import (
-    MAX_HEAD_SIZE,
     SDPA,
     VARLEN,
     AttentionSetup,
     fused_kernel,
     installed_packages,
+)
+from paceline.models.kernels.fused_attention import (
+    SampleEnds,
+    States,
+    fused_attention,
+    usable_kernel,
 )
 from paceline.models.transforms.compile import outside_graphs
 
@@ -37,14 +41,6 @@ NAME = "paceline_packed"
 _BEFORE = "_attention_before_packing"
 #: Names of the dropout rate of attention weights in configs of transformers.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout")
-#: torch's fused kernel requires head sizes that are multiples of this number.
-_HEAD_MULTIPLE = 8
-#: Where fused kernels run.
-_FUSED_DEVICE, _FUSED_DTYPES = "cuda", (torch.bfloat16, torch.float16)
-
-#: Queries, keys and values.
-_States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-_Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def packed_attention(
@@ -84,15 +80,7 @@ def packed_attention(
         NotImplementedError: the model requires an unsupported feature (a mask, soft-capped logits,
             sinks); the caller then uses the model's own attention.
     """
-    dtype = _compute_dtype(query)
-    fused = None
-    if query.device.type == _FUSED_DEVICE and dtype in _FUSED_DTYPES:
-        fused = fused_kernel(kernel)
-    if fused is not None and dropout > 0 and not fused.has_dropout:
-        fused = None
-    # Some layers of a model may have larger heads than its config says.
-    if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_SIZE:
-        fused = None
+    fused = usable_kernel(kernel, query, value, dropout)
     features = {name: kwargs.get(name) for name in ("s_aux", "position_bias")}
     if fused is None or not fused.has_softcap:
         features["softcap"] = softcap
@@ -106,105 +94,16 @@ def packed_attention(
         states = (query, key, value)
         result = _by_length(module, states, segment_lengths, dropout, scaling, sliding_window)
         return result, None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    compute: _Compute
-    if kernel == VARLEN:
-        compute = partial(
-            _varlen,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            scale=scale,
-            window=sliding_window,
-        )
-    else:
-        compute = partial(
-            _flash_attn,
-            kernel=kernel,
-            dropout=dropout,
-            softmax_scale=scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            cu_seq_lens_q=cu_seqlens,
-            cu_seq_lens_k=cu_seqlens,
-            max_length_q=max_seqlen,
-            max_length_k=max_seqlen,
-        )
-    return _with_equal_heads(compute, query.to(dtype), key.to(dtype), value.to(dtype)), None
-
-
-def _compute_dtype(query: torch.Tensor) -> torch.dtype:
-    """Return the data type in which autocast computes matrix products; outside of autocast, the
-    data type of the queries. Rotary embeddings return float32 under autocast."""
-    kind = query.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-
-
-def _with_equal_heads(
-    compute: _Compute, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor:
-    """Call a fused kernel with [tokens, heads, head_size]. Queries, keys and values are padded with
-    zeros to the same head size, a multiple of 8; in multi-head latent attention, values are
-    narrower than keys. Padding changes no score and no result."""
-    width = value.shape[-1]
-    size = max(query.shape[-1], width)
-    size += -size % _HEAD_MULTIPLE
-    query, key, value = (
-        functional.pad(tensor, [0, size - tensor.shape[-1]]) if tensor.shape[-1] != size else tensor
-        for tensor in (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    )
-    return compute(query, key, value)[..., :width].unsqueeze(0)
-
-
-def _varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    # The window of the kernel does not count the token itself; -1: unlimited.
-    left = -1 if window is None or window >= max_seqlen else window - 1
-    result: torch.Tensor = varlen_attn(  # type: ignore[assignment]  # a tuple with return_aux
-        query,
-        key,
-        value,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        scale=scale,
-        window_size=(left, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return result
-
-
-def _flash_attn(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, kernel: str, **options: Any
-) -> torch.Tensor:
-    from transformers import modeling_flash_attention_utils
-
-    result: torch.Tensor = modeling_flash_attention_utils._flash_attention_forward(
-        query.unsqueeze(0),
-        key.unsqueeze(0),
-        value.unsqueeze(0),
-        None,
-        query_length=query.shape[0],
-        is_causal=True,
-        attn_implementation=kernel,
-        **options,
-    )
-    return result.squeeze(0)
+    ends = SampleEnds(cu_seqlens, max_seqlen)
+    states = (query, key, value)
+    return fused_attention(
+        kernel, states, ends, ends, scaling, dropout, sliding_window, softcap
+    ), None
 
 
 def _by_length(
     module: torch.nn.Module,
-    states: _States,
+    states: States,
     lengths: tuple[int, ...],
     dropout: float,
     scaling: float | None,
@@ -275,7 +174,7 @@ def _language_config(config: Any) -> str | None:
     return "text_config" if "text_config" in getattr(config, "sub_configs", ()) else None
 
 
-def _set_attention(model: Any, name: str) -> None:
+def set_attention(model: Any, name: str) -> None:
     """Set the attention of the language model. A vision tower keeps its own: its tokens attend in
     both directions."""
     key = _language_config(model.config)
@@ -313,7 +212,7 @@ def install(model: Any, kernel: str = SDPA) -> str | None:
         return None
     attention = outside_graphs(model, packed_attention)
     AttentionInterface.register(NAME, partial(attention, kernel=kernel))
-    _set_attention(model, NAME)
+    set_attention(model, NAME)
     if attention_of(model) != NAME:  # older code of a model, whose attention cannot be replaced
         return None
     setattr(model, _BEFORE, before)
@@ -322,7 +221,7 @@ def install(model: Any, kernel: str = SDPA) -> str | None:
 
 def uninstall(model: Any) -> None:
     """Give a model the attention that it had before :func:`install`."""
-    _set_attention(model, getattr(model, _BEFORE))
+    set_attention(model, getattr(model, _BEFORE))
 
 
 @contextmanager
@@ -354,7 +253,7 @@ def without_packing(model: Any) -> Iterator[None]:
         yield
     finally:
         if is_packed:
-            _set_attention(model, NAME)
+            set_attention(model, NAME)
 
 
 # -- padded rows
@@ -410,7 +309,7 @@ def attention_setup(config: Config, model: Any, device_type: str) -> AttentionSe
     if head_size is None and heads and hidden:
         head_size = hidden // heads
     installed = installed_packages()
-    if device_type == "cuda" and _has_varlen():
+    if device_type == "cuda" and has_varlen():
         installed |= {VARLEN}
     return AttentionSetup(
         device_type,
@@ -423,7 +322,7 @@ def attention_setup(config: Config, model: Any, device_type: str) -> AttentionSe
 
 
 @cache
-def _has_varlen() -> bool:
+def has_varlen() -> bool:
     """Return whether this build of torch has :func:`varlen_attn` with grouped keys and values, and
     with a window."""
     from torch.nn.attention import varlen

@@ -17,7 +17,7 @@ from paceline.models.shape.block_memory import FLOAT32_BYTES
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.limits.images import check_vision_language
-from paceline.parallel.registry import ParallelLayout, check_strategy, estimate_cost
+from paceline.parallel.registry import AXIS_KEYS, ParallelLayout, check_strategy, estimate_cost
 from paceline.parallel.registry import layout as make_layout
 from paceline.planner.machine.hardware import Machine
 from paceline.planner.micro_batch import MicroBatchProfile
@@ -39,7 +39,8 @@ def workload(
     is_cpu: bool,
 ) -> Workload:
     """Return what a strategy's cost depends on besides the model's shape."""
-    work = Workload(config.train_args.gradient_accumulation_steps, batch.positions)
+    parts = layout.axes.context
+    work = Workload(config.train_args.gradient_accumulation_steps, batch.positions / parts)
     if profile.dims is None:
         copies = _weight_copies(profile.shape, layout)
         return replace(
@@ -51,8 +52,8 @@ def workload(
     activations = language_activations(
         profile.dims,
         config,
-        batch.fullest,
-        batch.fullest * batch.label_share,
+        batch.fullest / parts,
+        batch.fullest * batch.label_share / parts,
         mask_bytes=4 if is_cpu else 1,
         device_type="cpu" if is_cpu else "cuda",
         fused_attention=profile.fused_attention,
@@ -165,7 +166,7 @@ class ModeEstimate:
 
 def free_layout(config: Config, num_devices: int, mode: str) -> ParallelLayout:
     """Return the layout of a mode, ignoring the sizes of axes that the config sets."""
-    update = dict.fromkeys(("data", "shard", "tensor", "pipeline"))
+    update = dict.fromkeys(AXIS_KEYS)
     return make_layout(config.parallel.model_copy(update=update), num_devices, mode)
 
 
@@ -180,7 +181,7 @@ def estimate(
 ) -> ModeEstimate:
     """Estimate ``layout``. ``stage``: of DeepSpeed."""
     name, settings = mode_names(layout, stage)
-    update = dict.fromkeys(("data", "shard", "tensor", "pipeline")) | settings
+    update = dict.fromkeys(AXIS_KEYS) | settings
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=update)})
     replicas, samples = layout.axes.replicas, config.train_args.global_batch_size
     if samples is not None:

@@ -43,6 +43,7 @@ def setup_of(
         shard=axes.data if divides_data else axes.shard,
         tensor=axes.tensor,
         pipeline=axes.pipeline,
+        context=axes.context,
         zero_stage=zero_stage,
         sequence_parallel=parallel.sequence_parallel,
         chunks=parallel.stages_per_rank if chunked and axes.pipeline > 1 else 1,

@@ -219,7 +219,7 @@ def _time_of_operations(
     """Estimate the step of a model if only its number of operations is known. On a device, the step
     reaches the rate of large matrix products."""
     axes, device = layout.axes, machine.timed_as
-    flops = micro_batch_flops(config, profile, batch) / (axes.tensor * axes.pipeline)
+    flops = micro_batch_flops(config, profile, batch) / (axes.tensor * axes.pipeline * axes.context)
     if device is None:
         rates, reached = _on_cpu(layout, machine, config.train_args.compute_format)
     else:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from paceline.models.context.place import ContextPlace
+
 Notice = tuple[str, str]
 
 #: Settings that affect only language models.
@@ -185,6 +187,9 @@ class Task:
     #: Type of device that the run trains on. Set before ``setup`` is called, when the model may
     #: still be on the CPU.
     device_type = "cpu"
+    #: This rank's place among the ranks that divide each row of tokens, or None if rows are whole.
+    #: Set before ``setup`` is called.
+    place: ContextPlace | None = None
     #: Set before ``build_datasets`` is called on a rank.
     prepared: Prepared | None = None
     #: Number of samples of a global batch. Set before ``build_datasets`` is called on a rank.

@@ -26,6 +26,7 @@ from paceline.data.collate import (
     collate_packed,
     collate_padded,
 )
+from paceline.data.context.batch import divide_batch
 from paceline.data.counts import StreamCounts
 from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens, text_kind
 from paceline.data.order.build import SourceSize
@@ -263,7 +264,13 @@ class LanguageTask(Task):
             add_sources(batch, samples, len(self.config.sources()))
         if any("weight" in sample for sample in samples):
             add_weights(batch, samples)
-        return batch
+        return self._part_of(batch)
+
+    def _part_of(self, batch: TokenBatch) -> TokenBatch:
+        """Return this rank's part of a batch, if the ranks of a group divide rows."""
+        if self.place is None:
+            return batch
+        return divide_batch(batch, self.place.rank, self.place.size)
 
     def count(self, batch: TokenBatch) -> float:
         """Return the number of tokens with loss, each times the weight of its row."""
@@ -286,8 +293,9 @@ class LanguageTask(Task):
             inputs["logits_to_keep"] = 1
         with self._forward_context(batch):
             router_logits = model(**inputs).router_logits
-        mask = batch.get("attention_mask")
-        return self._router_loss.totals(router_logits, mask, self.count(batch))
+        reports_count = self.place is None or self.place.rank == 0
+        count = self.count(batch) if reports_count else 0.0
+        return self._router_loss.totals(router_logits, _token_mask(batch), count)
 
     def evaluate(self, model: Any, batch: TokenBatch) -> dict[str, torch.Tensor]:
         """Return sums over the tokens with loss: ``loss`` and, with that metric,
@@ -365,7 +373,7 @@ class LanguageTask(Task):
         are known."""
         if self._router_loss is None or "totals" not in batch:
             return loss
-        mask = batch.get("attention_mask")
+        mask = _token_mask(batch)
         return loss + self._router_loss.term(output.router_logits, mask, batch["totals"])
 
     def _inputs(self, batch: TokenBatch) -> dict[str, Any]:
@@ -454,6 +462,13 @@ def _mixer_notices(packing: PackingChoice) -> list[Notice]:
             kinds=kinds,
         )
     return [("info", text)]
+
+
+def _token_mask(batch: TokenBatch) -> torch.Tensor | None:
+    """Return 1 for each token and 0 for padding, [rows, tokens]; None without padding."""
+    if batch.get("is_filler"):
+        return torch.zeros_like(batch["input_ids"])
+    return batch.get("attention_mask")
 
 
 def _record_sources(batch: TokenBatch, losses: torch.Tensor) -> None:

@@ -27,6 +27,7 @@ from paceline.distributed.devices import cpu_cores
 from paceline.distributed.seeds import seed_everything
 from paceline.distributed.side_group import SideGroup
 from paceline.models.adapters.quantize import move_scales
+from paceline.models.context.place import ContextPlace
 from paceline.models.experts.counts import count_experts
 from paceline.models.shape.outline import Probe, outline
 from paceline.models.transforms.activation_offloading import reduce_activations
@@ -105,6 +106,8 @@ def build_components(
     task.prepared = spec.data
     task.device_type = comm.device.type
     task.global_batch_size = spec.derived.global_batch_size
+    if comm.axes.context > 1:
+        task.place = ContextPlace(comm.subgroup("context"))
     strategy = make_strategy(spec.layout.strategy, spec.config, comm)
     with strategy.model_init_context():
         model = build_model(task, spec.config)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.data.collate import segment_inputs
 from paceline.models import attention
-from paceline.models.kernels import mixers
+from paceline.models.kernels import fused_attention, mixers
 from paceline.models.kernels.attention_choice import VARLEN
 
 LENGTHS = (9, 1, 14, 5, 9)
@@ -104,7 +104,7 @@ def test_one_call_equals_a_call_per_sample(heads, key_heads, size, value_size, w
     ]
     weights = torch.randn(1, tokens, heads, value_size)
     compute = partial(
-        attention._varlen,
+        fused_attention._varlen,
         cu_seqlens=segment_inputs(LENGTHS)["cu_seqlens"],
         max_seqlen=max(LENGTHS),
         scale=0.3,
@@ -112,7 +112,7 @@ def test_one_call_equals_a_call_per_sample(heads, key_heads, size, value_size, w
     )
     results = []
     for call in (
-        lambda: attention._with_equal_heads(compute, *states),
+        lambda: fused_attention._with_equal_heads(compute, *states),
         lambda: attention.packed_attention(
             Heads(heads // key_heads),
             *states,
@@ -160,11 +160,11 @@ def test_families_compute_the_same_with_one_call(
         **segment_inputs(lengths),
     }
     calls = []
-    monkeypatch.setattr(attention, "_varlen", count_calls(attention._varlen, calls))
+    monkeypatch.setattr(fused_attention, "_varlen", count_calls(fused_attention._varlen, calls))
     results = []
     for device, dtypes in (("cuda", ()), ("cpu", (torch.float32,))):
-        monkeypatch.setattr(attention, "_FUSED_DEVICE", device)
-        monkeypatch.setattr(attention, "_FUSED_DTYPES", dtypes)
+        monkeypatch.setattr(fused_attention, "_FUSED_DEVICE", device)
+        monkeypatch.setattr(fused_attention, "_FUSED_DTYPES", dtypes)
         try:
             logits = model(**row, use_cache=False).logits
         except NotImplementedError:

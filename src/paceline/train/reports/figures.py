@@ -29,9 +29,10 @@ def workload(trainer: Trainer, step: int) -> Workload:
         mean_length = tokens_per_row(trainer.spec.config, trainer.spec.data.sources)
     elif trainer.is_streamed and derived.tokens_per_step is not None:
         mean_length = derived.tokens_per_step / derived.global_batch_size
+    parts = trainer.spec.layout.axes.context
     return Workload(
         derived.gradient_accumulation_steps,
-        derived.samples_per_micro_batch * mean_length,
+        derived.samples_per_micro_batch * mean_length / parts,
         distinct=_distinct_ids(trainer, step),
     )
 

@@ -1,0 +1,1 @@
+"""The division of packed rows among the ranks of a context group."""

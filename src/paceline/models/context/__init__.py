@@ -1,0 +1,1 @@
+"""Context parallelism: attention whose keys and values are on several ranks."""

@@ -1,0 +1,49 @@
+"""Each method of context parallelism computes what one rank computes for the whole row."""
+
+import pytest
+from context_reference import Case, difference, share, whole_row
+from ranks import run_ranks
+
+from paceline.models.context.choice import METHODS
+from paceline.models.context.place import ContextPlace
+
+#: Seven documents; with 2 and 4 ranks, at least one of them crosses each cut of the row.
+DOCUMENTS = (5, 21, 1, 34, 13, 8, 27)
+CASES = {
+    "documents": Case(DOCUMENTS),
+    "one document": Case((61,)),
+    "short documents": Case((1,) * 13),
+    "grouped heads": Case(DOCUMENTS, key_heads=1),
+    "shared key heads": Case(DOCUMENTS, heads=8, key_heads=2),
+    "three key heads": Case(DOCUMENTS, heads=12, key_heads=3),
+    "narrow values": Case(DOCUMENTS, head_size=12, value_size=8),
+    "wide values": Case(DOCUMENTS, key_heads=2, head_size=8, value_size=16),
+    "scaling": Case(DOCUMENTS, scaling=0.7),
+    "window": Case(DOCUMENTS, key_heads=2, window=6),
+    "window of one token": Case(DOCUMENTS, window=1),
+    "window of a chunk": Case((90,), window=14),
+    "wide window": Case((70, 20), window=60),
+    "three tokens": Case((2, 1)),
+    "one token": Case((1,)),
+    "seven tokens": Case((3, 4), window=2),
+}
+
+
+def shares(world, names, methods):
+    place = ContextPlace(world)
+    return {
+        (name, method): share(CASES[name], place, method) for name in names for method in methods
+    }
+
+
+@pytest.mark.parametrize(
+    "size", [2, pytest.param(4, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.soak)]
+)
+def test_each_method_computes_what_one_rank_computes(size: int) -> None:
+    names = [name for name, case in CASES.items() if case.heads % size == 0]
+    results = run_ranks(shares, size, names, METHODS)
+    for name in names:
+        expected = whole_row(CASES[name])
+        for method in METHODS:
+            parts = [result[name, method] for result in results]
+            assert difference(CASES[name], expected, parts) <= 1e-6, (name, method)
