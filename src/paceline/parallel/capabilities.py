@@ -165,6 +165,8 @@ def reason_against_generation(config: Config, dims: ParallelDims) -> str | None:
         return "each token would have to pass through all stages of the pipeline"
     if config.parallel.sequence_parallel and dims.tensor > 1:
         return "`parallel.sequence_parallel` cannot split a single token"
+    if dims.expert > 1:
+        return "ranks that divide the experts would have to generate equal numbers of tokens"
     return None
 
 

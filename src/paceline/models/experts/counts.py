@@ -134,7 +134,7 @@ def _(row: torch.Tensor, indices: torch.Tensor) -> None:
 
 # The hooks are functions, because `dp` copies the model, and its copies have the same counter.
 def _experts_hook(row: torch.Tensor, position: int, argument: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+    def hook(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, torch.Tensor]) -> None:
         if _may_count(module):
             indices = inputs[argument] if argument in inputs else args[position]
             _count_tokens(row, indices)

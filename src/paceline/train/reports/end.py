@@ -112,7 +112,7 @@ def build_report(trainer: Trainer, status: str, best: BestModel | None) -> Repor
     experts = trainer.callbacks.find(ExpertRecorder)
     if experts is not None:
         experts.update_total()
-        report["experts"] = experts.report(size=1)
+        report["experts"] = experts.report(trainer.spec.layout.axes.expert)
     if cost.traffic_is_bound:
         report["traffic_bytes_per_step"]["bound"] = True
     if communication:
