@@ -20,6 +20,8 @@ class Workload:
         host_activation_bytes: bytes that the blocks keep in host memory for backward.
         distinct: mean number of distinct ids in a micro-batch for each embedding table, by server
             of the parameter server, counted in the data; empty if unknown.
+        exchanged_rows: mean numbers of hidden states that a rank sends to and receives from other
+            ranks in a layer of experts, per micro-batch; None: each expert gets the same number.
     """
 
     micro_batches: int = 1
@@ -27,6 +29,7 @@ class Workload:
     activations: Activations = NO_ACTIVATIONS
     host_activation_bytes: int = 0
     distinct: tuple[tuple[float, ...], ...] = ()
+    exchanged_rows: tuple[float, float] | None = None
 
     def activation_bytes(self, shape: ModelShape) -> int:
         """Return the peak bytes of the activations of one micro-batch, with what the trained

@@ -166,7 +166,9 @@ def _train(
     assert len(steps) == certification.steps
     # the cost of the batches that this rank's replica had, on average after the first step
     work = Workload(
-        trial.spec.derived.gradient_accumulation_steps, statistics.fmean(_after_first(positions))
+        trial.spec.derived.gradient_accumulation_steps,
+        statistics.fmean(_after_first(positions)),
+        exchanged_rows=strategy.exchanged_rows(),
     )
     layout = trial.spec.layout
     cost = estimate_cost(layout.strategy, components.shape, layout.axes, work, trial.spec.config)
@@ -204,6 +206,8 @@ def _train_steps(
         for number in range(total):
             if trainer.run_step().stop or trainer.anomalies.is_exhausted:
                 return False
+            if number == 0:
+                trainer.strategy.exchanged_rows()
             if shows_progress:
                 progress.show(partial("{}: step {}/{}".format, prefix, number + 1, total))
     finally:

@@ -31,8 +31,7 @@ def split_experts(shape: ModelShape, size: int) -> tuple[ModelShape, ModelShape]
 
 
 def exchange_bytes(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> int:
-    """Return the bytes that a rank sends to exchange tokens in a step, if each expert gets the same
-    number.
+    """Return the bytes that a rank sends to exchange tokens in a step.
 
     In each layer, the hidden states of the tokens go to the ranks of their experts, and the results
     go back: twice in forward and, as gradients, twice in backward. Recomputation and the pass that
@@ -42,6 +41,8 @@ def exchange_bytes(shape: ModelShape, axes: ParallelDims, work: Workload, config
     chosen = first_number(fields, *_CHOSEN) or 1
     recomputed = config.train_args.recomputed_share(len(shape.blocks))
     forwards = 1 + recomputed + (coefficient_of(config) > 0)
+    size, rows = axes.expert, work.positions * chosen
+    sent, received = work.exchanged_rows or (rows * (size - 1) / size,) * 2
     total = 0.0
     for tensors, is_reached in _layers(shape):
         weights = [each for each in tensors if ".lora_" not in each.name]
@@ -49,11 +50,12 @@ def exchange_bytes(shape: ModelShape, axes: ParallelDims, work: Workload, config
         if axes.shard > 1 and shape.low_bytes:
             element_bytes = min(element_bytes, shape.low_bytes)
         is_trained = is_reached or any(each.trainable for each in tensors)
-        rows = work.micro_batches * work.positions * chosen
         row_bytes = expert_width(weights) * element_bytes
-        total += rows * row_bytes * (2 * forwards + is_reached + is_trained)
-        total += work.micro_batches * forwards * weights[0].shape[0] * _COUNT_BYTES
-    return scatter_bytes(total, axes.expert)
+        # The gradients of what was received go back to where it came from.
+        total += row_bytes * (forwards + is_trained) * sent
+        total += row_bytes * (forwards + is_reached) * received
+        total += forwards * scatter_bytes(weights[0].shape[0] * _COUNT_BYTES, size)
+    return round(work.micro_batches * total)
 
 
 def expert_width(weights: list[TensorShape]) -> int:

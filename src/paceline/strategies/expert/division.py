@@ -15,7 +15,7 @@ from paceline.models.blocks import base_model, wrap_forward
 from paceline.models.experts.layers import ExpertLayer, find_expert_layers
 from paceline.models.tensor_plan.style import RowRange
 from paceline.models.weights.load import final_dtype
-from paceline.strategies.expert.exchange import compute_divided_experts
+from paceline.strategies.expert.exchange import ExchangedRows, compute_divided_experts
 from paceline.strategies.tensor.shard import TensorSlice
 
 #: The style of experts that get their tokens from other ranks, in the plans of transformers.
@@ -40,11 +40,13 @@ class ExpertParallelizer:
     Attributes:
         modules: the modules whose parameters are divided, one per layer.
         cuts: name of each divided parameter → this rank's part.
+        rows: what this rank has exchanged.
     """
 
     def __init__(self, model: nn.Module, group: Communicator, copies: Communicator) -> None:
         self.group, self.copies = group, copies
         self.modules: list[nn.Module] = []
+        self.rows = ExchangedRows()
         slices: dict[int, TensorSlice] = {}
         for layer in check_experts(model, group.size):
             outer = base_model(model).get_submodule(layer.name)
@@ -96,7 +98,9 @@ class ExpertParallelizer:
         self, num_local: int, inner: Any, hidden: torch.Tensor, *args: Any, **inputs: Any
     ) -> torch.Tensor:
         indices, weights = (*args, *inputs.values())
-        return compute_divided_experts(inner, self.group, num_local, hidden, indices, weights)
+        return compute_divided_experts(
+            inner, self.group, num_local, self.rows, hidden, indices, weights
+        )
 
 
 def _wrapped(outer: nn.Module) -> Iterator[nn.Module]:

@@ -9,6 +9,7 @@ token is dropped. The host reads the sizes in each layer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,10 +21,33 @@ from paceline.distributed.communicator import Communicator
 ExpertsForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+@dataclass
+class ExchangedRows:
+    """Numbers of hidden states that a rank has sent to and received from other ranks, in a number
+    of forward passes of layers."""
+
+    sent: int = 0
+    received: int = 0
+    passes: int = 0
+
+    def add(self, rank: int, sent_sizes: list[int], received_sizes: list[int]) -> None:
+        self.sent += sum(sent_sizes) - sent_sizes[rank]
+        self.received += sum(received_sizes) - received_sizes[rank]
+        self.passes += 1
+
+    def take(self) -> tuple[float, float]:
+        """Return the means per pass since the last call."""
+        passes = max(1, self.passes)
+        means = self.sent / passes, self.received / passes
+        self.sent = self.received = self.passes = 0
+        return means
+
+
 def compute_divided_experts(
     forward: ExpertsForward,
     group: Communicator,
     num_local: int,
+    counts: ExchangedRows,
     hidden: torch.Tensor,
     indices: torch.Tensor,
     weights: torch.Tensor,
@@ -35,6 +59,7 @@ def compute_divided_experts(
         forward: function that computes this rank's experts, which it numbers from 0.
         group: the ranks that divide the experts, in the order of the experts.
         num_local: number of experts of each rank.
+        counts: where the exchange is counted.
         hidden: hidden states of this rank's tokens, [tokens, features].
         indices: experts of each token, [tokens, experts of a token].
         weights: weight of each of them, of the same shape.
@@ -47,6 +72,7 @@ def compute_divided_experts(
     received = torch.empty_like(sent)
     group.wait(group.all_to_all(received, sent))
     sent_sizes, received_sizes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+    counts.add(group.rank, sent_sizes, received_sizes)
     rows = _exchange(rows, group, sent_sizes, received_sizes)
     experts = torch.arange(num_local, device=hidden.device).repeat(group.size)
     experts = experts.repeat_interleave(received.reshape(-1), output_size=sum(received_sizes))

@@ -369,6 +369,9 @@ class HybridStrategy(BucketedStrategy):
     def comm_profile(self) -> CommProfile | None:
         return None if self.reducer is None else self.reducer.comm_profile
 
+    def exchanged_rows(self) -> tuple[float, float] | None:
+        return None if self.experts is None else self.experts.rows.take()
+
     @property
     def transient_bytes(self) -> int:
         return 0 if self.sharding is None else self.sharding.gathered_bytes
