@@ -8,6 +8,19 @@ from paceline.models.shape.record import ModelShape, TensorShape, total_bytes
 
 
 @dataclass(frozen=True)
+class ContextWork:
+    """How the ranks of a context group divide the rows of a step.
+
+    Args:
+        method: how they exchange keys and values.
+        rows: number of tokens of each sample, for some rows that stand for all.
+    """
+
+    method: str
+    rows: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class Workload:
     """The work of one step on one replica.
 
@@ -20,6 +33,7 @@ class Workload:
         host_activation_bytes: bytes that the blocks keep in host memory for backward.
         distinct: mean number of distinct ids in a micro-batch for each embedding table, by server
             of the parameter server, counted in the data; empty if unknown.
+        context: how rows are divided, with context parallelism.
         exchanged_rows: mean numbers of hidden states that a rank sends to and receives from other
             ranks in a layer of experts, per micro-batch; None: each expert gets the same number.
     """
@@ -29,6 +43,7 @@ class Workload:
     activations: Activations = NO_ACTIVATIONS
     host_activation_bytes: int = 0
     distinct: tuple[tuple[float, ...], ...] = ()
+    context: ContextWork | None = None
     exchanged_rows: tuple[float, float] | None = None
 
     def activation_bytes(self, shape: ModelShape) -> int:

@@ -17,6 +17,7 @@ from paceline.models.shape.record import ModelShape
 from paceline.parallel import capabilities
 from paceline.parallel.capabilities import Capabilities, Placement, check_features, check_limits
 from paceline.parallel.cost import Cost, Workload
+from paceline.parallel.exchange_cost import exchange_traffic
 from paceline.parallel.limits.experts import with_experts
 from paceline.parallel.limits.shared import FOR_ALL, ONE_PROCESS
 from paceline.parallel.spec import StrategySpec
@@ -72,6 +73,8 @@ _LOADED: list[StrategySpec] = [load_object(f"paceline.strategies.{spec}") for sp
 STRATEGIES = {spec.name: spec for spec in _LOADED}
 ALIASES = {"fsdp": "zero3"}
 AXIS_KEYS = ("data", "shard", "context", "tensor", "pipeline")
+#: Keys of ``parallel`` with a number of ranks.
+SIZE_KEYS = (*AXIS_KEYS, "expert")
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def mode_of(parallel: Parallel) -> str:
     """
     mode = str(read_mode(parallel.mode)["mode"])
     if mode == "auto":
-        is_sized = any(getattr(parallel, key) is not None for key in (*AXIS_KEYS, "expert"))
+        is_sized = any(getattr(parallel, key) is not None for key in SIZE_KEYS)
         return "hybrid" if is_sized else "auto"
     mode = ALIASES.get(mode, mode)
     if mode not in STRATEGIES and ":" not in mode:
@@ -228,7 +231,12 @@ def estimate_cost(
     axis = "shard" if dims.shard > 1 or spec.main_dim == "shard" else "data"
     summed = replace(dims, context=1, **{axis: getattr(dims, axis) * dims.context})
     cost: Cost = load_object(spec.cost_model or _PLAIN_COST)(shape, summed, work, config)
-    return cost
+    if dims.context == 1 or work.context is None:
+        return cost
+    traffic = dict(cost.traffic)
+    for collective, size_bytes in exchange_traffic(config, dims, work).items():
+        traffic[collective] = traffic.get(collective, 0) + size_bytes
+    return replace(cost, traffic=traffic)
 
 
 def check_strategy(mode: str, config: Config, dims: ParallelDims, installed: bool = True) -> None:

@@ -9,15 +9,16 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.texts import UserText
+from paceline.models.context.choice import method_of_run
 from paceline.models.head.router_coefficient import check_router_loss
 from paceline.models.kernels.attention_choice import joins_samples
 from paceline.models.shape.activations import Activations, WeightPrecision, language_activations
 from paceline.models.shape.adapter_memory import merged_experts
 from paceline.models.shape.block_memory import FLOAT32_BYTES
 from paceline.models.shape.record import ModelShape
-from paceline.parallel.cost import Cost, Workload
+from paceline.parallel.cost import ContextWork, Cost, Workload
 from paceline.parallel.limits.images import check_vision_language
-from paceline.parallel.registry import AXIS_KEYS, ParallelLayout, check_strategy, estimate_cost
+from paceline.parallel.registry import SIZE_KEYS, ParallelLayout, check_strategy, estimate_cost
 from paceline.parallel.registry import layout as make_layout
 from paceline.planner.machine.hardware import Machine
 from paceline.planner.micro_batch import MicroBatchProfile
@@ -41,6 +42,10 @@ def workload(
     """Return what a strategy's cost depends on besides the model's shape."""
     parts = layout.axes.context
     work = Workload(config.train_args.gradient_accumulation_steps, batch.positions / parts)
+    if parts > 1:
+        method = method_of_run(config, layout.axes, "cpu" if is_cpu else "cuda")
+        row = (max(1, round(batch.sample)),) * max(1, round(batch.positions / batch.sample))
+        work = replace(work, context=ContextWork(method.name, (row,)))
     if profile.dims is None:
         copies = _weight_copies(profile.shape, layout)
         return replace(
@@ -166,7 +171,7 @@ class ModeEstimate:
 
 def free_layout(config: Config, num_devices: int, mode: str) -> ParallelLayout:
     """Return the layout of a mode, ignoring the sizes of axes that the config sets."""
-    update = dict.fromkeys(AXIS_KEYS)
+    update = dict.fromkeys(SIZE_KEYS)
     return make_layout(config.parallel.model_copy(update=update), num_devices, mode)
 
 
@@ -181,7 +186,7 @@ def estimate(
 ) -> ModeEstimate:
     """Estimate ``layout``. ``stage``: of DeepSpeed."""
     name, settings = mode_names(layout, stage)
-    update = dict.fromkeys(AXIS_KEYS) | settings
+    update = dict.fromkeys(SIZE_KEYS) | settings
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=update)})
     replicas, samples = layout.axes.replicas, config.train_args.global_batch_size
     if samples is not None:
@@ -194,8 +199,8 @@ def estimate(
             )
             return ModeEstimate(name, layout, settings, False, reason)
         config = with_accumulation(config, replicas)
-    work = workload(config, profile, batch, layout, machine.is_cpu)
     try:
+        work = workload(config, profile, batch, layout, machine.is_cpu)
         check_strategy(layout.strategy, config, layout.axes, installed=False)
         check_vision_language(config, layout.axes)
         check_router_loss(config, layout.axes)

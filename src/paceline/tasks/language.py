@@ -40,6 +40,8 @@ from paceline.models.adapters.check import check_adapters
 from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.checks.packing import PackingChoice, choose_packing
+from paceline.models.context.choice import ContextMethod
+from paceline.models.context.setup import divide_attention
 from paceline.models.files import check_files, check_hub
 from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
 from paceline.models.head.router_coefficient import check_task_of_router_loss
@@ -84,6 +86,8 @@ class LanguageTask(Task):
         self._transform: LogitTransform | None = None
         self._chunks = NO_CHUNKS
         self._router_loss: RouterLoss | None = None
+        #: How the ranks that divide rows exchange keys and values.
+        self.context_method: ContextMethod | None = None
 
     def prompt_inputs(self, sample: TokenSample, num_tokens: int) -> dict[str, torch.Tensor] | None:
         """Return the inputs of the model, besides token IDs, for the first ``num_tokens`` tokens of
@@ -192,6 +196,12 @@ class LanguageTask(Task):
                 )
             )
         notices += [("info", each.notice(self.device_type)) for each in layer_kernels(base)]
+        if self.place is not None:
+            self.context_method, text = divide_attention(
+                base, self.place, self.config, self.device_type
+            )
+            self._passes_segments = True
+            notices.append(("info", text))
         return notices
 
     def _choose_loss(self, model: Any, base: Any) -> list[Notice]:

@@ -29,6 +29,7 @@ from paceline.core.files import write_atomic
 from paceline.core.log import log_to_events
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
+from paceline.data.loader import MicroBatch
 from paceline.data.progress import ProgressLine
 from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
@@ -43,6 +44,7 @@ from paceline.parallel.strategy import Strategy
 from paceline.tasks.base import num_positions
 from paceline.train.callback_setup import build_loggers
 from paceline.train.components import build_components
+from paceline.train.reports.figures import with_rows
 from paceline.train.run_spec import RunSpec
 from paceline.train.setup import build_trainer
 from paceline.train.state import RankContext
@@ -151,11 +153,14 @@ def _train(
         ctx = RankContext(components.strategy.world, run_dir, events, stop)
         trainer = build_trainer(trial.spec, ctx, components, data, notices, callbacks=build_loggers)
         strategy, positions = trainer.strategy, list[float]()
-        trainer.data.observers.append(
-            lambda batches: positions.append(
-                statistics.fmean(num_positions(batch.data) for batch in batches)
-            )
-        )
+        rows = list[list[tuple[int, ...]]]()
+
+        def observe(batches: list[MicroBatch]) -> None:
+            positions.append(statistics.fmean(num_positions(batch.data) for batch in batches))
+            rows.append([batch.data["segment_lengths"] for batch in batches if divides_rows])
+
+        divides_rows = world.axes.context > 1
+        trainer.data.observers.append(observe)
         components.model.train()
         watch = GradientWatch(strategy) if trial.number == 0 else None
         is_complete = _train_steps(trainer, certification, trial, shows_progress=world.is_rank_zero)
@@ -170,6 +175,7 @@ def _train(
         statistics.fmean(_after_first(positions)),
         exchanged_rows=strategy.exchanged_rows(),
     )
+    work = with_rows(work, components.task, [row for step in _after_first(rows) for row in step])
     layout = trial.spec.layout
     cost = estimate_cost(layout.strategy, components.shape, layout.axes, work, trial.spec.config)
     reference = Path(certification.folder) / "reference.safetensors"

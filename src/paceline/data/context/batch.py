@@ -41,7 +41,7 @@ def divide_batch(batch: TokenBatch, rank: int, size: int) -> TokenBatch:
     if "target_counts" in batch:
         counts = batch["target_counts"]
         sequences = np.repeat(np.arange(len(counts)), counts)[is_local]
-        part["target_counts"] = tuple(np.bincount(sequences, minlength=len(counts)).tolist())
+        part["local_target_counts"] = tuple(np.bincount(sequences, minlength=len(counts)).tolist())
     part["is_filler"] = not len(positions)
     return cast(TokenBatch, part)
 

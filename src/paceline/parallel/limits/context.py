@@ -1,11 +1,12 @@
 """Declare what context parallelism does not support, with any strategy. Imports no torch."""
 
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import PREFERENCE_TASKS
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.capabilities import Limit
 
 #: Tasks whose rows are texts for a causal language model.
-CONTEXT_TASKS = ("sft", "pretrain")
+CONTEXT_TASKS = ("sft", "pretrain", *PREFERENCE_TASKS)
 
 
 def _context(config: Config, dims: ParallelDims) -> str | None:

@@ -331,7 +331,8 @@ class PreferenceTask(LanguageTask):
         if losses.dim() == 2:
             return losses.sum(dim=1)
         # In the same order on every device, unlike a sum with atomic additions.
-        sums = torch.stack([part.sum() for part in losses.split(batch["target_counts"])])
+        counts = batch["target_counts" if self.place is None else "local_target_counts"]
+        sums = torch.stack([part.sum() for part in losses.split(counts)])
         return sums if self.place is None else sum_over_parts(sums, self.place)
 
     def _token_losses(self, model: Any, batch: Any) -> torch.Tensor:
