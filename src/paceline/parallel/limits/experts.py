@@ -1,9 +1,59 @@
-"""Check the size of expert parallelism against the mesh. Imports no torch."""
+"""Check the size of expert parallelism against the mesh, and declare what it does not support.
+Imports no torch."""
 
 from dataclasses import replace
 
+from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
+from paceline.parallel.capabilities import Limit
+
+
+def _experts(config: Config, dims: ParallelDims) -> str | None:
+    return f"`parallel.expert: {dims.expert}`" if dims.expert > 1 else None
+
+
+#: What is not supported if ranks divide the experts of a layer.
+EXPERTS = (
+    Limit(
+        "train_args.torch_compile",
+        "ranks exchange tokens inside the blocks, and graphs cannot contain that",
+        "leave `train_args.torch_compile` out, or set `parallel.mode: zero3`",
+        unsupported=(True,),
+        subject=_experts,
+    ),
+    Limit(
+        "evaluation.mode",
+        "no rank has the full model",
+        "set `evaluation.mode: distributed`, which computes the same metrics on all ranks",
+        unsupported=("rank0",),
+        subject=_experts,
+    ),
+    Limit(
+        "train_args.optim",
+        "it computes the update of a matrix from whole matrices, and ranks divide the experts",
+        "set `train_args.optim: adamw`, or leave `parallel.expert` out",
+        unsupported=("muon", "adafactor"),
+        allowed="adamw, adam, sgd, rmsprop, adagrad",
+        subject=_experts,
+    ),
+    Limit(
+        "compression.method",
+        "the gradients of experts are summed over other ranks than the rest",
+        "leave `compression` or `parallel.expert` out",
+        supported=("none",),
+        allowed="none",
+        subject=_experts,
+    ),
+    Limit(
+        "parallel.all_reduce_algorithm",
+        "the gradients of experts are summed over other ranks than the rest",
+        "set `parallel.all_reduce_algorithm: native`",
+        supported=("native",),
+        allowed="native",
+        subject=_experts,
+    ),
+)
 
 
 def with_experts(dims: ParallelDims, size: int, mode: str) -> ParallelDims:
