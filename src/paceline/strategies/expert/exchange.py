@@ -79,7 +79,7 @@ def compute_divided_experts(
     results = _compute(forward, rows, experts.unsqueeze(-1))
     results = _exchange(results, group, received_sizes, sent_sizes)
     in_order = torch.empty_like(results).index_copy(0, order, results)
-    parts = in_order.view(*indices.shape, -1) * weights.unsqueeze(-1)
+    parts = in_order.view(*indices.shape, results.shape[-1]) * weights.unsqueeze(-1)
     return parts.sum(1).to(hidden.dtype)
 
 
