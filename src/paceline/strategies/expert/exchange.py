@@ -71,7 +71,10 @@ def compute_divided_experts(
     sent = sent.scatter_add_(0, flat, torch.ones_like(flat)).view(group.size, num_local)
     received = torch.empty_like(sent)
     group.wait(group.all_to_all(received, sent))
-    sent_sizes, received_sizes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+    if group.has_peers:
+        sent_sizes, received_sizes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+    else:  # a simulation, whose tensors have no values: each expert gets the same number
+        sent_sizes = received_sizes = _equal_sizes(flat.numel(), group.size)
     counts.add(group.rank, sent_sizes, received_sizes)
     rows = _exchange(rows, group, sent_sizes, received_sizes)
     experts = torch.arange(num_local, device=hidden.device).repeat(group.size)
@@ -81,6 +84,10 @@ def compute_divided_experts(
     in_order = torch.empty_like(results).index_copy(0, order, results)
     parts = in_order.view(*indices.shape, results.shape[-1]) * weights.unsqueeze(-1)
     return parts.sum(1).to(hidden.dtype)
+
+
+def _equal_sizes(total: int, count: int) -> list[int]:
+    return [total // count + (number < total % count) for number in range(count)]
 
 
 def _compute(forward: ExpertsForward, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
