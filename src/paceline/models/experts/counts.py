@@ -39,7 +39,7 @@ class ExpertCounter:
     """The tokens that the experts got in a step on this rank.
 
     Args:
-        layers: the layers of the full model, of which this rank may compute only some.
+        layers: the layers of the full model. This rank may compute only some of them.
         tokens: number of tokens of each expert, [layers, experts].
         aux_loss: this rank's part of the auxiliary loss, without its coefficient.
     """

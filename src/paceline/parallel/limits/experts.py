@@ -96,13 +96,12 @@ def with_experts(dims: ParallelDims, size: int, mode: str) -> ParallelDims:
     if num_ranks % size:
         divisors = [str(each) for each in range(1, num_ranks + 1) if num_ranks % each == 0]
         raise ConfigError(
-            "`parallel.expert: {size}` does not divide the {num_ranks:rank} of {axes}",
+            "`parallel.expert: {size}` does not divide the {num_ranks:rank} of the run",
             code="expert-does-not-divide-ranks",
             allowed="divisors of {num_ranks}: {divisors}",
             fix="set `parallel.expert: {fitting}`",
             size=size,
             num_ranks=num_ranks,
-            axes=dims.text(),
             divisors=", ".join(divisors),
             fitting=max(each for each in range(1, num_ranks + 1)
                         if num_ranks % each == 0 and each <= size),
