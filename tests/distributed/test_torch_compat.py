@@ -421,3 +421,49 @@ def test_backward_pass_is_recognized():
     weight.register_hook(lambda _: seen.append(torch_compat.in_backward()))
     weight.sum().backward()
     assert (seen, torch_compat.in_backward()) == ([True], False)
+
+
+def small_states() -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values [1, heads, tokens, head_size], the gradient of the output,
+    and the scores."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 4, 5, 8), (1, 2, 7, 8), (1, 2, 7, 8), (1, 4, 5, 8)
+    *states, grad = (torch.randn(shape, generator=generator) for shape in shapes)
+    scores = states[0] @ states[1].repeat_interleave(2, 1).mT * 0.3
+    return [state.requires_grad_() for state in states], grad, scores
+
+
+def test_flash_attention_for_cpu() -> None:
+    states, grad, scores = small_states()
+    expected = nn.functional.scaled_dot_product_attention(*states, scale=0.3, enable_gqa=True)
+    grads = torch.autograd.grad(expected, states, grad)
+    with torch.no_grad():
+        output, lse = torch_compat.flash_for_cpu(*states, 0.3, False, None)
+        results = torch_compat.flash_for_cpu_backward(
+            grad, (states[0], states[1], states[2]), output, lse, 0.3, False, None
+        )
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    torch.testing.assert_close(results, grads)
+
+
+def test_backward_of_varlen() -> None:
+    import varlen_reference
+
+    varlen_reference.register()
+    states, grad, _ = small_states()
+    rows = [each.squeeze(0).transpose(0, 1) for each in states]
+    ends = tuple(torch.tensor([0, count], dtype=torch.int32) for count in (5, 7))
+    output, lse, _ = varlen_reference.forward(*rows, *ends, 5, 7, False, 0.3, [-1, -1], True)
+    expected = torch.autograd.grad(output, rows, grad.squeeze(0).transpose(0, 1))
+    results = torch_compat.varlen_backward(
+        grad.squeeze(0).transpose(0, 1),
+        (rows[0].detach(), rows[1].detach(), rows[2].detach()),
+        output.detach(),
+        lse.detach().contiguous(),
+        (ends[0], ends[1]),
+        (5, 7),
+        0.3,
+        (-1, -1),
+    )
+    torch.testing.assert_close(results, expected)

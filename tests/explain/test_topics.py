@@ -109,6 +109,34 @@ def test_zero_measurements_match_the_predictions() -> None:
     assert {"all-reduce", "reduce-scatter", "all-gather"} <= kinds
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_context_ring_sends_only_keys_that_are_needed(ranks: int) -> None:
+    _, content = _record("context", ranks, "ring")
+    first, second = content["samples"]
+    total = (first * (first + 1) + second * (second + 1)) // 2
+    assert sum(map(sum, content["pairs"])) == total
+    owner = {position: rank for rank, own in enumerate(content["positions"]) for position in own}
+    sent = [0] * ranks
+    for step in content["steps"]:
+        for send in step["sends"]:
+            sent[send["from"]] += send["bytes"]
+            holder = send["from"] if step["what"] == "keys" else send["to"]
+            assert {owner[position] for position in send["positions"]} == {holder}
+    assert sent == content["bytes_sent"]
+    forward = [step for step in content["steps"] if step["phase"] == "forward"]
+    assert [step["step"] for step in forward] == list(range(1, ranks))
+    # Backward sends the keys again, and their gradients.
+    assert sum(sent) == 3 * sum(send["bytes"] for step in forward for send in step["sends"])
+
+
+def test_context_ulysses_makes_two_exchanges_forward_and_two_back() -> None:
+    _, content = _record("context", 3, "ulysses")
+    assert [step["phase"] for step in content["steps"]] == ["forward"] * 2 + ["backward"] * 2
+    sizes = [[send["bytes"] for send in step["sends"]] for step in content["steps"]]
+    assert sizes[0] == sizes[3]  # queries, keys, values, and their gradients
+    assert sizes[1] == sizes[2] == [size // 3 for size in sizes[0]]
+
+
 def test_sampler_repeats_or_drops_samples_but_paceline_does_not() -> None:
     _, content = _record("sampler", 3)
     assert content["num_samples"] == 10

@@ -9,8 +9,11 @@ from paceline.data.collate import segment_inputs
 from paceline.data.context.rows import divide_row
 from paceline.models.attention import packed_attention
 from paceline.models.context.attention import context_attention
+from paceline.models.context.blocks import ring_steps
 from paceline.models.context.gather import grouped_heads
+from paceline.models.context.kernels import BlockKernel, MergedOutput, split_runs, take
 from paceline.models.context.place import ContextPlace
+from paceline.models.context.ring import merge
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,15 @@ def share(case: Case, place: ContextPlace, method: str, **inputs: Any) -> list[t
     index = positions if count else torch.zeros(1, dtype=torch.int64)  # a filler
     *states, grad = [state[:, :, index] for state in states_of(case)]
     states = [state.requires_grad_() for state in states]
-    inputs = {"scaling": case.scaling, "sliding_window": case.window, **inputs}
+    inputs = {
+        "kernel": "sdpa",
+        "scaling": case.scaling,
+        "sliding_window": case.window,
+        **inputs,
+    }
     segments = segment_inputs(case.lengths)
     output, _ = context_attention(
-        torch.nn.Module(), *states, None, place=place, method=method, kernel="sdpa",
-        **segments, **inputs,
+        torch.nn.Module(), *states, None, place=place, method=method, **segments, **inputs,
     )  # fmt: skip
     output = output.transpose(1, 2)
     results = [output.detach(), *torch.autograd.grad(output, states, grad)]
@@ -95,3 +102,47 @@ def difference(
                 error = (whole[:, :, positions] - part).abs().max() / whole.abs().max().clamp(min=1)
                 largest = max(largest, float(error))
     return largest
+
+
+def rank_by_rank(
+    case: Case, size: int, kernel: BlockKernel, device: str = "cpu"
+) -> list[list[torch.Tensor]]:
+    """Return what :func:`share` returns on each rank by ring attention, computed by one process."""
+    query, key, value, grad = (
+        state.to(device).squeeze(0).transpose(0, 1) for state in states_of(case)
+    )
+    scale = case.head_size**-0.5 if case.scaling is None else case.scaling
+    division = divide_row(case.lengths, size)
+    own = [torch.from_numpy(division.positions(rank)).to(device) for rank in range(size)]
+    key_grad, value_grad = (torch.zeros_like(each, dtype=torch.float32) for each in (key, value))
+    outputs, query_grads = [], []
+    for rank in range(size):
+        queries = query[own[rank]]
+        merged = torch.zeros_like(grad[own[rank]], dtype=torch.float32)
+        lse = torch.full(merged.shape[:2], -torch.inf, device=device)
+        steps = ring_steps(case.lengths, size, rank, case.window)
+        received = [take(own[step.source], step.received or [(0, 0)]) for step in steps]
+        for step, index in zip(steps, received, strict=True):
+            states = queries, key[index], value[index]
+            for part in kernel.forward(states, step.blocks, scale):
+                for tokens, (output, each) in split_runs(part.queries, part.output, part.lse):
+                    merge(merged[tokens], lse[tokens], output, each)
+        outputs.append(merged.to(query.dtype))
+        whole = MergedOutput(outputs[-1], lse, grad[own[rank]])
+        query_grad = torch.zeros_like(queries, dtype=torch.float32)
+        for step, index in zip(steps, received, strict=True):
+            states = queries, key[index], value[index]
+            for grads in kernel.backward(states, step.blocks, scale, whole):
+                for tokens, (each,) in split_runs(grads.queries, grads.query_grad):
+                    query_grad[tokens] += each
+                pair = grads.key_grad, grads.value_grad
+                for tokens, (of_keys, of_values) in split_runs(grads.keys, *pair):
+                    key_grad[index[tokens]] += of_keys
+                    value_grad[index[tokens]] += of_values
+        query_grads.append(query_grad.to(query.dtype))
+    results = []
+    for rank in range(size):
+        grads = (each[own[rank]].to(query.dtype) for each in (key_grad, value_grad))
+        parts = [outputs[rank], query_grads[rank], *grads]
+        results.append([part.transpose(0, 1).unsqueeze(0).cpu() for part in parts])
+    return results

@@ -119,4 +119,4 @@ def test_registry_does_not_import_torch() -> None:
 
 def test_auto_does_not_choose_modes_that_change_training() -> None:
     not_chosen = {name for name, spec in STRATEGIES.items() if not spec.capabilities.chosen_by_auto}
-    assert not_chosen == {"dp", "context", "deepspeed", *OTHER_TRAINING}
+    assert not_chosen == {"dp", "deepspeed", *OTHER_TRAINING}

@@ -390,7 +390,7 @@ def flash_for_cpu_backward(
     Args:
         grad: gradient of the output.
         states: the queries, keys and values.
-        output, lse: results over all keys of the queries, of which these may be a part.
+        output, lse: results over all keys of the queries; these keys may be a part of them.
     """
     compute = _find(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
     query_grad, key_grad, value_grad = compute(
@@ -414,13 +414,13 @@ def varlen_backward(
     Args:
         grad: gradient of the output.
         states: the queries, keys and values [tokens, heads, head_size].
-        output: result over all keys of the queries, of which these may be a part.
+        output: result over all keys of the queries; these keys may be a part of them.
         lse: logarithm of the sum of the exponentials of all their scores, float32 [heads, queries].
         cu_seqlens, max_seqlens: as the kernel's, of the queries and of the keys.
     """
     _import("torch.nn.attention.varlen")  # registers the operator
     compute = _find(torch.ops, "torch_attn._varlen_attn_backward")
-    random_state = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # there is no dropout
+    random_state = grad.new_zeros(2, dtype=torch.uint64)  # there is no dropout
     query_grad, key_grad, value_grad = compute(
         grad, *states, output, lse, *cu_seqlens, *max_seqlens,
         window == (-1, 0), random_state, scale, list(window),

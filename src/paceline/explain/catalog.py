@@ -82,6 +82,12 @@ TOPICS = {
         "zero:ZeROTopic", "which rank stores which shard of the training state, for each ZeRO stage"
     ),
     "tensor": Topic("tensor:TensorTopic", "column- and row-parallel layers, and their all-reduces"),
+    "context": Topic(
+        "context:ContextTopic",
+        "attention over a row whose tokens are divided among ranks",
+        (4, 2, 8),
+        ("ring", "ulysses"),
+    ),
     "pipeline": Topic(
         "pipeline:PipelineTopic",
         "schedules of a pipeline, with measured times and the bubble",

@@ -34,6 +34,7 @@ class Workload:
         distinct: mean number of distinct ids in a micro-batch for each embedding table, by server
             of the parameter server, counted in the data; empty if unknown.
         context: how rows are divided, with context parallelism.
+        labels: mean number of tokens in a micro-batch whose logits are computed; None: all of them.
         exchanged_rows: mean numbers of hidden states that a rank sends to and receives from other
             ranks in a layer of experts, per micro-batch; None: each expert gets the same number.
     """
@@ -44,6 +45,7 @@ class Workload:
     host_activation_bytes: int = 0
     distinct: tuple[tuple[float, ...], ...] = ()
     context: ContextWork | None = None
+    labels: float | None = None
     exchanged_rows: tuple[float, float] | None = None
 
     def activation_bytes(self, shape: ModelShape) -> int:

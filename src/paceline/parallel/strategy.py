@@ -306,7 +306,7 @@ class Strategy(ABC):
     def reported(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
         """Sum the results of an evaluation batch over the ranks that divide its tokens. A
         collective of these ranks. Return None on ranks that do not report it."""
-        if self.world.axes.context > 1 and self.computes_loss:
+        if sums and self.world.axes.context > 1 and self.computes_loss:
             group = self.world.subgroup("context")
             flat = torch.cat([value.flatten().to(group.wide_dtype) for value in sums.values()])
             group.wait(group.all_reduce(flat))

@@ -16,6 +16,8 @@ from paceline.models.shape.activations import Activations, WeightPrecision, lang
 from paceline.models.shape.adapter_memory import merged_experts
 from paceline.models.shape.block_memory import FLOAT32_BYTES
 from paceline.models.shape.record import ModelShape
+from paceline.models.tensor_plan.sequence import uses_sequence_parallel
+from paceline.models.tensor_plan.style import HEAD
 from paceline.parallel.cost import ContextWork, Cost, Workload
 from paceline.parallel.limits.images import check_vision_language
 from paceline.parallel.registry import SIZE_KEYS, ParallelLayout, check_strategy, estimate_cost
@@ -41,7 +43,12 @@ def workload(
 ) -> Workload:
     """Return what a strategy's cost depends on besides the model's shape."""
     parts = layout.axes.context
-    work = Workload(config.train_args.gradient_accumulation_steps, batch.positions / parts)
+    positions = batch.positions / parts
+    work = Workload(
+        config.train_args.gradient_accumulation_steps,
+        positions,
+        labels=positions * batch.label_share,
+    )
     if parts > 1:
         method = method_of_run(config, layout.axes, "cpu" if is_cpu else "cuda")
         row = (max(1, round(batch.sample)),) * max(1, round(batch.positions / batch.sample))
@@ -66,6 +73,13 @@ def workload(
         joined=joins_samples(config, "cpu" if is_cpu else "cuda"),
         low_weights=layout.has_low_weights,
         tensor_ranks=layout.axes.tensor,
+        splits_head=HEAD in profile.shape.tensor_plan.values(),
+        sequence_parallel=uses_sequence_parallel(
+            config.parallel.sequence_parallel,
+            layout.axes.tensor,
+            layout.axes.pipeline,
+            profile.shape.splits_tokens,
+        ),
         merged=merged_experts(profile.shape),
     )
     activations = activations.of_model(len(profile.shape.blocks))
@@ -312,6 +326,12 @@ def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfi
             "pipeline parallelism is not supported with `task: recommend`: a click model has no"
             " sequence of blocks",
             code="pipeline-with-recommend",
+        )
+    if axes.context > 1 and (profile.layers or profile.attention is None):
+        raise ConfigError(
+            "context parallelism is not supported with this model: it has layers that pass a state"
+            " from each token to the next",
+            code="context-with-states",
         )
     if axes.tensor > 1 and not profile.shape.tensor_plan:
         raise ConfigError(

@@ -166,7 +166,16 @@ def setup_of_batch(
     if profile.dims is None or not batch.has_tokens:
         return None
     samples, length = batch.positions / batch.sample, batch.sample
-    return setup_of(config, profile.dims, layout, samples, length, batch.label_share, stage)
+    return setup_of(
+        config,
+        profile.dims,
+        layout,
+        samples,
+        length,
+        batch.label_share,
+        stage,
+        profile.shape.splits_tokens,
+    )
 
 
 def _setup_of_mode(setup: TrainingSetup, cost: Cost, machine: Machine) -> TrainingSetup:

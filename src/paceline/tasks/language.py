@@ -47,6 +47,7 @@ from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
 from paceline.models.head.router_coefficient import check_task_of_router_loss
 from paceline.models.head.router_loss import RouterLoss, find_router_loss
 from paceline.models.head.softmax import IGNORED, LogitTransform, weighted_sum
+from paceline.models.head.split_vocabulary import split_vocabulary
 from paceline.models.head.transform import choose_transform, output_head
 from paceline.models.kernels import mixers
 from paceline.models.kernels.layer_kernels import has_attention, layer_kernels
@@ -213,7 +214,8 @@ class LanguageTask(Task):
         chunks = choose_loss_chunks(args, vocabulary, self.device_type)
         rows = max(args.per_device_train_batch_size, args.per_device_eval_batch_size or 0)
         rows *= self.sequences_per_sample
-        if not chunks.divides(rows * args.max_length):
+        # A head whose vocabulary is split always computes the loss itself.
+        if not chunks.divides(rows * args.max_length) and self.tensor_ranks == 1:
             return []
         self._chunks = chunks
         transform = choose_transform(model, self.config)
@@ -337,15 +339,17 @@ class LanguageTask(Task):
         smoothing = self.config.train_args.label_smoothing_factor if model.training else 0.0
         if self.picks_logits:
             inputs["logits_to_keep"] = keep
-        if self._transform is not None and self._chunks.divides(targets.numel()):
+        head = output_head(model)
+        is_split = split_vocabulary(head) is not None
+        if self._transform is not None and (is_split or self._chunks.divides(targets.numel())):
             selected = None if self.picks_logits else keep
             has_sources = "source_losses" in batch
             chunks = ChunkedLoss(
-                output_head(model),
+                head,
                 self._transform,
                 targets,
                 selected,
-                self._chunks.tokens,
+                self._chunks.tokens or max(1, targets.numel()),
                 smoothing,
                 counts_correct,
                 targets.new_zeros(targets.numel(), dtype=torch.float32) if has_sources else None,

@@ -105,6 +105,7 @@ def build_components(
     task = load_task(spec.config)
     task.prepared = spec.data
     task.device_type = comm.device.type
+    task.tensor_ranks = spec.layout.axes.tensor
     task.global_batch_size = spec.derived.global_batch_size
     if comm.axes.context > 1:
         task.place = ContextPlace(comm.subgroup("context"))

@@ -90,11 +90,12 @@ class Parallel(Section):
             " `colwise`, `rowwise`, `packed_colwise:3`."
         ),
     )
-    sequence_parallel: bool = Field(
-        False,
+    sequence_parallel: bool | Auto = Field(
+        "auto",
         description=(
-            "Shard activations between tensor-parallel layers along the sequence"
-            " (requires `tensor`)."
+            "Shard activations between tensor-parallel layers along the sequence (requires"
+            " `tensor`). `auto`: where the model's blocks allow it and have no dropout, without a"
+            " pipeline."
         ),
     )
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = Field(

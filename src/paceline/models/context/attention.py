@@ -71,14 +71,15 @@ def context_attention(
     Raises:
         NotImplementedError: the model requires a feature that the method does not support.
     """
-    used: dict[str, object] = {"a mask": attention_mask, "position_bias": position_bias}
+    names = ["a mask", "position_bias"]
+    used = [attention_mask is not None, position_bias is not None]
     if method != GATHER:
-        used |= {"softcap": softcap, "s_aux": s_aux, "dropout": dropout or None}
-    unsupported = [name for name, feature in used.items() if feature is not None]
-    if segment_lengths is None or unsupported or query.shape[0] != 1:
+        names += ["softcap", "s_aux", "dropout"]
+        used += [softcap is not None, s_aux is not None, dropout > 0]
+    if segment_lengths is None or any(used) or query.shape[0] != 1:
         raise NotImplementedError(
             f"context parallelism by `{method}` requires one row per call and the lengths of its"
-            f" samples, and does not support {', '.join(used)}"
+            f" samples, and does not support {', '.join(names)}"
         )
     division = divide_row(tuple(segment_lengths), place.group.size)
     num_local = division.num_local(place.group.rank)

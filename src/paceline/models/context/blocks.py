@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from paceline.data.context.rows import Piece, RowDivision, divide_row
 
-#: Adjacent tokens among those of a rank: the index of the first, and that after the last.
+#: Adjacent tokens of a rank: the index of the first, and the index after the last.
 TokenRange = tuple[int, int]
 
 
@@ -37,7 +37,7 @@ FULL = Window(-1, -1)
 CAUSAL = Window(-1, 0)
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Queries of a rank, and keys of one rank to which they attend.
 
     Args:
@@ -71,7 +71,7 @@ class RingStep:
 
     source: int
     target: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[AttentionBlock, ...]
     received: tuple[TokenRange, ...]
     sent: tuple[TokenRange, ...]
 
@@ -92,7 +92,7 @@ def num_tokens(ranges: Iterable[TokenRange]) -> int:
 def ring_steps(
     lengths: tuple[int, ...], size: int, rank: int, window: int | None = None
 ) -> tuple[RingStep, ...]:
-    """Return the steps of a rank, the first of which computes with its own keys.
+    """Return the steps of a rank; in the first, it computes with its own keys.
 
     Args:
         lengths: number of tokens of each sample of the row.
@@ -116,13 +116,15 @@ def ring_steps(
     return tuple(steps)
 
 
-def _find_blocks(division: RowDivision, rank: int, source: int, window: int | None) -> list[Block]:
+def _find_blocks(
+    division: RowDivision, rank: int, source: int, window: int | None
+) -> list[AttentionBlock]:
     """Return the blocks of a rank's queries and the keys of a source, whose ranges are among all
     tokens of the source."""
     pieces: dict[int, list[Piece]] = {}
     for piece in division.pieces[source]:
         pieces.setdefault(piece.segment, []).append(piece)
-    blocks: list[Block] = []
+    blocks: list[AttentionBlock] = []
     for queries in division.pieces[rank]:
         for keys in pieces.get(queries.segment, ()):
             block = _block(queries, keys, window)
@@ -136,12 +138,12 @@ def _find_blocks(division: RowDivision, rank: int, source: int, window: int | No
     return blocks
 
 
-def _block(queries: Piece, keys: Piece, window: int | None) -> Block | None:
+def _block(queries: Piece, keys: Piece, window: int | None) -> AttentionBlock | None:
     """Return the visible part of two pieces of one sample, or None if no query attends to a key."""
     if keys.start == queries.start:
         own = (queries.offset, queries.offset + queries.length)
         is_limited = window is not None and window < queries.length
-        return Block(own, own, Window(window - 1, 0) if is_limited and window else CAUSAL)
+        return AttentionBlock(own, own, Window(window - 1, 0) if is_limited and window else CAUSAL)
     if keys.start > queries.start:
         return None
     first, last = keys.start, queries.stop
@@ -154,16 +156,15 @@ def _block(queries: Piece, keys: Piece, window: int | None) -> Block | None:
             return None
         if last - window > first:
             reach = Window(keys.stop - last + window - 1, -1)
-    return Block(
+    return AttentionBlock(
         (queries.offset, queries.offset + last - queries.start),
         (keys.offset + first - keys.start, keys.offset + keys.length),
         reach,
     )
 
 
-def _join(one: Block, other: Block) -> Block | None:
-    """Return a single block for two adjacent ones of which every query attends to every key, or
-    None if there is none."""
+def _join(one: AttentionBlock, other: AttentionBlock) -> AttentionBlock | None:
+    """Return a single block for two adjacent full ones, or None if there is none."""
     if one.window != FULL or other.window != FULL:
         return None
     if one.keys == other.keys and one.queries[1] == other.queries[0]:
@@ -185,7 +186,7 @@ def _union(ranges: Iterable[TokenRange]) -> tuple[TokenRange, ...]:
 
 
 def _among(tokens: TokenRange, ranges: Sequence[TokenRange]) -> TokenRange:
-    """Return a range of tokens as a range among the tokens of ``ranges``, one of which contains
+    """Return a range of tokens as a range among the tokens of ``ranges``; one of them contains
     it."""
     before = 0
     for start, stop in ranges:

@@ -13,7 +13,7 @@ from paceline.distributed.communicator import Communicator, Waitable
 
 
 @dataclass
-class Messages:
+class PeerMessages:
     """Messages in progress from and to one other rank each.
 
     Args:
@@ -40,7 +40,7 @@ def send_and_receive(
     target: int,
     received: torch.Tensor | None,
     source: int,
-) -> Messages:
+) -> PeerMessages:
     """Start to send a tensor to one rank of the group and to receive one from another, or the
     same, rank."""
     operations = []
@@ -49,7 +49,7 @@ def send_and_receive(
     if received is not None:
         operations.append(dist.P2POp(dist.irecv, received, group.ranks[source], group.group))
     works = dist.batch_isend_irecv(operations) if operations else ()
-    return Messages(group, works, received, sent)
+    return PeerMessages(group, works, received, sent)
 
 
 def exchange(
@@ -63,11 +63,11 @@ def exchange(
         sent: number of rows for each rank.
         received: number of rows from each rank.
     """
-    result: torch.Tensor = _Exchange.apply(tensor, group, list(sent), list(received))  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _ExchangeRows.apply(tensor, group, list(sent), list(received))  # type: ignore[no-untyped-call]
     return result
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, group: Communicator, sent: list[int], received: list[int]
@@ -83,6 +83,8 @@ class _Exchange(torch.autograd.Function):
 def _all_to_all(
     group: Communicator, tensor: torch.Tensor, sent: list[int], received: list[int]
 ) -> torch.Tensor:
+    if group.size == 1:
+        return tensor.clone()
     output = tensor.new_empty(sum(received), tensor.shape[1])
     work = dist.all_to_all_single(
         output, tensor.contiguous(), received, sent, group=group.group, async_op=True
@@ -101,11 +103,11 @@ def gather_rows(
         tensor: [tokens of this rank, width].
     """
     counts = tuple(division.num_local(rank) for rank in range(group.size))
-    gathered = _Gather.apply(tensor, group, max(counts))  # type: ignore[no-untyped-call]
+    gathered = _GatherRows.apply(tensor, group, max(counts))  # type: ignore[no-untyped-call]
     return [part[:count] for part, count in zip(gathered, counts, strict=True)]
 
 
-class _Gather(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     """Parts are padded to the same number of rows, because they differ by a few at most."""
 
     @staticmethod
@@ -142,7 +144,7 @@ def in_row_order(parts: Sequence[torch.Tensor], division: RowDivision) -> torch.
 
 
 def in_rank_order(row: torch.Tensor, division: RowDivision) -> torch.Tensor:
-    """Return the tokens of a row, those of rank 0 first. The inverse of :func:`in_row_order`.
+    """Return the tokens of a row in order of ranks. The inverse of :func:`in_row_order`.
 
     Args:
         row: [tokens, ...].

@@ -15,8 +15,8 @@ _SINKS = {
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout")
 #: Rotary embeddings whose frequencies depend on the longest position that a rank computes.
 _CHANGING_ROPES = ("dynamic", "longrope")
-#: Model type → number of layers of which the last attends to the whole sample and the others to a
-#: window, in configs that do not name the kinds of layers.
+#: Model type → number of layers in a group, the last of them attends to the whole sample and the
+#: others to a window; for configs that do not name the kinds of layers.
 _WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4, "gpt_oss": 2}
 
 

@@ -79,7 +79,7 @@ def gather_attention(
     for piece, (first, stop) in zip(pieces, visible, strict=True):
         queries = slice(piece.offset, piece.offset + piece.length)
         part = query[queries], keys[first:stop], values[first:stop]
-        mask = _mask(piece.length, stop - first, layer.window, query.device)
+        mask = _mask(piece.length, stop - first, layer.window, query)
         outputs.append(attend(part, mask).squeeze(0))
     return torch.cat(outputs)
 
@@ -90,7 +90,7 @@ def _first_key(piece: Piece, window: int | None) -> int:
 
 
 def _mask(
-    num_queries: int, num_keys: int, window: int | None, device: torch.device
+    num_queries: int, num_keys: int, window: int | None, like: torch.Tensor
 ) -> torch.Tensor | None:
     """Return a mask that is True where a query attends to a key, or None if there is as much as in
     plain causal attention, or a single query that attends to all keys."""
@@ -98,7 +98,7 @@ def _mask(
     if num_queries == 1 or (num_queries == num_keys and not is_limited):
         return None
     left = window - 1 if window is not None else -1
-    return visible_keys(num_queries, num_keys, Window(left, 0), device)
+    return visible_keys(num_queries, num_keys, Window(left, 0), like)
 
 
 def _needs_own(layer: LayerAttention) -> bool:
@@ -168,7 +168,7 @@ def _own_attention(layer: LayerAttention) -> _Attend:
         query, key, value = _as_rows(*states)
         hidden = mask
         if hidden is None:
-            hidden = visible_keys(query.shape[2], key.shape[2], Window(-1, 0), query.device)
+            hidden = visible_keys(query.shape[2], key.shape[2], Window(-1, 0), query)
         added = query.new_zeros(1, 1, *hidden.shape)
         added.masked_fill_(~hidden, torch.finfo(query.dtype).min)
         inputs = {} if layer.softcap is None else {"softcap": layer.softcap}

@@ -9,7 +9,7 @@ import torch
 
 from paceline.distributed import torch_compat
 from paceline.models.attention import has_varlen
-from paceline.models.context.blocks import CAUSAL, FULL, Block, TokenRange, Window
+from paceline.models.context.blocks import CAUSAL, FULL, AttentionBlock, TokenRange, Window
 from paceline.models.kernels.attention_choice import VARLEN
 from paceline.models.kernels.fused_attention import States, usable_kernel
 
@@ -63,17 +63,17 @@ class BlockKernel(Protocol):
     """Computes blocks of [tokens, heads, head_size].
 
     Args:
-        head_multiple: number of which head sizes must be multiples.
+        head_multiple: head sizes must be multiples of this number.
     """
 
     head_multiple: int
 
     def forward(
-        self, states: States, blocks: Sequence[Block], scale: float
+        self, states: States, blocks: Sequence[AttentionBlock], scale: float
     ) -> Iterator[BlockOutput]: ...
 
     def backward(
-        self, states: States, blocks: Sequence[Block], scale: float, merged: MergedOutput
+        self, states: States, blocks: Sequence[AttentionBlock], scale: float, merged: MergedOutput
     ) -> Iterator[BlockGrads]: ...
 
 
@@ -90,7 +90,7 @@ class CpuBlocks:
     head_multiple = 1
 
     def forward(
-        self, states: States, blocks: Sequence[Block], scale: float
+        self, states: States, blocks: Sequence[AttentionBlock], scale: float
     ) -> Iterator[BlockOutput]:
         for block in blocks:
             output, lse = torch_compat.flash_for_cpu(
@@ -99,7 +99,7 @@ class CpuBlocks:
             yield BlockOutput([block.queries], _as_tokens(output), lse.squeeze(0).transpose(0, 1))
 
     def backward(
-        self, states: States, blocks: Sequence[Block], scale: float, merged: MergedOutput
+        self, states: States, blocks: Sequence[AttentionBlock], scale: float, merged: MergedOutput
     ) -> Iterator[BlockGrads]:
         for block in blocks:
             part = slice(*block.queries)
@@ -123,32 +123,37 @@ def _as_tokens(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.squeeze(0).transpose(0, 1)
 
 
-def _as_rows(states: States, block: Block) -> States:
+def _as_rows(states: States, block: AttentionBlock) -> States:
     query, key, value = states
     queries, keys = slice(*block.queries), slice(*block.keys)
     return _as_row(query[queries]), _as_row(key[keys]), _as_row(value[keys])
 
 
-def _mask(block: Block, query: torch.Tensor) -> torch.Tensor | None:
+def _mask(block: AttentionBlock, query: torch.Tensor) -> torch.Tensor | None:
     """Return what is added to the scores of a block [queries, keys], or None if the kernel needs no
     mask."""
     if block.window in (FULL, CAUSAL):
         return None
-    visible = visible_keys(block.num_queries, block.num_keys, block.window, query.device)
+    visible = visible_keys(block.num_queries, block.num_keys, block.window, query)
     return query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
 
 
 def visible_keys(
-    num_queries: int, num_keys: int, window: Window, device: torch.device
+    num_queries: int, num_keys: int, window: Window, like: torch.Tensor
 ) -> torch.Tensor:
-    """Return a mask [queries, keys] that is True where a query attends to a key."""
-    own = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
-    distance = torch.arange(num_keys, device=device) - own
-    visible = torch.ones_like(distance, dtype=torch.bool)
+    """Return a mask [queries, keys] that is True where a query attends to a key.
+
+    Args:
+        like: a tensor on the device of the mask.
+    """
+    # Created from a tensor, because backward may compute it again in a thread that does not know
+    # that its tensors have no values.
+    visible = like.new_ones(num_queries, num_keys, dtype=torch.bool)
+    diagonal = num_keys - num_queries
     if window.left >= 0:
-        visible &= distance >= -window.left
+        visible = visible.triu(diagonal - window.left)
     if window.right >= 0:
-        visible &= distance <= window.right
+        visible = visible.tril(diagonal + window.right)
     return visible
 
 
@@ -159,7 +164,7 @@ class VarlenBlocks:
     head_multiple = 8
 
     def forward(
-        self, states: States, blocks: Sequence[Block], scale: float
+        self, states: States, blocks: Sequence[AttentionBlock], scale: float
     ) -> Iterator[BlockOutput]:
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -179,7 +184,7 @@ class VarlenBlocks:
             yield BlockOutput(call.queries, output, lse.transpose(0, 1))
 
     def backward(
-        self, states: States, blocks: Sequence[Block], scale: float, merged: MergedOutput
+        self, states: States, blocks: Sequence[AttentionBlock], scale: float, merged: MergedOutput
     ) -> Iterator[BlockGrads]:
         query, key, value = states
         for call in _calls(blocks, query):
@@ -196,7 +201,7 @@ class VarlenBlocks:
             yield BlockGrads(call.queries, call.keys, *grads)
 
 
-class _Call(NamedTuple):
+class _VarlenCall(NamedTuple):
     """Blocks with the same window, as arguments of varlen_attn."""
 
     queries: list[TokenRange]
@@ -206,14 +211,14 @@ class _Call(NamedTuple):
     window: Window
 
 
-def _calls(blocks: Sequence[Block], like: torch.Tensor) -> Iterator[_Call]:
-    groups: dict[Window, list[Block]] = {}
+def _calls(blocks: Sequence[AttentionBlock], like: torch.Tensor) -> Iterator[_VarlenCall]:
+    groups: dict[Window, list[AttentionBlock]] = {}
     for block in blocks:
         groups.setdefault(block.window, []).append(block)
     for window, group in groups.items():
         queries = tuple(block.num_queries for block in group)
         keys = tuple(block.num_keys for block in group)
-        yield _Call(
+        yield _VarlenCall(
             [block.queries for block in group],
             [block.keys for block in group],
             (cumulative(queries, like), cumulative(keys, like)),
@@ -225,16 +230,13 @@ def _calls(blocks: Sequence[Block], like: torch.Tensor) -> Iterator[_Call]:
 def cumulative(lengths: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """Return the cumulative sum of lengths, int32 [lengths + 1], on the device of a tensor."""
     if not torch_compat.has_values(like):
-        return _cumulative(lengths, like.device)
-    return _cumulative_once(lengths, like.device)
+        return like.new_empty(len(lengths) + 1, dtype=torch.int32)
+    return _cumulative(lengths, like.device)
 
 
+@lru_cache(maxsize=256)  # all layers need the same few tensors, so the host copies each once
 def _cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-
-
-#: All layers of a model need the same few tensors, so the host copies each to the device once.
-_cumulative_once = lru_cache(maxsize=256)(_cumulative)
 
 
 def take(tensor: torch.Tensor, ranges: Sequence[TokenRange]) -> torch.Tensor:

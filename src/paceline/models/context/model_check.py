@@ -32,7 +32,7 @@ def check_context_model(model: Any, config: Config, dims: ParallelDims) -> None:
         raise unsupported_model(config, dims, reason)
     name = attention.attention_of(base)
     if name is None or not hasattr(base, "set_attn_implementation"):
-        reason = UserText("its attention cannot be replaced", code="context-attention-fixed")
+        reason = UserText("its attention cannot be replaced", code="attention-not-replaceable")
         raise unsupported_model(config, dims, reason)
 
 

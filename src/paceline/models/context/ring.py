@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from paceline.distributed.communicator import Communicator
 from paceline.models.context.blocks import RingStep
-from paceline.models.context.exchange import Messages, send_and_receive
+from paceline.models.context.exchange import PeerMessages, send_and_receive
 from paceline.models.context.kernels import BlockKernel, MergedOutput, split_runs, take
 from paceline.models.kernels.fused_attention import States
 
@@ -63,7 +63,7 @@ class _RingAttention(torch.autograd.Function):
         for step, keys, values, _ in _received(ring, key, value, sizes):
             for part in ring.kernel.forward((wide, keys, values), step.blocks, ring.scale):
                 for tokens, (output, lse) in split_runs(part.queries, part.output, part.lse):
-                    _merge(merged[tokens], merged_lse[tokens], output, lse)
+                    merge(merged[tokens], merged_lse[tokens], output, lse)
         result = merged[..., : sizes.value].to(query.dtype)
         ctx.ring = ring
         ctx.save_for_backward(query, key, value, result, merged_lse)
@@ -126,7 +126,7 @@ def _sum_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float32 if tensor.element_size() < 4 else tensor.dtype
 
 
-def _merge(
+def merge(
     merged: torch.Tensor, merged_lse: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Add the attention of queries to some keys to their attention to other keys, in place."""
@@ -139,8 +139,8 @@ def _merge(
 def _received(
     ring: Ring, key: torch.Tensor, value: torch.Tensor, sizes: _Sizes
 ) -> Iterator[tuple[RingStep, torch.Tensor, torch.Tensor, int]]:
-    """Yield each step with its padded keys and values, and their number. Those of the next step
-    are requested before."""
+    """Yield each step with its padded keys and values, and their number. The keys and
+    values of the next step are requested before."""
     own = torch.cat((key, value), dim=-1)
     current, following = own, _request(ring, own, 1)
     for number, step in enumerate(ring.steps):
@@ -153,10 +153,10 @@ def _received(
         yield step, _pad(keys, padded), _pad(values, padded), current.shape[0]
 
 
-def _request(ring: Ring, own: torch.Tensor, number: int) -> Messages:
+def _request(ring: Ring, own: torch.Tensor, number: int) -> PeerMessages:
     """Start the exchange of keys and values for a step, if there is such a step."""
     if number >= len(ring.steps):
-        return Messages(ring.group)
+        return PeerMessages(ring.group)
     step = ring.steps[number]
     return send_and_receive(
         ring.group,
@@ -177,10 +177,10 @@ class _Returning:
     def __init__(self, ring: Ring, own_grad: torch.Tensor) -> None:
         self.ring, self.own_grad = ring, own_grad
         self._step: RingStep | None = None
-        self._messages = Messages(ring.group)
+        self._messages = PeerMessages(ring.group)
 
     def start(self, step: RingStep, grad: torch.Tensor) -> None:
-        """Send the gradients of a step, after those of the step before have returned."""
+        """Send the gradients of a step, after the gradients of the step before have returned."""
         self.finish()
         received = None
         if step.sent:
@@ -197,4 +197,4 @@ class _Returning:
             return
         for tokens, (grad,) in split_runs(self._step.sent, received):
             self.own_grad[tokens] += grad
-        self._messages = Messages(self.ring.group)
+        self._messages = PeerMessages(self.ring.group)

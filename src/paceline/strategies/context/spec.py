@@ -15,5 +15,5 @@ CONTEXT = StrategySpec(
     main_dim="context",
     extra_dims=("data",),
     cost_model="paceline.strategies.ddp.cost:estimate",
-    capabilities=Capabilities(OPTIMIZER_ON_HOST, chosen_by_auto=False),
+    capabilities=Capabilities(OPTIMIZER_ON_HOST),
 )

@@ -42,6 +42,7 @@ from paceline.parallel.state import (
 from paceline.parallel.strategy import EvalFn, MicroStep
 from paceline.strategies.reducers.buckets import make_buckets
 from paceline.strategies.tensor.shard import TensorParallelizer, TensorSlice, check_plan_sizes
+from paceline.strategies.tensor.vocabulary import vocabulary_notices
 
 if TYPE_CHECKING:
     from paceline.strategies.expert.division import ExpertParallelizer
@@ -88,6 +89,7 @@ class HybridStrategy(BucketedStrategy):
         if axes.tensor > 1:
             plan = find_tensor_plan(model, self.config.parallel.tensor_plan)
             check_plan_sizes(model, plan, axes.tensor)
+            self.notices += vocabulary_notices(model, plan)
         if axes.pipeline > 1:
             from paceline.strategies.pipeline.runner import PipelineRunner
 

@@ -38,6 +38,7 @@ def workload(trainer: Trainer, step: int) -> Workload:
         derived.gradient_accumulation_steps,
         samples * mean_length / parts,
         distinct=_distinct_ids(trainer, step),
+        labels=derived.samples_per_micro_batch * mean_length * _label_share(trainer),
     )
     row = (max(1, round(mean_length)),) * max(1, round(samples))
     return with_rows(work, trainer.components.task, [row])
@@ -50,6 +51,12 @@ def with_rows(work: Workload, task: Task, rows: Sequence[tuple[int, ...]]) -> Wo
     if method is None:
         return work
     return replace(work, context=ContextWork(method.name, tuple(rows)))
+
+
+def _label_share(trainer: Trainer) -> float:
+    """Return the share of the tokens with a loss; 1 if it is unknown."""
+    data = trainer.spec.data
+    return data.label_tokens / data.train_tokens if data.label_tokens and data.train_tokens else 1.0
 
 
 def _distinct_ids(trainer: Trainer, step: int) -> tuple[tuple[float, ...], ...]:
