@@ -38,7 +38,7 @@ _AXES = ("data", "shard", "context", "tensor", "pipeline")
 _STAGES = (1, 2, 3)
 _SCHEDULES: tuple[str, ...] = get_args(Parallel.model_fields["pipeline_schedule"].annotation)
 _BALANCED = ("ddp", "zero1")
-#: Sizes in a name: those of the axes, and the number of ranks that the experts are divided among.
+#: Sizes in a name: the axes, and the number of ranks that the experts are divided among.
 _SIZES = (*_AXES, "expert")
 _AXIS = re.compile(rf"({'|'.join(_SIZES)})([1-9][0-9]*)")
 

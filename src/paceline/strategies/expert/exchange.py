@@ -104,12 +104,12 @@ def _exchange(
     rows: torch.Tensor, group: Communicator, sent_sizes: list[int], received_sizes: list[int]
 ) -> torch.Tensor:
     """Send consecutive rows to the ranks of the group, and return the rows that they send."""
-    apply: Any = _Exchange.apply
+    apply: Any = _TokenExchange.apply
     result: Any = apply(rows, group, sent_sizes, received_sizes)
     return cast(torch.Tensor, result)
 
 
-class _Exchange(torch.autograd.Function):
+class _TokenExchange(torch.autograd.Function):
     """Rows in forward, and their gradients in the other direction in backward."""
 
     @staticmethod
